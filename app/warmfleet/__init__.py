@@ -1,0 +1,1 @@
+"""Warmfleet router: exact prefix-aware routing for a fleet of vLLM engines."""

@@ -1,0 +1,1 @@
+"""Warmfleet worker plugin: what a vLLM engine holds, written into Redis streams."""

@@ -1,0 +1,296 @@
+"""The wire format shared by routers and workers: names, keys, stream entries, schemes, block hashes.
+
+A leaf: stdlib only, imported by the plugin (in the engine's process), by the engine simulator and by
+the router. What is written here is the contract; a change of meaning raises ``SCHEMA``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+SCHEMA = 1
+HASH_BYTES = 8
+BATCH_BLOCKS = 128  # blocks in one entry: 0.3-0.45 ms of cold Redis per apply call
+ARTIFACT_CHUNK_BYTES = 65_536  # no single call moves more than this
+PROGRESS_PER_ENTRY = 64
+FLUSH_SECONDS = 0.1
+PROGRESS_FLUSH_SECONDS = 0.02
+HEARTBEAT_SECONDS = 5.0
+WORKER_TTL_SECONDS = 15.0
+HELLO_MAXLEN = 4_096
+SERVER_MAXLEN = 64
+UNACKNOWLEDGED_ENTRIES = 256  # the plugin never runs further ahead of `applied` while it sends a snapshot
+RESERVATION_PREFIX = "wf-"  # reservation id = this + 22 url-safe characters
+RESERVATION_LENGTH = len(RESERVATION_PREFIX) + 22
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+
+
+class WireError(ValueError):
+    """A name or a payload that the wire format does not allow."""
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` if it may name a worker, a server or a reservation, else raise WireError."""
+    if not _NAME.match(name):
+        raise WireError(f"{name[:80]!r} is not a name: 1 to 64 of A-Z a-z 0-9 . _ - are allowed")
+    return name
+
+
+def model_tag(model: str) -> str:
+    """The part between the braces of every key: the base model's name (``/`` as ``~``), with an optional ``#pool``."""
+    base, _, pool = model.partition("#")
+    for part in [*base.split("/"), *([pool] if pool else [])]:
+        check_name(part)
+    return base.replace("/", "~") + (f"#{pool}" if pool else "")
+
+
+class Keys:
+    """Names of every Redis key of one model. All share one hash tag, hence one cluster slot."""
+
+    def __init__(self, model: str) -> None:
+        self.tag = model_tag(model)
+        self.prefix = f"wf:{{{self.tag}}}:"
+
+    def __getattr__(self, name: str) -> str:
+        """The single keys (``alive``, ``load``, ``leases`` ...): see lua/README.md for the table."""
+        if name not in SINGLE_KEYS:
+            raise AttributeError(name)
+        return self.prefix + name
+
+    def block(self, block_hash: bytes) -> bytes:
+        return self.prefix.encode() + b"b:" + block_hash
+
+    def speculative(self, block_hash: bytes) -> bytes:
+        return self.prefix.encode() + b"x:" + block_hash
+
+    def slot(self, slot: int) -> str:
+        return f"{self.prefix}s:{slot}"
+
+    def events(self, worker_id: str) -> str:
+        return f"{self.prefix}events:{worker_id}"
+
+    def server(self, server_id: str) -> str:
+        return f"{self.prefix}server:{server_id}"
+
+    def command(self, worker_id: str) -> str:
+        return f"{self.prefix}command:{worker_id}"
+
+    def artifact(self, server_id: str, sha256: str) -> str:
+        return f"{self.prefix}artifact:{server_id}:{sha256}"
+
+
+SINGLE_KEYS = frozenset(
+    ("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello")
+    + ("cursor", "batch", "digest", "resync", "retired", "tick", "counts")
+)
+
+
+def events_maxlen(capacity_blocks: int) -> int:
+    """Entries an events stream keeps: two full snapshots and some slack."""
+    return 2 * -(-capacity_blocks // BATCH_BLOCKS) + 1_024
+
+
+def worker_id_of(server_id: str, rank: int) -> str:
+    """One engine core (a data-parallel rank) is a worker of its own."""
+    return check_name(f"{server_id}.{rank}")
+
+
+# ---------------------------------------------------------------- stream entries
+
+#: Operations on ``events:<worker_id>``. On ``server:<server_id>`` only join, heartbeat and leave.
+OPERATIONS = ("join", "stored", "removed", "cleared", "heartbeat", "progress", "begin", "chunk", "end", "leave")
+
+
+def entry(nonce: str, batch: int, operation: str, data: bytes | str = b"") -> dict[bytes, bytes]:
+    """Fields of one stream entry, in the order in which the scripts expect them."""
+    payload = data.encode() if isinstance(data, str) else data
+    return {b"n": nonce.encode(), b"b": b"%d" % batch, b"o": operation.encode(), b"d": payload}
+
+
+def dumps(value: Any) -> str:
+    """Compact canonical JSON: the same value always gives the same bytes."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)
+
+
+@dataclass(slots=True)
+class Digest:
+    """Count and two sums (mod 2**32) over a set of 8-byte hashes: 12 bytes that tell two sets apart."""
+
+    count: int = 0
+    high: int = 0
+    low: int = 0
+
+    def add(self, packed: bytes, sign: int = 1) -> None:
+        """Add (or with ``sign=-1`` take away) packed 8-byte hashes. Each must be a real change."""
+        words = struct.unpack(f">{len(packed) // 4}I", packed)
+        self.count += sign * (len(words) // 2)
+        self.high = (self.high + sign * sum(words[0::2])) % 2**32
+        self.low = (self.low + sign * sum(words[1::2])) % 2**32
+
+    def as_list(self) -> list[int]:
+        return [self.count, self.high, self.low]
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What an engine core says of itself every HEARTBEAT_SECONDS.
+
+    running, waiting: requests. blocks: held hashes. foreign_*: tokens of requests that are not the fleet's.
+    speed_tps: prefill tokens per busy second, 0 = not measured. evicted: blocks evicted since the last heartbeat.
+    digest: of everything published; None while a snapshot is under way.
+    """
+
+    running: int
+    waiting: int
+    blocks: int
+    foreign_prefill_tokens: int
+    foreign_decode_tokens: int
+    speed_tps: int
+    evicted: int
+    digest: Digest | None = None
+
+    def encode(self) -> str:
+        head = [self.running, self.waiting, self.blocks, self.foreign_prefill_tokens]
+        head += [self.foreign_decode_tokens, self.speed_tps, self.evicted]
+        return dumps(head + (self.digest.as_list() if self.digest else []))
+
+
+# ---------------------------------------------------------------- schemes and block hashes
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How an engine hashes: everything a router needs to compute the same block hashes.
+
+    algorithm: vLLM's ``--prefix-caching-hash-algo`` (``sha256`` or ``sha256_cbor``).
+    none_hash: the parent of a first block. block_tokens: tokens in a block.
+    extra_keys: ``tagged`` (vLLM 0.31 and later) or ``plain`` (0.28 to 0.30).
+    """
+
+    algorithm: str
+    none_hash: bytes
+    block_tokens: int
+    extra_keys: str = "tagged"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "algorithm": self.algorithm,
+            "none_hash": self.none_hash.hex(),
+            "block_tokens": self.block_tokens,
+            "extra_keys": self.extra_keys,
+        }
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Scheme:
+        """Read an announced scheme; raises WireError for one that no router of this version can compute."""
+        try:
+            scheme = cls(
+                str(value["algorithm"]),
+                bytes.fromhex(value["none_hash"]),
+                int(value["block_tokens"]),
+                str(value["extra_keys"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"malformed scheme: {error}") from error
+        if scheme.algorithm not in ("sha256", "sha256_cbor") or scheme.extra_keys not in ("tagged", "plain"):
+            raise WireError(f"unknown scheme {scheme.algorithm}/{scheme.extra_keys}")
+        if not 1 <= scheme.block_tokens <= 4_096 or len(scheme.none_hash) != 32:
+            raise WireError("scheme out of range: block_tokens 1..4096, none_hash 32 bytes")
+        return scheme
+
+    @cached_property
+    def scheme_id(self) -> int:
+        """31 bits of a digest of the scheme: what the scripts compare."""
+        digest = hashlib.sha256(dumps(self.as_dict()).encode()).digest()
+        return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
+
+
+def default_none_hash(algorithm: str, seed: str = "vllm-none-hash") -> bytes:
+    """NONE_HASH of vLLM >= 0.29 (``init_none_hash``): the hash of its seed string."""
+    if algorithm == "sha256":
+        return hashlib.sha256(pickle.dumps(seed, protocol=5)).digest()
+    return hashlib.sha256(_cbor(seed)).digest()
+
+
+def chain_hashes(
+    scheme: Scheme,
+    token_ids: Sequence[int],
+    parent: bytes | None = None,
+    salt: str | None = None,
+    lora: tuple[str, str] | None = None,
+) -> list[bytes]:
+    """Full 32-byte hashes of every full block of ``token_ids``, as vLLM's ``hash_block_tokens`` computes them.
+
+    parent: the last hash before these tokens (None: a new prompt). salt counts in a prompt's first block only.
+    lora: (name, path) of the adapter, in every block.
+    """
+    previous = parent or scheme.none_hash
+    size = scheme.block_tokens
+    hashes = []
+    for start in range(0, len(token_ids) - size + 1, size):
+        extra = _extra_keys(scheme, salt if parent is None and start == 0 else None, lora)
+        previous = _hash_block(scheme.algorithm, previous, tuple(token_ids[start : start + size]), extra)
+        hashes.append(previous)
+    return hashes
+
+
+def pack_hashes(hashes: Iterable[bytes]) -> bytes:
+    """The last 8 bytes of every digest, concatenated: what vLLM's KV events carry and Redis holds."""
+    return b"".join([digest[-HASH_BYTES:] for digest in hashes])
+
+
+def _extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -> tuple[Any, ...] | None:
+    tagged = scheme.extra_keys == "tagged"
+    keys: list[Any] = []
+    if lora is not None:
+        keys.append(("lora", *lora) if tagged else lora[0])
+    if salt is not None:
+        keys.append(("cache_salt", salt) if tagged else salt)
+    return tuple(keys) or None
+
+
+def _hash_block(algorithm: str, parent: bytes, tokens: tuple[int, ...], extra: tuple[Any, ...] | None) -> bytes:
+    if algorithm == "sha256":
+        return hashlib.sha256(pickle.dumps((parent, tokens, extra), protocol=5)).digest()
+    parts = [b"\x83", _cbor(parent), _cbor_head(0x80, len(tokens)), *map(_cbor_int, tokens), _cbor(extra)]
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+def _cbor_head(major: int, value: int) -> bytes:
+    if value < 24:
+        return bytes((major | value,))
+    if value < 0x100:
+        return bytes((major | 24, value))
+    if value < 0x10000:
+        return struct.pack(">BH", major | 25, value)
+    return struct.pack(">BI", major | 26, value)
+
+
+_SMALL_INTS = tuple(_cbor_head(0, n) for n in range(65_536))
+
+
+def _cbor_int(value: int) -> bytes:
+    return _SMALL_INTS[value] if value < 65_536 else struct.pack(">BI", 26, value)
+
+
+def _cbor(value: Any) -> bytes:
+    """Canonical CBOR of what a block hash is made of: None, str, bytes, int and tuples of these."""
+    if value is None:
+        return b"\xf6"
+    if isinstance(value, bytes):
+        return _cbor_head(0x40, len(value)) + value
+    if isinstance(value, str):
+        raw = value.encode()
+        return _cbor_head(0x60, len(raw)) + raw
+    if isinstance(value, int):
+        return _cbor_int(value)
+    return _cbor_head(0x80, len(value)) + b"".join(_cbor(item) for item in value)
