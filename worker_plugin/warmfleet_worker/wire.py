@@ -11,10 +11,13 @@ import json
 import pickle
 import re
 import struct
-from collections.abc import Iterable, Sequence
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 SCHEMA = 1
 HASH_BYTES = 8
@@ -32,6 +35,8 @@ RESERVATION_PREFIX = "wf-"  # reservation id = this + 22 url-safe characters
 RESERVATION_LENGTH = len(RESERVATION_PREFIX) + 22
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+# The engine's own id of a request of ours: [child_]kind-<reservation>.<the client's id>...; vLLM's first child is 0_.
+_ENGINE_REQUEST_ID = re.compile(r"(?:(\d+)_)?(?:[a-z]+-)?(wf-[A-Za-z0-9_-]{22})\.")
 
 
 class WireError(ValueError):
@@ -89,8 +94,10 @@ class Keys:
 
 
 SINGLE_KEYS = frozenset(
-    ("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello")
-    + ("cursor", "batch", "digest", "resync", "retired", "tick", "counts")
+    {
+        *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
+        *("cursor", "batch", "digest", "resync", "retired", "tick", "counts"),
+    }
 )
 
 
@@ -164,6 +171,48 @@ class Heartbeat:
         return dumps(head + (self.digest.as_list() if self.digest else []))
 
 
+def reservation_of(request_id: str) -> tuple[str, int] | None:
+    """The reservation id in an engine's own request id and the number of the ``n`` > 1 child (0: first or only).
+
+    None: not a request of this fleet.
+    """
+    match = _ENGINE_REQUEST_ID.match(request_id)
+    return (match[2], int(match[1] or 0)) if match else None
+
+
+# ---------------------------------------------------------------- artifacts
+
+
+def split_artifact(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What a join's manifest says of ``content``, and its chunks by name: slices of one zlib stream."""
+    packed = zlib.compress(content, 6)
+    pieces = [packed[start : start + ARTIFACT_CHUNK_BYTES] for start in range(0, len(packed), ARTIFACT_CHUNK_BYTES)]
+    chunks = {hashlib.sha256(piece).hexdigest(): piece for piece in pieces}
+    names = [hashlib.sha256(piece).hexdigest() for piece in pieces]
+    entry = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), "chunks": names}
+    return entry, chunks
+
+
+def join_artifact(entry: dict[str, Any], pieces: Sequence[bytes], max_bytes: int) -> bytes:
+    """The content of an artifact again; raises WireError for anything but exactly what ``entry`` promises.
+
+    Never holds more than ``max_bytes`` of content, whatever the compressed bytes would expand to.
+    """
+    size = int(entry["bytes"])
+    if not 0 <= size <= max_bytes:
+        raise WireError(f"artifact of {size} bytes: at most {max_bytes} are allowed")
+    if [hashlib.sha256(piece).hexdigest() for piece in pieces] != list(entry["chunks"]):
+        raise WireError("artifact chunks do not have the digests of the manifest")
+    decoder = zlib.decompressobj()
+    try:
+        content = decoder.decompress(b"".join(pieces), size + 1)
+    except zlib.error as error:
+        raise WireError(f"artifact is not a zlib stream: {error}") from error
+    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise WireError("artifact does not have the digest of the manifest")
+    return content
+
+
 # ---------------------------------------------------------------- schemes and block hashes
 
 
@@ -218,7 +267,7 @@ def default_none_hash(algorithm: str, seed: str = "vllm-none-hash") -> bytes:
     """NONE_HASH of vLLM >= 0.29 (``init_none_hash``): the hash of its seed string."""
     if algorithm == "sha256":
         return hashlib.sha256(pickle.dumps(seed, protocol=5)).digest()
-    return hashlib.sha256(_cbor(seed)).digest()
+    return hashlib.sha256(cbor(seed)).digest()
 
 
 def chain_hashes(
@@ -237,7 +286,7 @@ def chain_hashes(
     size = scheme.block_tokens
     hashes = []
     for start in range(0, len(token_ids) - size + 1, size):
-        extra = _extra_keys(scheme, salt if parent is None and start == 0 else None, lora)
+        extra = extra_keys(scheme, salt if parent is None and start == 0 else None, lora)
         previous = _hash_block(scheme.algorithm, previous, tuple(token_ids[start : start + size]), extra)
         hashes.append(previous)
     return hashes
@@ -248,7 +297,7 @@ def pack_hashes(hashes: Iterable[bytes]) -> bytes:
     return b"".join([digest[-HASH_BYTES:] for digest in hashes])
 
 
-def _extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -> tuple[Any, ...] | None:
+def extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -> tuple[Any, ...] | None:
     tagged = scheme.extra_keys == "tagged"
     keys: list[Any] = []
     if lora is not None:
@@ -261,7 +310,7 @@ def _extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) 
 def _hash_block(algorithm: str, parent: bytes, tokens: tuple[int, ...], extra: tuple[Any, ...] | None) -> bytes:
     if algorithm == "sha256":
         return hashlib.sha256(pickle.dumps((parent, tokens, extra), protocol=5)).digest()
-    parts = [b"\x83", _cbor(parent), _cbor_head(0x80, len(tokens)), *map(_cbor_int, tokens), _cbor(extra)]
+    parts = [b"\x83", cbor(parent), _cbor_head(0x80, len(tokens)), *map(_cbor_int, tokens), cbor(extra)]
     return hashlib.sha256(b"".join(parts)).digest()
 
 
@@ -282,7 +331,7 @@ def _cbor_int(value: int) -> bytes:
     return _SMALL_INTS[value] if value < 65_536 else struct.pack(">BI", 26, value)
 
 
-def _cbor(value: Any) -> bytes:
+def cbor(value: Any) -> bytes:
     """Canonical CBOR of what a block hash is made of: None, str, bytes, int and tuples of these."""
     if value is None:
         return b"\xf6"
@@ -293,4 +342,4 @@ def _cbor(value: Any) -> bytes:
         return _cbor_head(0x60, len(raw)) + raw
     if isinstance(value, int):
         return _cbor_int(value)
-    return _cbor_head(0x80, len(value)) + b"".join(_cbor(item) for item in value)
+    return _cbor_head(0x80, len(value)) + b"".join(cbor(item) for item in value)

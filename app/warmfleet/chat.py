@@ -1,0 +1,137 @@
+"""Messages of a chat request → what vLLM hands to the chat template (its `chat_utils` rules). Pure.
+
+Only what a router can reproduce passes; everything else raises NotReproducible with a short reason, which becomes
+the label of a counter: such a request is routed by load alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, Literal
+
+Format = Literal["string", "openai"]
+Message = dict[str, Any]
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+BILLING_HEADER = "x-anthropic-billing-header"  # one client's first system line: it differs in every request
+
+
+class NotReproducible(Exception):  # noqa: N818  not an error: the engine can serve it, the router cannot foresee it
+    """``reason``: one word for the metric."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def conversation(messages: Iterable[Message], content_format: Format) -> list[Message]:
+    """The messages as the template sees them; raises NotReproducible for parts that are not text."""
+    return [_message(message, content_format) for message in messages]
+
+
+def _message(message: Message, content_format: Format) -> Message:
+    role = message["role"]
+    result: Message = {"role": role, "content": _content(message.get("content"), role, content_format)}
+    if role == "assistant":
+        calls = message.get("tool_calls")
+        if calls:
+            result["tool_calls"] = [_tool_call(call) for call in calls]
+        reasoning = message.get("reasoning")
+        if reasoning is None:
+            reasoning = message.get("reasoning_content")
+        if reasoning is not None:
+            result["reasoning"] = result["reasoning_content"] = reasoning
+    elif role == "tool" and "tool_call_id" in message:
+        result["tool_call_id"] = message["tool_call_id"]
+    for name in ("name", "task"):
+        if isinstance(message.get(name), str):
+            result[name] = message[name]
+    if role == "developer":
+        result["tools"] = message.get("tools")
+    return result
+
+
+def _content(content: Any, role: str, content_format: Format) -> Any:
+    if isinstance(content, str) and role != "system" and content_format == "string":
+        return content  # the common case
+    parts = [] if content is None else [content] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise NotReproducible("content")
+    texts = [text for part in parts if (text := _text(part)) is not None]
+    if role == "system":
+        texts = [text for raw in texts if (text := _without_billing_header(raw)) is not None]
+    if content_format == "openai" and role != "tool":
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(text for text in texts if text or content_format == "openai")
+
+
+def _text(part: Any) -> str | None:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
+        raise NotReproducible("parts")
+    text = part.get(TEXT_PARTS[part["type"]])
+    if text is not None and not isinstance(text, str):
+        raise NotReproducible("parts")
+    return text
+
+
+def _without_billing_header(text: str) -> str | None:
+    return (text.partition("\n")[2] or None) if text.startswith(BILLING_HEADER) else text
+
+
+def _tool_call(call: Any) -> Message:
+    """Keys in the order in which the engine's model of a tool call has them; arguments as an object."""
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        raise NotReproducible("tool_calls")
+    function = call["function"]
+    arguments: Any = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except ValueError:
+            arguments = {}
+    if not isinstance(arguments, dict):
+        arguments = {}
+    result: Message = {"id": call["id"]} if "id" in call else {}
+    result["function"] = {"arguments": arguments} | ({"name": function["name"]} if "name" in function else {})
+    return result | ({"type": call["type"]} if "type" in call else {})
+
+
+def tool_schemas(tools: Any) -> list[Message] | None:
+    """Tools as the engine dumps them: an absent description or parameters is null."""
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise NotReproducible("tools")
+    schemas = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or "name" not in function:
+            raise NotReproducible("tools")
+        known = {name: function.get(name) for name in ("name", "description", "parameters")}
+        known |= {name: value for name, value in function.items() if name not in known}
+        schemas.append({"type": tool.get("type", "function"), "function": known})
+    return schemas
+
+
+def developer_to_system(messages: list[Message]) -> list[Message]:
+    """For a template that does not know the role: developer becomes system, and all system text goes to the front."""
+    if all(message["role"] != "developer" for message in messages):
+        return messages
+    messages = [_as_system(message) if message["role"] == "developer" else message for message in messages]
+    systems = [index for index, message in enumerate(messages) if message["role"] == "system"]
+    if systems == [0]:
+        return messages
+    texts = [_joined(messages[index]["content"]) for index in systems]
+    merged = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
+    return [merged, *(message for message in messages if message["role"] != "system")]
+
+
+def _as_system(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != "tools"} | {"role": "system"}
+
+
+def _joined(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

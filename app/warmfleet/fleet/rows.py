@@ -1,0 +1,92 @@
+"""The two packed records of lua/README.md: one load row per worker, one lease per reservation."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, fields
+from enum import IntEnum, IntFlag
+
+_ROW = struct.Struct(">IiiiIHIIIIIII")
+_LEASE = struct.Struct(">6I2B")
+
+
+class Flag(IntFlag):
+    """State of a worker, one bit each."""
+
+    SERVER = 1  # its API server is alive
+    URL = 2  # its URL answered the probe
+    PROVEN = 4  # its identity is right: its blocks may be matched
+    DRAINING = 8
+    APPROXIMATE = 16  # no plugin: only what we sent it is known
+    CLOSED = 32  # its set of blocks is prefix-closed
+    PARTIAL = 64  # Redis was too full to take all of its blocks
+    HOSTILE = 128  # its stream broke the rules
+
+
+class Stage(IntEnum):
+    """How far a reservation has come."""
+
+    BOOKED = 0
+    STARTED = 1
+    LINGERING = 2  # finished: holds no load, but its speculation until the engine's own report arrives
+    TOMBSTONE = 3  # ended before it was booked: a late decide books nothing
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRow:
+    """All that ``decide`` reads of a worker. Tokens are sums over open reservations; speed is tokens per busy second."""
+
+    epoch: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    in_flight: int = 0
+    slot: int = 0
+    flags: int = 0
+    scheme: int = 0
+    speed_tps: int = 0
+    foreign_prefill_tokens: int = 0
+    foreign_decode_tokens: int = 0
+    blocks: int = 0
+    capacity_blocks: int = 0
+    evicted: int = 0
+
+    def pack(self) -> bytes:
+        return _ROW.pack(*(getattr(self, field.name) for field in fields(self)))
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> LoadRow:
+        return cls(*_ROW.unpack(packed))
+
+    @property
+    def routable(self) -> bool:
+        """Both halves live and nothing against it. Whether it is alive says ``alive``, not the row."""
+        wanted = Flag.SERVER | Flag.URL
+        return self.flags & (wanted | Flag.DRAINING | Flag.HOSTILE) == wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One reservation: what it still holds of its worker's load, and the checkpoints it counts in ``x:``."""
+
+    epoch: int
+    slot: int
+    prefill_tokens: int
+    decode_tokens: int
+    matched_tokens: int
+    prompt_tokens: int
+    stage: int
+    worker_id: str
+    checkpoints: tuple[bytes, ...] = ()
+
+    def pack(self) -> bytes:
+        worker_id = self.worker_id.encode()
+        numbers = (self.epoch, self.slot, self.prefill_tokens, self.decode_tokens, self.matched_tokens)
+        head = _LEASE.pack(*numbers, self.prompt_tokens, self.stage, len(worker_id))
+        return head + worker_id + b"".join(self.checkpoints)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Lease:
+        *numbers, stage, length = _LEASE.unpack_from(packed)
+        end = _LEASE.size + length
+        checkpoints = tuple(packed[at : at + 8] for at in range(end, len(packed), 8))
+        return cls(*numbers, stage, packed[_LEASE.size : end].decode(), checkpoints)

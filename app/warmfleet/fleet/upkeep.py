@@ -1,0 +1,124 @@
+"""Upkeep: workers' streams into the index, the fleet's clock, and what is left of the gone. Any replica may do it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from warmfleet.fleet.client import ScriptClient
+from warmfleet_worker.wire import BATCH_BLOCKS, WORKER_TTL_SECONDS
+
+_APPLY_CONTROL = 2  # what `apply` says when the next entry is not its own
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Limits of upkeep. No single call takes Redis longer than about half a millisecond."""
+
+    min_gap_ms: int = 25  # between two ticks of the whole fleet
+    ttl_ms: int = int(WORKER_TTL_SECONDS * 1000)
+    forget_ms: int = 600_000  # a worker silent that long is forgotten
+    max_streams: int = 64  # looked at in one tick
+    max_blocks: int = BATCH_BLOCKS  # applied or collected in one call
+    max_entries: int = 16  # of an API server, or of control, in one call
+    applies: int = 64  # calls in one step: about 20 ms of Redis at most
+    collects: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """ran: false if another tick was too recent; then the rest says nothing. grace: nobody expires now.
+
+    retired: slots to collect. backlog: streams (``events:<id>``, ``server:<id>``). forget: workers that are due.
+    """
+
+    ran: bool
+    grace: bool
+    retired: int = 0
+    backlog: tuple[str, ...] = ()
+    forget: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What one call took from a stream; ``more``: something is left in it."""
+
+    entries: int
+    blocks: int
+    more: bool
+
+
+class Upkeep(ScriptClient):
+    """Every method is one script (``apply`` at most two) and raises FleetUnavailable if Redis is away or slow."""
+
+    pace = Pace()
+
+    async def tick(self) -> Tick:
+        """Who has a backlog, who is to be forgotten; commands snapshots. Cheap and gated: call it often."""
+        pace = self.pace
+        limits = (pace.min_gap_ms, pace.ttl_ms, pace.forget_ms, pace.max_streams)
+        ran, grace, retired, *names = await self._upkeep("tick", *limits)
+        streams = [name.decode() for name in names]
+        forget = tuple(name.removeprefix("forget:") for name in streams if name.startswith("forget:"))
+        backlog = tuple(name for name in streams if not name.startswith("forget:"))
+        return Tick(bool(ran), bool(grace), retired, backlog, forget)
+
+    async def apply(self, worker_id: str) -> Applied:
+        """Apply the next entries of an engine core's stream."""
+        entries, blocks, following = await self._upkeep("apply", worker_id, self.pace.max_blocks)
+        if following == _APPLY_CONTROL:
+            limits = (self.pace.max_entries, self.pace.ttl_ms)
+            also, _, following = await self._upkeep("apply_control", worker_id, *limits)
+            entries += also
+        return Applied(entries, blocks, bool(following))
+
+    async def apply_server(self, server_id: str) -> Applied:
+        """Apply the next entries of an API server's stream."""
+        limits = (self.pace.max_entries, self.pace.ttl_ms)
+        entries, more = await self._upkeep("apply_server", server_id, *limits)
+        return Applied(entries, 0, bool(more))
+
+    async def collect(self, max_blocks: int | None = None) -> tuple[int, int]:
+        """Remove entries of one retired slot: (removed, slots left)."""
+        removed, left = await self._upkeep("collect", max_blocks or self.pace.max_blocks)
+        return removed, left
+
+    async def forget(self, worker_id: str, silent_ms: int = 0) -> bool:
+        """Delete all that is known of a worker, with its API server if that has no other; false if there was nothing.
+
+        silent_ms: only if it has been silent for that long and nothing of it is unread; 0: anyhow.
+        """
+        return bool(await self._upkeep("forget", worker_id, silent_ms))
+
+    async def step(self) -> int:
+        """One round of maintenance, bounded: tick, a fair share of every backlog, collect. Returns blocks applied."""
+        tick = await self.tick()
+        for worker_id in tick.forget:
+            await self.forget(worker_id, self.pace.forget_ms)
+        blocks = await self._drain(deque(tick.backlog))
+        left = tick.retired
+        for _ in range(self.pace.collects if left else 0):
+            _, left = await self.collect()
+            if not left:
+                break
+        return blocks
+
+    async def _drain(self, waiting: deque[str]) -> int:
+        """Apply the streams in turn, one call each, until none is left or the step's calls are spent."""
+        blocks = 0
+        for _ in range(self.pace.applies):
+            if not waiting:
+                break
+            stream = waiting.popleft()
+            kind, _, name = stream.partition(":")
+            applied = await (self.apply(name) if kind == "events" else self.apply_server(name))
+            blocks += applied.blocks
+            if applied.more:
+                waiting.append(stream)
+            await asyncio.sleep(0)  # requests first: this loop has all the time in the world
+        return blocks
+
+    async def _upkeep(self, script: str, *args: str | int) -> list[int]:
+        answer: list[int] = await self.run(script, self._prefix, *args, timeout_s=self.timeouts.upkeep_s)
+        return answer

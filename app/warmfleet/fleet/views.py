@@ -1,0 +1,133 @@
+"""Looking at the fleet: workers, what a slot holds, counters, memory, and the artifacts that workers brought."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from warmfleet.errors import BadRequest, NotFound
+from warmfleet.fleet.client import ScriptClient, redis_errors
+from warmfleet.fleet.rows import Flag, LoadRow
+from warmfleet_worker.wire import WORKER_TTL_SECONDS, WireError, join_artifact
+
+ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
+HOLDS_AT_ONCE = 512
+
+
+class BadArtifact(BadRequest):
+    """A worker's artifact is missing a piece, too large, or not what its digests say."""
+
+    status, type, code = 502, "server_error", "bad_artifact"
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """One worker. ``routable`` = a decision may choose it now; ``heartbeat_age_s`` is None when it is not alive.
+
+    ``server`` is the record of its API server; None for approximate workers and while that half is missing.
+    """
+
+    worker_id: str
+    record: dict[str, Any]
+    server: dict[str, Any] | None
+    load: LoadRow
+    heartbeat_age_s: float | None
+    routable: bool
+    proof: str
+    url: str
+    models: list[str]
+
+
+class Views(ScriptClient):
+    """Reads only, but for ``prove`` and ``register``, by which a router tells what it found out about a worker."""
+
+    async def workers(self) -> list[WorkerView]:
+        """Every worker that has a record and a row, by name. Raises FleetUnavailable."""
+        keys = self.keys
+        with redis_errors():
+            async with self.redis.pipeline(transaction=False) as pipe:
+                pipe.hgetall(keys.workers).hgetall(keys.servers).hgetall(keys.load)
+                pipe.zrange(keys.alive, 0, -1, withscores=True).time()
+                records, servers, rows, alive, (seconds, micros) = await pipe.execute()
+        now = seconds + micros / 1e6
+        ages = {name: max(0.0, now - score / 1000) for name, score in alive}
+        server_records = {name.decode(): json.loads(value) for name, value in servers.items()}
+        return [
+            _view(name.decode(), json.loads(records[name]), LoadRow.unpack(rows[name]), server_records, ages.get(name))
+            for name in sorted(records)
+            if name in rows
+        ]
+
+    async def holds(self, slot: int, hashes: Sequence[bytes]) -> list[bool]:
+        """Which of these 8-byte hashes the index says that ``slot`` holds. Raises FleetUnavailable."""
+        answer: list[bool] = []
+        with redis_errors():
+            for start in range(0, len(hashes), HOLDS_AT_ONCE):
+                chunk = list(hashes[start : start + HOLDS_AT_ONCE])
+                found = await cast("Awaitable[list[int]]", self.redis.smismember(self.keys.slot(slot), chunk))
+                answer += [one == 1 for one in found]
+        return answer
+
+    async def counts(self) -> dict[str, int]:
+        """Fleet-wide counters of protocol events."""
+        with redis_errors():
+            found = await cast("Awaitable[dict[bytes, bytes]]", self.redis.hgetall(self.keys.counts))
+        return {name.decode(): int(value) for name, value in found.items()}
+
+    async def memory(self) -> dict[str, int]:
+        """``used`` and ``limit`` of the server's memory in bytes; limit 0 = none."""
+        with redis_errors():
+            info = await self.redis.info("memory")
+        return {"used": int(info["used_memory"]), "limit": int(info.get("maxmemory", 0))}
+
+    async def artifact(self, server_id: str, entry: dict[str, Any]) -> bytes:
+        """The content of one manifest entry ``{sha256, bytes, chunks}``, checked piece by piece and as a whole.
+
+        Raises BadArtifact if it is not what its digests say or over 128 MB, NotFound if a piece is missing.
+        """
+        name, pieces, held = str(entry.get("sha256"))[:12], [], 0
+        for digest in entry["chunks"]:
+            with redis_errors():
+                key = self.keys.artifact(server_id, str(digest))
+                piece = await cast("Awaitable[bytes | None]", self.redis.get(key))
+            if piece is None:
+                raise NotFound(f"artifact {name} of {server_id}: a piece is not there")
+            held += len(piece)
+            if held > ARTIFACT_LIMIT_BYTES:
+                raise BadArtifact(f"artifact {name} of {server_id} has over {ARTIFACT_LIMIT_BYTES} compressed bytes")
+            pieces.append(piece)
+        try:  # 30 MB take 0.2 s of inflating and hashing: not on the event loop
+            return await asyncio.to_thread(join_artifact, entry, pieces, ARTIFACT_LIMIT_BYTES)
+        except (WireError, ValueError, TypeError, KeyError) as error:
+            raise BadArtifact(f"artifact {name} of {server_id}: {error}") from error
+
+    async def prove(self, worker_id: str, nonce: str, proof: str, reason: str) -> bool:
+        """Record the result of a probe; False if the worker has joined anew since (another nonce)."""
+        return bool(await self.run("prove", worker_id, nonce, proof, reason) == b"OK")
+
+    async def register(self, worker_id: str, record: dict[str, Any], capacity_checkpoints: int, healthy: bool) -> int:
+        """Register, or keep alive, an approximate worker; returns its slot. record: scheme_id, url, models, ..."""
+        packed = json.dumps(record, separators=(",", ":"))
+        return int(await self.run("register", worker_id, packed, capacity_checkpoints, int(healthy)))
+
+
+def _view(
+    worker_id: str, record: dict[str, Any], load: LoadRow, servers: dict[str, dict[str, Any]], age: float | None
+) -> WorkerView:
+    approximate = bool(load.flags & Flag.APPROXIMATE)
+    server = None if approximate else servers.get(str(record.get("server_id", "")))
+    source = record if approximate else server or {}
+    return WorkerView(
+        worker_id=worker_id,
+        record=record,
+        server=server,
+        load=load,
+        heartbeat_age_s=age,
+        routable=load.routable and age is not None and age <= WORKER_TTL_SECONDS,
+        proof="approximate" if approximate else str(record.get("proof", "pending")),
+        url=str(source.get("url", "")),
+        models=list(source.get("models") or []),
+    )

@@ -1,0 +1,189 @@
+"""Body → request: parsed once, checked only as far as routing needs; the engine judges the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from warmfleet.errors import BadRequest
+
+Endpoint = Literal["completions", "chat"]
+PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+MAX_PROMPTS = 256
+MAX_SAMPLES = 256
+
+#: Fields that change the prompt behind the router's back: refused unless the operator allows them by name.
+REFUSED = ("chat_template", "kv_transfer_params")
+#: Fields that make the prompt, or the use of the cache, unforeseeable: such a request is routed by load alone.
+UNFORESEEABLE = {
+    "prompt_embeds": "embeds",
+    "prompt_logprobs": "prompt_logprobs",  # such requests skip the cache
+    "truncate_prompt_tokens": "truncation",
+    "mm_processor_kwargs": "parts",
+}
+
+
+@dataclass(slots=True)
+class Request:
+    """What routing needs of a body. ``unforeseen``: why the prompt cannot be known, else empty.
+
+    prompts: completions only, each a text or token ids. arguments: for the chat template.
+    """
+
+    endpoint: Endpoint
+    model: str
+    stream: bool
+    samples: int
+    max_tokens: int | None
+    salt: str | None
+    add_special_tokens: bool
+    unforeseen: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    prompts: list[str | list[int]] = field(default_factory=list)
+    tools: Any = None
+    tool_choice: Any = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        return PATHS[self.endpoint]
+
+
+def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
+    """Raises BadRequest naming the field at fault."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"The body is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise BadRequest("The body must be a JSON object.")
+    return from_dict(endpoint, data, allowed)
+
+
+def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = ()) -> Request:
+    """The same for a body that is already parsed."""
+    for name in REFUSED:
+        if data.get(name) is not None and name not in allowed:
+            raise BadRequest(f"{name} is not accepted by this router.", name)
+    request = Request(
+        endpoint=endpoint,
+        model=_typed(data, "model", str, ""),
+        stream=_typed(data, "stream", bool, False),
+        samples=_whole(data, "n", 1, MAX_SAMPLES) or 1,
+        max_tokens=_whole(data, "max_completion_tokens", 0) or _whole(data, "max_tokens", 0),
+        salt=_typed(data, "cache_salt", str, None) or None,
+        add_special_tokens=_typed(data, "add_special_tokens", bool, endpoint == "completions"),
+        unforeseen=_unforeseen(data),
+    )
+    if endpoint == "completions":
+        request.prompts = [] if request.unforeseen == "embeds" else _prompts(data)
+    else:
+        request.messages = _messages(data)
+        request.tools, request.tool_choice = data.get("tools"), data.get("tool_choice")
+        request.arguments = _template_arguments(data)
+    return request
+
+
+def estimated_tokens(request: Request) -> int:
+    """What a prompt that cannot be known is booked as: a token for four characters of its text, at least 1."""
+    characters, tokens = 0, 0
+    for prompt in request.prompts:
+        if isinstance(prompt, str):
+            characters += len(prompt)
+        else:
+            tokens += len(prompt)
+    for message in request.messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        for part in parts:
+            text = part.get("text") if isinstance(part, dict) else part
+            characters += len(text) if isinstance(text, str) else 0
+    return max(1, tokens + characters // 4)
+
+
+def decode_tokens(request: Request, prompt_tokens: int, expected_output: int) -> int:
+    """Context tokens that every decode step of this request will read, once for each of its samples."""
+    output = expected_output if request.max_tokens is None else min(request.max_tokens, expected_output)
+    return request.samples * (prompt_tokens + output)
+
+
+def _unforeseen(data: dict[str, Any]) -> str:
+    for name, reason in UNFORESEEABLE.items():
+        if data.get(name) is not None:
+            return reason
+    for name in REFUSED:
+        if data.get(name) is not None:
+            return name
+    if data.get("echo") and data.get("logprobs") is not None:
+        return "prompt_logprobs"  # the engine turns echoed logprobs into them
+    return ""
+
+
+def _prompts(data: dict[str, Any]) -> list[str | list[int]]:
+    prompt = data.get("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _is_ids(prompt):
+            return [prompt]
+        if len(prompt) <= MAX_PROMPTS and all(isinstance(item, str) or _is_ids(item) for item in prompt):
+            return prompt
+    raise BadRequest(f"prompt must be a string, token ids, or a list of up to {MAX_PROMPTS} of these.", "prompt")
+
+
+def _is_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(item) is int for item in value)
+        and 0 <= min(value)
+        and max(value) < 2**32
+    )
+
+
+def _messages(data: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = data.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a list with at least one message.", "messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRequest("A message must be an object with a role.", f"messages[{index}].role")
+    return messages
+
+
+def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
+    """As vLLM merges them: the request's chat_template_kwargs under the fields of their own name."""
+    given = _typed(data, "chat_template_kwargs", dict, None) or {}
+    effort = data.get("reasoning_effort")
+    fields = {
+        "add_generation_prompt": _typed(data, "add_generation_prompt", bool, True),
+        "continue_final_message": _typed(data, "continue_final_message", bool, False),
+        "documents": data.get("documents"),
+        "reasoning_effort": effort,
+    }
+    if effort is not None and "enable_thinking" not in given:
+        fields["enable_thinking"] = effort != "none"
+    return given | {name: value for name, value in fields.items() if value is not None and value != "auto"}
+
+
+def _typed(data: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = data.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        words = {str: "a string", bool: "true or false", dict: "an object"}
+        raise BadRequest(f"{name} must be {words[kind]}.", name)
+    return value
+
+
+def _whole(data: dict[str, Any], name: str, low: int, high: int | None = None) -> int | None:
+    value = data.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or value < low or (high is not None and value > high):
+        bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
+        raise BadRequest(f"{name} must be a whole number {bounds}.", name)
+    return value

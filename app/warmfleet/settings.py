@@ -1,0 +1,89 @@
+"""One frozen dataclass from the environment: every field has its unit in its name, a default and a reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from warmfleet.errors import BadArgument
+
+PREFIX = "WARMFLEET_"
+#: Variables with our prefix that belong to workers (worker_plugin/README.md) or to the command line.
+FOREIGN = frozenset({"WARMFLEET_MODEL", "WARMFLEET_WORKER_ID", "WARMFLEET_WORKER_URL"})
+
+
+def _setting(default: Any, why: str) -> Any:
+    return field(default=default, metadata={"why": why})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Read with ``Settings.from_environment()``. Lists are separated by commas."""
+
+    redis_url: str = _setting("redis://127.0.0.1:6379/0", "where the fleet meets")
+    models: tuple[str, ...] = _setting((), "model tags to serve, `name` or `name#pool`; required")
+    host: str = _setting("127.0.0.1", "address to listen on; not open to the network unless asked")
+    port: int = _setting(8080, "port to listen on")
+    policy: str = _setting("cost", "`cost`, `least_loaded` or `round_robin`")
+    static_workers: tuple[str, ...] = _setting((), "URLs of engines without the plugin, served as approximate workers")
+    worker_api_key: str = _setting("", "sent to workers in place of the client's Authorization")
+    tokenizer: str = _setting("", "path or hub name that overrides the tokenizer the workers bring")
+    worker_addresses: tuple[str, ...] = _setting(
+        ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "100.64.0.0/10", "fc00::/7", "::1/128"),
+        "address ranges that announced URLs may point to: a forged join must not send requests elsewhere",
+    )
+    decide_timeout_s: float = _setting(0.05, "longest wait for a decision; then the fallback chooses")
+    redis_retry_s: float = _setting(1.0, "after two failed decisions, Redis is not asked again for this long")
+    connect_timeout_s: float = _setting(2.0, "longest wait for a connection to a worker; then another is tried")
+    body_max_bytes: int = _setting(33_554_432, "longest request body; beyond: 413")
+    buffer_max_bytes: int = _setting(1_048_576, "of a plain answer read before its headers go out, so a death is a 502")
+    header_timeout_s: float = _setting(10.0, "longest time for a client to send its request headers")
+    max_connections: int = _setting(4_096, "open client connections of one replica")
+    shutdown_grace_s: float = _setting(30.0, "running answers may go on this long after a stop signal")
+    drain_s: float = _setting(0.0, "`/readyz` says no for this long before a stop, so that balancers notice")
+    expected_output_tokens: int = _setting(256, "answer length that is booked when the request names none or more")
+    apply_interval_s: float = _setting(0.05, "time between two rounds of applying worker events")
+    view_interval_s: float = _setting(1.0, "time between two readings of the fleet's workers")
+    renew_interval_s: float = _setting(10.0, "time between two renewals of open reservations, which live 30 s")
+    health_interval_s: float = _setting(5.0, "time between two health checks of an approximate worker")
+    probe_timeout_s: float = _setting(5.0, "a join probe's blocks must show in its worker's stream within this")
+    inline_characters: int = _setting(2_000, "longer texts are tokenised in a thread; x50 with the fast engine")
+    mirror_checkpoints: int = _setting(20_000, "checkpoints remembered for one approximate worker")
+    trust_templates: bool = _setting(False, "workers' chat templates run outside the sandbox, a third of the cost")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
+        """Raises BadArgument naming the variable that cannot be read."""
+        environment = os.environ if environment is None else environment
+        values = {}
+        for item in fields(cls):
+            name = PREFIX + item.name.upper()
+            if name in environment:
+                values[item.name] = _cast(name, environment[name], item.default)
+        settings = cls(**values)
+        if settings.policy not in ("cost", "least_loaded", "round_robin"):
+            raise BadArgument(f"{PREFIX}POLICY={settings.policy!r}: known are cost, least_loaded, round_robin")
+        return settings
+
+
+def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Variables with our prefix that nothing reads: a typing error, most likely."""
+    environment = os.environ if environment is None else environment
+    known = {PREFIX + item.name.upper() for item in fields(Settings)} | FOREIGN
+    return sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
+
+
+def _cast(name: str, text: str, default: Any) -> Any:
+    try:
+        if isinstance(default, bool):
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+        if isinstance(default, tuple):
+            return tuple(part.strip() for part in text.split(",") if part.strip())
+        value = type(default)(text)
+    except (KeyError, ValueError) as error:
+        raise BadArgument(f"{name}={text!r} is not a {type(default).__name__}") from error
+    if isinstance(value, int | float) and not isinstance(value, bool) and not value >= 0:
+        raise BadArgument(f"{name}={text!r} must not be negative")
+    return value

@@ -1,0 +1,219 @@
+--[[
+apply_control: the entries of one worker's stream that decide who the worker is and which slots it has: join, begin,
+end, cleared, leave; and the verdict on a stream that breaks the rules. Stops before an entry that is apply's.
+
+Guarantee: exactly once, as apply. The latest join is who the worker is. Clear, restart and a finished snapshot never
+rewrite entries: they give the worker another slot and retire the old one, so readers see the old state or the new.
+A stream of a wrong type, or with an id in the far future, is deleted; its worker is hostile until it joins anew.
+
+KEYS: workers load alive alive_servers cursor batch digest next_slot resync retired counts
+ARGV: prefix, worker_id, max_entries, ttl_ms
+Returns: {entries, 0, next}; next: 0 nothing left, 1 call apply
+Cost: O(max_entries), no blocks are touched
+Keys that depend on data: events:<worker_id>, command:<worker_id>
+--]]
+local WORKERS, LOAD, ALIVE, ALIVE_SERVERS, CURSOR, BATCH = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local DIGEST, NEXT_SLOT, RESYNC, RETIRED, COUNTS = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local PREFIX, WORKER, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local FIELD, SHADOW = "events:" .. WORKER, "~" .. WORKER
+local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
+local ROW = ">I4i4i4i4I4I2I4I4I4I4I4I4I4"
+local SLOT, FLAGS = 5, 6 -- fields of the row
+local SERVER, CLOSED, HOSTILE = 1, 32, 128
+local SCHEMA, JSON_BYTES, U31 = 1, 4096, 2 ^ 31 - 1
+local FAR_FUTURE_MS, LAST_SEQUENCE = 3600000, 2 ^ 52 -- an id beyond these would block or outlive every later one
+
+local call = redis.call
+local clock = call("TIME")
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local raw, packed = call("HGET", WORKERS, WORKER), call("HGET", LOAD, WORKER)
+local row = packed and { struct.unpack(ROW, packed) }
+local record = row and raw and cjson.decode(raw) or nil
+local last = tonumber(call("HGET", BATCH, WORKER) or "0")
+local command = cjson.decode(call("GET", COMMAND) or "{}")
+
+local function count(name) call("HINCRBY", COUNTS, name, 1) end
+
+local function integer(value, low, high)
+  return type(value) == "number" and value >= low and value <= high and value == math.floor(value)
+end
+
+local function parse(data)
+  if #data > JSON_BYTES or data:sub(1, 1) ~= "{" then return {} end
+  local ok, value = pcall(cjson.decode, data)
+  return ok and value or {}
+end
+
+local function drop_shadow()
+  if not record.shadow then return false end
+  call("SADD", RETIRED, record.shadow)
+  call("HDEL", DIGEST, SHADOW)
+  record.shadow, record.snapshot = nil, nil
+  return true
+end
+
+local function new_slot()
+  drop_shadow()
+  if row[SLOT] > 0 then call("SADD", RETIRED, row[SLOT]) end
+  row[SLOT] = call("INCR", NEXT_SLOT)
+  record.slot = row[SLOT]
+  call("HDEL", DIGEST, WORKER)
+end
+
+-- Wait for a snapshot from now on. One already commanded keeps its turn, unless it had begun and is now spoilt.
+local function ask_resync()
+  if drop_shadow() then call("ZADD", RESYNC, -now, WORKER) else call("ZADD", RESYNC, "NX", -now, WORKER) end
+end
+
+local function demand_rejoin(reason)
+  count(reason)
+  if not record then return end
+  drop_shadow()
+  record.rejoin = true
+  command.id, command["do"] = redis.sha1hex(WORKER .. clock[1] .. clock[2]):sub(1, 8), "rejoin"
+end
+
+-- The record of an engine core that announces itself properly, else nil.
+local function announced(data)
+  local it = parse(data)
+  local scheme = it.scheme
+  if it.schema ~= SCHEMA or it.worker_id ~= WORKER or type(it.server_id) ~= "string" or not integer(it.rank, 0, 65535)
+    or it.server_id .. "." .. it.rank ~= WORKER or type(it.version) ~= "string" or type(scheme) ~= "table"
+    or not integer(it.capacity_blocks, 0, U31) or not integer(it.max_model_len, 0, U31)
+    or not integer(it.scheme_id, 0, U31) or not integer(scheme.block_tokens, 1, 4096) then
+    return nil
+  end
+  local kept = { block_tokens = scheme.block_tokens }
+  for _, name in ipairs({ "algorithm", "none_hash", "extra_keys" }) do
+    if type(scheme[name]) ~= "string" or not scheme[name]:match("^[%w_]+$") then return nil end
+    kept[name] = scheme[name]
+  end
+  return {
+    server_id = it.server_id, rank = it.rank, scheme = kept, scheme_id = it.scheme_id, proof = "pending",
+    capacity_blocks = it.capacity_blocks, max_model_len = it.max_model_len,
+    version = it.version:gsub("[^%w._+-]", ""):sub(1, 64), closed = it.closed == true or it.closed == 1,
+  }
+end
+
+-- A new slot, nothing proved. The load stays: its reservations are still open.
+local function join(data, time, nonce, batch)
+  local fresh = announced(data)
+  if not fresh then return count("malformed") end
+  local same_process = record and record.nonce == nonce -- it was told to join again: its cache is not empty
+  if record then drop_shadow() end
+  local server_ms = tonumber(call("ZSCORE", ALIVE_SERVERS, fresh.server_id) or "-1")
+  local flags = (server_ms >= now - TTL_MS and SERVER or 0) + (fresh.closed and CLOSED or 0)
+  local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- never used twice: an old lease has another epoch
+  row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0 }
+  record, command, last = fresh, {}, batch
+  record.nonce = nonce
+  new_slot()
+  call("ZADD", ALIVE, time, WORKER)
+  call("ZREM", RESYNC, WORKER)
+  if same_process then ask_resync() end
+end
+
+local control = {} -- of the current nonce, except join
+
+function control.join() end
+
+function control.cleared()
+  if record.shadow then call("ZREM", RESYNC, WORKER) end
+  new_slot()
+end
+
+function control.leave() call("ZREM", ALIVE, WORKER) end
+
+function control.begin(data)
+  local begin = parse(data)
+  if type(begin.snapshot) ~= "string" or not begin.snapshot:match("^%x%x%x%x%x%x%x%x$") then
+    return count("malformed")
+  end
+  drop_shadow()
+  record.shadow, record.snapshot = call("INCR", NEXT_SLOT), begin.snapshot
+  if command.id and begin.command == command.id then command.id, command["do"] = nil, nil end
+  call("ZADD", RESYNC, now, WORKER)
+end
+
+control["end"] = function(data)
+  local done = parse(data)
+  if type(done.snapshot) ~= "string" then return count("malformed") end
+  if done.snapshot ~= record.snapshot then return count("stale") end
+  local digest = call("HGET", DIGEST, SHADOW) or string.rep("\0", 12)
+  local blocks, high, low = struct.unpack(">I4I4I4", digest)
+  if done.count ~= blocks or done.high ~= high or done.low ~= low then
+    count("spoilt")
+    return ask_resync()
+  end
+  call("SADD", RETIRED, row[SLOT])
+  call("HSET", DIGEST, WORKER, digest)
+  call("HDEL", DIGEST, SHADOW)
+  call("ZREM", RESYNC, WORKER)
+  row[SLOT], record.slot, record.shadow, record.snapshot = record.shadow, record.shadow, nil, nil
+  count("resync")
+end
+
+-- One entry: "stop" if it is apply's. Batch numbers tell what was lost or came twice.
+local function enter(fields, time)
+  local nonce, batch, name, data = fields[2], fields[4], fields[6], fields[8]
+  local good = #fields == 8 and fields[1] == "n" and fields[3] == "b" and fields[5] == "o" and fields[7] == "d"
+    and #nonce <= 64 and nonce:match("^[%w_-]+$") and #batch <= 14 and batch:match("^%d+$")
+  local mine = good and record and not record.rejoin and nonce == record.nonce
+  if mine and not control[name] then return "stop" end
+  if not good then return count("malformed") end
+  batch = tonumber(batch)
+  if name == "join" and not mine then return join(data, time, nonce, batch) end
+  if not mine then return count("nonce") end
+  if batch <= last then return count("duplicate") end
+  if batch ~= last + 1 then
+    count("gap")
+    ask_resync()
+  end
+  last = batch
+  control[name](data)
+end
+
+local kind = call("TYPE", STREAM).ok
+local cursor = call("HGET", CURSOR, FIELD) or "0-0"
+local entries, following, hostile = 0, 0, kind ~= "stream" and kind ~= "none"
+local page = kind == "stream" and call("XRANGE", STREAM, "-", "+", "COUNT", MAX_ENTRIES) or {}
+local ms, sequence = cursor:match("^(%d+)-(%d+)$")
+for at, item in ipairs(page) do
+  local id_ms, id_sequence = item[1]:match("^(%d+)-(%d+)$")
+  id_ms, id_sequence = tonumber(id_ms), tonumber(id_sequence)
+  hostile = id_ms > now + FAR_FUTURE_MS or id_sequence > LAST_SEQUENCE
+  if hostile then break end
+  -- Everything applied was trimmed, so a first entry at or before the cursor is a stream that began anew.
+  if at == 1 and (id_ms < tonumber(ms) or id_ms == tonumber(ms) and id_sequence <= tonumber(sequence)) then
+    demand_rejoin("regress")
+  end
+  if enter(item[2], math.min(id_ms, now)) == "stop" then
+    following = 1
+    break
+  end
+  ms, sequence, cursor, entries = id_ms, id_sequence, item[1], entries + 1
+end
+if #page == MAX_ENTRIES then following = 1 end
+
+if hostile then
+  demand_rejoin("hostile")
+  call("UNLINK", STREAM)
+  if row then row[FLAGS] = bit.bor(row[FLAGS], HOSTILE) end
+  cursor, following = "0-0", 0
+elseif entries > 0 then
+  call("XTRIM", STREAM, "MINID", string.format("%.0f-%.0f", ms, sequence + 1))
+end
+if record then
+  call("HSET", CURSOR, FIELD, cursor)
+  call("HSET", LOAD, WORKER, struct.pack(ROW, unpack(row, 1, 13)))
+  call("HSET", WORKERS, WORKER, cjson.encode(record))
+  call("HSET", BATCH, WORKER, last)
+  command.nonce, command.applied = record.nonce, last
+  call("SET", COMMAND, cjson.encode(command))
+elseif following == 0 then -- nobody joined: the writer's next XADD finds no stream, and it joins
+  call("UNLINK", STREAM)
+  call("HDEL", CURSOR, FIELD)
+else
+  call("HSET", CURSOR, FIELD, cursor)
+end
+return { entries, 0, following }

@@ -1,0 +1,148 @@
+--[[
+apply_server: one API server's stream: join, heartbeat, leave. Its workers are `<server_id>.<rank>`.
+
+Guarantee: exactly once, as apply. The latest join is who the server is; another process under the name has proved
+nothing, so its workers lose URL and PROVEN. Its workers' SERVER flag is set while it lives. A broken stream is deleted.
+
+KEYS: servers workers load alive_servers cursor counts
+ARGV: prefix, server_id, max_entries, ttl_ms
+Returns: {entries, more 0/1}
+Cost: O(max_entries + workers); a join of another process also O(its artifact chunks)
+Keys that depend on data: server:<server_id>, artifact:<server_id>:<sha256>
+--]]
+local SERVERS, WORKERS, LOAD, ALIVE_SERVERS, CURSOR, COUNTS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local PREFIX, SERVER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local FIELD = "server:" .. SERVER_ID
+local STREAM, ARTIFACT = PREFIX .. FIELD, PREFIX .. "artifact:" .. SERVER_ID .. ":"
+local SERVER, URL_AND_PROVEN = 1, 2 + 4
+local SCHEMA, MAX_JOIN_BYTES, MAX_URL_BYTES, MAX_MODELS, MAX_ARTIFACTS, MAX_CHUNKS = 1, 262144, 512, 256, 8, 2048
+local FAR_FUTURE_MS, LAST_SEQUENCE = 3600000, 2 ^ 52
+
+local call = redis.call
+local clock = call("TIME")
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local raw = call("HGET", SERVERS, SERVER_ID)
+local record = raw and cjson.decode(raw) or nil
+local rejoined = false
+
+local function count(name) call("HINCRBY", COUNTS, name, 1) end
+
+local function text(value, pattern, bytes)
+  return type(value) == "string" and #value <= bytes and value:match(pattern) ~= nil
+end
+
+-- Names of the artifact chunks of a manifest, as a set; nil if it is malformed.
+local function chunks_of(artifacts)
+  local chunks, n, files = {}, 0, 0
+  if type(artifacts) ~= "table" then return nil end
+  for name, file in pairs(artifacts) do
+    files = files + 1
+    if not text(name, "^[%w._-]+$", 64) or type(file) ~= "table" or type(file.chunks) ~= "table" then return nil end
+    if not text(file.sha256, "^%x+$", 64) or type(file.bytes) ~= "number" then return nil end
+    for _, sha256 in ipairs(file.chunks) do
+      n = n + 1
+      if not text(sha256, "^%x+$", 64) or n > MAX_CHUNKS then return nil end
+      chunks[sha256] = true
+    end
+  end
+  return files <= MAX_ARTIFACTS and chunks or nil
+end
+
+-- The server's own JSON text, if it announces itself properly. ASCII only, so that every parser reads the same.
+local function announced(data)
+  if #data > MAX_JOIN_BYTES or not data:match("^{\"") or data:find("[^\32-\126]") then return nil end
+  local ok, it = pcall(cjson.decode, data)
+  if not ok or not pcall(cjson.encode, it) then return nil end -- encode refuses what JSON has no number for
+  if it.schema ~= SCHEMA or it.server_id ~= SERVER_ID or it.nonce ~= nil then return nil end
+  if not text(it.url, "^https?://[^%s\"<>]+$", MAX_URL_BYTES) or type(it.version) ~= "string" then return nil end
+  if type(it.models) ~= "table" or #it.models < 1 or #it.models > MAX_MODELS then return nil end
+  for _, model in ipairs(it.models) do
+    if not text(model, "^[^%c]+$", 256) then return nil end
+  end
+  return type(it.facts) == "table" and chunks_of(it.artifacts) and it or nil
+end
+
+-- Call patch(row's flags) -> flags for every worker of this server.
+local function each_worker(patch)
+  for _, worker_id in ipairs(call("HKEYS", LOAD)) do
+    if worker_id:match("^(.*)%.%d+$") == SERVER_ID then
+      local row = call("HGET", LOAD, worker_id)
+      local flags = struct.unpack(">I2", row, 21)
+      local wanted = patch(flags, worker_id)
+      if wanted ~= flags then
+        call("HSET", LOAD, worker_id, row:sub(1, 20) .. struct.pack(">I2", wanted) .. row:sub(23))
+      end
+    end
+  end
+end
+
+local function join(data, nonce)
+  local it = announced(data)
+  if not it then return count("malformed") end
+  local kept = chunks_of(it.artifacts)
+  for sha256 in pairs(record and chunks_of(record.artifacts) or {}) do
+    if not kept[sha256] then call("UNLINK", ARTIFACT .. sha256) end
+  end
+  call("HSET", SERVERS, SERVER_ID, '{"nonce":"' .. nonce .. '",' .. data:sub(2))
+  it.nonce, record, rejoined = nonce, it, true
+end
+
+-- One entry; returns true if it shows that the server lives, false if it says goodbye.
+local function enter(fields)
+  local nonce, name = fields[2], fields[6]
+  if #fields ~= 8 or fields[1] ~= "n" or fields[3] ~= "b" or fields[5] ~= "o" or fields[7] ~= "d"
+    or #nonce > 64 or not nonce:match("^[%w_-]+$") then
+    return count("malformed")
+  end
+  if name == "join" and not (record and record.nonce == nonce) then join(fields[8], nonce) end
+  if not record or record.nonce ~= nonce then
+    if name ~= "join" then count("nonce") end
+    return nil
+  end
+  if name == "join" or name == "heartbeat" then return true end
+  if name == "leave" then return false end
+  return count("malformed")
+end
+
+local kind = call("TYPE", STREAM).ok
+local page = kind == "stream" and call("XRANGE", STREAM, "-", "+", "COUNT", MAX_ENTRIES) or {}
+local entries, hostile, ms, sequence = 0, kind ~= "stream" and kind ~= "none", nil, nil
+for _, item in ipairs(page) do
+  ms, sequence = item[1]:match("^(%d+)-(%d+)$")
+  ms, sequence = tonumber(ms), tonumber(sequence)
+  hostile = ms > now + FAR_FUTURE_MS or sequence > LAST_SEQUENCE
+  if hostile then break end
+  entries = entries + 1
+  local lives = enter(item[2])
+  if lives then call("ZADD", ALIVE_SERVERS, math.min(ms, now), SERVER_ID) end
+  if lives == false then call("ZREM", ALIVE_SERVERS, SERVER_ID) end
+end
+if hostile then
+  count("hostile")
+  call("UNLINK", STREAM)
+  call("ZREM", ALIVE_SERVERS, SERVER_ID)
+elseif entries > 0 then
+  call("XTRIM", STREAM, "MINID", string.format("%.0f-%.0f", ms, sequence + 1))
+  call("HSET", CURSOR, FIELD, page[entries][1])
+end
+local more = not hostile and #page == MAX_ENTRIES and 1 or 0
+if not record and more == 0 then -- nobody joined: the writer's next XADD finds no stream, and it joins
+  call("UNLINK", STREAM)
+  call("HDEL", CURSOR, FIELD)
+  return { entries, 0 }
+end
+
+local alive = tonumber(call("ZSCORE", ALIVE_SERVERS, SERVER_ID) or "-1") >= now - TTL_MS
+each_worker(function(flags, worker_id)
+  if rejoined then
+    flags = bit.band(flags, bit.bnot(URL_AND_PROVEN))
+    local worker = call("HGET", WORKERS, worker_id)
+    if worker then
+      worker = cjson.decode(worker)
+      worker.proof, worker.reason = "pending", nil
+      call("HSET", WORKERS, worker_id, cjson.encode(worker))
+    end
+  end
+  return bit.bor(bit.band(flags, bit.bnot(SERVER)), alive and SERVER or 0)
+end)
+return { entries, more }

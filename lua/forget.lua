@@ -1,0 +1,64 @@
+--[[
+forget: a worker that is gone, and its API server with the artifacts it brought once no worker of it is left.
+
+Guarantee: nothing of it stays but entries of retired slots, which collect removes. With silent_ms > 0 only if it was
+silent that long and its stream holds nothing unread (it may have come back since someone asked); 0 forgets it anyhow.
+Its open reservations hurt no successor: another row has another epoch.
+
+KEYS: workers servers load alive alive_servers cursor batch digest resync retired
+ARGV: prefix, worker_id, silent_ms
+Returns: 1 if the worker or its server was forgotten, else 0
+Cost: O(workers + artifact chunks)
+Keys that depend on data: events:<worker_id>, command:<worker_id>, server:<server_id>, artifact:<server_id>:<sha256>
+--]]
+local WORKERS, SERVERS, LOAD, ALIVE, ALIVE_SERVERS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local CURSOR, BATCH, DIGEST, RESYNC, RETIRED = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local PREFIX, WORKER, SILENT_MS = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local UNLINK_AT_ONCE = 500
+
+local call = redis.call
+local clock = call("TIME")
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+
+local function silent(alive_key, name, stream)
+  if SILENT_MS == 0 then return true end
+  local seen = tonumber(call("ZSCORE", alive_key, name) or "0")
+  local length = redis.pcall("XLEN", PREFIX .. stream)
+  return seen <= now - SILENT_MS and (type(length) ~= "number" or length == 0)
+end
+
+local function forget_worker()
+  local row, record = call("HGET", LOAD, WORKER), call("HGET", WORKERS, WORKER)
+  if not silent(ALIVE, WORKER, "events:" .. WORKER) then return 0 end
+  if row then call("SADD", RETIRED, (struct.unpack(">I4", row, 17))) end
+  local shadow = record and cjson.decode(record).shadow
+  if shadow then call("SADD", RETIRED, shadow) end
+  for _, key in ipairs({ WORKERS, LOAD, BATCH }) do call("HDEL", key, WORKER) end
+  call("HDEL", DIGEST, WORKER, "~" .. WORKER)
+  call("HDEL", CURSOR, "events:" .. WORKER)
+  call("ZREM", ALIVE, WORKER)
+  call("ZREM", RESYNC, WORKER)
+  call("UNLINK", PREFIX .. "events:" .. WORKER, PREFIX .. "command:" .. WORKER)
+  return (row or record) and 1 or 0
+end
+
+local function forget_server(server)
+  for _, worker in ipairs(call("HKEYS", LOAD)) do
+    if worker:match("^(.*)%.%d+$") == server then return 0 end
+  end
+  local record = call("HGET", SERVERS, server)
+  if not silent(ALIVE_SERVERS, server, "server:" .. server) then return 0 end
+  local keys = { PREFIX .. "server:" .. server }
+  for _, file in pairs(record and cjson.decode(record).artifacts or {}) do
+    for _, sha256 in ipairs(file.chunks) do keys[#keys + 1] = PREFIX .. "artifact:" .. server .. ":" .. sha256 end
+  end
+  for at = 1, #keys, UNLINK_AT_ONCE do call("UNLINK", unpack(keys, at, math.min(at + UNLINK_AT_ONCE - 1, #keys))) end
+  call("HDEL", SERVERS, server)
+  call("HDEL", CURSOR, "server:" .. server)
+  call("ZREM", ALIVE_SERVERS, server)
+  return record and 1 or 0
+end
+
+local gone = forget_worker()
+local server = WORKER:match("^(.*)%.%d+$")
+return server and math.max(gone, forget_server(server)) or gone

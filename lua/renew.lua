@@ -1,0 +1,65 @@
+--[[
+renew: leases of running requests live on, in bulk; those that Redis lost are booked anew.
+
+Guarantee: a known open lease gets a new expiry and nothing else; an unknown id is booked on its worker as it stands
+(that is how reservations are rebuilt after Redis came back empty); a tombstone or a forgotten worker refuses.
+
+KEYS: load leases lease
+ARGV: lease_ms, then per reservation: id, worker_id, prefill_tokens (still booked), decode_tokens, stage (0, 1)
+Returns: {renewed, rebuilt, refused}
+Cost: O(ids * log leases), at most 200 ids
+--]]
+local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
+local lease_ms = tonumber(ARGV[1])
+
+local STARTED, LINGERING = 1, 2
+local MAX_IDS = 200
+local call = redis.call
+
+if not lease_ms or (#ARGV - 1) % 5 ~= 0 or #ARGV > 1 + MAX_IDS * 5 then
+  return redis.error_reply("BAD_ARGUMENT renew takes lease_ms and at most 200 times five values")
+end
+for i = 2, #ARGV, 5 do
+  local prefill, decode, stage = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3]), ARGV[i + 4]
+  if not prefill or not decode or prefill < 0 or decode < 0 or (stage ~= "0" and stage ~= "1") then
+    return redis.error_reply("BAD_ARGUMENT malformed reservation " .. ARGV[i])
+  end
+end
+local time = call("TIME")
+local expiry = time[1] * 1000 + math.floor(time[2] / 1000) + lease_ms
+
+-- Book what is left of a reservation on the row of its worker. False if the worker is gone.
+local function rebuild(id, worker, prefill, decode, stage)
+  local row = call("HGET", load_key, worker)
+  if not row then return false end
+  if stage == STARTED then prefill = 0 end
+  local epoch, row_prefill, row_decode, row_count, slot = struct.unpack(">I4i4i4i4I4", row)
+  row_prefill = row_prefill + prefill
+  row_decode = row_decode + (stage == STARTED and decode or 0)
+  local head = struct.pack(">I4i4i4i4", epoch, row_prefill, row_decode, row_count + 1)
+  call("HSET", load_key, worker, head .. row:sub(17))
+  local lease = struct.pack(">I4I4I4I4I4I4BB", epoch, slot, prefill, decode, 0, 0, stage, #worker)
+  call("HSET", lease_key, id, lease .. worker)
+  call("ZADD", leases_key, expiry, id)
+  return true
+end
+
+local renewed, rebuilt, refused = 0, 0, 0
+for i = 2, #ARGV, 5 do
+  local id = ARGV[i]
+  local lease = call("HGET", lease_key, id)
+  if lease then
+    local stage = lease:byte(25)
+    if stage < LINGERING then
+      call("ZADD", leases_key, expiry, id)
+      renewed = renewed + 1
+    else
+      refused = refused + 1
+    end
+  elseif rebuild(id, ARGV[i + 1], tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3]), tonumber(ARGV[i + 4])) then
+    rebuilt = rebuilt + 1
+  else
+    refused = refused + 1
+  end
+end
+return { renewed, rebuilt, refused }

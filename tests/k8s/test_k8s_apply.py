@@ -1,0 +1,125 @@
+"""`kubectl apply -k k8s/` as a user types it, against a small API server that validates every write."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.k8s.fake_api import FakeApi
+from tests.k8s.render import K8S, COMBINATIONS, kubectl, parse, render
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def api() -> Iterator[FakeApi]:
+    with FakeApi() as server:
+        yield server
+
+
+def run(api: FakeApi, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # A home of its own: kubectl caches discovery there, and must not find anybody's kubeconfig.
+    environment = {**os.environ, "HOME": str(home), "KUBECONFIG": str(home / "none")}
+    command = [kubectl(), f"--server={api.url}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def apply(api: FakeApi, home: Path, *what: str) -> subprocess.CompletedProcess[str]:
+    return run(api, home, "apply", "--validate=false", *what)
+
+
+def test_apply_creates_everything_and_applying_again_changes_nothing(api: FakeApi, tmp_path: Path) -> None:
+    wanted = len(parse(render("root", tmp_path)))
+
+    first = apply(api, tmp_path, "-k", str(K8S))
+    again = apply(api, tmp_path, "-k", str(K8S))
+
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.count(" created\n") == wanted == len(api.store.objects)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count(" unchanged\n") == wanted, again.stdout
+    assert {verb for verb, _, _ in api.store.writes} == {"create"}
+
+
+@pytest.mark.parametrize("name", [name for name in COMBINATIONS if name != "root"])
+def test_every_other_combination_is_accepted(api: FakeApi, tmp_path: Path, name: str) -> None:
+    text = render(name, tmp_path)
+    (tmp_path / "all.yaml").write_text(text)
+
+    result = apply(api, tmp_path, "-f", str(tmp_path / "all.yaml"))
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(" created\n") == len(parse(text))
+
+
+def test_a_changed_setting_rolls_the_routers(api: FakeApi, tmp_path: Path) -> None:
+    assert apply(api, tmp_path, "-k", str(K8S)).returncode == 0
+    copy = tmp_path / "k8s"
+    shutil.copytree(K8S, copy)
+    base = copy / "base/kustomization.yaml"
+    base.write_text(base.read_text().replace("WARMFLEET_MODELS=", "WARMFLEET_MODELS=another/model,"))
+
+    result = apply(api, tmp_path, "-k", str(copy))
+
+    assert result.returncode == 0, result.stderr
+    assert "deployment.apps/router configured" in result.stdout
+    assert sum("configmap/router-settings-" in line and "created" in line for line in result.stdout.splitlines()) == 1
+    assert "statefulset.apps/redis unchanged" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("minReadySeconds: 5", "minReadySecond: 5", "'minReadySecond' was unexpected"),
+        ("replicas: 3", "replicas: three", "'three' is not of type"),
+        ("runAsNonRoot: true", 'runAsNonRoot: "yes"', "'yes' is not of type"),
+        ("automountServiceAccountToken: false", "automountServiceAcountToken: false", "was unexpected"),
+    ],
+)
+def test_a_typo_or_a_wrong_type_is_refused_and_named(
+    api: FakeApi, tmp_path: Path, right: str, wrong: str, message: str
+) -> None:
+    text = render("root", tmp_path)
+    assert right in text
+    (tmp_path / "all.yaml").write_text(text.replace(right, wrong))
+
+    result = apply(api, tmp_path, "-f", str(tmp_path / "all.yaml"))
+
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert "Invalid" in result.stderr or "invalid" in result.stderr
+
+
+def test_an_object_without_its_namespace_is_refused(api: FakeApi, tmp_path: Path) -> None:
+    result = apply(api, tmp_path, "-f", str(K8S / "components/redis/service.yaml"))
+
+    assert result.returncode != 0
+    assert 'namespaces "warmfleet" not found' in result.stderr
+
+
+def test_a_selector_may_not_change(api: FakeApi, tmp_path: Path) -> None:
+    assert apply(api, tmp_path, "-k", str(K8S)).returncode == 0
+    text = render("root", tmp_path).replace("app.kubernetes.io/name: router", "app.kubernetes.io/name: gateway")
+    (tmp_path / "all.yaml").write_text(text)
+
+    result = apply(api, tmp_path, "-f", str(tmp_path / "all.yaml"))
+
+    assert result.returncode != 0
+    assert "spec.selector: field is immutable" in result.stderr
+
+
+def test_get_and_delete_by_short_name(api: FakeApi, tmp_path: Path) -> None:
+    assert apply(api, tmp_path, "-k", str(K8S)).returncode == 0
+
+    listed = run(api, tmp_path, "get", "deploy", "-n", "warmfleet", "-o", "name")
+    deleted = run(api, tmp_path, "delete", "-k", str(K8S), "--wait=false")
+
+    assert listed.stdout == "deployment.apps/router\n"
+    assert deleted.returncode == 0, deleted.stderr
+    assert not api.store.objects

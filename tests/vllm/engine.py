@@ -1,0 +1,183 @@
+"""Real vLLM servers for tests: started in parallel on free ports, stopped with everything they started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+VENV = ROOT / ".venv-vllm"
+MODEL = ROOT / "models" / "tiny"
+SERVED_NAME = "tiny"
+TRUTH = Path(__file__).parent / "truth"
+START_SECONDS = 180.0  # 30 s on an idle machine
+BLOCK_TOKENS = 32  # the CPU kernels want a multiple of 32
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to start one server. blocks: size of its KV cache, in blocks of 32 tokens; redis_url None: stock vLLM."""
+
+    redis_url: str | None = None
+    worker_id: str = "vllm-a"
+    model_tag: str = SERVED_NAME
+    blocks: int = 256
+    max_model_len: int = 4_096
+    model: Path = MODEL
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class VllmEngine:
+    """One ``vllm serve`` in a process group of its own. ``worker_id`` is its first (only) engine core's."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.worker_id = f"{options.worker_id}.0"
+        self.folder = Path(tempfile.mkdtemp(prefix="wf-vllm-"))
+        self.log = self.folder / "log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start and return at once; ``wait`` for it afterwards."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command(), env=self._environment(), stdout=log, stderr=log, start_new_session=True, cwd=self.folder
+            )
+
+    def wait(self, seconds: float = START_SECONDS) -> None:
+        """Return when the server answers; raises RuntimeError with the end of its log when it does not."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process is not None and self.process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+        raise RuntimeError(f"vLLM did not start:\n{self.log.read_text(errors='replace')[-4_000:]}")
+
+    def stop(self) -> None:
+        """Ask it to end, then end its whole process group."""
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                pass
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL the process group: no goodbye of any kind."""
+        if self.process is not None:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.process.wait()
+            self.process = None
+
+    # ------------------------------------------------ requests
+
+    def complete(self, prompt: str | list[int], request_id: str | None = None, **more: Any) -> dict[str, Any]:
+        """POST /v1/completions at temperature 0; returns the answer, with ``prompt_token_ids`` in its choice."""
+        body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        return self._post("/v1/completions", body | more, request_id)
+
+    def chat(self, messages: list[dict[str, str]], request_id: str | None = None, **more: Any) -> dict[str, Any]:
+        """POST /v1/chat/completions at temperature 0; returns the answer."""
+        body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        return self._post("/v1/chat/completions", body | more, request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the cache of an idle engine (needs VLLM_SERVER_DEV_MODE, which ``start`` sets)."""
+        httpx.post(f"{self.url}/reset_prefix_cache", timeout=30).raise_for_status()
+
+    def _post(self, path: str, body: dict[str, Any], request_id: str | None) -> dict[str, Any]:
+        headers = {"x-request-id": request_id} if request_id else {}
+        answer = httpx.post(self.url + path, json=body, headers=headers, timeout=120)
+        answer.raise_for_status()
+        return dict(answer.json())
+
+    # ------------------------------------------------ the truth
+
+    def table(self) -> set[bytes]:
+        """The engine's own block table now: full keys (32-byte digest + 4-byte group), read beside our plugin."""
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(10)
+            client.connect(str(self.folder / "truth"))
+            with client.makefile("rb") as stream:
+                return {bytes.fromhex(key) for key in json.load(stream)}
+
+    # ------------------------------------------------ how it is started
+
+    def _command(self) -> list[str]:
+        options = self.options
+        return [
+            *(str(VENV / "bin" / "vllm"), "serve", str(options.model)),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", SERVED_NAME),
+            *("--enforce-eager", "--dtype", "float32", "--max-num-seqs", "16"),
+            *("--max-model-len", str(options.max_model_len), "--block-size", str(BLOCK_TOKENS)),
+            *("--num-gpu-blocks-override", str(options.blocks)),
+            *("--enable-prefix-caching", "--prefix-caching-hash-algo", "sha256_cbor"),
+            *("--enable-prompt-tokens-details", *options.arguments),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("WARMFLEET_", "VLLM_"))}
+        environment |= {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",  # several engines share a few cores
+            "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),  # model inspection of the first start
+            "VLLM_SERVER_DEV_MODE": "1",
+            "ENGINE_TRUTH_SOCKET": str(self.folder / "truth"),
+            "PYTHONPATH": str(TRUTH),
+        }
+        if self.options.redis_url is not None:
+            environment |= {
+                "WARMFLEET_REDIS_URL": self.options.redis_url,
+                "WARMFLEET_WORKER_ID": self.options.worker_id,
+                "WARMFLEET_MODEL": self.options.model_tag,
+            }
+        return environment | dict(self.options.environment)
+
+
+@contextmanager
+def running(*options: EngineOptions) -> Iterator[list[VllmEngine]]:
+    """Start all engines at the same time, wait for all, stop all."""
+    engines = [VllmEngine(option) for option in options]
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.wait()
+        yield engines
+    finally:
+        for engine in engines:
+            engine.stop()

@@ -1,0 +1,99 @@
+"""What a publisher is told, what it says of itself, and when its next duties are due."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warmfleet_worker import wire
+
+LOAD_CHECK_SECONDS = 0.25  # foreign load that moved by 10 % is reported this fast
+COMMAND_DELAY_SECONDS = 0.5  # after a heartbeat, its answer may be there
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the engine is doing now. Requests, tokens, tokens, tokens per second (0: not measured)."""
+
+    running: int = 0
+    waiting: int = 0
+    foreign_prefill_tokens: int = 0
+    foreign_decode_tokens: int = 0
+    speed_tps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherConfig:
+    """What an engine core says of itself when it joins. closed: its block set is prefix-closed."""
+
+    redis_url: str
+    model: str
+    worker_id: str
+    server_id: str
+    rank: int
+    scheme: wire.Scheme
+    capacity_blocks: int
+    max_model_len: int
+    version: str
+    closed: bool = True
+
+    def join(self) -> str:
+        return wire.dumps(
+            {
+                "schema": wire.SCHEMA,
+                "worker_id": self.worker_id,
+                "server_id": self.server_id,
+                "rank": self.rank,
+                "scheme": self.scheme.as_dict(),
+                "scheme_id": self.scheme.scheme_id,
+                "capacity_blocks": self.capacity_blocks,
+                "max_model_len": self.max_model_len,
+                "version": self.version,
+                "closed": int(self.closed),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherState:
+    """A copy of the publisher's counters. number: of the last entry made; applied: as the fleet acknowledged it."""
+
+    joined: bool = False
+    acknowledged: bool = False
+    draining: bool = False
+    stopped: str | None = None  # why it stopped for good
+    joins: int = 0
+    snapshots: int = 0
+    number: int = 0
+    applied: int = 0
+    dropped: int = 0  # transitions and hashes that never reached Redis
+    errors: int = 0  # failed calls to Redis
+
+
+@dataclass(slots=True)
+class Due:
+    """When what is next, in monotonic seconds."""
+
+    flush: float = 0.0
+    heartbeat: float = 0.0
+    load: float = 0.0
+    command: float = 0.0
+    answer: float = float("inf")
+
+    def next(self) -> float:
+        return min(self.flush, self.heartbeat, self.load, self.command)
+
+    def after_heartbeat(self, now: float) -> None:
+        """Both the load it told and the command it may have caused are fresh for a while."""
+        self.heartbeat = now + wire.HEARTBEAT_SECONDS
+        self.load = now + LOAD_CHECK_SECONDS
+        self.command = now
+        self.answer = now + COMMAND_DELAY_SECONDS
+
+    def after_command(self, now: float, *, sending: bool, acknowledged: bool) -> None:
+        """Read it again every 100 ms while a snapshot waits for it, else 0.5 s after a heartbeat."""
+        if sending:
+            self.command = now + wire.FLUSH_SECONDS
+        elif not acknowledged:
+            self.command = now + COMMAND_DELAY_SECONDS
+        else:
+            self.command, self.answer = self.answer, float("inf")

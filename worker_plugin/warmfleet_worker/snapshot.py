@@ -1,0 +1,45 @@
+"""One full copy of the block table on its way to Redis: begin, chunks, end."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet_worker.tracker import Pick
+
+
+class Snapshot:
+    """Chunks are cut when they are needed: one pass over a million keys would hold the engine's GIL."""
+
+    def __init__(self, keys: Sequence[bytes], pick: Pick, command: str | None) -> None:
+        self.id = secrets.token_hex(4)
+        self.digest = wire.Digest()
+        self._keys = keys
+        self._pick = pick
+        self._command = command
+        self._position = 0
+
+    @property
+    def finished(self) -> bool:
+        """All chunks are out: ``end`` is next."""
+        return self._position >= len(self._keys)
+
+    def begin(self) -> str:
+        return wire.dumps({"snapshot": self.id, "command": self._command})
+
+    def chunk(self) -> bytes:
+        """The next chunk; empty when none of the next keys belongs to the published group."""
+        keys = self._keys[self._position : self._position + wire.BATCH_BLOCKS]
+        self._position += len(keys)
+        packed = b"".join(self._pick(keys))
+        self.digest.add(packed)
+        return self.id.encode() + packed if packed else b""
+
+    def end(self) -> str:
+        digest = self.digest
+        return wire.dumps({"snapshot": self.id, "count": digest.count, "high": digest.high, "low": digest.low})

@@ -1,0 +1,123 @@
+"""One writer's Redis stream: numbered entries, sent in order, each at most once applied.
+
+An entry keeps its number until Redis has answered for it, and the reader drops a number it has seen: after a broken
+connection the unanswered entries are sent again as they are, so that nothing is lost and nothing counts twice.
+What Redis refuses (full memory, read-only, no permission, busy) is kept and tried again, too; only an entry that was
+refused while a later one went through is lost, which the reader sees as a gap in the numbers.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SOCKET_TIMEOUT_SECONDS = 2.0
+MAX_PENDING = 64  # entries made and not yet answered for
+
+
+class StreamGone(Exception):  # noqa: N818 - not an error: Redis came back empty, or the fleet forgot this worker
+    """The stream does not exist any more: join again."""
+
+
+class Refused(Exception):  # noqa: N818 - the entry is kept, so nothing has gone wrong yet
+    """Redis answered with an error; what was not written is kept for the next try."""
+
+
+def connect(url: str) -> redis.Redis:
+    """A client for ``url`` (``redis://``, ``rediss://``, ``unix://``) that never retries by itself; connects on use."""
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=SOCKET_TIMEOUT_SECONDS,
+        socket_connect_timeout=SOCKET_TIMEOUT_SECONDS,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+@dataclass(slots=True)
+class Entry:
+    """One numbered stream entry. blocks: hashes in it that are lost if it is."""
+
+    number: int
+    operation: str
+    data: bytes | str = b""
+    blocks: int = 0
+
+
+class StreamWriter:
+    """Writes ``key``; one thread only. ``nonce`` names this incarnation of the writer."""
+
+    def __init__(self, client: redis.Redis, key: str, hello: tuple[str, str], maxlen: int) -> None:
+        self.client = client
+        self.key = key
+        self.nonce = ""
+        self.number = 0  # of the last entry made
+        self.lost_entries = 0
+        self.lost_blocks = 0
+        self._hello_key, self._hello_name = hello
+        self._maxlen = maxlen
+        self._pending: list[Entry] = []
+
+    @property
+    def pending(self) -> int:
+        """Entries that wait for Redis."""
+        return len(self._pending)
+
+    def join(self, data: str) -> None:
+        """Begin a new incarnation. Raises RedisError when Redis is away or refuses: call again."""
+        nonce, number = secrets.token_hex(8), self.number + 1
+        pipeline = self.client.pipeline(transaction=False)
+        fields = wire.entry(nonce, number, "join", data)
+        pipeline.xadd(self.key, fields, maxlen=self._maxlen, approximate=True)  # type: ignore[arg-type]
+        pipeline.xadd(self._hello_key, {b"s": self._hello_name}, maxlen=wire.HELLO_MAXLEN, approximate=True)
+        pipeline.execute()
+        self._pending.clear()  # of the incarnation that has just ended
+        self.nonce, self.number = nonce, number
+
+    def put(self, operation: str, data: bytes | str = b"", blocks: int = 0) -> None:
+        """Number an entry and keep it for ``flush``. The caller looks at ``pending``: it is bounded by MAX_PENDING."""
+        self.number += 1
+        self._pending.append(Entry(self.number, operation, data, blocks))
+
+    def skip(self) -> None:
+        """Leave a gap in the numbers: the reader will ask for a snapshot."""
+        self.number += 1
+
+    def flush(self) -> None:
+        """Send everything pending in one pipeline.
+
+        Raises StreamGone, Refused, or RedisError when the connection fails: all pending entries are kept.
+        """
+        if not self._pending:
+            return
+        pipeline = self.client.pipeline(transaction=False)
+        for entry in self._pending:
+            fields = wire.entry(self.nonce, entry.number, entry.operation, entry.data)
+            pipeline.xadd(self.key, fields, maxlen=self._maxlen, approximate=True, nomkstream=True)  # type: ignore[arg-type]
+        self._settle(pipeline.execute(raise_on_error=False))
+
+    def _settle(self, answers: Sequence[object]) -> None:
+        if any(answer is None for answer in answers):
+            raise StreamGone(self.key)
+        written = [not isinstance(answer, RedisError) for answer in answers]
+        last = max((index for index, ok in enumerate(written) if ok), default=-1)
+        for entry, ok in zip(self._pending[: last + 1], written, strict=False):
+            if not ok:  # overtaken by a later number: it can never be applied in order
+                self.lost_entries += 1
+                self.lost_blocks += entry.blocks
+        del self._pending[: last + 1]
+        if self._pending:
+            raise Refused(str(answers[last + 1]))
+
+    def close(self) -> None:
+        self.client.close()
