@@ -19,8 +19,8 @@ local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
 local BLOCK, HELD = PREFIX .. "b:", PREFIX .. "s:"
 local ROW, LEASE_HEAD, LEASE_BYTES = ">I4i4i4i4I4I2I4I4I4I4I4I4I4", ">I4I4I4I4I4I4BB", 26
 local EPOCH, PREFILL, DECODE, SLOT, CAPACITY = 1, 2, 3, 5, 12 -- fields of the row
-local BATCH_BLOCKS, PROGRESS_ITEMS, PAGE, TOMBSTONE = 128, 64, 4, 3
-local FAR_FUTURE_MS, LAST_SEQUENCE, U32, JSON_BYTES = 3600000, 2 ^ 52, 2 ^ 32, 16384
+local BATCH_BLOCKS, PROGRESS_ITEMS, PAGE, TOMBSTONE, JSON_BYTES = 128, 64, 8, 3, 16384
+local FAR_FUTURE_MS, LAST_SEQUENCE, U32 = 3600000, 2 ^ 52, 2 ^ 32 -- for ids: see apply_control
 local CONTROL = { join = true, cleared = true, begin = true, ["end"] = true, leave = true }
 
 local call = redis.call
@@ -67,6 +67,7 @@ end
 -- Write (SADD, sign 1) or erase (SREM, sign -1) packed hashes from `first` on. Only a real change moves the digest.
 local function change(verb, sign, data, first, slot, digest)
   local hashes, n, high, low = {}, 0, 0, 0
+  slot = string.format("%d", slot) -- once, not at every call
   for at = first, #data, 8 do
     local hash = data:sub(at, at + 7)
     if call(verb, BLOCK .. hash, slot) == 1 then
@@ -81,10 +82,7 @@ local function change(verb, sign, data, first, slot, digest)
   blocks = blocks + (#data - first + 1) / 8
 end
 
-local function packed_hashes(data, first)
-  local bytes = #data - first + 1
-  return bytes >= 0 and bytes % 8 == 0 and bytes <= BATCH_BLOCKS * 8
-end
+local function packed_hashes(bytes) return bytes >= 0 and bytes % 8 == 0 and bytes <= BATCH_BLOCKS * 8 end
 
 -- An honest engine never holds more than its capacity; twice that (a batch may add before it removes) is the bound.
 local function room(digest)
@@ -95,7 +93,7 @@ local function room(digest)
 end
 
 local function block_event(verb, sign, data)
-  if not packed_hashes(data, 1) then return false end
+  if not packed_hashes(#data) then return false end
   if record.shadow then -- a plugin sends these after `end`: what came so far is no longer one cut
     count("interleaved")
     ask_resync()
@@ -105,13 +103,12 @@ local function block_event(verb, sign, data)
   changed.live = true
 end
 
-local operation = { -- name -> function(data, time in ms): false if the data is malformed
-  stored = function(data) return block_event("SADD", 1, data) end,
-  removed = function(data) return block_event("SREM", -1, data) end,
-}
+local operation = {} -- name -> function(data, time in ms): false if the data is malformed
+function operation.stored(data) return block_event("SADD", 1, data) end
+function operation.removed(data) return block_event("SREM", -1, data) end
 
 function operation.chunk(data)
-  if #data < 8 or not packed_hashes(data, 9) then return false end
+  if not packed_hashes(#data - 8) then return false end
   if not record.shadow or data:sub(1, 8) ~= record.snapshot then
     count("stale")
   elseif room(shadow) then
@@ -181,34 +178,28 @@ end
 local cursor = call("HGET", CURSOR, FIELD) or "0-0"
 local ms, sequence = cursor:match("^(%d+)-(%d+)$")
 ms, sequence = tonumber(ms), tonumber(sequence)
-local entries, spent, from, following = 0, 0, "-", nil
-repeat
-  local page = call("XRANGE", STREAM, from, "+", "COUNT", PAGE)
+local entries, spent, from, want, full, control = 0, 0, "-", 1, false, false
+repeat -- one entry first: a full batch is all that a call may apply
+  local page = call("XRANGE", STREAM, from, "+", "COUNT", want)
   for _, item in ipairs(page) do
     local fields, id_ms, id_sequence = item[2], item[1]:match("^(%d+)-(%d+)$")
     id_ms, id_sequence = tonumber(id_ms), tonumber(id_sequence)
     local ahead = id_ms > ms or (id_ms == ms and id_sequence > sequence)
     local good, mine = well_formed(fields), fields[2] == record.nonce
     local cost = math.max(4, math.min(MAX_BLOCKS, math.ceil(#(fields[8] or "") / 8)))
-    if not ahead or id_ms > now + FAR_FUTURE_MS or id_sequence > LAST_SEQUENCE
-      or (good and (fields[6] == "join" or mine) and CONTROL[fields[6]]) then
-      following = 2
-    elseif spent > 0 and spent + cost > MAX_BLOCKS then
-      following = 1
-    end
-    if following then break end
+    control = not ahead or id_ms > now + FAR_FUTURE_MS or id_sequence > LAST_SEQUENCE
+      or (good and (fields[6] == "join" or mine) and CONTROL[fields[6]])
+    full = spent > 0 and spent + cost > MAX_BLOCKS
+    if control or full then break end
     ms, sequence, cursor, spent, entries = id_ms, id_sequence, item[1], spent + cost, entries + 1
-    if not good then
-      count("malformed")
-    elseif not mine then
-      count("nonce")
+    if not good or not mine then
+      count(good and "nonce" or "malformed")
     else
       apply(tonumber(fields[4]), fields[6], fields[8], math.min(id_ms, now))
     end
   end
-  if #page < PAGE then following = following or 0 elseif spent >= MAX_BLOCKS then following = following or 1 end
-  from = "(" .. cursor
-until following
+  full, from, want = full or #page < want or spent >= MAX_BLOCKS, "(" .. cursor, PAGE
+until control or full
 
 if entries > 0 then
   call("HSET", CURSOR, FIELD, cursor)
@@ -226,4 +217,4 @@ if entries > 0 then
   command.nonce, command.applied = record.nonce, last
   call("SET", COMMAND, cjson.encode(command))
 end
-return { entries, blocks, following }
+return { entries, blocks, control and 2 or call("XLEN", STREAM) > 0 and 1 or 0 }

@@ -14,16 +14,14 @@ local SERVERS, WORKERS, LOAD, ALIVE_SERVERS, CURSOR, COUNTS = KEYS[1], KEYS[2], 
 local PREFIX, SERVER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local FIELD = "server:" .. SERVER_ID
 local STREAM, ARTIFACT = PREFIX .. FIELD, PREFIX .. "artifact:" .. SERVER_ID .. ":"
-local SERVER, URL_AND_PROVEN = 1, 2 + 4
-local SCHEMA, MAX_JOIN_BYTES, MAX_URL_BYTES, MAX_MODELS, MAX_ARTIFACTS, MAX_CHUNKS = 1, 262144, 512, 256, 8, 2048
-local FAR_FUTURE_MS, LAST_SEQUENCE = 3600000, 2 ^ 52
+local SCHEMA, SERVER, URL_AND_PROVEN, FAR_FUTURE_MS, LAST_SEQUENCE = 1, 1, 2 + 4, 3600000, 2 ^ 52
+local MAX_JOIN_BYTES, MAX_URL_BYTES, MAX_MODELS, MAX_ARTIFACTS, MAX_CHUNKS = 262144, 512, 256, 8, 2048
 
 local call = redis.call
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw = call("HGET", SERVERS, SERVER_ID)
-local record = raw and cjson.decode(raw) or nil
-local rejoined = false
+local record, rejoined = raw and cjson.decode(raw) or nil, false
 
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 
@@ -33,12 +31,14 @@ end
 
 -- Names of the artifact chunks of a manifest, as a set; nil if it is malformed.
 local function chunks_of(artifacts)
-  local chunks, n, files = {}, 0, 0
   if type(artifacts) ~= "table" then return nil end
+  local chunks, n, files = {}, 0, 0
   for name, file in pairs(artifacts) do
     files = files + 1
-    if not text(name, "^[%w._-]+$", 64) or type(file) ~= "table" or type(file.chunks) ~= "table" then return nil end
-    if not text(file.sha256, "^%x+$", 64) or type(file.bytes) ~= "number" then return nil end
+    if not text(name, "^[%w._-]+$", 64) or type(file) ~= "table" or type(file.chunks) ~= "table"
+      or not text(file.sha256, "^%x+$", 64) or type(file.bytes) ~= "number" then
+      return nil
+    end
     for _, sha256 in ipairs(file.chunks) do
       n = n + 1
       if not text(sha256, "^%x+$", 64) or n > MAX_CHUNKS then return nil end
@@ -48,17 +48,23 @@ local function chunks_of(artifacts)
   return files <= MAX_ARTIFACTS and chunks or nil
 end
 
--- The server's own JSON text, if it announces itself properly. ASCII only, so that every parser reads the same.
+-- Kept as it came, so it must read the same to every parser: ASCII, and no number that only cjson takes for one.
+local function plain(data)
+  for token in data:gsub("\\.", ""):gsub('"[^"]*"', ""):gmatch("[^%[%]{}:,%s]+") do
+    local number = (token:match("^%-?%d+$") or token:match("^%-?%d+%.%d+$")) and not token:match("^%-?0%d")
+    if not number and token ~= "true" and token ~= "false" and token ~= "null" then return false end
+  end
+  return data:sub(1, 2) == '{"' and not data:find("[^\32-\126]")
+end
+
+-- What a server that announces itself properly says, else nil.
 local function announced(data)
-  if #data > MAX_JOIN_BYTES or not data:match("^{\"") or data:find("[^\32-\126]") then return nil end
+  if #data > MAX_JOIN_BYTES or not plain(data) then return nil end
   local ok, it = pcall(cjson.decode, data)
-  if not ok or not pcall(cjson.encode, it) then return nil end -- encode refuses what JSON has no number for
-  if it.schema ~= SCHEMA or it.server_id ~= SERVER_ID or it.nonce ~= nil then return nil end
+  if not ok or it.schema ~= SCHEMA or it.server_id ~= SERVER_ID or it.nonce ~= nil then return nil end
   if not text(it.url, "^https?://[^%s\"<>]+$", MAX_URL_BYTES) or type(it.version) ~= "string" then return nil end
   if type(it.models) ~= "table" or #it.models < 1 or #it.models > MAX_MODELS then return nil end
-  for _, model in ipairs(it.models) do
-    if not text(model, "^[^%c]+$", 256) then return nil end
-  end
+  for _, model in ipairs(it.models) do if not text(model, "^[^%c]+$", 256) then return nil end end
   return type(it.facts) == "table" and chunks_of(it.artifacts) and it or nil
 end
 
@@ -68,10 +74,7 @@ local function each_worker(patch)
     if worker_id:match("^(.*)%.%d+$") == SERVER_ID then
       local row = call("HGET", LOAD, worker_id)
       local flags = struct.unpack(">I2", row, 21)
-      local wanted = patch(flags, worker_id)
-      if wanted ~= flags then
-        call("HSET", LOAD, worker_id, row:sub(1, 20) .. struct.pack(">I2", wanted) .. row:sub(23))
-      end
+      call("HSET", LOAD, worker_id, row:sub(1, 20) .. struct.pack(">I2", patch(flags, worker_id)) .. row:sub(23))
     end
   end
 end
@@ -95,13 +98,10 @@ local function enter(fields)
     return count("malformed")
   end
   if name == "join" and not (record and record.nonce == nonce) then join(fields[8], nonce) end
-  if not record or record.nonce ~= nonce then
-    if name ~= "join" then count("nonce") end
-    return nil
-  end
+  if not record or record.nonce ~= nonce then return name ~= "join" and count("nonce") or nil end
   if name == "join" or name == "heartbeat" then return true end
   if name == "leave" then return false end
-  return count("malformed")
+  count("malformed")
 end
 
 local kind = call("TYPE", STREAM).ok

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 from warmfleet.fleet.reservations import Chain
 from warmfleet_worker import wire
 from warmfleet_worker.wire import HASH_BYTES, Scheme
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_BLOCKS = 8_192  # of one chain: what decide accepts
 TABLE_TOKENS = 262_144  # ids with a ready CBOR form: the largest vocabularies in use
@@ -28,9 +31,7 @@ class Hasher:
         self._table = _cbor_table() if scheme.algorithm == "sha256_cbor" else ()
         self._array_head = b"\x58\x20", cbor_array_head(scheme.block_tokens)
 
-    def chain(
-        self, token_ids: Sequence[int], salt: str | None = None, lora: tuple[str, str] | None = None
-    ) -> Chain:
+    def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: tuple[str, str] | None = None) -> Chain:
         """The chain of a prompt, capped as the engine caps: its last token is always computed."""
         size = self.scheme.block_tokens
         count = min((len(token_ids) - 1) // size, MAX_BLOCKS) if token_ids else 0

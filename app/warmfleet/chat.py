@@ -7,8 +7,10 @@ the label of a counter: such a request is routed by load alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Format = Literal["string", "openai"]
 Message = dict[str, Any]

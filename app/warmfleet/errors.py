@@ -1,17 +1,20 @@
 """All errors of the router; each knows the HTTP status and the OpenAI error type it is answered with.
 
-    WarmfleetError
-    ├── BadRequest            400
-    ├── NotFound              404
-    │   └── ModelNotFound     404  nobody here serves this model
-    ├── TooLarge              413
-    ├── NoWorker              503  no live worker serves this model
-    ├── UpstreamError         502
-    ├── FleetUnavailable      503  Redis is gone or slow
-    ├── CancelledReservation  409  it was cancelled before it was booked
-    ├── SchemaMismatch        500  a script and this router do not speak the same version
-    └── BadArgument           500  a script refused an argument: a bug of ours
+WarmfleetError
+├── BadRequest            400
+├── NotFound              404
+│   └── ModelNotFound     404  nobody here serves this model
+├── MethodNotAllowed      405
+├── TooLarge              413
+├── NoWorker              503  no live worker serves this model
+├── UpstreamError         502
+│   └── UpstreamGone      502  no byte of an answer came: another worker may be tried
+├── FleetUnavailable      503  Redis is gone or slow
+├── CancelledReservation  409  it was cancelled before it was booked
+├── SchemaMismatch        500  a script and this router do not speak the same version
+└── BadArgument           500  a script refused an argument: a bug of ours
 """
+# ruff: noqa: N818  these names are conditions that a client is told of, as in starlette and kubernetes
 
 from __future__ import annotations
 
@@ -28,6 +31,10 @@ class WarmfleetError(Exception):
         self.message = message
         self.param = param
 
+    def as_dict(self) -> dict[str, dict[str, str | None]]:
+        """The body that OpenAI's clients understand."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
 
 class BadRequest(WarmfleetError):
     status, type, code = 400, "invalid_request_error", "bad_request"
@@ -41,6 +48,10 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
+class MethodNotAllowed(WarmfleetError):
+    status, type, code = 405, "invalid_request_error", "method_not_allowed"
+
+
 class TooLarge(WarmfleetError):
     status, type, code = 413, "invalid_request_error", "body_too_large"
 
@@ -51,6 +62,10 @@ class NoWorker(WarmfleetError):
 
 class UpstreamError(WarmfleetError):
     status, code = 502, "upstream_error"
+
+
+class UpstreamGone(UpstreamError):
+    code = "upstream_gone"
 
 
 class FleetUnavailable(WarmfleetError):

@@ -13,18 +13,21 @@ import logging
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from tokenizers import Tokenizer
 
 from warmfleet import chat
 from warmfleet.chat import NotReproducible
-from warmfleet.prompt import Request
 from warmfleet.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from concurrent.futures import Executor
+
+    from warmfleet.prompt import Request
 
 logger = logging.getLogger("warmfleet.identity")
 
@@ -64,7 +67,9 @@ class Encoder:
         return cls(fast, fast=True) if fast else cls(encode, fast=False)
 
 
-def _fast_twin(text: str, reference: Callable[[str, bool], Ids], specials: list[str]) -> Callable[[str, bool], Ids] | None:
+def _fast_twin(
+    text: str, reference: Callable[[str, bool], Ids], specials: list[str]
+) -> Callable[[str, bool], Ids] | None:
     try:
         import fastokens
     except ImportError:
@@ -95,11 +100,21 @@ def _fast_twin(text: str, reference: Callable[[str, bool], Ids], specials: list[
 def _samples(specials: list[str]) -> list[str]:
     """Strings that tell tokenizers apart: scripts, digits, odd white space, normalisation, special tokens in text."""
     rng = random.Random(20)
-    pieces = [
-        "def f(x):\n    return x ** 2\n", "The quick brown fox", " jumps", "don't", "I'LL", "1234567890", "3.14", "中文字符",
-        "日本語です", "Привет", "مرحبا", "שלום", "é", "e\u0301", "ﬁ", "①", "😀👩\u200d👩\u200d👧", "\t\t", "   ", "\n\n\n", "\r\n",
-        "\u00a0", "\u3000", "\u200b", "a" * 40, "==", "/*", "</", "{\"k\": [1, null]}", "http://a.b/c?d=e", "", "\x00", "\ufffd",
-    ]  # fmt: skip
+    pieces = ["def f(x):\n    return x ** 2\n", "The quick brown fox", " jumps", "don't", "I'LL", "1234567890", "3.14"]
+    pieces += [
+        "中文字符",
+        "日本語です",
+        "Привет",
+        "مرحبا",
+        "שלום",
+        "é",
+        "e\u0301",
+        "\ufb01",
+        "①",
+        "😀👩\u200d👩\u200d👧",
+    ]
+    pieces += ["\t\t", "   ", "\n\n\n", "\r\n", "\u00a0", "\u3000", "\u200b", "", "\x00", "\ufffd"]
+    pieces += ["a" * 40, "==", "/*", "</", '{"k": [1, null]}', "http://a.b/c?d=e"]
     pieces += specials
     return ["".join(rng.choices(pieces, k=rng.randrange(1, 12))) for _ in range(PROBES)] + pieces
 
@@ -131,7 +146,9 @@ class Identity:
         if request.endpoint == "chat":
             return [await self._encode(self.render(request), request.add_special_tokens, inline_characters)]
         return [
-            prompt if isinstance(prompt, list) else await self._encode(prompt, request.add_special_tokens, inline_characters)
+            prompt
+            if isinstance(prompt, list)
+            else await self._encode(prompt, request.add_special_tokens, inline_characters)
             for prompt in request.prompts
         ]
 
@@ -168,11 +185,16 @@ class Identity:
 
 def canonical_text(request: Request) -> list[bytes]:
     """What stands for the token ids where no tokenizer is known: equal prompts give equal bytes, and so do prefixes."""
+    head = orjson.dumps([request.model, request.salt, request.tools])
     if request.endpoint == "completions":
-        return [p.encode("utf-8", "replace") if isinstance(p, str) else array.array("I", p).tobytes() for p in request.prompts]
-    head = orjson.dumps([request.tools]) if request.tools else b""
-    messages = chat.conversation(request.messages, "string")
-    return [head + b"".join(b"\x1e" + orjson.dumps(message, option=orjson.OPT_NON_STR_KEYS) for message in messages)]
+        return [
+            head + (prompt.encode() if isinstance(prompt, str) else array.array("I", prompt).tobytes())
+            for prompt in request.prompts
+        ]
+    try:
+        return [head + b"".join([orjson.dumps(message) for message in chat.conversation(request.messages, "string")])]
+    except TypeError as error:  # a lone surrogate in a tool call's arguments
+        raise NotReproducible("unicode") from error
 
 
 class Identities:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
 from warmfleet.errors import BadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -139,7 +141,7 @@ def _is_ids(value: Any) -> bool:
         isinstance(value, list)
         and bool(value)
         and all(type(item) is int for item in value)
-        and 0 <= min(value)
+        and min(value) >= 0
         and max(value) < 2**32
     )
 

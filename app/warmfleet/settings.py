@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import BadArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PREFIX = "WARMFLEET_"
 #: Variables with our prefix that belong to workers (worker_plugin/README.md) or to the command line.
@@ -37,6 +39,10 @@ class Settings:
     decide_timeout_s: float = _setting(0.05, "longest wait for a decision; then the fallback chooses")
     redis_retry_s: float = _setting(1.0, "after two failed decisions, Redis is not asked again for this long")
     connect_timeout_s: float = _setting(2.0, "longest wait for a connection to a worker; then another is tried")
+    allowed_fields: tuple[str, ...] = _setting(
+        (), "request fields that are refused unless named here: `chat_template`, `kv_transfer_params`"
+    )
+    body_timeout_s: float = _setting(60.0, "longest time for a client to send its request body")
     body_max_bytes: int = _setting(33_554_432, "longest request body; beyond: 413")
     buffer_max_bytes: int = _setting(1_048_576, "of a plain answer read before its headers go out, so a death is a 502")
     header_timeout_s: float = _setting(10.0, "longest time for a client to send its request headers")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
@@ -15,6 +14,9 @@ import jinja2.sandbox
 from jinja2 import nodes
 
 from warmfleet.chat import Format, Message, NotReproducible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: Parameters of transformers' apply_chat_template that a request may set whether or not the template names them.
 BASE_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "documents"})
@@ -96,10 +98,10 @@ class ChatTemplate:
 
 def _tojson(
     value: Any,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002  the filter's signature in transformers
+    ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
+    sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -118,21 +120,23 @@ def _strftime_now(form: str) -> str:
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    while True:
-        if isinstance(node, nodes.Filter | nodes.Test):
-            node = node.node
-        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
-            node = node.node
-        else:
-            break
+    """``node`` is the variable ``name`` (or its ``key``), behind any filters, tests and slices."""
+    while isinstance(node, nodes.Filter | nodes.Test) or _is_slice(node):
+        node = node.node  # type: ignore[union-attr]
     if key is not None:
-        if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == key:
-            node = node.node
-        elif isinstance(node, nodes.Getattr) and node.attr == key:
-            node = node.node
-        else:
-            return False
+        node = _owner(node, key)
     return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
+
+
+def _is_slice(node: nodes.Node | None) -> bool:
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+
+
+def _owner(node: nodes.Node | None, key: str) -> nodes.Node | None:
+    """x of ``x[key]`` or ``x.key``."""
+    if isinstance(node, nodes.Getitem):
+        return node.node if isinstance(node.arg, nodes.Const) and node.arg.value == key else None
+    return node.node if isinstance(node, nodes.Getattr) and node.attr == key else None
 
 
 def _aliases(tree: nodes.Template, name: str) -> list[str]:
@@ -162,7 +166,8 @@ def _content_loops(tree: nodes.Template) -> Iterator[nodes.For]:
     for loop in tree.find_all(nodes.For):
         direct = any(_reads(loop.iter, name, "content") for name in messages)
         bare = isinstance(loop.iter, nodes.Name) and (
-            loop.iter.name in parameters.get(id(loop), ()) or (loop.iter.name == "content" and id(loop) not in in_macros)
+            loop.iter.name in parameters.get(id(loop), ())
+            or (loop.iter.name == "content" and id(loop) not in in_macros)
         )
         if direct or bare:
             yield loop

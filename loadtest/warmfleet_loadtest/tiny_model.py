@@ -57,7 +57,8 @@ def train_tokenizer(vocabulary: int) -> Any:
 def save_tokenizer(folder: Path, shape: Shape) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(
+    fast: Any = PreTrainedTokenizerFast  # its constructor has no types
+    tokenizer = fast(
         tokenizer_object=train_tokenizer(shape.vocabulary),
         pad_token=END_OF_TEXT,
         eos_token=TURN_END,
@@ -96,8 +97,8 @@ def save_network(folder: Path, shape: Shape) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to write into; made if missing")
-    parser.add_argument("--layers", type=int, default=Shape.layers, help="8 for the small model (default %(default)s)")
-    parser.add_argument("--hidden", type=int, default=Shape.hidden, help="256 for the small model (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=Shape.layers, help="8 for small (default %(default)s)")
+    parser.add_argument("--hidden", type=int, default=Shape.hidden, help="256 for small (default %(default)s)")
     args = parser.parse_args()
     shape = Shape(layers=args.layers, hidden=args.hidden)
     args.out.mkdir(parents=True, exist_ok=True)

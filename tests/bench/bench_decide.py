@@ -55,7 +55,8 @@ class Data:
             chain = heads[len(self.chains) % TENANTS] + self.rng.randbytes(8 * (self.blocks - shared))
             count = self.rng.choices([1, 2, 4], [50, 30, 20])[0]
             holders = [(slot, self.rng.randint(shared, self.blocks)) for slot in self.rng.sample(half, count)]
-            written += self._write(client, prefix, chain, holders)
+            self._write(client, prefix, chain, holders)
+            written += sum(depth - shared for _, depth in holders)
             self.chains.append(chain)
         return int(sum(client.scard(prefix + b"s:%d" % slot) for slot in half))  # type: ignore[misc]
 

@@ -10,13 +10,14 @@ import json
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import kubernetes_validate
 import yaml
 
-from tests.k8s.objects import Manifest
+if TYPE_CHECKING:
+    from tests.k8s.objects import Manifest
 
 VERSION = "1.37"
 VERBS = ["create", "delete", "get", "list", "patch", "update"]
@@ -48,7 +49,8 @@ class Refused(Exception):  # noqa: N818  # an answer, not a fault of the server
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
-        self.code, self.body = code, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+        self.code = code
+        self.body: Manifest = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "metadata": {}}
         self.body |= {"code": code, "reason": reason, "message": message}
 
 
@@ -82,6 +84,8 @@ class Store:
     def put(self, verb: str, target: Target, body: Manifest) -> Manifest:
         """Validate and keep ``body``; 422 names the field, 409 and 404 are as Kubernetes has them."""
         exists = target in self.objects
+        if exists and body == self.objects[target]:
+            return body  # like a real server: a write that changes nothing is none
         if verb == "create" and exists:
             raise Refused(409, "AlreadyExists", f'{target.kind.plural} "{target.name}" already exists')
         home = Target(KINDS[0], "", target.namespace)
@@ -97,7 +101,10 @@ class Store:
             if before != after:
                 raise Refused(422, "Invalid", f"{target.kind.kind} {target.name}: spec.selector: field is immutable")
         self.version += 1
-        body["metadata"] |= {"resourceVersion": str(self.version), "uid": body["metadata"].get("uid", f"uid-{self.version}")}
+        body["metadata"] |= {
+            "resourceVersion": str(self.version),
+            "uid": body["metadata"].get("uid", f"uid-{self.version}"),
+        }
         self.objects[target] = body
         self.writes.append((verb, target.kind.kind, target.name))
         return body
@@ -130,7 +137,9 @@ class FakeApi:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # header and body are two writes: else 40 ms each
     store: Store
+    raw: bytes
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -168,14 +177,13 @@ class _Handler(BaseHTTPRequestHandler):
         return self.store.put("patch", target, strategic_merge(self.store.get(target), self._body()))
 
     def _body(self) -> Manifest:
-        raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        return dict(yaml.safe_load(raw))  # JSON is YAML; kubectl sends either
+        return dict(yaml.safe_load(self.raw))  # JSON is YAML; kubectl sends either
 
     def _target(self) -> Target:
         parts = urlsplit(self.path).path.strip("/").split("/")
         group_version, rest = ("v1", parts[2:]) if parts[0] == "api" else ("/".join(parts[1:3]), parts[3:])
         namespace = rest[1] if len(rest) > 2 and rest[0] == "namespaces" else ""
-        plural, *name = rest[2:] if namespace else rest
+        plural, *name = rest[2:] if namespace else rest or [""]
         for kind in KINDS:
             if (kind.group_version, kind.plural) == (group_version, plural):
                 return Target(kind, namespace, name[0] if name else "")
@@ -183,6 +191,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, respond: Any) -> None:
         created = self.command == "POST"
+        # Always read, used or not: what is left would be taken for the next request on this connection.
+        self.raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
             with self.store.lock:
                 code, body = 201 if created else 200, respond()
@@ -222,25 +232,27 @@ def discovery(path: str) -> Manifest | None:
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": resources}
 
 
-def strategic_merge(current: Any, patch: Any) -> Any:
-    """kubectl's strategic merge, for the lists we use: objects in lists merge by ``name``, other lists replace."""
+#: By which field Kubernetes merges the objects of a list; any other list is replaced.
+MERGE_KEYS = {"topologySpreadConstraints": "topologyKey", "volumeMounts": "mountPath", "ports": "containerPort"}
+
+
+def strategic_merge(current: Any, patch: Any, field_name: str = "") -> Any:
+    """kubectl's strategic merge patch, for the lists that our kinds have."""
     if isinstance(patch, dict):
         merged = dict(current) if isinstance(current, dict) else {}
         for key, value in patch.items():
-            if key.startswith(("$setElementOrder", "$retainKeys")):
+            if key.startswith("$"):  # $setElementOrder, $retainKeys: hints that these kinds do not need
                 continue
+            merged[key] = strategic_merge(merged.get(key), value, key)
             if value is None:
-                merged.pop(key, None)
-            else:
-                merged[key] = strategic_merge(merged.get(key), value)
+                del merged[key]
         return merged
-    named = isinstance(patch, list) and bool(patch) and all(isinstance(item, dict) and "name" in item for item in patch)
-    if named and isinstance(current, list):
-        found = {item["name"]: item for item in current}
+    by = MERGE_KEYS.get(field_name, "name")
+    if isinstance(patch, list) and isinstance(current, list) and all(isinstance(i, dict) and by in i for i in patch):
+        found = {item[by]: item for item in current}
         for item in patch:
+            found[item[by]] = strategic_merge(found.get(item[by]), item)
             if item.get("$patch") == "delete":
-                found.pop(item["name"], None)
-            else:
-                found[item["name"]] = strategic_merge(found.get(item["name"]), item)
+                del found[item[by]]
         return list(found.values())
     return patch

@@ -95,3 +95,36 @@ def referenced(spec: Manifest) -> Iterator[tuple[str, str, str | None]]:
                 yield kind, volume[field_name][name], None
                 for item in volume[field_name].get("items", []):
                     yield kind, volume[field_name][name], item["key"]
+
+
+def unrestricted(context: Manifest) -> list[str]:
+    """What a security context (pod and container merged) lacks of the restricted standard."""
+    wanted = {
+        "runAsNonRoot": True,
+        "runAsUser": 65532,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    problems = [f"{key} is {context.get(key)}" for key, value in wanted.items() if context.get(key) != value]
+    if context.get("privileged"):
+        problems.append("privileged")
+    kept = context.get("capabilities", {})
+    if kept.get("drop") != ["ALL"] or kept.get("add"):
+        problems.append(f"capabilities are {kept}")
+    return problems
+
+
+def is_open(policies: list[Manifest], side: str, own: Manifest, peer: Manifest, port: int) -> bool:
+    """Whether a policy on ``own``'s pods lets ``peer``'s through on ``port`` (named ports: of the receiving pod)."""
+    receiver = own if side == "ingress" else peer
+    names = {p.get("name") for c in pod(receiver)["containers"] for p in c["ports"] if p["containerPort"] == port}
+    for item in policies:
+        if not matches(item["spec"]["podSelector"], labels(own)):
+            continue
+        for rule in item["spec"].get(side, []):
+            peers = rule.get("from" if side == "ingress" else "to")
+            hit = peers is None or any("podSelector" in p and matches(p["podSelector"], labels(peer)) for p in peers)
+            if hit and any(p["port"] in {port, *names} for p in rule.get("ports", [])):
+                return True
+    return False

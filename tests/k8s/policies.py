@@ -7,8 +7,8 @@ each naming the object. ``CHECKS`` holds them all; tests run all of them on what
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import kubernetes_validate
 from tests.k8s.objects import (
@@ -19,6 +19,7 @@ from tests.k8s.objects import (
     declared,
     declared_by,
     environment,
+    is_open,
     labels,
     matches,
     name_of,
@@ -26,8 +27,14 @@ from tests.k8s.objects import (
     pod,
     probes_of,
     referenced,
+    unrestricted,
     workloads,
 )
+
+from warmfleet.errors import BadArgument
+
+if TYPE_CHECKING:
+    from warmfleet.settings import Settings
 
 KUBERNETES = "1.37"
 CLUSTER_SCOPED = {"Namespace"}
@@ -39,7 +46,7 @@ class Program:
 
     routes: dict[str, frozenset[str]]
     settings: dict[str, frozenset[str]]
-    load_settings: dict[str, Callable[[dict[str, str]], object]] = field(default_factory=dict)
+    load_router: Callable[[dict[str, str]], Settings]
 
 
 Check = Callable[[list[Manifest], Program], list[str]]
@@ -153,7 +160,7 @@ def probes(objects: list[Manifest], program: Program) -> list[str]:
 
 
 def settings(objects: list[Manifest], program: Program) -> list[str]:
-    """Every WARMFLEET_ variable is one that the program reads, and the program accepts the values together."""
+    """Every WARMFLEET_ variable is one that the program reads, and the router accepts the values."""
     problems = []
     for workload in workloads(objects):
         for container in containers(workload):
@@ -163,11 +170,10 @@ def settings(objects: list[Manifest], program: Program) -> list[str]:
             problems += [f"{name_of(workload)}: {name} is not a setting" for name in sorted(set(ours) - read)]
             if read and "WARMFLEET_REDIS_URL" not in ours:
                 problems.append(f"{name_of(workload)}: no WARMFLEET_REDIS_URL")
-            load = program.load_settings.get(container["name"])
-            if load and not problems:
+            if container["name"] == "router" and not problems:
                 try:
-                    load(ours)
-                except ValueError as error:
+                    program.load_router(ours)
+                except BadArgument as error:
                     problems.append(f"{name_of(workload)}: {error}")
     return problems
 
@@ -205,7 +211,7 @@ def restricted(objects: list[Manifest], _: Program) -> list[str]:
             problems.append(f"{where}: service links add variables nobody asked for")
         for container in containers(workload):
             context = {**spec.get("securityContext", {}), **container.get("securityContext", {})}
-            problems += [f"{where}/{container['name']}: {what}" for what in _unrestricted(context)]
+            problems += [f"{where}/{container['name']}: {what}" for what in unrestricted(context)]
     return problems
 
 
@@ -224,20 +230,26 @@ def resources(objects: list[Manifest], _: Program) -> list[str]:
     return problems
 
 
-def rollout(objects: list[Manifest], _: Program) -> list[str]:
-    """The router never falls below its replicas, and a replica that goes has time to drain."""
+def rollout(objects: list[Manifest], program: Program) -> list[str]:
+    """The router never falls below its replicas, and whoever goes has time to finish what it is sending."""
     problems = []
-    for item in (found for found in workloads(objects) if found["metadata"]["name"] == "router"):
-        update = item["spec"].get("strategy", {}).get("rollingUpdate", {})
-        if update.get("maxUnavailable") != 0 or not update.get("maxSurge"):
-            problems.append(f"{name_of(item)}: a rollout takes replicas away before their successors are ready")
-        if item["spec"].get("replicas", 1) < 3:
-            problems.append(f"{name_of(item)}: fewer than three replicas")
     for item in of_kind(objects, "Deployment"):
-        stops = [part.get("lifecycle", {}).get("preStop", {}).get("sleep", {}) for part in pod(item)["containers"]]
-        sleep = max((stop.get("seconds", 0) for stop in stops), default=0)
-        if not 5 <= sleep < pod(item).get("terminationGracePeriodSeconds", 30) - 30:
-            problems.append(f"{name_of(item)}: preStop sleeps {sleep} s, and the grace must exceed it by a drain")
+        where, spec = name_of(item), pod(item)
+        container = spec["containers"][0]
+        sleep = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        needed: float = sleep + 60
+        if container["name"] == "router":
+            update = item["spec"].get("strategy", {}).get("rollingUpdate", {})
+            if update.get("maxUnavailable") != 0 or not update.get("maxSurge"):
+                problems.append(f"{where}: a rollout takes replicas away before their successors are ready")
+            if item["spec"].get("replicas", 1) < 3:
+                problems.append(f"{where}: fewer than three replicas")
+            loaded = program.load_router(environment(objects, container))
+            needed = sleep + loaded.drain_s + loaded.shutdown_grace_s
+        if sleep < 5:
+            problems.append(f"{where}: preStop sleeps {sleep} s: endpoints may still point here")
+        if spec.get("terminationGracePeriodSeconds", 30) <= needed:
+            problems.append(f"{where}: the grace period does not exceed preStop and drain, {needed} s")
     return problems
 
 
@@ -252,7 +264,7 @@ def network(objects: list[Manifest], _: Program) -> list[str]:
         if source not in pods or target not in pods:
             continue
         for side, own, peer in (("egress", source, target), ("ingress", target, source)):
-            if not _open(policies, side, pods[own], pods[peer], port):
+            if not is_open(policies, side, pods[own], pods[peer], port):
                 problems.append(f"NetworkPolicy: {source} to {target}: {side} of {own} is closed")
     return problems
 
@@ -268,35 +280,3 @@ CHECKS: dict[str, Check] = {
 
 def _missing(where: str, wanted: list[Any], declared: set[Any]) -> list[str]:
     return [f"{where}: port {port} is not declared" for port in wanted if port not in declared]
-
-
-def _unrestricted(context: Manifest) -> list[str]:
-    wanted = {
-        "runAsNonRoot": True,
-        "runAsUser": 65532,
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-    problems = [f"{key} is {context.get(key)}" for key, value in wanted.items() if context.get(key) != value]
-    if context.get("privileged"):
-        problems.append("privileged")
-    kept = context.get("capabilities", {})
-    if kept.get("drop") != ["ALL"] or kept.get("add"):
-        problems.append(f"capabilities are {kept}")
-    return problems
-
-
-def _open(policies: list[Manifest], side: str, own: Manifest, peer: Manifest, port: int) -> bool:
-    """Whether a policy on ``own``'s pods lets ``peer``'s through on ``port`` (named ports: of the receiving pod)."""
-    receiver = own if side == "ingress" else peer
-    names = {p.get("name") for c in pod(receiver)["containers"] for p in c["ports"] if p["containerPort"] == port}
-    for item in policies:
-        if not matches(item["spec"]["podSelector"], labels(own)):
-            continue
-        for rule in item["spec"].get(side, []):
-            peers = rule.get("from" if side == "ingress" else "to")
-            hit = peers is None or any("podSelector" in p and matches(p["podSelector"], labels(peer)) for p in peers)
-            if hit and any(p["port"] in {port, *names} for p in rule.get("ports", [])):
-                return True
-    return False

@@ -9,13 +9,15 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv-vllm"
@@ -62,7 +64,12 @@ class VllmEngine:
         """Start and return at once; ``wait`` for it afterwards."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self._command(), env=self._environment(), stdout=log, stderr=log, start_new_session=True, cwd=self.folder
+                self._command(),
+                env=self._environment(),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=self.folder,
             )
 
     def wait(self, seconds: float = START_SECONDS) -> None:
@@ -83,19 +90,15 @@ class VllmEngine:
             return
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                pass
         self.kill()
 
     def kill(self) -> None:
         """SIGKILL the process group: no goodbye of any kind."""
         if self.process is not None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self.process.wait()
             self.process = None
 
@@ -146,7 +149,9 @@ class VllmEngine:
         ]
 
     def _environment(self) -> dict[str, str]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("WARMFLEET_", "VLLM_"))}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("WARMFLEET_", "VLLM_"))
+        }
         environment |= {
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from warmfleet_worker import wire
 
 LOAD_CHECK_SECONDS = 0.25  # foreign load that moved by 10 % is reported this fast
 COMMAND_DELAY_SECONDS = 0.5  # after a heartbeat, its answer may be there
+SMALL_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,14 @@ class Load:
     foreign_prefill_tokens: int = 0
     foreign_decode_tokens: int = 0
     speed_tps: int = 0
+
+    def differs_from(self, told: Load) -> bool:
+        """Foreign load has moved by a tenth or more since it was told, and by more than a small request."""
+        pairs = (
+            (told.foreign_prefill_tokens, self.foreign_prefill_tokens),
+            (told.foreign_decode_tokens, self.foreign_decode_tokens),
+        )
+        return any(abs(now - before) > max(before // 10, SMALL_TOKENS) for before, now in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,26 @@ class PublisherState:
     applied: int = 0
     dropped: int = 0  # transitions and hashes that never reached Redis
     errors: int = 0  # failed calls to Redis
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What the fleet tells this worker: who it takes it for, what it has applied, perhaps something to do."""
+
+    nonce: str
+    applied: int
+    id: str | None
+    do: str
+
+    @classmethod
+    def parse(cls, raw: object) -> Command:
+        """Raises ValueError for anything but a command."""
+        try:
+            value = json.loads(raw)  # type: ignore[arg-type]
+            identity = value.get("id")
+            return cls(str(value["nonce"]), int(value["applied"]), identity and str(identity), str(value.get("do")))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a command: {error}") from error
 
 
 @dataclass(slots=True)

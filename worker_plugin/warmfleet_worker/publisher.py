@@ -7,21 +7,17 @@ paced: at most DRAIN_RECORDS or BURST_CHUNKS chunks between two round trips to R
 
 from __future__ import annotations
 
-import json
 import logging
-import random
 import threading
 import time
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import RedisError
-
 from warmfleet_worker import wire
-from warmfleet_worker.config import LOAD_CHECK_SECONDS, Due, Load, PublisherConfig, PublisherState
+from warmfleet_worker.config import LOAD_CHECK_SECONDS, Command, Due, Load, PublisherConfig, PublisherState
 from warmfleet_worker.snapshot import Snapshot
-from warmfleet_worker.stream import MAX_PENDING, Refused, StreamGone, StreamWriter, connect
+from warmfleet_worker.stream import MAX_PENDING, Outage, StreamGone, StreamWriter, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +32,6 @@ DRAIN_RECORDS = 4_096  # transitions made into entries between two round trips
 BURST_CHUNKS = 32  # snapshot chunks (36 kB) in one round trip
 PROGRESS_QUEUE = 4_096
 SELF_RESYNC_SECONDS = 2 * wire.HEARTBEAT_SECONDS  # events were lost and nobody asked for a snapshot: send one
-BACKOFF_SECONDS = (0.1, 5.0)
 
 
 class WorkerPublisher:
@@ -60,6 +55,7 @@ class WorkerPublisher:
         self._progress: deque[tuple[str, int, int]] = deque(maxlen=PROGRESS_QUEUE)
         self._wake = threading.Event()
         self._stopping = threading.Event()
+        self._outage = Outage(self._stopping)
         self._thread = threading.Thread(target=self._run, name="warmfleet-publisher", daemon=True)
         self._state = PublisherState()
         self._digest = wire.Digest()  # of everything published
@@ -78,7 +74,7 @@ class WorkerPublisher:
     @property
     def state(self) -> PublisherState:
         dropped = self._tracker.dropped + self._stream.lost_blocks
-        return replace(self._state, number=self._stream.number, dropped=dropped)
+        return replace(self._state, number=self._stream.number, dropped=dropped, errors=self._outage.errors)
 
     def start(self) -> None:
         self._thread.start()
@@ -99,7 +95,6 @@ class WorkerPublisher:
     # ------------------------------------------------ the thread
 
     def _run(self) -> None:
-        backoff, failing = BACKOFF_SECONDS[0], False
         while self._state.stopped is None:
             try:
                 self._round()
@@ -108,29 +103,15 @@ class WorkerPublisher:
                 self._update(joined=False, acknowledged=False)
                 self._stopping.wait(wire.FLUSH_SECONDS)
             except Exception as error:  # noqa: BLE001 - a bug here must not end the reports of a healthy engine
-                self._report(error, failing)
-                failing = True
+                self._outage.wait(error)
                 if self._stopping.is_set():
                     break
-                self._stopping.wait(backoff * random.uniform(0.75, 1.25))
-                backoff = min(2 * backoff, BACKOFF_SECONDS[1])
             else:
-                if failing:
-                    logger.info("warmfleet: Redis answers again")
-                backoff, failing = BACKOFF_SECONDS[0], False
+                self._outage.over()
                 if self._stopping.is_set():
                     break
                 self._wait()
         self._stream.close()
-
-    def _report(self, error: Exception, failing: bool) -> None:
-        """One line when trouble begins, not one per attempt. A traceback only for what must not happen."""
-        self._update(errors=self._state.errors + 1)
-        if isinstance(error, RedisError | Refused | OSError):
-            if not failing:
-                logger.warning("warmfleet: Redis is away or refuses: %s; will try again", error)
-        elif not failing:
-            logger.error("warmfleet: unexpected error in the publisher; it goes on", exc_info=error)
 
     def _wait(self) -> None:
         if self._wake.wait(self._due.next() - time.monotonic()) and not self._stopping.is_set():
@@ -256,10 +237,7 @@ class WorkerPublisher:
         if now < self._due.load:
             return False
         self._due.load = now + LOAD_CHECK_SECONDS
-        load = self._load()
-        return _moved(self._told.foreign_prefill_tokens, load.foreign_prefill_tokens) or _moved(
-            self._told.foreign_decode_tokens, load.foreign_decode_tokens
-        )
+        return self._load().differs_from(self._told)
 
     def _put_heartbeat(self, now: float) -> None:
         load = self._told = self._load()
@@ -285,23 +263,20 @@ class WorkerPublisher:
         if raw is None:
             return
         try:
-            command = json.loads(raw)
-            nonce, applied = str(command["nonce"]), int(command["applied"])
-            do, command_id = command.get("do"), command.get("id")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            self._update(errors=self._state.errors + 1)
-            logger.warning("warmfleet: %s holds no command: %s", self._command_key, error)
+            command = Command.parse(raw)
+        except ValueError as error:
+            logger.warning("warmfleet: %s: %s", self._command_key, error)
             return
-        if nonce != self._stream.nonce:
+        if command.nonce != self._stream.nonce:
             if self._state.acknowledged:
                 self._stop_for_good(f"another process has joined as {self.config.worker_id}")
             return
-        self._update(acknowledged=True, applied=applied)
-        if command_id and command_id not in self._obeyed:
-            self._obeyed.append(command_id)
-            self._obey(do, command_id)
+        self._update(acknowledged=True, applied=command.applied)
+        if command.id and command.id not in self._obeyed:
+            self._obeyed.append(command.id)
+            self._obey(command.do, command.id)
 
-    def _obey(self, do: object, command: str) -> None:
+    def _obey(self, do: str, command: str) -> None:
         logger.info("warmfleet: told to %s", do)
         if do == "resync":
             self._snapshot = None  # the one under way has failed
@@ -315,8 +290,3 @@ class WorkerPublisher:
     def _stop_for_good(self, reason: str) -> None:
         logger.error("warmfleet: %s: this engine is no longer reported. Give each server its own id", reason)
         self._update(stopped=reason, joined=False)
-
-
-def _moved(before: int, now: int) -> bool:
-    """By a tenth or more, and by more than a small request."""
-    return abs(now - before) > max(before // 10, 256)

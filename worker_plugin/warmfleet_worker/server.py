@@ -6,7 +6,6 @@ import hashlib
 import ipaddress
 import logging
 import os
-import random
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 from redis.exceptions import RedisError
 
 from warmfleet_worker import wire
-from warmfleet_worker.stream import Refused, StreamGone, StreamWriter, connect
+from warmfleet_worker.stream import Outage, Refused, StreamGone, StreamWriter, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet")
 
 READY_SECONDS = 120.0  # a server that does not listen by then is announced all the same: the probe will tell
-BACKOFF_SECONDS = (0.1, 5.0)
 
 
 class UrlRefusedError(ValueError):
@@ -77,7 +75,7 @@ class ServerPublisher:
         deadline = time.monotonic() + READY_SECONDS
         while not self.config.ready() and time.monotonic() < deadline and not self._stopping.is_set():
             self._stopping.wait(wire.FLUSH_SECONDS)
-        backoff, failing = BACKOFF_SECONDS[0], False
+        outage = Outage(self._stopping)
         while not self._stopping.is_set():
             try:
                 self._round()
@@ -85,13 +83,9 @@ class ServerPublisher:
                 self.joined = False
                 self._stopping.wait(wire.FLUSH_SECONDS)
             except (RedisError, Refused, OSError) as error:
-                if not failing:
-                    logger.warning("warmfleet: Redis is away or refuses: %s; will try again", error)
-                failing = True
-                self._stopping.wait(backoff * random.uniform(0.75, 1.25))
-                backoff = min(2 * backoff, BACKOFF_SECONDS[1])
+                outage.wait(error)
             else:
-                backoff, failing = BACKOFF_SECONDS[0], False
+                outage.over()
                 self._stopping.wait(wire.HEARTBEAT_SECONDS)
         self._leave()
 

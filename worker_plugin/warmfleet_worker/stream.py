@@ -8,6 +8,8 @@ refused while a later one went through is lost, which the reader sees as a gap i
 
 from __future__ import annotations
 
+import logging
+import random
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,8 +22,12 @@ from redis.retry import Retry
 from warmfleet_worker import wire
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Sequence
 
+logger = logging.getLogger("warmfleet")
+
+BACKOFF_SECONDS = (0.1, 5.0)
 SOCKET_TIMEOUT_SECONDS = 2.0
 MAX_PENDING = 64  # entries made and not yet answered for
 
@@ -42,6 +48,32 @@ def connect(url: str) -> redis.Redis:
         socket_connect_timeout=SOCKET_TIMEOUT_SECONDS,
         retry=Retry(NoBackoff(), 0),
     )
+
+
+class Outage:
+    """Waits between tries, longer each time, and one log line when trouble begins and one when it ends."""
+
+    def __init__(self, stopping: threading.Event) -> None:
+        self.errors = 0  # ever
+        self._stopping = stopping
+        self._wait = 0.0  # seconds; 0: there is no trouble
+
+    def wait(self, error: Exception) -> None:
+        """Say what is wrong, if that is new, and wait; ends at once when stopping."""
+        self.errors += 1
+        if not self._wait:
+            if isinstance(error, RedisError | Refused | OSError):
+                logger.warning("warmfleet: Redis is away or refuses: %s; will try again", error)
+            else:  # must not happen, hence the traceback
+                logger.error("warmfleet: unexpected error; will try again", exc_info=error)
+        self._wait = min(2 * self._wait or BACKOFF_SECONDS[0], BACKOFF_SECONDS[1])
+        self._stopping.wait(self._wait * random.uniform(0.75, 1.25))
+
+    def over(self) -> None:
+        """All is well."""
+        if self._wait:
+            logger.info("warmfleet: Redis answers again")
+        self._wait = 0.0
 
 
 @dataclass(slots=True)

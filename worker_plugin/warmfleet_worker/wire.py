@@ -208,8 +208,8 @@ def join_artifact(entry: dict[str, Any], pieces: Sequence[bytes], max_bytes: int
         content = decoder.decompress(b"".join(pieces), size + 1)
     except zlib.error as error:
         raise WireError(f"artifact is not a zlib stream: {error}") from error
-    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise WireError("artifact does not have the digest of the manifest")
+    if len(content) != size or hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise WireError("artifact does not have the size and digest of the manifest")
     return content
 
 

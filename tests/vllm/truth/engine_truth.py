@@ -3,12 +3,12 @@
 It shares no code with warmfleet_worker: it reads ``BlockPool.cached_block_hash_to_block`` directly.
 """
 
-import contextlib
 import functools
 import json
 import os
 import socket
 import threading
+from pathlib import Path
 
 
 def register() -> None:
@@ -33,8 +33,7 @@ def register() -> None:
 
 def serve(path: str, pool) -> None:  # type: ignore[no-untyped-def]
     """One JSON list of hex keys per connection."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+    Path(path).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()

@@ -1,0 +1,31 @@
+"""The ``warmfleet`` command: ``warmfleet --help`` says what it can do."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+from warmfleet.cli.children import StackError
+from warmfleet.cli.parser import build_parser
+from warmfleet.errors import WarmfleetError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status. What a user can mend is one line on standard error, and 2."""
+    options = build_parser().parse_args(arguments)
+    try:
+        # imported late: `workers` needs neither tokenizers nor a web server
+        return int(importlib.import_module(f"warmfleet.cli.{options.command}").run(options))
+    except (StackError, WarmfleetError) as error:
+        print(f"warmfleet {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""HTTP in and out: the two hot endpoints as plain ASGI callables, the small ones by Starlette, errors in one place."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import TYPE_CHECKING, Any, cast
+
+import orjson
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from warmfleet import prompt, status
+from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, TooLarge, WarmfleetError
+from warmfleet.prompt import PATHS, Endpoint
+from warmfleet.route import Call, Router
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request as HTTPRequest
+
+    from warmfleet.metrics import Metrics
+    from warmfleet.settings import Settings
+
+logger = logging.getLogger("warmfleet.api")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+MAX_REQUEST_ID = 64
+RETRY_AFTER_S = 1
+_UNSAFE_ID = re.compile(r"[^A-Za-z0-9._-]")
+#: Headers of a client that reach the engine. Authorization only if the settings hold no key for workers.
+PASSED_ON = {
+    b"accept": "Accept",
+    b"authorization": "Authorization",
+    b"content-type": "Content-Type",
+    b"traceparent": "traceparent",
+    b"tracestate": "tracestate",
+    b"user-agent": "User-Agent",
+    b"x-session-id": "X-Session-ID",
+}
+
+
+class Proxy:
+    """One hot endpoint. A client that hangs up cancels its call, in whatever step that is."""
+
+    def __init__(self, endpoint: Endpoint, router: Router, settings: Settings, metrics: Metrics) -> None:
+        self._endpoint = endpoint
+        self._router = router
+        self._settings = settings
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, request_id, length = self._read_headers(scope["headers"])
+        call = Call(self._endpoint, b"", request_id, headers, send)
+        self._metrics.in_flight.inc()
+        try:
+            call.body = await self._read_body(scope["method"], receive, length)
+            call.began = time.perf_counter()
+            await self._serve(call, receive)
+        except _HungUp:
+            pass
+        except WarmfleetError as error:
+            await self._refuse(call, error)
+        except Exception:  # whatever it is, the client gets an answer and the log the reason
+            logger.exception("request %s failed", request_id)
+            await self._refuse(call, WarmfleetError("Something went wrong in the router; its log says what."))
+        finally:
+            self._metrics.in_flight.dec()
+
+    async def _serve(self, call: Call, receive: Receive) -> None:
+        me = cast("asyncio.Task[None]", asyncio.current_task())
+
+        def hung_up(watch: asyncio.Future[Any]) -> None:
+            if not watch.cancelled() and not call.complete:
+                me.cancel()
+
+        watch = asyncio.ensure_future(receive())  # returns only when the client is gone, or was answered
+        watch.add_done_callback(hung_up)
+        try:
+            await self._router.serve(call)
+        except asyncio.CancelledError:
+            if watch.done() and not watch.cancelled() and not call.complete:
+                me.uncancel()
+                raise _HungUp from None
+            raise
+        finally:
+            watch.remove_done_callback(hung_up)
+            watch.cancel()
+
+    async def _read_body(self, method: str, receive: Receive, length: int) -> bytes:
+        if method != "POST":
+            raise MethodNotAllowed("This endpoint takes POST.")
+        limit = self._settings.body_max_bytes
+        if length > limit:
+            raise TooLarge(f"The body has {length} bytes; {limit} are allowed.")
+        pieces, size = [], 0
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _HungUp
+                    piece = message.get("body", b"")
+                    size += len(piece)
+                    if size > limit:
+                        raise TooLarge(f"The body has more than {limit} bytes.")
+                    pieces.append(piece)
+                    if not message.get("more_body", False):
+                        return b"".join(pieces)
+        except TimeoutError as error:
+            raise BadRequest(f"The body was not complete after {self._settings.body_timeout_s} s.") from error
+
+    def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[str, str], str, int]:
+        """What is passed on, the request id, the announced length."""
+        headers: dict[str, str] = {}
+        request_id, length = "", 0
+        for name, value in raw:
+            if name in PASSED_ON:
+                headers[PASSED_ON[name]] = value.decode("latin-1")
+            elif name == b"x-request-id":
+                request_id = _UNSAFE_ID.sub("", value.decode("latin-1"))[:MAX_REQUEST_ID]
+            elif name == b"content-length":
+                length = int(value) if value.isdigit() else 0
+        if self._settings.worker_api_key:
+            headers["Authorization"] = f"Bearer {self._settings.worker_api_key}"
+        headers.setdefault("Content-Type", "application/json")
+        return headers, request_id or secrets.token_hex(12), length
+
+    async def _refuse(self, call: Call, error: WarmfleetError) -> None:
+        self._metrics.requests.labels(self._endpoint, str(error.status), "none").inc()
+        if call.started:  # part of the answer is out: only closing the connection can tell that it is not whole
+            raise error
+        call.complete = True
+        await _send_error(call, error)
+
+
+class _HungUp(Exception):  # noqa: N818  not an error: the client is gone
+    pass
+
+
+async def _send_error(call: Call, error: WarmfleetError) -> None:
+    body = orjson.dumps(error.as_dict())
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers.append((b"x-request-id", call.request_id.encode()))
+    if error.status == 503:
+        headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
+    if isinstance(error, TooLarge):
+        headers.append((b"connection", b"close"))
+    await call.send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await call.send({"type": "http.response.body", "body": body})
+
+
+class Health:
+    """``draining`` is set by a stop signal."""
+
+    draining = False
+
+
+class SmallEndpoints:
+    """Everything that is not a completion."""
+
+    def __init__(self, router: Router, settings: Settings, metrics: Metrics, health: Health) -> None:
+        self._router = router
+        self._pools = router.pools
+        self._settings = settings
+        self._metrics = metrics
+        self._health = health
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models),
+            Route("/livez", self.livez),
+            Route("/readyz", self.readyz),
+            Route("/metrics", self.metrics),
+            Route("/workers", self.workers),
+            Route("/explain", self.explain, methods=["POST"]),
+            Route("/favicon.ico", self.favicon),
+        ]
+
+    async def models(self, _request: HTTPRequest) -> Response:
+        return JSONResponse({"object": "list", "data": status.models(self._pools)})
+
+    async def livez(self, _request: HTTPRequest) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def readyz(self, _request: HTTPRequest) -> Response:
+        """Ready once every model's fleet was read; stays so while Redis is away; not while draining."""
+        reason = "draining" if self._health.draining else "" if self._pools.contacted else "no contact with Redis yet"
+        return JSONResponse({"status": reason or "ready"}, status_code=503 if reason else 200)
+
+    async def metrics(self, _request: HTTPRequest) -> Response:
+        self._metrics.view_age_seconds.set(max(pool.view_age_s for pool in self._pools.all))
+        return Response(self._metrics.render(), headers={"content-type": self._metrics.content_type})
+
+    async def workers(self, _request: HTTPRequest) -> Response:
+        return JSONResponse({"models": [await status.workers(pool) for pool in self._pools.all]})
+
+    async def explain(self, request: HTTPRequest) -> Response:
+        """Body: a request, and ``endpoint``, the path it would go to (default: by its ``messages`` or ``prompt``)."""
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._settings.body_max_bytes:
+                raise TooLarge(f"The body has more than {self._settings.body_max_bytes} bytes.")
+        try:
+            data = orjson.loads(bytes(body))
+        except orjson.JSONDecodeError as error:
+            raise BadRequest(f"The body is not valid JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise BadRequest("The body must be a JSON object.")
+        path = data.pop("endpoint", PATHS["chat" if "messages" in data else "completions"])
+        endpoint = next((name for name, known in PATHS.items() if known == path), None)
+        if endpoint is None:
+            raise BadRequest(f"endpoint must be one of {', '.join(PATHS.values())}.", "endpoint")
+        asked = prompt.from_dict(endpoint, data, self._settings.allowed_fields)
+        return JSONResponse(await status.explain(self._pools.find(asked.model), asked, self._settings))
+
+    async def favicon(self, _request: HTTPRequest) -> Response:
+        return Response(status_code=204)
+
+
+async def error_response(_request: HTTPRequest, error: Exception) -> Response:
+    """The one place where errors of the small endpoints become answers."""
+    shaped = cast("WarmfleetError", error)
+    headers = {"retry-after": str(RETRY_AFTER_S)} if shaped.status == 503 else None
+    return JSONResponse(shaped.as_dict(), status_code=shaped.status, headers=headers)
+
+
+async def not_found(request: HTTPRequest, error: Exception) -> Response:
+    """Starlette's own 404 and 405, shaped as OpenAI's."""
+    kind = MethodNotAllowed if getattr(error, "status_code", 404) == 405 else NotFound
+    shaped = kind(f"{request.method} {request.url.path} is not served here.")
+    return JSONResponse(shaped.as_dict(), status_code=shaped.status, headers=getattr(error, "headers", None))
+
+
+class Application:
+    """The ASGI application: hot paths straight to their callable, the rest through Starlette."""
+
+    def __init__(self, starlette: Starlette, hot: dict[str, Proxy]) -> None:
+        self._starlette = starlette
+        self._hot = hot
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            proxy = self._hot.get(scope["path"])
+            if proxy is not None:
+                await proxy(scope, receive, send)
+                return
+        await self._starlette(scope, receive, send)

@@ -1,0 +1,48 @@
+"""Asking a running replica, and printing tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from warmfleet.cli.children import StackError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TIMEOUT_SECONDS = 10.0
+
+
+def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
+    """The JSON answer of a replica. Raises StackError in words for whoever typed the command."""
+    headers = {"content-type": "application/json"} if body is not None else {}
+    try:
+        answer = httpx.request(method, url.rstrip("/") + path, content=body, headers=headers, timeout=TIMEOUT_SECONDS)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise StackError(
+            f"no replica answers at {url} ({error}): start one with `warmfleet up`, or name one with --url"
+        )
+    try:
+        value = answer.json()
+    except ValueError as error:
+        raise StackError(f"{url}{path} answered {answer.status_code}, and not in JSON: is that a replica?") from error
+    if answer.is_error:
+        message = value.get("error", {}).get("message", value) if isinstance(value, dict) else value
+        raise StackError(f"{url}{path} answered {answer.status_code}: {message}")
+    return value
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Plain aligned columns; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in [list(header), *cells]) for column in range(len(header))]
+    right = [bool(rows) and all(isinstance(row[column], int | float) for row in rows) for column in range(len(header))]
+    lines = []
+    for row in [list(header), *cells]:
+        parts = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)

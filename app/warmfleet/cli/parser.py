@@ -1,0 +1,177 @@
+"""The command line of ``warmfleet``: every option with its unit, default and an example."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from importlib import metadata
+
+POLICIES = ("cost", "least_loaded", "round_robin")
+DEFAULT_URL = "http://127.0.0.1:8080"
+
+MAIN = """\
+Warmfleet sends each request to the vLLM engine whose KV cache already holds its prefix.
+
+  warmfleet up                        a whole fleet on this machine, with simulated engines
+  warmfleet up --worker URL           route to vLLM engines that you already run
+  warmfleet serve                     one router replica, configured by the environment
+  warmfleet demo                      shows what prefix-aware routing gains, then exits
+  warmfleet workers                   the engines of a running fleet
+  warmfleet explain --message "Hi"    why a request would go where
+"""
+
+UP = """\
+Starts a store, engines and router replicas behind one address, and serves until Ctrl-C, which stops them all.
+
+examples:
+  warmfleet up                                     4 simulated engines, 2 replicas, http://127.0.0.1:8080
+  warmfleet up --engines 8 --policy round_robin    the same work without cache-aware routing
+  warmfleet up --worker http://gpu1:8000 --worker http://gpu2:8000
+                                                   your own vLLM engines, no plugin needed; what they hold is
+                                                   then inferred from the requests that went there
+  warmfleet up --engine vllm --engines 2           real vLLM on the CPU with a tiny model (after `make vllm`)
+  warmfleet up --redis redis://127.0.0.1:6379/0    your store instead of the embedded one
+"""
+
+SERVE = """\
+Runs one router replica. Everything is set by WARMFLEET_* environment variables (README, "Configuration");
+the options below win over them.
+
+example:
+  WARMFLEET_REDIS_URL=redis://redis:6379/0 WARMFLEET_MODELS=Qwen/Qwen3-8B warmfleet serve --host 0.0.0.0
+"""
+
+DEMO = """\
+Starts a private fleet, walks the four states of a cached prefix (cold start, stickiness under load, eviction,
+recovery) and says pass or FAIL for each, then runs the same conversations with prefix-aware and with round-robin
+routing and prints both. Exit status 0 if everything passed, else 1.
+"""
+
+WORKERS = """\
+Lists the engines that a replica knows: state, load, cache, age of the last heartbeat.
+
+examples:
+  warmfleet workers
+  warmfleet workers --url http://router:8080 --json
+"""
+
+EXPLAIN = """\
+Asks a replica where a request would go and why: matched blocks, load and predicted cost of every engine.
+Nothing is booked and no engine is asked.
+
+examples:
+  warmfleet explain --message "What is a KV cache?"
+  warmfleet explain request.json
+  curl ... | warmfleet explain -
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command; ``command`` names the subcommand."""
+    parser = argparse.ArgumentParser(
+        prog="warmfleet", description=MAIN, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"warmfleet {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _up(_command(commands, "up", "start a local fleet and serve", UP))
+    _serve(_command(commands, "serve", "run one router replica", SERVE))
+    _demo(_command(commands, "demo", "show and check what routing gains", DEMO))
+    workers = _command(commands, "workers", "list the engines of a running fleet", WORKERS)
+    workers.add_argument("--json", action="store_true", help="print what the replica answered, unchanged")
+    explain = _command(commands, "explain", "why a request would go where", EXPLAIN)
+    explain.add_argument("file", nargs="?", help="request body as JSON, - for standard input")
+    explain.add_argument("--message", help="a chat request with this one user message")
+    explain.add_argument("--prompt", help="a completion request with this prompt")
+    explain.add_argument("--model", help="model name (default: the first that the replica serves)")
+    explain.add_argument("--json", action="store_true", help="print what the replica answered, unchanged")
+    for client in (workers, explain):
+        client.add_argument("--url", default=DEFAULT_URL, help="address of a replica (default %(default)s)")
+    return parser
+
+
+def _up(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default %(default)s)")
+    parser.add_argument("--port", type=_port, default=8080, help="port to serve on, 0 = any (default %(default)s)")
+    parser.add_argument("--replicas", type=_count, default=2, help="router processes behind it (default %(default)s)")
+    parser.add_argument("--policy", choices=POLICIES, default="cost", help="how to choose (default %(default)s)")
+    parser.add_argument(
+        "--redis",
+        metavar="URL",
+        default=os.environ.get("WARMFLEET_REDIS_URL", ""),
+        help="your store (default: WARMFLEET_REDIS_URL, else an embedded Valkey)",
+    )
+    parser.add_argument("--logs", metavar="DIR", help="keep the output of every process there (default: discarded)")
+    engines = parser.add_argument_group("engines that are started for you")
+    engines.add_argument("--engines", type=_count, default=None, help="how many (default 4; 2 with --engine vllm)")
+    engines.add_argument("--engine", choices=("sim", "vllm"), default="sim", help="kind (default %(default)s)")
+    engines.add_argument("--model", help="served model name (sim) or model folder (vllm)")
+    engines.add_argument("--step-time", metavar="PRESET", help="speed of simulated engines: preset or scale factor")
+    engines.add_argument(
+        "--vllm-python", metavar="PATH", help="interpreter that has vLLM (default .venv-vllm/bin/python)"
+    )
+    own = parser.add_argument_group("engines that you already run")
+    own.add_argument(
+        "--worker", metavar="URL", action="append", default=[], help="base URL of a vLLM server; repeatable"
+    )
+    own.add_argument(
+        "--worker-api-key",
+        metavar="KEY",
+        default=os.environ.get("WARMFLEET_WORKER_API_KEY", ""),
+        help="their API key (default: WARMFLEET_WORKER_API_KEY; the variable keeps it out of process lists)",
+    )
+    own.add_argument(
+        "--tokenizer", metavar="PATH", help="folder or name of their tokenizer (default: the engine's own)"
+    )
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", help="address to listen on (WARMFLEET_HOST)")
+    parser.add_argument("--port", type=_port, help="port to listen on (WARMFLEET_PORT)")
+    parser.add_argument("--policy", choices=POLICIES, help="how to choose (WARMFLEET_POLICY)")
+    parser.add_argument("--redis", metavar="URL", help="the store (WARMFLEET_REDIS_URL)")
+    parser.add_argument("--models", metavar="NAME,...", help="base models to route for (WARMFLEET_MODELS)")
+    parser.add_argument(
+        "--reuse-port",
+        metavar="PORT",
+        type=_port,
+        help="listen on this port too, shared with other replicas on this machine (SO_REUSEPORT)",
+    )
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engines", type=_count, default=4, help="simulated engines (default %(default)s)")
+    parser.add_argument("--conversations", type=_count, default=16, help="in the comparison (default %(default)s)")
+    parser.add_argument("--turns", type=_count, default=4, help="of each conversation (default %(default)s)")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("warmfleet")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "(not installed)"
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, short: str, text: str
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=short,
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65_535:
+        raise argparse.ArgumentTypeError("a port is 0 to 65535")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 64:
+        raise argparse.ArgumentTypeError("1 to 64")
+    return value

@@ -1,0 +1,40 @@
+"""``warmfleet serve``: one router replica in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+
+from warmfleet.cli.ports import listen
+from warmfleet.main import serve
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """The environment, with the options on top. Raises BadArgument for a variable that cannot be read."""
+    given: dict[str, Any] = {"host": options.host, "port": options.port, "policy": options.policy}
+    given |= {"redis_url": options.redis}
+    given |= {"models": tuple(options.models.split(",")) if options.models else None}
+    return replace(Settings.from_environment(), **{name: value for name, value in given.items() if value is not None})
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM; open answers may end first (``WARMFLEET_SHUTDOWN_GRACE_S``)."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    settings = settings_of(options)
+    sockets = [listen(settings.host, settings.port)]
+    if options.reuse_port:
+        sockets.append(listen(settings.host, options.reuse_port, shared=True))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings, sockets))
+    except KeyboardInterrupt:
+        pass  # uvicorn raises the signal anew once everything is closed
+    return 0

@@ -1,0 +1,118 @@
+"""``warmfleet up``: a fleet on this machine that serves until Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from warmfleet.cli.engines import EngineOptions
+from warmfleet.cli.stack import Plan, Stack
+from warmfleet.cli.watch import AnswerWatch
+
+if TYPE_CHECKING:
+    import argparse
+
+POLL_SECONDS = 0.5
+
+READY = """
+Warmfleet is ready: {address}   (Ctrl-C stops everything)
+
+Try it with curl:
+
+  curl -s {address}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a KV cache?"}}], "max_tokens": 32}}'
+
+or with Python and the openai package{openai_hint}:
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{address}/v1", api_key="none")
+  answer = client.chat.completions.create(
+      model="{model}", messages=[{{"role": "user", "content": "What is a KV cache?"}}], max_tokens=32
+  )
+  print(answer.choices[0].message.content)
+
+See the fleet:  {command} workers --url {address}
+Why there:      {command} explain --url {address} --message "What is a KV cache?"
+"""
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """The command line as a Plan."""
+    engines = EngineOptions(
+        count=options.engines or (2 if options.engine == "vllm" else 4),
+        kind=options.engine,
+        model=options.model or "",
+        step_time=options.step_time or "",
+        vllm_python=options.vllm_python or "",
+    )
+    return Plan(
+        engines=engines,
+        replicas=options.replicas,
+        policy=options.policy,
+        host=options.host,
+        port=options.port,
+        redis_url=options.redis,
+        workers=tuple(url.rstrip("/") for url in options.worker),
+        worker_api_key=options.worker_api_key,
+        tokenizer=options.tokenizer or "",
+        logs=Path(options.logs) if options.logs else None,
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Start, print how to use it, serve until Ctrl-C or SIGTERM. 1 if every replica died."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    plan = plan_of(options)
+    try:
+        with Stack(plan, say) as stack:
+            say(usage(stack.address, stack.names[0]))
+            if plan.workers:
+                say(_stock_note())
+            return serve(stack)
+    except KeyboardInterrupt:
+        say("\nstopped: every process that was started is gone")
+        return 0
+
+
+def serve(stack: Stack) -> int:
+    """Tell what dies and, for engines without the plugin, what the first answers matched. Returns when nobody serves.
+
+    Nothing is restarted: a supervisor would hide what a person who runs this wants to see.
+    """
+    watch = AnswerWatch(stack, say) if stack.plan.workers else None
+    while True:
+        time.sleep(POLL_SECONDS)
+        for child in stack.children.newly_dead():
+            say(f"{child.name} died ({child.ending}); it is not restarted. Its last lines:\n{child.tail(5)}")
+        alive = sum(replica.child.alive for replica in stack.replicas if replica.child)
+        if not alive:
+            say("no replica is left")
+            return 1
+        if watch is not None:
+            watch.look()
+
+
+def usage(address: str, model: str) -> str:
+    """What to type next: works as printed."""
+    command = sys.argv[0] if Path(sys.argv[0]).name == "warmfleet" else f"{sys.executable} -m warmfleet"
+    hint = "" if Path(sys.argv[0]).name != "warmfleet" else f" (installed for {Path(sys.executable)})"
+    return READY.format(address=address, model=model, command=command, openai_hint=hint)
+
+
+def say(line: str) -> None:
+    """One line of progress, at once, also into a pipe."""
+    print(line, flush=True)
+
+
+def _stock_note() -> str:
+    return (
+        "Your engines run without the plugin: what they hold is inferred from what was sent to them.\n"
+        "The first answers are followed by a line on what was matched.\n"
+    )
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt

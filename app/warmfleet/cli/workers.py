@@ -1,0 +1,54 @@
+"""``warmfleet workers``: the engines of a running fleet as one replica lists them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.cli.client import ask, table
+
+if TYPE_CHECKING:
+    import argparse
+
+HEADER = (
+    "WORKER", "URL", "STATE", "PROOF", "SLOT", "BLOCKS", "CAPACITY", "IN FLIGHT", "PREFILL", "DECODE", "TOKENS/S",
+    "SEEN",
+)  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table; 1 if no worker is routable."""
+    answer = ask("GET", options.url, "/workers")
+    print(json.dumps(answer, indent=2) if options.json else render(answer))
+    return 0 if any(worker["routable"] for model in answer["models"] for worker in model["workers"]) else 1
+
+
+def render(answer: dict[str, Any]) -> str:
+    """One table per model. PREFILL, DECODE: tokens booked by open requests. SEEN: age of the last heartbeat."""
+    parts = []
+    for model in answer["models"]:
+        title = f"{model['model']}  (prompts identified: {model['identity']})"
+        if not model["fresh"]:
+            title += "  the store does not answer: this is the last reading"
+        body = table(HEADER, [_row(worker) for worker in model["workers"]]) if model["workers"] else "no workers"
+        reasons = [f"{worker['worker_id']}: {worker['reason']}" for worker in model["workers"] if worker["reason"]]
+        parts.append("\n".join([title, body, *reasons]))
+    return "\n\n".join(parts)
+
+
+def _row(worker: dict[str, Any]) -> tuple[object, ...]:
+    load, age = worker["load"], worker["heartbeat_age_s"]
+    return (
+        worker["worker_id"],
+        worker["url"] or "-",
+        "routable" if worker["routable"] else "not routable",
+        worker["proof"],
+        load["slot"],
+        load["blocks"],
+        load["capacity_blocks"],
+        load["in_flight"],
+        load["prefill_tokens"] + load["foreign_prefill_tokens"],
+        load["decode_tokens"] + load["foreign_decode_tokens"],
+        load["speed_tps"],
+        "never" if age is None else f"{age:.1f} s",
+    )

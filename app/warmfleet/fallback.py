@@ -1,0 +1,70 @@
+"""Redis is gone or slow: the last known workers, chosen by a hash of the prompt's first blocks, with bounded load."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from warmfleet.fleet import WorkerView
+
+logger = logging.getLogger("warmfleet.fallback")
+
+BOUND = 1.25  # no worker gets more than this share above the mean
+FAILURES_TO_OPEN = 2
+LOG_EVERY_S = 5.0
+
+
+class Fallback:
+    """What one replica knows by itself: its own requests in flight, and whether it is worth asking Redis."""
+
+    def __init__(self, retry_s: float) -> None:
+        self.in_flight: Counter[str] = Counter()
+        self._retry_s = retry_s
+        self._failures = 0
+        self._closed_again_at = 0.0
+        self._logged_at = -LOG_EVERY_S
+
+    def take(self, worker_id: str) -> None:
+        self.in_flight[worker_id] += 1
+
+    def give(self, worker_id: str) -> None:
+        self.in_flight[worker_id] -= 1
+        if self.in_flight[worker_id] <= 0:
+            del self.in_flight[worker_id]
+
+    @property
+    def asks_redis(self) -> bool:
+        """False for ``retry_s`` after two failures in a row: a dead Redis must not cost every request a time-out."""
+        return self._failures < FAILURES_TO_OPEN or time.monotonic() >= self._closed_again_at
+
+    def succeeded(self) -> None:
+        self._failures = 0
+
+    def failed(self, why: str) -> None:
+        self._failures += 1
+        now = time.monotonic()
+        self._closed_again_at = now + self._retry_s
+        if now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
+            logger.warning("deciding without Redis: %s", why)
+
+    def choose(self, workers: Sequence[WorkerView], key: bytes, exclude: Collection[str] = ()) -> WorkerView | None:
+        """Rendezvous hashing with bounded load: the same prefix goes to the same worker while that one keeps up."""
+        candidates = [worker for worker in workers if worker.routable and worker.worker_id not in exclude]
+        if not candidates:
+            return None
+        total = sum(self.in_flight[worker.worker_id] for worker in candidates)
+        bound = math.ceil(BOUND * (total + 1) / len(candidates))
+        candidates.sort(key=lambda worker: _score(key, worker.worker_id), reverse=True)
+        return next(worker for worker in candidates if self.in_flight[worker.worker_id] < bound)
+
+
+def _score(key: bytes, worker_id: str) -> bytes:
+    return hashlib.sha256(key + worker_id.encode()).digest()

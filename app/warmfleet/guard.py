@@ -1,0 +1,71 @@
+"""What uvicorn lacks: a time limit and a size limit for request headers, and a limit of open connections."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+if TYPE_CHECKING:
+    import asyncio
+
+HEAD_MAX_BYTES = 65_536
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """A timer runs from the connection, or a request's first byte, until its headers are complete."""
+
+    header_timeout_s = 10.0
+    max_connections = 4_096
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            transport.close()  # no answer: under a flood even a 503 costs too much
+            return
+        self._arm()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._timer is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_MAX_BYTES:
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._arm()
+
+    def on_headers_complete(self) -> None:
+        self._disarm()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._head_bytes = 0
+            self._timer = self.loop.call_later(self.header_timeout_s, self._expired)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expired(self) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+def guarded(header_timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
+    """A protocol class for uvicorn's ``http=``: closes a connection whose headers do not come, or come too long."""
+    limits = {"header_timeout_s": header_timeout_s, "max_connections": max_connections}
+    return type("GuardedProtocol", (GuardedProtocol,), limits)

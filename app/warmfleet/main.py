@@ -1,0 +1,161 @@
+"""The composition root: builds everything, hands it on, closes it. Nothing imports this module but the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+
+from warmfleet import api, maintenance
+from warmfleet.api import Application, Health, Proxy, SmallEndpoints
+from warmfleet.errors import BadArgument, WarmfleetError
+from warmfleet.fallback import Fallback
+from warmfleet.fleet import Fleet, Timeouts, connect
+from warmfleet.guard import guarded
+from warmfleet.identity import Identities
+from warmfleet.maintenance import Reader, supervise
+from warmfleet.metrics import Metrics
+from warmfleet.pool import Pool, Pools
+from warmfleet.probe import Prober
+from warmfleet.prompt import PATHS
+from warmfleet.route import Router
+from warmfleet.settings import Settings, unknown_variables
+from warmfleet.static import StaticWorkers
+from warmfleet.upstream import Addresses, Upstream
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from types import FrameType
+
+logger = logging.getLogger("warmfleet")
+
+DRAIN_SETTLES_S = 2.0
+BACKLOG = 2_048
+TOKENIZER_THREADS = 2
+
+
+def create_app(settings: Settings, health: Health | None = None) -> Application:
+    """The ASGI application of one replica; its lifespan runs the background tasks. BadArgument without models."""
+    if not settings.models:
+        raise BadArgument("WARMFLEET_MODELS is empty: name the models to serve")
+    metrics, health = Metrics(), health or Health()
+    pools = Pools([_pool(tag, settings) for tag in settings.models])
+    addresses = Addresses(settings.worker_addresses, settings.static_workers)
+    upstream = Upstream(addresses, settings.connect_timeout_s, metrics.retries.labels("same").inc)
+    router = Router(pools, upstream, settings, metrics)
+    small = SmallEndpoints(router, settings, metrics, health)
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for pool in pools.all:
+                stack.push_async_callback(pool.fleet.close)
+            await upstream.open()
+            stack.push_async_callback(upstream.close)
+            executor = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
+            identities = Identities(executor, trust_templates=settings.trust_templates)
+            stack.push_async_callback(_drain, router)
+            await stack.enter_async_context(_background(pools, upstream, identities, settings, metrics))
+            yield
+
+    handlers = {WarmfleetError: api.error_response, HTTPException: api.not_found}
+    starlette = Starlette(routes=small.routes(), lifespan=lifespan, exception_handlers=handlers)
+    hot = {path: Proxy(endpoint, router, settings, metrics) for endpoint, path in PATHS.items()}
+    return Application(starlette, hot)
+
+
+async def serve(settings: Settings, sockets: Sequence[socket.socket] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM, on ``sockets`` (bound by the caller, perhaps with SO_REUSEPORT) or host:port."""
+    os.environ.setdefault("RAYON_NUM_THREADS", "1")  # one text a call: a pool of threads only costs
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in unknown_variables():
+        logger.warning("%s is set, but no setting has this name", name)
+    await server(settings).serve(list(sockets) if sockets is not None else None)
+
+
+def server(settings: Settings) -> uvicorn.Server:
+    """uvicorn with our limits, not yet running. Raises BadArgument."""
+    health = Health()
+    config = uvicorn.Config(
+        create_app(settings, health),
+        host=settings.host,
+        port=settings.port,
+        loop="uvloop",
+        http=guarded(settings.header_timeout_s, settings.max_connections),
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        date_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=int(settings.shutdown_grace_s),
+    )
+    return _Server(config, health, settings.drain_s)
+
+
+class _Server(uvicorn.Server):
+    """Says on /readyz that it is going before it goes. A second signal stops at once."""
+
+    def __init__(self, config: uvicorn.Config, health: Health, drain_s: float) -> None:
+        super().__init__(config)
+        self._health = health
+        self._drain_s = drain_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._health.draining or self._drain_s <= 0 or sig == signal.SIGINT:
+            self._health.draining = True
+            super().handle_exit(sig, frame)
+            return
+        self._health.draining = True
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(loop.call_later, self._drain_s, partial(super().handle_exit, sig, frame))
+
+
+def _pool(tag: str, settings: Settings) -> Pool:
+    fleet = Fleet(connect(settings.redis_url), tag, Timeouts(request_s=settings.decide_timeout_s))
+    return Pool(tag, fleet, Fallback(settings.redis_retry_s))
+
+
+@asynccontextmanager
+async def _background(
+    pools: Pools, upstream: Upstream, identities: Identities, settings: Settings, metrics: Metrics
+) -> AsyncIterator[None]:
+    reader = Reader(pools, identities, settings, metrics)
+    prober = Prober(pools, upstream, settings, metrics)
+    work: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
+        ("apply", settings.apply_interval_s, partial(maintenance.apply, pools, metrics)),
+        ("view", settings.view_interval_s, reader.refresh),
+        ("probe", settings.view_interval_s, prober.round),
+        ("renew", settings.renew_interval_s, partial(maintenance.renew, pools, metrics)),
+    ]
+    if settings.static_workers:
+        static = StaticWorkers(pools, upstream, settings)
+        work.append(("health", settings.health_interval_s, static.round))
+    tasks = [asyncio.create_task(supervise(name, seconds, call, metrics), name=name) for name, seconds, call in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await prober.close()
+        await reader.close()
+
+
+async def _drain(router: Router) -> None:
+    try:
+        async with asyncio.timeout(DRAIN_SETTLES_S):
+            await router.drained()
+    except TimeoutError:
+        logger.warning("some reservations could not be settled; their leases expire by themselves")

@@ -1,0 +1,185 @@
+"""What a replica does besides requests: apply events, read the fleet, prove joins, renew, check approximate workers.
+
+Every task is supervised: a round that fails is counted, logged and tried again with back-off; none ends the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from warmfleet.blocks import TEXT_SCHEME, Hasher
+from warmfleet.errors import FleetUnavailable, WarmfleetError
+from warmfleet.pool import Pool, Pools, view_of
+from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError, dumps
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+    from warmfleet.fleet import WorkerView
+    from warmfleet.identity import Identities, Identity
+    from warmfleet.metrics import Metrics
+    from warmfleet.settings import Settings
+
+logger = logging.getLogger("warmfleet.maintenance")
+
+BACKOFF_S = 0.2, 5.0
+LOAD_RETRY_S = 10.0
+LOG_EVERY_S = 10.0
+MAX_FAILED_LOADS = 256
+
+
+async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics) -> None:
+    """Run ``work`` every ``interval_s``, for ever; after a failure wait longer, up to 5 s."""
+    backoff, logged_at = BACKOFF_S[0], -LOG_EVERY_S
+    while True:
+        try:
+            await work()
+        except Exception as error:  # a background task must outlive whatever one of its rounds meets
+            metrics.task_failures.labels(name).inc()
+            if time.monotonic() - logged_at >= LOG_EVERY_S:
+                logged_at = time.monotonic()
+                known = isinstance(error, WarmfleetError)
+                logger.warning("%s failed, again in %.1f s: %s", name, backoff, error, exc_info=not known)
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, BACKOFF_S[1])
+        else:
+            backoff = BACKOFF_S[0]
+            await asyncio.sleep(interval_s)
+
+
+class Reader:
+    """Keeps the pools' views fresh, with the identity that most of a model's workers bring."""
+
+    def __init__(self, pools: Pools, identities: Identities, settings: Settings, metrics: Metrics) -> None:
+        self._pools = pools
+        self._identities = identities
+        self._settings = settings
+        self._metrics = metrics
+        self._hashers: dict[int, Hasher] = {}
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._not_before: dict[str, float] = {}
+
+    async def refresh(self) -> None:
+        """One reading of every model's workers. Raises FleetUnavailable if one could not be read."""
+        failures = [error for pool in self._pools.all if (error := await self._refresh(pool)) is not None]
+        self._count_workers()
+        if failures:
+            raise failures[0]
+
+    async def _refresh(self, pool: Pool) -> FleetUnavailable | None:
+        try:
+            workers = await pool.fleet.workers()
+        except FleetUnavailable as error:
+            return error
+        alive = [w for w in workers if w.heartbeat_age_s is not None and w.heartbeat_age_s <= WORKER_TTL_SECONDS]
+        exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
+        identity = self._identity(pool, alive)
+        text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
+        pool.view = view_of(workers, identity or pool.view.identity, self._schemes(exact), text=text)
+        return None
+
+    def _schemes(self, workers: Sequence[WorkerView]) -> list[Hasher]:
+        """A hasher for every scheme in use, the most frequent first."""
+        found: Counter[int] = Counter()
+        for worker in workers:
+            try:
+                scheme = Scheme.from_dict(worker.record["scheme"])
+            except (WireError, KeyError, TypeError):
+                continue  # of a later version: routed by load
+            if scheme.scheme_id not in self._hashers:
+                self._hashers[scheme.scheme_id] = Hasher(scheme)
+            found[scheme.scheme_id] += 1
+        if len(found) > 1:
+            logger.debug("workers of one model hash in %d different ways", len(found))
+        return [self._hashers[scheme_id] for scheme_id, _ in found.most_common()]
+
+    def _identity(self, pool: Pool, alive: Sequence[WorkerView]) -> Identity | None:
+        """The identity if it is loaded; else its loading is begun and this is None."""
+        if self._settings.tokenizer:
+            key = f"override {self._settings.tokenizer}"
+            known = self._identities.known(key)
+            if known is None:
+                self._begin(key, self._override())
+            return known
+        bringers: dict[str, WorkerView] = {}
+        votes: Counter[str] = Counter()
+        for worker in alive:
+            if worker.server and worker.server.get("artifacts"):
+                key = _identity_key(worker)
+                bringers.setdefault(key, worker)
+                votes[key] += 1
+        if not votes:
+            return None
+        key = votes.most_common(1)[0][0]
+        known = self._identities.known(key)
+        if known is None:
+            self._begin(key, self._brought(pool, key, bringers[key]))
+        return known
+
+    def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
+        if key in self._loads or time.monotonic() < self._not_before.get(key, 0.0):
+            work.close()
+            return
+        self._loads[key] = asyncio.ensure_future(self._load(key, work))
+
+    async def _load(self, key: str, work: Awaitable[None]) -> None:
+        try:
+            await work
+            await self.refresh()
+        except (WarmfleetError, ValueError, jinja2.TemplateError) as error:
+            self._metrics.task_failures.labels("identity").inc()
+            logger.warning("no token identity, requests are routed by load: %s", error)
+            if len(self._not_before) >= MAX_FAILED_LOADS:
+                self._not_before.clear()
+            self._not_before[key] = time.monotonic() + LOAD_RETRY_S
+        finally:
+            del self._loads[key]
+
+    async def _override(self) -> None:
+        await self._identities.load(self._settings.tokenizer)
+
+    async def _brought(self, pool: Pool, key: str, worker: WorkerView) -> None:
+        server, server_id = worker.server or {}, str(worker.record["server_id"])
+        artifacts = {name: await pool.fleet.artifact(server_id, entry) for name, entry in server["artifacts"].items()}
+        await self._identities.build(key, artifacts, server.get("facts") or {})
+
+    def _count_workers(self) -> None:
+        states: Counter[str] = Counter()
+        for pool in self._pools.all:
+            states.update(w.proof if w.routable else "unroutable" for w in pool.view.workers)
+        for state in ("proven", "identity", "approximate", "unroutable"):
+            self._metrics.workers.labels(state).set(states[state])
+
+    async def close(self) -> None:
+        for task in list(self._loads.values()):
+            task.cancel()
+        await asyncio.gather(*self._loads.values(), return_exceptions=True)
+
+
+def _identity_key(worker: WorkerView) -> str:
+    """Two workers with equal keys see every prompt alike."""
+    server = worker.server or {}
+    shas = {name: entry.get("sha256") for name, entry in server["artifacts"].items()}
+    return hashlib.sha256(dumps([shas, server.get("facts")]).encode()).hexdigest()
+
+
+async def renew(pools: Pools, metrics: Metrics) -> None:
+    """Keep the reservations of running requests; rebuild those that Redis lost."""
+    for pool in pools.all:
+        if pool.open:
+            counts = await pool.fleet.renew(list(pool.open.values()))
+            for result, count in zip(("renewed", "rebuilt", "refused"), counts, strict=True):
+                metrics.renewed.labels(result).inc(count)
+
+
+async def apply(pools: Pools, metrics: Metrics) -> None:
+    """One round of the write path of every model; any number of replicas may do it at once."""
+    for pool in pools.all:
+        metrics.applied_blocks.inc(await pool.fleet.step())

@@ -1,0 +1,50 @@
+"""Names of all metrics of a router, in one place. Labels are bounded: no model, worker, user or request in them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class Metrics:
+    """One set for one router process; ``render`` is what /metrics answers."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Answered requests", "endpoint", "status", "reservation")
+        self.settled = self._counter("settled", "Reservations by how they ended", "outcome")
+        self.settle_failures = self._counter("settle_failures", "Settles that Redis did not take; the lease expires")
+        self.decide_seconds = self._histogram("decide_seconds", "One decision, as the router waits for it")
+        self.first_byte_seconds = self._histogram("first_byte_seconds", "Request read to first byte of the answer")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of decided requests")
+        self.matched_tokens = self._counter("matched_tokens", "Of these, held by the chosen worker")
+        self.identity = self._counter("identity", "How prompts were identified: exact, text, load", "kind")
+        self.load_only = self._counter("load_only", "Requests routed by load alone, by reason", "reason")
+        self.fallback = self._counter("fallback", "Requests routed without Redis, by reason", "reason")
+        self.retries = self._counter("retries", "Second tries: same worker (stale connection) or another", "where")
+        self.stream_errors = self._counter("stream_errors", "Answers cut off after their first byte")
+        self.in_flight = self._gauge("in_flight", "Requests being served")
+        self.task_failures = self._counter("task_failures", "Background rounds that failed", "task")
+        self.applied_blocks = self._counter("applied_blocks", "Block events that this replica applied")
+        self.probes = self._counter("probes", "Join probes by result", "result")
+        self.renewed = self._counter("renewed", "Reservations renewed, rebuilt after a loss, refused", "result")
+        self.workers = self._gauge("workers", "Workers by state, at the last reading", "state")
+        self.view_age_seconds = self._gauge("view_age_seconds", "Age of the last reading of the fleet, oldest model")
+
+    def render(self) -> bytes:
+        """The text of all metrics."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"warmfleet_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"warmfleet_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"warmfleet_{name}", text, registry=self.registry, buckets=_SECONDS)

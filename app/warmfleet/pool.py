@@ -1,0 +1,158 @@
+"""One model as this replica sees it: its workers at the last reading, how prompts are identified, what is open."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from warmfleet import blocks, identity, prompt
+from warmfleet.chat import NotReproducible
+from warmfleet.errors import BadRequest, ModelNotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from warmfleet.blocks import Hasher
+    from warmfleet.fallback import Fallback
+    from warmfleet.fleet import Chain, Fleet, Renewal, WorkerView
+    from warmfleet.identity import Identity
+    from warmfleet.prompt import Request
+
+MAX_SCHEMES = 4  # what decide accepts
+FALLBACK_BLOCKS = 16  # of the prefix that the fallback's hash looks at
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known."""
+
+    workers: tuple[WorkerView, ...] = ()
+    identity: Identity | None = None
+    hashers: tuple[Hasher, ...] = ()
+    text: bool = False
+    read_at: float = 0.0
+    urls: Mapping[str, str] = field(default_factory=dict)
+    ranks: Mapping[str, str] = field(default_factory=dict)
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A request as a decision needs it. kind: how it was identified: ``exact``, ``text`` or ``load`` (``reason``)."""
+
+    chains: tuple[Chain, ...]
+    prompt_tokens: int
+    decode_tokens: int
+    kind: str
+    reason: str = ""
+
+    @property
+    def prefix(self) -> bytes:
+        """What requests with the same beginning have in common: the key of the fallback's hash."""
+        return self.chains[0].hashes[: FALLBACK_BLOCKS * 8] if self.chains else b""
+
+
+class Pool:
+    """Everything of one model tag. ``open``: reservations to renew. ``contacted``: the fleet was read at least once."""
+
+    def __init__(self, tag: str, fleet: Fleet, fallback: Fallback) -> None:
+        self.tag = tag
+        self.name = tag.partition("#")[0]
+        self.fleet = fleet
+        self.fallback = fallback
+        self.view = View()
+        self.open: dict[str, Renewal] = {}
+
+    @property
+    def contacted(self) -> bool:
+        return self.view.read_at > 0
+
+    @property
+    def view_age_s(self) -> float:
+        return time.monotonic() - self.view.read_at if self.contacted else float("inf")
+
+    def serves(self, model: str) -> bool:
+        """``model`` is this tag's base model, one of its served names, or an adapter of it."""
+        return model == self.name or model in self.view.models
+
+    async def shape(self, request: Request, inline_characters: int, expected_output: int) -> Shape:
+        """Token ids and block hashes. Never fails: what cannot be known is routed by load, with the reason."""
+        try:
+            chains, tokens, kind = await self._known(request, inline_characters)
+            reason = ""
+        except NotReproducible as why:
+            chains, tokens, kind, reason = (), prompt.estimated_tokens(request), "load", why.reason
+        return Shape(chains, tokens, prompt.decode_tokens(request, tokens, expected_output), kind, reason)
+
+    async def _known(self, request: Request, inline_characters: int) -> tuple[tuple[Chain, ...], int, str]:
+        """Chains, prompt tokens and kind of identity; raises NotReproducible."""
+        view = self.view
+        if request.unforeseen:
+            raise NotReproducible(request.unforeseen)
+        if view.identity is None and not view.text:
+            raise NotReproducible("no_identity")
+        chains: tuple[Chain, ...] = ()
+        tokens, kind = 0, "text"
+        if view.identity is not None:
+            known, kind = view.identity, "exact"
+            adapter = request.model if request.model != self.name else ""
+            lora = (adapter, known.loras[adapter]) if adapter in known.loras else None
+            prompts = await known.token_ids(request, inline_characters)
+            # Of several prompts in one request the longest decides where it goes; all of them are booked.
+            ids = max(prompts, key=len)
+            chains = tuple(hasher.chain(ids, request.salt, lora) for hasher in view.hashers)
+            tokens = max(1, sum(map(len, prompts)))
+        if view.text:
+            texts = identity.canonical_text(request)
+            chains = (*chains[: MAX_SCHEMES - 1], blocks.text_chain(max(texts, key=len)))
+            tokens = tokens or sum(blocks.text_tokens(len(text)) for text in texts)
+        return chains, tokens, kind
+
+
+class Pools:
+    """All models of this replica."""
+
+    def __init__(self, pools: Sequence[Pool]) -> None:
+        self.all = tuple(pools)
+
+    def find(self, model: str) -> Pool:
+        """The pool that serves ``model``. Raises ModelNotFound; BadRequest if none is named and there are several."""
+        if not model:
+            if len(self.all) == 1:
+                return self.all[0]
+            raise BadRequest("model is required: this router serves several.", "model")
+        for pool in self.all:
+            if pool.serves(model):
+                return pool
+        raise ModelNotFound(f"The model `{model[:200]}` does not exist here.", "model")
+
+    @property
+    def contacted(self) -> bool:
+        return all(pool.contacted for pool in self.all)
+
+
+def view_of(workers: Sequence[WorkerView], known: Identity | None, hashers: Sequence[Hasher], *, text: bool) -> View:
+    """A View, with what the request path looks up often made ready."""
+    ranks = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
+    return View(
+        workers=tuple(workers),
+        identity=known,
+        hashers=tuple(hashers)[:MAX_SCHEMES],
+        text=text,
+        read_at=time.monotonic(),
+        urls={worker.worker_id: worker.url for worker in workers},
+        # Only a server with several engine cores needs to be told which one: one of its own refuses the header.
+        ranks={
+            worker.worker_id: str(worker.record.get("rank", 0))
+            for worker in workers
+            if worker.server and ranks[str(worker.record.get("server_id", ""))] > 1
+        },
+        models=tuple(
+            dict.fromkeys(
+                [name for worker in workers if worker.routable for name in worker.models]
+                + list(known.loras if known else ())
+            )
+        ),
+    )

@@ -1,0 +1,248 @@
+"""The request's one-way path: parse → tokens → hashes → decide → forward → settle."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from warmfleet import prompt
+from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
+from warmfleet.fleet import Ask, Decision, Renewal
+from warmfleet.prompt import PATHS
+from warmfleet.relay import Answer, relay
+from warmfleet_worker.wire import RESERVATION_PREFIX
+
+if TYPE_CHECKING:
+    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.metrics import Metrics
+    from warmfleet.pool import Pool, Pools, Shape
+    from warmfleet.prompt import Endpoint
+    from warmfleet.settings import Settings
+    from warmfleet.upstream import Upstream
+
+logger = logging.getLogger("warmfleet.route")
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+TRIES = 2
+
+
+@dataclass(slots=True)
+class Call:
+    """One request of a client. headers: what is passed on to the worker. ``complete``: its answer is on the way out."""
+
+    endpoint: Endpoint
+    body: bytes
+    request_id: str
+    headers: dict[str, str]
+    send: Send
+    began: float = 0.0  # perf_counter
+    started: bool = False
+    complete: bool = False
+
+
+@dataclass(slots=True)
+class Trip:
+    """One try: a reservation from before it is booked until it is settled."""
+
+    reservation: str
+    pool: Pool
+    last: bool
+    decision: Decision | None = None
+    booked: bool = False
+    outcome: Outcome = "cancelled"  # until something better is known
+    word: str = "fallback"  # what the client is told of the reservation
+    first_byte: asyncio.Task[None] | None = None
+
+
+class Router:
+    """Serves calls. One for a replica; holds nothing that another replica needs."""
+
+    def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
+        self.pools = pools
+        self._upstream = upstream
+        self._settings = settings
+        self._metrics = metrics
+        self._settling: set[asyncio.Task[None]] = set()
+
+    async def serve(self, call: Call) -> None:
+        """Answer ``call``. Raises WarmfleetError while nothing has been sent, and nothing afterwards."""
+        settings = self._settings
+        request = prompt.parse(call.endpoint, call.body, settings.allowed_fields)  # 1
+        pool = self.pools.find(request.model)
+        shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
+        self._count(shape)
+        exclude: tuple[str, ...] = ()
+        gone: UpstreamGone | None = None
+        for attempt in range(1, TRIES + 1):
+            trip = Trip(RESERVATION_PREFIX + secrets.token_urlsafe(16), pool, last=attempt == TRIES)
+            try:
+                decision = await self._decide(trip, shape, exclude)  # 4
+                await self._forward(call, trip, decision)  # 5
+                return  # noqa: TRY300  the road goes straight down; an else would hide it
+            except UpstreamGone as error:
+                trip.outcome, gone = "failed", error
+                if call.started or attempt == TRIES:
+                    raise
+                exclude = (decision.worker_id,)
+                self._metrics.retries.labels("another").inc()
+            except NoWorker:
+                if gone is None:
+                    raise
+                raise gone from None  # the only worker there is has failed: that is what to tell
+            except WarmfleetError:
+                trip.outcome = "failed"
+                raise
+            finally:
+                await self._settled(trip)  # 6: shielded, so it also ends when the client is gone
+
+    async def _decide(self, trip: Trip, shape: Shape, exclude: tuple[str, ...]) -> Decision:
+        pool = trip.pool
+        if not pool.fallback.asks_redis:
+            return self._without_redis(trip, shape, exclude, "open")
+        started = time.perf_counter()
+        trip.booked = True  # as far as anyone knows, from here on
+        try:
+            decision = await pool.fleet.decide(
+                Ask(
+                    trip.reservation,
+                    shape.chains,
+                    shape.prompt_tokens,
+                    shape.decode_tokens,
+                    self._settings.policy,
+                    exclude,
+                )
+            )
+        except NoWorker:
+            trip.booked = False
+            raise
+        except WarmfleetError as error:  # gone, slow, or a script that refuses: no reason to fail a request
+            reason = "away" if isinstance(error, FleetUnavailable) else error.code
+            pool.fallback.failed(f"{error.code}: {error}")
+            self._spawn(self._tell(pool, trip.reservation, "cancelled"))  # it may be booked late, or was
+            trip.booked = False
+            return self._without_redis(trip, shape, exclude, reason)
+        finally:
+            self._metrics.decide_seconds.observe(time.perf_counter() - started)
+        pool.fallback.succeeded()
+        pool.open[trip.reservation] = Renewal(
+            trip.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens
+        )
+        pool.fallback.take(decision.worker_id)
+        trip.decision, trip.word = decision, decision.outcome
+        self._metrics.prompt_tokens.inc(decision.prompt_tokens)
+        self._metrics.matched_tokens.inc(decision.matched_tokens)
+        return decision
+
+    def _without_redis(self, trip: Trip, shape: Shape, exclude: tuple[str, ...], reason: str) -> Decision:
+        pool = trip.pool
+        worker = pool.fallback.choose(pool.view.workers, shape.prefix or trip.reservation.encode(), exclude)
+        if worker is None:
+            raise NoWorker("Redis is away and no worker is known.")
+        self._metrics.fallback.labels(reason).inc()
+        pool.fallback.take(worker.worker_id)
+        trip.decision = Decision(
+            reservation=trip.reservation,
+            outcome="booked",
+            worker_id=worker.worker_id,
+            server_id=str(worker.record.get("server_id", "")),
+            url=worker.url,
+            matched_tokens=0,
+            prompt_tokens=shape.prompt_tokens,
+            speculative=False,
+            flagged=True,
+            cost_s=0.0,
+            wait_tokens=0,
+            approximate=worker.proof == "approximate",
+            prefill_tokens=0,
+            decode_tokens=0,
+        )
+        return trip.decision
+
+    async def _forward(self, call: Call, trip: Trip, decision: Decision) -> None:
+        pool = trip.pool
+        headers = {**call.headers, "X-Request-Id": f"{trip.reservation}.{call.request_id}"}
+        rank = pool.view.ranks.get(decision.worker_id)
+        if rank is not None:
+            headers["X-data-parallel-rank"] = rank
+        upstream = await self._upstream.post(decision.url, PATHS[call.endpoint], call.body, headers)
+        try:
+            if upstream.status in (502, 503) and not trip.last and len(pool.view.workers) > 1:
+                raise UpstreamGone(f"The worker answered {upstream.status}.")
+            answer = Answer(
+                upstream, call.send, _answer_headers(call, decision, trip.word), self._settings.buffer_max_bytes
+            )
+
+            def first_byte(*, streams: bool) -> None:
+                call.started = True
+                self._metrics.first_byte_seconds.observe(time.perf_counter() - call.began)
+                self._metrics.requests.labels(call.endpoint, str(answer.status), trip.word).inc()
+                if streams and trip.reservation in pool.open:
+                    trip.first_byte = self._spawn(self._started(trip))
+
+            def complete() -> None:
+                call.complete = True
+
+            trip.outcome = await relay(answer, first_byte, complete)
+            if answer.cut_off:
+                self._metrics.stream_errors.inc()
+        finally:
+            upstream.close()  # gives the connection back if the answer was read to its end
+
+    async def _started(self, trip: Trip) -> None:
+        pool = trip.pool
+        """Prefill is done: what was booked of it is given back. Runs beside the stream, delays no byte of it."""
+        pool.open[trip.reservation] = replace(pool.open[trip.reservation], prefill_tokens=0, started=True)
+        await self._tell(pool, trip.reservation, "started")
+
+    async def _settled(self, trip: Trip) -> None:
+        await asyncio.shield(self._spawn(self._settle(trip)))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+        return task
+
+    async def _settle(self, trip: Trip) -> None:
+        pool = trip.pool
+        pool.open.pop(trip.reservation, None)
+        if trip.decision is not None:
+            pool.fallback.give(trip.decision.worker_id)
+        if not trip.booked:
+            return
+        if trip.first_byte is not None:
+            await trip.first_byte
+        self._metrics.settled.labels(trip.outcome).inc()
+        await self._tell(pool, trip.reservation, trip.outcome)
+
+    async def _tell(self, pool: Pool, reservation: str, outcome: Outcome) -> None:
+        try:
+            await pool.fleet.settle(reservation, outcome)
+        except WarmfleetError as error:
+            self._metrics.settle_failures.inc()
+            logger.info("settle %s: %s; the lease expires by itself", outcome, error)
+
+    def _count(self, shape: Shape) -> None:
+        self._metrics.identity.labels(shape.kind).inc()
+        if shape.reason:
+            self._metrics.load_only.labels(shape.reason).inc()
+
+    async def drained(self) -> None:
+        """Return when every reservation is settled, or could not be."""
+        while self._settling:
+            await asyncio.wait(set(self._settling))
+
+
+def _answer_headers(call: Call, decision: Decision, word: str) -> Mapping[bytes, bytes]:
+    return {
+        b"x-request-id": call.request_id.encode(),
+        b"x-warmfleet-worker": decision.worker_id.encode(),
+        b"x-warmfleet-matched-tokens": b"%d" % decision.matched_tokens,
+        b"x-warmfleet-prompt-tokens": b"%d" % decision.prompt_tokens,
+        b"x-warmfleet-reservation": word.encode(),
+    }

@@ -1,0 +1,81 @@
+"""What people ask about the fleet: models, workers, and why a request would go where. Values for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Ask, WorkerView
+
+if TYPE_CHECKING:
+    from warmfleet.pool import Pool, Pools
+    from warmfleet.prompt import Request
+    from warmfleet.settings import Settings
+
+
+def models(pools: Pools) -> list[dict[str, Any]]:
+    """Entries of /v1/models: everything some routable worker serves; a tag without workers by its own name."""
+    names: dict[str, Pool] = {}
+    for pool in pools.all:
+        for name in pool.view.models or (pool.name,):
+            names.setdefault(name, pool)
+    return [
+        {"id": name, "object": "model", "created": 0, "owned_by": "warmfleet", "root": pool.name}
+        for name, pool in names.items()
+    ]
+
+
+async def workers(pool: Pool) -> dict[str, Any]:
+    """Every worker of one model, as Redis has it now; from the last reading while Redis is away."""
+    fresh = True
+    try:
+        found = await pool.fleet.workers()
+    except FleetUnavailable:
+        found, fresh = list(pool.view.workers), False
+    known = pool.view.identity
+    return {
+        "model": pool.tag,
+        "fresh": fresh,
+        "identity": known.kind if known else "text" if pool.view.text else "none",
+        "workers": [_worker(worker) for worker in found],
+    }
+
+
+def _worker(worker: WorkerView) -> dict[str, Any]:
+    return {
+        "worker_id": worker.worker_id,
+        "url": worker.url,
+        "models": worker.models,
+        "routable": worker.routable,
+        "proof": worker.proof,
+        "reason": worker.record.get("reason", ""),
+        "version": worker.record.get("version", ""),
+        "scheme": worker.record.get("scheme"),
+        "heartbeat_age_s": worker.heartbeat_age_s,
+        "load": asdict(worker.load),
+    }
+
+
+async def explain(pool: Pool, request: Request, settings: Settings) -> dict[str, Any]:
+    """Where ``request`` would go now and what every worker would cost. Books nothing. Raises as ``Fleet.explain``."""
+    shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)
+    ask = Ask("explain", shape.chains, shape.prompt_tokens, shape.decode_tokens, settings.policy)
+    chosen, candidates = await pool.fleet.explain(ask)
+    block_tokens = {chain.scheme_id: chain.block_tokens for chain in shape.chains}
+    of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}
+    rows = []
+    for candidate in candidates:
+        size = of_worker.get(candidate.worker_id, 0)
+        blocks = candidate.matched_tokens // size if size else 0
+        rows.append(asdict(candidate) | {"matched_blocks": blocks, "chosen": candidate.worker_id == chosen})
+    return {
+        "model": pool.tag,
+        "policy": settings.policy,
+        "identity": shape.kind,
+        "reason": shape.reason,
+        "prompt_tokens": shape.prompt_tokens,
+        "blocks": max((len(chain.hashes) // 8 for chain in shape.chains), default=0),
+        "chosen": chosen,
+        "candidates": rows,
+    }

@@ -1,0 +1,174 @@
+"""The only module that speaks HTTP to engines on the request path: bytes out, bytes back, none of them read.
+
+Addresses that workers announce are checked twice: literal ones here, names when they are resolved, so that neither a
+forged join nor a name that changes its address sends requests outside the allowed ranges. Redirects are not followed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
+
+from warmfleet.errors import UpstreamError, UpstreamGone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: ours must go first
+DNS_CACHE_S = 10
+MAX_ADDRESSES = 4_096
+READ_BUFFER_BYTES = 65_536
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class Addresses:
+    """Where requests may be sent: the ranges of the settings, and the hosts the operator named."""
+
+    def __init__(self, ranges: Sequence[str], named_urls: Sequence[str] = ()) -> None:
+        self._ranges: list[Network] = [ipaddress.ip_network(text, strict=False) for text in ranges]
+        self._named = {(urlsplit(url).hostname or "").lower() for url in named_urls}
+
+    def named(self, host: str) -> bool:
+        """The settings name this host."""
+        return host.lower() in self._named
+
+    def allows(self, host: str) -> bool:
+        """A literal address in a range, or a host from the settings."""
+        if self.named(host):
+            return True
+        address = ipaddress.ip_address(host)
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+            address = address.ipv4_mapped
+        return any(address in network for network in self._ranges)
+
+    def check(self, url: str) -> None:
+        """Raise UpstreamError unless it is http(s) and, if its host is a literal address, that one is allowed."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UpstreamError(f"{url!r} is not an http address")
+        try:
+            allowed = self.allows(parts.hostname)
+        except ValueError:
+            return  # a name: the resolver decides
+        if not allowed:
+            raise UpstreamError(f"{parts.hostname} is outside WARMFLEET_WORKER_ADDRESSES")
+
+
+class CheckedResolver(AbstractResolver):
+    """Resolves names, and drops every address that is not allowed."""
+
+    def __init__(self, addresses: Addresses) -> None:
+        self._addresses = addresses
+        self._resolver = aiohttp.ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await self._resolver.resolve(host, port, family)
+        if self._addresses.named(host):
+            return found
+        allowed = [entry for entry in found if self._addresses.allows(entry["host"])]
+        if not allowed:
+            raise OSError(f"no address of {host} is inside WARMFLEET_WORKER_ADDRESSES")
+        return allowed
+
+    async def close(self) -> None:
+        await self._resolver.close()
+
+
+class Upstream:
+    """A pool of connections to all engines: ``open`` it in the event loop, ``close`` it."""
+
+    def __init__(
+        self, addresses: Addresses, connect_timeout_s: float, on_stale: Callable[[], None] = lambda: None
+    ) -> None:
+        """on_stale: called when a connection from the pool was dead and is replaced."""
+        self._addresses = addresses
+        self._on_stale = on_stale
+        self._urls: dict[tuple[str, str], URL] = {}
+        self._connect_timeout_s = connect_timeout_s
+        self._session: aiohttp.ClientSession = None  # type: ignore[assignment]  # until open()
+
+    async def open(self) -> None:
+        """Make the pool; it belongs to the running event loop."""
+        reuse = aiohttp.TraceConfig()
+        reuse.on_connection_reuseconn.append(_mark_reused)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=KEEPALIVE_S,
+                ttl_dns_cache=DNS_CACHE_S,
+                resolver=CheckedResolver(self._addresses),
+            ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            read_bufsize=READ_BUFFER_BYTES,
+            trace_configs=[reuse],
+        )
+
+    async def post(self, base: str, path: str, body: bytes, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+        """Send ``body`` as it is and return when the answer's headers are there. Close the answer.
+
+        A connection from the pool that turns out dead is replaced once. Raises UpstreamGone if no byte came back.
+        """
+        for attempt in (1, 2):
+            used = SimpleNamespace(reused=False)
+            with upstream_errors():
+                try:
+                    return await self._session.post(
+                        self._url(base, path), data=body, headers=headers, allow_redirects=False, trace_request_ctx=used
+                    )
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                    fresh = not used.reused or isinstance(error, aiohttp.ClientConnectorError)
+                    if fresh or attempt == 2:
+                        raise
+                    self._on_stale()
+        raise AssertionError("unreachable")
+
+    async def get(self, base: str, path: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
+        """Status and body (at most 8 MB) of a small answer. Raises UpstreamError."""
+        with upstream_errors():
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._session.get(
+                self._url(base, path), headers=headers, allow_redirects=False, timeout=timeout
+            ) as answer:
+                return answer.status, await answer.content.read(8_388_608)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    def _url(self, base: str, path: str) -> URL:
+        url = self._urls.get((base, path))
+        if url is None:
+            self._addresses.check(base)
+            if len(self._urls) >= MAX_ADDRESSES:
+                self._urls.clear()
+            url = self._urls[base, path] = URL(base.rstrip("/") + path)
+        return url
+
+
+@contextmanager
+def upstream_errors() -> Iterator[None]:
+    """Translate what the client library raises: UpstreamGone before the answer, used around whole calls."""
+    try:
+        yield
+    except (aiohttp.ClientConnectionError, OSError, TimeoutError) as error:
+        raise UpstreamGone(f"The worker does not answer: {type(error).__name__}") from error
+    except (aiohttp.ClientError, ValueError) as error:
+        raise UpstreamError(f"The worker's answer cannot be read: {type(error).__name__}") from error
+
+
+async def _mark_reused(_session: aiohttp.ClientSession, context: Any, _params: Any) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.reused = True

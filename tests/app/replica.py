@@ -1,0 +1,88 @@
+"""One router replica on a free port, served by uvicorn in the test's own event loop; and what tests ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from tests.conftest import poll
+from warmfleet.fleet import Fleet, connect
+from warmfleet.main import server
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@dataclass
+class Replica:
+    """``url`` of the router; ``fleet`` to look at the same state; ``client`` without any connection reuse."""
+
+    url: str
+    fleet: Fleet
+    client: aiohttp.ClientSession
+
+    async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers (lower case), whole body."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.client.post(self.url + path, data=data, headers=headers) as answer:
+            return answer.status, {k.lower(): v for k, v in answer.headers.items()}, await answer.read()
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        async with self.client.get(self.url + path) as answer:
+            return answer.status, await answer.read()
+
+    async def metric(self, line: str) -> float:
+        """The value of one sample, 0 if it is not there."""
+        _, page = await self.get("/metrics")
+        return next((float(text.rsplit(" ", 1)[1]) for text in page.decode().splitlines() if text.startswith(line)), 0.0)
+
+    async def routable(self, count: int) -> None:
+        """Return when the replica itself has seen ``count`` routable workers."""
+
+        async def seen() -> bool:
+            states = [await self.metric(f'warmfleet_workers{{state="{s}"}}') for s in ("proven", "identity", "approximate")]
+            return sum(states) == count
+
+        await poll(seen, 10, f"{count} routable workers")
+
+    async def load(self) -> int:
+        """Everything that open reservations hold, over all workers."""
+        rows = [worker.load for worker in await self.fleet.workers()]
+        return sum(row.prefill_tokens + row.decode_tokens + row.in_flight for row in rows)
+
+    async def unloaded(self) -> None:
+        """Return when the sum of all load is 0 again."""
+
+        async def empty() -> bool:
+            return await self.load() == 0
+
+        await poll(empty, 5, "the load is given back")
+
+
+@asynccontextmanager
+async def replica(redis_url: str, model: str, *engines: str, **settings: Any) -> AsyncIterator[Replica]:
+    """A replica with ``engines`` as static workers, all of them routable."""
+    chosen = {"view_interval_s": 0.1, "health_interval_s": 0.2, "decide_timeout_s": 1.0, "shutdown_grace_s": 2.0}
+    made = Settings(redis_url=redis_url, models=(model,), static_workers=engines, **(chosen | settings))
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = server(made)
+    task = asyncio.create_task(running._serve([listener]))
+    fleet = Fleet(connect(redis_url, timeout_s=2), model)
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
+            found = Replica(f"http://127.0.0.1:{listener.getsockname()[1]}", fleet, client)
+            await poll(lambda: running.started or task.done(), 20, "the replica starts")
+            if engines:
+                await found.routable(len(engines))
+            yield found
+    finally:
+        running.should_exit = True
+        await task
+        await fleet.close()

@@ -1,0 +1,161 @@
+"""What ``apply`` costs the Redis server: ``python -m tests.bench.bench_apply`` prints one JSON object as its last line.
+
+64 workers fill an index of 1 M (block, worker) entries through their own streams, half of the blocks held by two
+workers. Then every worker stores, and later removes, batches of 128, applied by ``apply`` call by call. Rates are blocks
+per second of CPU time of the server's main thread, without (and, in a key of its own, with) the XADDs.
+longest_call_ms is from SLOWLOG: wall time, so it includes what the machine did meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import redis
+
+from tests.conftest import server, valkey_binary
+from tests.lua.stream import SCHEME
+from warmfleet.fleet.client import SCRIPT_KEYS, script_source
+from warmfleet.fleet.upkeep import Pace
+from warmfleet_worker import wire
+
+PACE = Pace()
+Batches = list[tuple[int, bytes]]  # (worker, packed hashes)
+
+
+class Bench:
+    """Writes streams as workers do and applies them as routers do; everything on one connection."""
+
+    def __init__(self, url: str, workers: int) -> None:
+        self.client = redis.Redis.from_url(url)
+        self.keys = wire.Keys("bench")
+        self.names = [wire.worker_id_of(f"server-{number:03d}", 0) for number in range(workers)]
+        self.numbers = [0] * workers
+        self.scripts = {name: str(self.client.script_load(script_source(name))) for name in ("apply", "apply_control")}
+
+    def join(self, capacity: int) -> None:
+        for worker, name in enumerate(self.names):
+            announced = {"schema": wire.SCHEMA, "worker_id": name, "server_id": name[:-2], "rank": 0, "version": "1"}
+            announced |= {"scheme": SCHEME.as_dict(), "scheme_id": SCHEME.scheme_id, "capacity_blocks": capacity}
+            announced |= {"max_model_len": 4096, "closed": True}
+            self.send([(worker, wire.dumps(announced).encode())], "join")
+            self.client.evalsha(*self.call("apply_control", name, PACE.max_entries, PACE.ttl_ms))
+            assert self.client.hexists(self.keys.load, name), f"{name} has not joined"
+
+    def send(self, batches: Batches, operation: str) -> None:
+        pipe = self.client.pipeline(transaction=False)
+        for worker, data in batches:
+            self.numbers[worker] += 1
+            fields: Any = wire.entry("n", self.numbers[worker], operation, data)
+            pipe.xadd(self.keys.events(self.names[worker]), fields)
+        pipe.execute()
+
+    def call(self, script: str, *args: Any) -> list[Any]:
+        keys = [getattr(self.keys, key) for key in SCRIPT_KEYS[script]]
+        return [self.scripts[script], len(keys), *keys, self.keys.prefix, *args]
+
+    def apply(self, batches: Batches) -> int:
+        """One call for each batch, in the order in which they were sent; returns blocks applied."""
+        applied = 0
+        for worker, _ in batches:
+            entries, blocks, _ = self.client.evalsha(*self.call("apply", self.names[worker], PACE.max_blocks))  # type: ignore[misc]
+            assert entries > 0
+            applied += blocks
+        return applied
+
+    def cpu_s(self) -> float:
+        info: Any = self.client.info("cpu")
+        return float(info["used_cpu_user_main_thread"]) + float(info["used_cpu_sys_main_thread"])
+
+    def measure(self, batches: Batches, operation: str) -> tuple[float, float]:
+        """Blocks per CPU second: (of apply alone, with the XADDs)."""
+        writing = spending(self.cpu_s, lambda: self.send(batches, operation))
+        blocks = 0
+
+        def applying() -> None:
+            nonlocal blocks
+            blocks = self.apply(batches)
+
+        spent = spending(self.cpu_s, applying)
+        assert blocks == sum(len(data) // 8 for _, data in batches), f"only {blocks} blocks were applied"
+        return blocks / spent, blocks / (spent + writing)
+
+    def entries(self) -> int:
+        counts = [struct.unpack(">3I", raw)[0] for raw in self.client.hvals(self.keys.digest)]  # type: ignore[union-attr]
+        return sum(counts)
+
+
+def spending(clock: Callable[[], float], work: Callable[[], object]) -> float:
+    before = clock()
+    work()
+    return clock() - before
+
+
+def batches_of(rng: random.Random, workers: int, each: int) -> Batches:
+    """``each`` full batches a worker, in turn; half of the blocks are held by the next worker, too."""
+    half = 8 * wire.BATCH_BLOCKS // 2
+    made: Batches = []
+    for _ in range(each):
+        shared = [rng.randbytes(half) for _ in range(workers)]
+        made += [(worker, shared[worker] + shared[(worker + 1) % workers]) for worker in range(workers)]
+    return made
+
+
+def slices(batches: Batches, size: int = 2048) -> Iterable[Batches]:
+    for start in range(0, len(batches), size):
+        yield batches[start : start + size]
+
+
+def run(url: str, workers: int, entries: int, rounds: int) -> dict[str, Any]:
+    bench, rng = Bench(url, workers), random.Random(1)
+    capacity = entries // workers
+    bench.join(capacity)
+    for part in slices(batches_of(rng, workers, -(-capacity // wire.BATCH_BLOCKS))):
+        bench.send(part, "stored")
+        bench.apply(part)
+    bench.client.config_set("slowlog-log-slower-than", 300)
+    bench.client.config_set("slowlog-max-len", 10_000)
+    bench.client.slowlog_reset()
+    held, results = bench.entries(), []
+    for number in range(rounds):
+        batches = batches_of(rng, workers, 24)
+        stored, removed = bench.measure(batches, "stored"), bench.measure(batches, "removed")
+        print(f"round {number + 1}: {stored[0]:,.0f} stored/s, {removed[0]:,.0f} removed/s", file=sys.stderr, flush=True)
+        results.append((stored, removed))
+    assert bench.entries() == held, "what was stored was not removed"
+    slow: Any = bench.client.slowlog_get(10_000)
+    durations = [call["duration"] / 1000 for call in slow if b"EVALSHA" in call["command"].upper()]
+    stored, removed = max(one for one, _ in results), max(one for _, one in results)
+    info: Any = bench.client.info("server")
+    return {
+        "stored_per_s": round(stored[0]),
+        "removed_per_s": round(removed[0]),
+        "stored_with_xadd_per_s": round(stored[1]),
+        "longest_call_ms": max(durations, default=0.3),
+        "calls": 2 * rounds * 24 * workers,
+        "calls_over_1_ms": sum(duration > 1 for duration in durations),
+        "entries": held,
+        "workers": workers,
+        "server": info.get("valkey_version") or info["redis_version"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=64)
+    parser.add_argument("--entries", type=int, default=1_000_000, help="(block, worker) pairs in the index")
+    parser.add_argument("--rounds", type=int, default=3, help="the best counts")
+    parser.add_argument("--server", help="binary; default: redis-server, else the embedded Valkey")
+    options = parser.parse_args()
+    with server(options.server or shutil.which("redis-server") or valkey_binary()) as url:
+        print(json.dumps(run(url, options.workers, options.entries, options.rounds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Rendered manifests, and what the program itself says about its routes and settings."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+from starlette.routing import Route
+from tests.k8s.policies import Program
+from tests.k8s.render import COMBINATIONS, ROOT, render
+
+from warmfleet.main import create_app
+from warmfleet.settings import PREFIX, Settings
+
+#: vLLM's own endpoint; all three probes of an engine ask it.
+ENGINE_ROUTES = frozenset({"/health"})
+
+
+@pytest.fixture(scope="session")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """YAML of every combination that we ship or document."""
+    return {name: render(name, tmp_path_factory.mktemp(name)) for name in COMBINATIONS}
+
+
+@pytest.fixture(scope="session")
+def program() -> Program:
+    app = create_app(Settings(models=("any",)))
+    small = [route for route in app._starlette.routes if isinstance(route, Route)]
+    sources = "".join(path.read_text() for path in (ROOT / "worker_plugin/warmfleet_worker").glob("*.py"))
+    return Program(
+        routes={"router": frozenset({*app._hot, *(route.path for route in small)}), "vllm": ENGINE_ROUTES},
+        settings={
+            "router": frozenset(PREFIX + item.name.upper() for item in fields(Settings)),
+            "vllm": frozenset(re.findall(r'"(WARMFLEET_[A-Z_]+)"', sources)),
+        },
+        load_router=Settings.from_environment,
+    )

@@ -1,0 +1,214 @@
+"""apply_server, through the public door: XADD, then Fleet.apply_server."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, cast
+
+import pytest
+import redis.asyncio as aioredis
+
+from tests.lua.stream import SHA, Core
+from warmfleet.fleet import Fleet, Flag
+from warmfleet_worker import wire
+
+MANIFEST = {"tokenizer.json": {"sha256": SHA, "bytes": 5, "chunks": [SHA, "cd" * 32]}}
+
+
+class Server:
+    """Writes the stream of one API server."""
+
+    def __init__(self, store: aioredis.Redis, fleet: Fleet) -> None:
+        self.store, self.fleet, self.keys = store, fleet, fleet.keys
+        self.stream = self.keys.server("s")
+        self.nonce, self.number = "m1", 0
+
+    def announcement(self, **changes: Any) -> dict[str, Any]:
+        return {
+            "schema": wire.SCHEMA,
+            "server_id": "s",
+            "url": "http://10.0.0.7:8000",
+            "models": ["base", "lora-a"],
+            "artifacts": MANIFEST,
+            "facts": {"empty": [], "none": None, "share": 0.25, "text": 'a "quote" 0x10, NaN'},
+            "version": "0.33.0",
+        } | changes
+
+    async def send(self, operation: str, data: str | bytes = b"", *, at: str = "*") -> None:
+        self.number += 1
+        await self.store.xadd(self.stream, cast("Any", wire.entry(self.nonce, self.number, operation, data)), id=at)
+
+    async def join(self, nonce: str = "m1", **changes: Any) -> None:
+        self.nonce = nonce
+        await self.send("join", wire.dumps(self.announcement(**changes)))
+
+    async def applied(self) -> None:
+        while (await self.fleet.apply_server("s")).more:
+            pass
+
+    async def record(self) -> dict[str, Any]:
+        raw = await cast("Any", self.store.hget(self.keys.servers, "s"))
+        return cast("dict[str, Any]", json.loads(raw)) if raw else {}
+
+    async def alive_ms(self) -> float | None:
+        return await self.store.zscore(self.keys.alive_servers, "s")
+
+
+@pytest.fixture
+async def server(store: aioredis.Redis, fleet: Fleet) -> Server:
+    return Server(store, fleet)
+
+
+@pytest.fixture
+async def core(store: aioredis.Redis, fleet: Fleet) -> Core:
+    """A worker of that server, proved and reachable."""
+    core = Core(store, fleet)
+    await core.join()
+    await core.applied()
+    await fleet.prove("s.0", "n1", "proven", "")
+    return core
+
+
+async def test_join_keeps_what_the_server_said_and_brings_its_workers_up(server: Server, core: Core) -> None:
+    await server.join()
+    await server.applied()
+    assert await server.record() == {"nonce": "m1"} | server.announcement()
+    assert abs(cast("float", await server.alive_ms()) - time.time() * 1000) < 10_000
+    assert (await core.row()).flags & Flag.SERVER
+    assert await server.store.xlen(server.stream) == 0
+
+
+async def test_a_new_nonce_has_proved_nothing(server: Server, core: Core, fleet: Fleet) -> None:
+    await server.join()
+    await server.applied()
+    await fleet.prove("s.0", "n1", "proven", "")
+    assert (await core.row()).flags == Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
+    await server.join("m1", url="http://elsewhere:1")
+    await server.applied()
+    assert (await server.record())["url"] == "http://10.0.0.7:8000", "a repeated join changes nothing"
+    assert (await core.row()).flags & Flag.PROVEN
+    await server.join("m2", url="http://elsewhere:1")
+    await server.applied()
+    assert (await server.record())["url"] == "http://elsewhere:1"
+    assert (await core.row()).flags == Flag.SERVER | Flag.CLOSED
+    assert (await core.record())["proof"] == "pending"
+
+
+async def test_a_join_changes_only_its_own_workers(server: Server, store: aioredis.Redis, fleet: Fleet) -> None:
+    others = [Core(store, fleet, "s", 1), Core(store, fleet, "s.0", 0), Core(store, fleet, "t", 0)]
+    for other in others:
+        await other.join()
+        await other.applied()
+    await server.join()
+    await server.applied()
+    assert [bool((await other.row()).flags & Flag.SERVER) for other in others] == [True, False, False]
+
+
+async def test_heartbeat_and_leave(server: Server, core: Core) -> None:
+    then = int(time.time() * 1000) - 60_000
+    await server.send("join", wire.dumps(server.announcement()), at=f"{then}-0")
+    await server.send("heartbeat", at=f"{then + 1}-0")
+    await server.applied()
+    assert await server.alive_ms() == then + 1
+    assert not (await core.row()).flags & Flag.SERVER, "it was last heard of a minute ago"
+    await server.send("heartbeat")
+    await server.applied()
+    assert (await core.row()).flags & Flag.SERVER
+    await server.send("leave")
+    await server.applied()
+    assert await server.alive_ms() is None
+    assert not (await core.row()).flags & Flag.SERVER
+    assert (await server.record())["nonce"] == "m1"
+
+
+async def test_another_nonce_is_dropped_and_counted(server: Server, fleet: Fleet) -> None:
+    await server.join()
+    server.nonce = "old"
+    await server.send("leave")
+    await server.applied()
+    assert await server.alive_ms()
+    assert await fleet.counts() == {"nonce": 1}
+
+
+async def test_pieces_that_a_new_manifest_does_not_name_are_deleted(server: Server, store: aioredis.Redis) -> None:
+    for sha256 in MANIFEST["tokenizer.json"]["chunks"]:  # type: ignore[attr-defined]
+        await store.set(server.keys.artifact("s", sha256), b"x")
+    await server.join()
+    await server.applied()
+    await server.join("m2", artifacts={"t": {"sha256": SHA, "bytes": 5, "chunks": [SHA]}})
+    await server.applied()
+    assert await store.exists(server.keys.artifact("s", SHA))
+    assert not await store.exists(server.keys.artifact("s", "cd" * 32))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": 2},
+        {"server_id": "t"},
+        {"nonce": "m2"},
+        {"url": "ftp://x"},
+        {"url": 'http://x"y'},
+        {"url": "http://x y"},
+        {"url": "http://" + "x" * 600},
+        {"url": None},
+        {"models": []},
+        {"models": "base"},
+        {"models": [1]},
+        {"models": ["m"] * 257},
+        {"facts": 1},
+        {"artifacts": 1},
+        {"artifacts": {"../x": MANIFEST["tokenizer.json"]}},
+        {"artifacts": {"t": {"sha256": SHA, "bytes": 5}}},
+        {"artifacts": {"t": {"sha256": SHA, "bytes": 5, "chunks": ["*"]}}},
+        {"artifacts": {"t": {"sha256": SHA, "bytes": 5, "chunks": [SHA] * 2049}}},
+        {"artifacts": {str(n): MANIFEST["tokenizer.json"] for n in range(9)}},
+        {"version": 1},
+        {"facts": {"long": "x" * 262_144}},
+    ],
+    ids=lambda change: str(change)[:60],
+)
+async def test_a_malformed_join_joins_nobody(server: Server, fleet: Fleet, change: dict[str, Any]) -> None:
+    await server.send("join", wire.dumps(server.announcement(**change)))
+    await server.applied()
+    assert await server.record() == {}
+    assert await fleet.counts() == {"malformed": 1}
+    assert not await server.store.exists(server.stream)
+
+
+@pytest.mark.parametrize("value", ["0x10", "01", "NaN", "nan", "Infinity", "1.", "+1", "1e5", '"\xe9"', "'a'"])
+async def test_what_parsers_disagree_on_is_refused(server: Server, fleet: Fleet, value: str) -> None:
+    text = wire.dumps(server.announcement(facts={"it": "here"})).replace('"here"', value)
+    await server.send("join", text)
+    await server.applied()
+    assert await server.record() == {}
+    assert await fleet.counts() == {"malformed": 1}
+
+
+async def test_junk_is_counted_and_skipped(server: Server, fleet: Fleet) -> None:
+    await server.join()
+    await server.store.xadd(server.stream, {"x": "1"})
+    await server.send("stored", b"12345678")
+    for _ in range(40):
+        await server.send("heartbeat")
+    first = await fleet.apply_server("s")
+    assert (first.entries, first.more) == (16, True)
+    await server.applied()
+    assert await fleet.counts() == {"malformed": 2}
+    assert await server.store.xlen(server.stream) == 0
+
+
+async def test_a_stream_that_breaks_the_rules_is_deleted(server: Server, core: Core, fleet: Fleet) -> None:
+    await server.join()
+    await server.send("heartbeat", at="18446744073709551615-1")
+    await server.applied()
+    assert not await server.store.exists(server.stream)
+    assert not (await core.row()).flags & Flag.SERVER
+    await server.store.set(server.stream, "no stream")
+    await server.applied()
+    assert not await server.store.exists(server.stream)
+    assert (await fleet.counts())["hostile"] == 2
+    await server.join("m2")
+    await server.applied()
+    assert (await core.row()).flags & Flag.SERVER

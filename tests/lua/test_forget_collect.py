@@ -1,0 +1,128 @@
+"""forget and collect: what is left of a worker that is gone."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import redis.asyncio as aioredis
+
+from tests.lua.stream import SHA, Core, block, blocks, held
+from warmfleet.fleet import Ask, Chain, Fleet, Flag
+from warmfleet_worker import wire
+
+
+async def worker(store: aioredis.Redis, fleet: Fleet, server_id: str = "s", rank: int = 0) -> Core:
+    core = Core(store, fleet, server_id, rank)
+    await core.join()
+    await core.send("stored", blocks(1, 2, 3))
+    await core.applied()
+    return core
+
+
+async def collected(fleet: Fleet) -> None:
+    for _ in range(100):
+        if not (await fleet.collect(2))[1]:
+            return
+    raise AssertionError("collection never ends")
+
+
+async def keys_of(fleet: Fleet) -> set[str]:
+    prefix = fleet.keys.prefix
+    found = [key async for key in fleet.redis.scan_iter(match=f"{prefix}*", count=1000)]
+    return {key.decode(errors="replace").removeprefix(prefix) for key in found}
+
+
+async def test_nothing_of_a_forgotten_worker_stays(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await worker(store, fleet)
+    await core.send("begin", wire.dumps({"snapshot": "0000000a", "command": None}))
+    await core.send("chunk", b"0000000a" + blocks(8, 9))
+    await core.applied()
+    await store.hset(fleet.keys.servers, "s", wire.dumps({"artifacts": {"t": {"chunks": [SHA]}}}))  # type: ignore[misc]
+    await store.zadd(fleet.keys.alive_servers, {"s": 1})
+    await store.set(fleet.keys.artifact("s", SHA), b"x")
+    assert await fleet.forget("s.0")
+    assert not await fleet.forget("s.0")
+    await collected(fleet)
+    assert await keys_of(fleet) == {"next_slot", "hello"}
+
+
+async def test_the_server_stays_while_another_worker_of_it_does(store: aioredis.Redis, fleet: Fleet) -> None:
+    await worker(store, fleet, "s", 0)
+    other = await worker(store, fleet, "s", 1)
+    await store.hset(fleet.keys.servers, "s", wire.dumps({"artifacts": {"t": {"chunks": [SHA]}}}))  # type: ignore[misc]
+    await store.set(fleet.keys.artifact("s", SHA), b"x")
+    assert await fleet.forget("s.0")
+    await collected(fleet)
+    assert await other.holds() == held(1, 2, 3)
+    assert await store.exists(fleet.keys.artifact("s", SHA))
+    assert await fleet.forget("s.1")
+    assert not await store.exists(fleet.keys.artifact("s", SHA))
+
+
+async def test_one_that_came_back_is_not_forgotten(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await worker(store, fleet)
+    assert not await fleet.forget("s.0", 600_000)
+    await store.zadd(fleet.keys.alive, {"s.0": time.time() * 1000 - 700_000})
+    await core.heartbeat()
+    assert not await fleet.forget("s.0", 600_000), "a heartbeat is still unread"
+    await core.applied()
+    await store.zadd(fleet.keys.alive, {"s.0": time.time() * 1000 - 700_000})
+    assert await fleet.forget("s.0", 600_000)
+
+
+async def test_nobody_is_forgotten_for_an_unknown_name(fleet: Fleet) -> None:
+    for name in ("nobody.0", "nobody", "", "a b"):
+        assert not await fleet.forget(name)
+
+
+async def test_a_lease_of_a_forgotten_worker_takes_nothing_from_its_successor(
+    store: aioredis.Redis, fleet: Fleet
+) -> None:
+    core = await worker(store, fleet)
+    await route(core, "wf-old")
+    await fleet.forget("s.0")
+    core.number = 0
+    await core.join("n2")
+    await core.applied()
+    await route(core, "wf-new")
+    before = await core.row()
+    assert before.in_flight == 1
+    await fleet.settle("wf-old", "finished")
+    assert await core.row() == before
+
+
+async def route(core: Core, reservation: str) -> None:
+    """Book a request on the only worker there is."""
+    packed = bytearray((await core.row()).pack())
+    packed[20:22] = int(Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED).to_bytes(2, "big")
+    await core.store.hset(core.keys.load, core.worker_id, bytes(packed))  # type: ignore[misc]
+    chain = Chain((await core.row()).scheme, 16, blocks(1))
+    await core.fleet.decide(Ask(reservation, (chain,), prompt_tokens=40, decode_tokens=5))
+
+
+async def test_collect_is_bounded_and_leaves_live_slots_alone(store: aioredis.Redis, fleet: Fleet) -> None:
+    core, other = await worker(store, fleet), await worker(store, fleet, "t")
+    await core.send("cleared")
+    await core.send("stored", blocks(2))
+    await core.applied()
+    assert await fleet.collect(2) == (2, 1)
+    assert await fleet.collect(2) == (1, 0)
+    assert await fleet.collect(2) == (0, 0)
+    assert await core.holds() == held(2)
+    assert await other.holds() == held(1, 2, 3)
+    members = await cast("aioredis.Redis", store).smembers(fleet.keys.block(block(1)))  # type: ignore[misc]
+    assert len(members) == 1
+
+
+async def test_the_mirror_of_an_approximate_worker_is_collected(store: aioredis.Redis, fleet: Fleet) -> None:
+    keys = fleet.keys
+    await store.sadd(keys.retired, 7)  # type: ignore[misc]
+    await store.zadd(f"{keys.prefix}lru:7", {block(1): 1, block(2): 2, block(3): 3})
+    await store.hset(keys.speculative(block(1)), mapping={"7": 1, "8": 1})  # type: ignore[misc]
+    await store.hset(keys.speculative(block(2)), "7", "2")  # type: ignore[misc]
+    await collected(fleet)
+    assert await store.hgetall(keys.speculative(block(1))) == {b"8": b"1"}  # type: ignore[misc]
+    assert await store.hgetall(keys.speculative(block(2))) == {b"7": b"1"}  # type: ignore[misc]
+    assert not await store.exists(keys.speculative(block(3)))
+    assert not await store.exists(f"{keys.prefix}lru:7")

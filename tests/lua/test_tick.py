@@ -1,0 +1,280 @@
+"""tick, through Fleet.tick: backlog, hello, grace, servers, snapshots, who is to be forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import cast
+
+import pytest
+import redis.asyncio as aioredis
+
+from tests.lua.stream import Core, blocks, digest_of
+from warmfleet.fleet import Fleet, Flag, Tick
+from warmfleet.fleet.upkeep import Pace
+from warmfleet_worker import wire
+
+EVERY = Pace(min_gap_ms=0)
+
+
+@pytest.fixture
+async def fleet(store: aioredis.Redis, model: str) -> Fleet:
+    """Ticks whenever asked, and past the grace of a first tick."""
+    fleet = Fleet(store, model)
+    fleet.pace = EVERY
+    await store.set(fleet.keys.tick, f"{now_ms()} 0 0")
+    return fleet
+
+
+def now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+async def slow_tick(fleet: Fleet, *, grace_ms: int = 0) -> Tick:
+    """A tick that does the work of once a second."""
+    while now_ms() % 1000 > 900:
+        await asyncio.sleep(0.02)
+    await fleet.redis.set(fleet.keys.tick, f"{now_ms() // 1000 * 1000 - 1} {now_ms() + grace_ms if grace_ms else 0} 0")
+    return await fleet.tick()
+
+
+async def worker(store: aioredis.Redis, fleet: Fleet, server_id: str = "s") -> Core:
+    core = Core(store, fleet, server_id)
+    await core.join()
+    await core.applied()
+    return core
+
+
+# ---------------------------------------------------------------- gate and grace
+
+
+async def test_only_one_of_many_runs(fleet: Fleet) -> None:
+    await asyncio.sleep(0.1)
+    fleet.pace = Pace(min_gap_ms=90)
+    ticks = await asyncio.gather(*(fleet.tick() for _ in range(20)))
+    assert sum(tick.ran for tick in ticks) == 1
+
+
+async def test_a_first_tick_begins_a_grace_of_one_ttl(store: aioredis.Redis, model: str) -> None:
+    fleet = Fleet(store, model)
+    fleet.pace = replace(EVERY, ttl_ms=60_000)
+    assert (await fleet.tick()).grace
+    last, until, *_ = map(int, cast("bytes", await store.get(fleet.keys.tick)).split())
+    assert until - last == 60_000
+    assert (await fleet.tick()).grace
+    fleet.pace = Pace(min_gap_ms=60_000)
+    skipped = await fleet.tick()
+    assert not skipped.ran
+    assert skipped.grace
+
+
+@pytest.mark.parametrize(("ago_ms", "grace"), [(900, False), (1500, True), (-5000, True)])
+async def test_grace_after_a_pause_and_after_a_clock_that_went_back(fleet: Fleet, ago_ms: int, grace: bool) -> None:
+    await fleet.redis.set(fleet.keys.tick, f"{now_ms() - ago_ms} 0 0")
+    tick = await fleet.tick()
+    assert tick.ran
+    assert tick.grace is grace
+
+
+# ---------------------------------------------------------------- hello and backlog
+
+
+async def test_hello_names_streams_that_exist(store: aioredis.Redis, fleet: Fleet) -> None:
+    await Core(store, fleet).join()
+    await store.xadd(fleet.keys.server("s"), cast("dict[bytes | str, bytes | str]", wire.entry("n", 1, "join")))
+    await store.xadd(fleet.keys.hello, {"s": "server:s"})
+    tick = await fleet.tick()
+    assert set(tick.backlog) == {"events:s.0", "server:s"}
+    assert await store.xlen(fleet.keys.hello) == 0
+    await fleet.apply("s.0")
+    assert (await fleet.tick()).backlog == ("server:s",)
+
+
+@pytest.mark.parametrize("name", ["events:nobody", "events:a b", "events:", "tick", "events:" + "x" * 65, "load:s.0"])
+async def test_a_forged_hello_changes_nothing(store: aioredis.Redis, fleet: Fleet, name: str) -> None:
+    await store.set(fleet.keys.events("value"), "no stream")
+    for stream in (name, "events:value"):
+        await store.xadd(fleet.keys.hello, {"s": stream})
+    await store.xadd(fleet.keys.hello, {"t": "events:x"})
+    assert (await fleet.tick()).backlog == ()
+    assert not await store.exists(fleet.keys.cursor)
+
+
+async def test_hello_is_read_in_pieces_and_survives_misuse(store: aioredis.Redis, fleet: Fleet) -> None:
+    for _ in range(100):
+        await store.xadd(fleet.keys.hello, {"s": "events:nobody"})
+    await fleet.tick()
+    assert await store.xlen(fleet.keys.hello) == 36
+    await store.xadd(fleet.keys.hello, {"s": "events:s.0"}, id="18446744073709551615-18446744073709551614")
+    await fleet.tick()
+    assert not await store.exists(fleet.keys.hello)
+    await store.set(fleet.keys.hello, "no stream")
+    await fleet.tick()
+    await Core(store, fleet).join()
+    assert (await fleet.tick()).backlog == ("events:s.0",)
+
+
+async def test_a_known_cursor_is_not_reset_by_hello(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await worker(store, fleet)
+    cursor = await store.hget(fleet.keys.cursor, "events:s.0")  # type: ignore[misc]
+    await store.xadd(fleet.keys.hello, {"s": "events:s.0"})
+    await fleet.tick()
+    assert cursor == await store.hget(fleet.keys.cursor, "events:s.0")  # type: ignore[misc]
+    assert await core.store.xlen(core.stream) == 0
+
+
+async def test_every_stream_gets_its_turn(store: aioredis.Redis, fleet: Fleet) -> None:
+    fleet.pace = replace(EVERY, max_streams=3)
+    for number in range(8):
+        await Core(store, fleet, f"w{number}").join()
+    seen: set[str] = set()
+    for _ in range(3):
+        backlog = (await fleet.tick()).backlog
+        assert len(backlog) == 3
+        seen |= set(backlog)
+    assert seen == {f"events:w{number}.0" for number in range(8)}
+
+
+async def test_a_stream_that_became_another_type_is_reported(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await worker(store, fleet)
+    await store.delete(core.stream)
+    await store.set(core.stream, "no stream")
+    assert (await fleet.tick()).backlog == ("events:s.0",)
+
+
+# ---------------------------------------------------------------- servers and speed
+
+
+async def test_a_silent_server_loses_its_flag_and_gets_it_back(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await worker(store, fleet)
+    await store.zadd(fleet.keys.alive_servers, {"s": now_ms()})
+    await slow_tick(fleet)
+    assert (await core.row()).flags == Flag.SERVER | Flag.CLOSED
+    await store.zadd(fleet.keys.alive_servers, {"s": now_ms() - 60_000})
+    await slow_tick(fleet, grace_ms=9000)
+    assert (await core.row()).flags & Flag.SERVER, "in grace nobody expires"
+    await slow_tick(fleet)
+    assert (await core.row()).flags == Flag.CLOSED
+
+
+async def test_median_speed_of_those_that_measured(store: aioredis.Redis, fleet: Fleet) -> None:
+    for name, speed in (("a", 0), ("b", 9000), ("c", 500), ("d", 4000)):
+        core = await worker(store, fleet, name)
+        await core.heartbeat(speed_tps=speed)
+        await core.applied()
+    await slow_tick(fleet)
+    assert cast("bytes", await store.get(fleet.keys.tick)).split()[2] == b"4000"
+
+
+# ---------------------------------------------------------------- snapshots
+
+
+async def test_two_snapshots_at_once_and_the_longest_waiting_first(store: aioredis.Redis, fleet: Fleet) -> None:
+    cores = [await worker(store, fleet, name) for name in "dcba"]
+    for core in cores:
+        await core.heartbeat(digest_of(1))
+        await core.applied()
+        await asyncio.sleep(0.002)
+    for _ in range(3):
+        await fleet.tick()
+    commands = [await core.command() for core in cores]
+    assert [command.get("do") for command in commands] == ["resync", "resync", None, None]
+    assert commands[0]["id"] != commands[1]["id"]
+    assert commands[0]["nonce"] == "n1"
+    await cores[1].snapshot([1], command=commands[1]["id"])
+    await cores[1].applied()
+    await fleet.tick()
+    assert [(await core.command()).get("do") for core in cores] == ["resync", None, "resync", None]
+
+
+async def test_a_command_is_issued_again_after_30_s_without_progress(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await worker(store, fleet)
+    await store.zadd(fleet.keys.resync, {"s.0": -1})
+    await fleet.tick()
+    first = (await core.command())["id"]
+    await fleet.tick()
+    assert (await core.command())["id"] == first
+    await store.zadd(fleet.keys.resync, {"s.0": now_ms() - 31_000})
+    await fleet.tick()
+    assert (await core.command())["id"] != first
+
+
+async def test_a_chunk_is_progress(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await worker(store, fleet)
+    await core.send("begin", wire.dumps({"snapshot": "0000000a", "command": None}))
+    await core.applied()
+    await store.zadd(fleet.keys.resync, {"s.0": now_ms() - 31_000})
+    await core.send("chunk", b"0000000a" + blocks(1))
+    await core.applied()
+    await fleet.tick()
+    assert "do" not in await core.command()
+
+
+async def test_a_dead_worker_keeps_nobody_waiting(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await worker(store, fleet)
+    await store.zadd(fleet.keys.resync, {"gone.0": now_ms(), "lost.0": now_ms(), "s.0": -1})
+    await fleet.tick()
+    assert (await core.command())["do"] == "resync"
+    assert not await store.exists(fleet.keys.command("gone.0"))
+
+
+async def test_a_rejoin_is_not_overwritten_by_a_resync(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await worker(store, fleet)
+    await store.set(core.stream, "no stream")
+    await core.applied()
+    await store.zadd(fleet.keys.resync, {"s.0": -1})
+    await fleet.tick()
+    assert (await core.command())["do"] == "rejoin"
+
+
+# ---------------------------------------------------------------- who is to be forgotten
+
+
+async def silent_worker(store: aioredis.Redis, fleet: Fleet) -> Core:
+    """Its last sign of life is an hour old, in `alive` and in its stream."""
+    core, then = Core(store, fleet), now_ms() - 3_600_000
+    await core.join(at=f"{then}-0")
+    await core.applied()
+    return core
+
+
+async def test_a_worker_silent_for_ten_minutes_is_due(store: aioredis.Redis, fleet: Fleet) -> None:
+    await silent_worker(store, fleet)
+    await worker(store, fleet, "young")
+    assert (await slow_tick(fleet, grace_ms=9000)).forget == ()
+    assert (await slow_tick(fleet)).forget == ("s.0",)
+
+
+async def test_unread_entries_keep_a_silent_worker(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await silent_worker(store, fleet)
+    await core.heartbeat()
+    tick = await slow_tick(fleet)
+    assert tick.forget == ()
+    assert "events:s.0" in tick.backlog
+
+
+async def test_one_that_said_goodbye_is_due_as_late_as_any_other(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await silent_worker(store, fleet)
+    await core.send("leave")
+    await core.applied()
+    assert (await slow_tick(fleet)).forget == ()
+    fleet.pace = replace(EVERY, forget_ms=1)
+    await asyncio.sleep(0.005)
+    assert (await slow_tick(fleet)).forget == ("s.0",)
+
+
+async def test_an_approximate_worker_that_its_router_calls_unhealthy_stays(store: aioredis.Redis, fleet: Fleet) -> None:
+    await fleet.register("ap", {"scheme_id": 1, "url": "http://x", "models": ["m"]}, 100, healthy=True)
+    await store.zrem(fleet.keys.alive, "ap")
+    assert (await slow_tick(fleet)).forget == ()
+    await store.zadd(fleet.keys.alive, {"ap": now_ms() - 3_600_000})
+    assert (await slow_tick(fleet)).forget == ("ap",)
+
+
+async def test_a_server_without_workers_is_due(store: aioredis.Redis, fleet: Fleet) -> None:
+    await store.hset(fleet.keys.servers, "lonely", '{"artifacts":{}}')  # type: ignore[misc]
+    await store.zadd(fleet.keys.alive_servers, {"lonely": now_ms() - 3_600_000})
+    assert (await slow_tick(fleet)).forget == ("lonely.0",)
+    assert await fleet.forget("lonely.0", 600_000)
+    assert not await store.exists(fleet.keys.servers)
