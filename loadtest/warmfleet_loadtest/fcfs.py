@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from warmfleet_loadtest.costs import StepWork
-from warmfleet_loadtest.scheduler import Output, Request, Scheduler, Step
+from warmfleet_loadtest.scheduler import Output, Request, Scheduler, Step, hash_blocks
 
 if TYPE_CHECKING:
     from warmfleet_loadtest.blockpool import BlockPool
@@ -69,7 +69,7 @@ class FcfsScheduler(Scheduler):
             rest = request.answer[1 : request.max_tokens]
             request.output_tokens = request.max_tokens
             self.totals.generation_tokens += len(rest)
-            self._hash(request)
+            hash_blocks(self.scheme, request)
             self._grow(request, request.tokens - 1 - request.computed)
             self.running.remove(request)
             self._free(request)

@@ -10,7 +10,6 @@ import json
 import re
 from functools import cached_property
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2.ext import loopcontrols
@@ -19,6 +18,7 @@ from tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 WORDS = 4_096  # a power of two
 _WORD = re.compile(r"Ġ[a-z]{3,10}\Z")

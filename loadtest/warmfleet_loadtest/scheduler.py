@@ -123,7 +123,7 @@ class Scheduler:
         """Queue a request; raises ValueError if it can never run."""
         if not 0 < request.prompt_tokens <= self.limits.max_model_len - request.max_tokens or request.max_tokens < 1:
             raise ValueError(f"{request.prompt_tokens} + {request.max_tokens} tokens do not fit")
-        self._hash(request)
+        hash_blocks(self.scheme, request)
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
@@ -163,7 +163,7 @@ class Scheduler:
             index = request.output_tokens
             request.output_tokens += 1
             self.totals.generation_tokens += 1
-            self._hash(request)
+            hash_blocks(self.scheme, request)
             if request.finished:
                 self.running.remove(request)
                 self._free(request)
@@ -251,17 +251,17 @@ class Scheduler:
         request.blocks = []
         request.computed = request.entered = 0
 
-    def _hash(self, request: Request) -> None:
-        """Hash the blocks that have become full."""
-        size = self.limits.block_tokens
-        start = len(request.hashes) * size
-        if request.tokens - start < size:
-            return
-        salt = request.salt if start == 0 else None
-        ids = request.slice(start, request.tokens)
-        digests = wire.chain_hashes(self.scheme, ids, request.last_digest, salt)
-        request.hashes += [digest[-wire.HASH_BYTES :] for digest in digests]
-        request.last_digest = digests[-1]
+
+def hash_blocks(scheme: wire.Scheme, request: Request) -> None:
+    """Hash the blocks of a request that have become full."""
+    size = scheme.block_tokens
+    start = len(request.hashes) * size
+    if request.tokens - start < size:
+        return
+    salt = request.salt if start == 0 else None
+    digests = wire.chain_hashes(scheme, request.slice(start, request.tokens), request.last_digest, salt)
+    request.hashes += [digest[-wire.HASH_BYTES :] for digest in digests]
+    request.last_digest = digests[-1]
 
 
 def _work(planned: dict[Request, int]) -> StepWork:

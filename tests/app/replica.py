@@ -67,14 +67,16 @@ class Replica:
 
 
 @asynccontextmanager
-async def replica(redis_url: str, model: str, *engines: str, **settings: Any) -> AsyncIterator[Replica]:
-    """A replica with ``engines`` as static workers, all of them routable."""
+async def replica(
+    redis_url: str, model: str, *engines: str, look_url: str = "", **settings: Any
+) -> AsyncIterator[Replica]:
+    """A replica with ``engines`` as static workers, all of them routable. look_url: the store, for the test's eyes."""
     chosen = {"view_interval_s": 0.1, "health_interval_s": 0.2, "decide_timeout_s": 1.0, "shutdown_grace_s": 2.0}
     made = Settings(redis_url=redis_url, models=(model,), static_workers=engines, **(chosen | settings))
     listener = socket.create_server(("127.0.0.1", 0))
     running = server(made)
     task = asyncio.create_task(running._serve([listener]))
-    fleet = Fleet(connect(redis_url, timeout_s=2), model)
+    fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
             found = Replica(f"http://127.0.0.1:{listener.getsockname()[1]}", fleet, client)

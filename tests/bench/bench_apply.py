@@ -1,8 +1,8 @@
 """What ``apply`` costs the Redis server: ``python -m tests.bench.bench_apply`` prints one JSON object as its last line.
 
 64 workers fill an index of 1 M (block, worker) entries through their own streams, half of the blocks held by two
-workers. Then every worker stores, and later removes, batches of 128, applied by ``apply`` call by call. Rates are blocks
-per second of CPU time of the server's main thread, without (and, in a key of its own, with) the XADDs.
+workers. Then every worker stores, and later removes, batches of 128, applied by ``apply`` call by call. Rates are
+blocks per second of CPU time of the server's main thread, without (and, in a key of its own, with) the XADDs.
 longest_call_ms is from SLOWLOG: wall time, so it includes what the machine did meanwhile.
 """
 
@@ -14,16 +14,18 @@ import random
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis
-
 from tests.conftest import server, valkey_binary
 from tests.lua.stream import SCHEME
+
 from warmfleet.fleet.client import SCRIPT_KEYS, script_source
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 PACE = Pace()
 Batches = list[tuple[int, bytes]]  # (worker, packed hashes)
@@ -64,7 +66,7 @@ class Bench:
         """One call for each batch, in the order in which they were sent; returns blocks applied."""
         applied = 0
         for worker, _ in batches:
-            entries, blocks, _ = self.client.evalsha(*self.call("apply", self.names[worker], PACE.max_blocks))  # type: ignore[misc]
+            entries, blocks, _ = self.client.evalsha(*self.call("apply", self.names[worker], PACE.max_blocks))
             assert entries > 0
             applied += blocks
         return applied
@@ -87,7 +89,8 @@ class Bench:
         return blocks / spent, blocks / (spent + writing)
 
     def entries(self) -> int:
-        counts = [struct.unpack(">3I", raw)[0] for raw in self.client.hvals(self.keys.digest)]  # type: ignore[union-attr]
+        digests: Any = self.client.hvals(self.keys.digest)
+        counts = [struct.unpack(">3I", raw)[0] for raw in digests]
         return sum(counts)
 
 
@@ -126,7 +129,8 @@ def run(url: str, workers: int, entries: int, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         batches = batches_of(rng, workers, 24)
         stored, removed = bench.measure(batches, "stored"), bench.measure(batches, "removed")
-        print(f"round {number + 1}: {stored[0]:,.0f} stored/s, {removed[0]:,.0f} removed/s", file=sys.stderr, flush=True)
+        rates = f"{stored[0]:,.0f} stored/s, {removed[0]:,.0f} removed/s"
+        print(f"round {number + 1}: {rates}", file=sys.stderr, flush=True)
         results.append((stored, removed))
     assert bench.entries() == held, "what was stored was not removed"
     slow: Any = bench.client.slowlog_get(10_000)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
-from typing import Any, cast
-
-import redis.asyncio as aioredis
+from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.fleet import Fleet, LoadRow
 from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import redis.asyncio as aioredis
 
 SCHEME = wire.Scheme("sha256", wire.default_none_hash("sha256"), 16)
 SHA = "ab" * 32
@@ -122,6 +124,10 @@ class Core:
     async def waiting(self) -> float | None:
         """The worker's place in `resync`."""
         return await self.store.zscore(self.keys.resync, self.worker_id)
+
+    async def alive_ms(self) -> float:
+        """When it was last heard of; 0 = not alive."""
+        return await self.store.zscore(self.keys.alive, self.worker_id) or 0.0
 
     async def retired(self) -> set[int]:
         return {int(slot) for slot in await cast("Any", self.store.smembers(self.keys.retired))}

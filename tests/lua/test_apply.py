@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-import redis.asyncio as aioredis
-
 from tests.lua.stream import SCHEME, Core, block, blocks, digest_of, held
-from warmfleet.fleet import Ask, Chain, Fleet, Flag, Lease, Stage
+
+from warmfleet.fleet import Ask, Chain, Flag, Fleet, Lease, Stage, connect
 from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
 
 NAME = "5ea50001"
 
@@ -36,7 +39,7 @@ async def test_join_makes_row_record_and_liveness(core: Core) -> None:
     assert record["scheme"] == SCHEME.as_dict()
     assert (record["nonce"], record["proof"], record["server_id"], record["rank"]) == ("n1", "pending", "s", 0)
     assert await core.command() == {"nonce": "n1", "applied": 1}
-    assert abs(await core.store.zscore(core.keys.alive, "s.0") - time.time() * 1000) < 10_000
+    assert abs(await core.alive_ms() - time.time() * 1000) < 10_000
     assert await core.store.xlen(core.stream) == 0
 
 
@@ -65,7 +68,7 @@ async def test_a_new_nonce_is_a_new_incarnation_with_the_old_load(core: Core, fl
     await core.applied()
     before = await core.row()
     shadow = (await core.record())["shadow"]
-    await fleet.redis.hset(fleet.keys.load, "s.0", with_load(before, 100, 7, 2))  # type: ignore[misc]
+    await fleet.redis.hset(fleet.keys.load, "s.0", with_load(before, 100, 7, 2))
     core.number = 0
     await core.join("n2")
     await core.send("stored", blocks(3))
@@ -102,8 +105,8 @@ async def test_a_stream_without_a_join_is_dropped_whole(store: aioredis.Redis, f
     await core.send("stored", blocks(1))
     await fleet.apply("s.0")
     assert not await store.exists(core.stream)
-    assert not await store.hexists(fleet.keys.cursor, "events:s.0")  # type: ignore[misc]
-    assert not await store.hexists(fleet.keys.load, "s.0")  # type: ignore[misc]
+    assert not await store.hexists(fleet.keys.cursor, "events:s.0")
+    assert not await store.hexists(fleet.keys.load, "s.0")
     assert (await fleet.counts())["nonce"] == 1
     assert (await fleet.apply("s.0")).entries == 0
 
@@ -359,7 +362,7 @@ async def test_a_heartbeat_is_as_old_as_its_entry(core: Core, store: aioredis.Re
 async def test_a_heartbeat_from_the_future_was_seen_now(core: Core) -> None:
     await core.heartbeat(at=f"{int(time.time() * 1000) + 600_000}-0")
     await core.applied()
-    assert abs(await core.store.zscore(core.keys.alive, "s.0") - time.time() * 1000) < 10_000
+    assert abs(await core.alive_ms() - time.time() * 1000) < 10_000
 
 
 async def test_a_wrong_digest_asks_for_a_snapshot_once(core: Core, fleet: Fleet) -> None:
@@ -389,15 +392,21 @@ async def test_leave_takes_the_worker_out_of_alive_and_a_heartbeat_puts_it_back(
 async def lease(core: Core, name: str, **changes: Any) -> None:
     """An open reservation on the worker: 300 tokens to prefill, 50 to decode, 64 of 364 matched."""
     row = await core.row()
-    values = {"epoch": row.epoch, "slot": row.slot, "prefill_tokens": 300, "decode_tokens": 50, "matched_tokens": 64}
+    values: dict[str, Any] = {
+        "epoch": row.epoch,
+        "slot": row.slot,
+        "prefill_tokens": 300,
+        "decode_tokens": 50,
+        "matched_tokens": 64,
+    }
     values |= {"prompt_tokens": 364, "stage": Stage.BOOKED, "worker_id": "s.0", "checkpoints": (block(1),)}
-    packed = Lease(**values | changes).pack()  # type: ignore[arg-type]
-    await core.store.hset(core.keys.lease, name, packed)  # type: ignore[misc]
-    await core.store.hset(core.keys.load, "s.0", with_load(row, row.prefill_tokens + 300, 0, 1))  # type: ignore[misc]
+    packed = Lease(**values | changes).pack()
+    await core.store.hset(core.keys.lease, name, packed)
+    await core.store.hset(core.keys.load, "s.0", with_load(row, row.prefill_tokens + 300, 0, 1))
 
 
 async def leased(core: Core, name: str) -> Lease:
-    return Lease.unpack(await core.store.hget(core.keys.lease, name))  # type: ignore[arg-type,misc]
+    return Lease.unpack(cast("bytes", await core.store.hget(core.keys.lease, name)))
 
 
 async def test_progress_gives_the_prefill_back_once(core: Core, fleet: Fleet) -> None:
@@ -445,7 +454,7 @@ async def test_progress_after_a_real_decision_and_before_a_real_settle(core: Cor
     flags = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
     packed = bytearray((await core.row()).pack())
     packed[20:22] = int(flags).to_bytes(2, "big")
-    await core.store.hset(core.keys.load, "s.0", bytes(packed))  # type: ignore[misc]
+    await core.store.hset(core.keys.load, "s.0", bytes(packed))
     await core.send("stored", blocks(1, 2))
     await core.applied()
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
@@ -480,7 +489,7 @@ async def test_a_snapshot_flips_as_a_whole(core: Core, fleet: Fleet) -> None:
     assert await fleet.counts() == {"resync": 1}
     assert "shadow" not in await core.record()
     assert await core.waiting() is None
-    assert not await core.store.hexists(core.keys.digest, "~s.0")  # type: ignore[misc]
+    assert not await core.store.hexists(core.keys.digest, "~s.0")
 
 
 async def test_an_empty_snapshot(core: Core) -> None:
@@ -640,10 +649,6 @@ async def test_a_flood_of_strangers_and_junk_moves_on_in_bounded_calls(core: Cor
 
 
 async def test_two_appliers_apply_everything_once(core: Core, redis_url: str, model: str, fleet: Fleet) -> None:
-    import asyncio
-
-    from warmfleet.fleet import connect
-
     for number in range(200):
         await core.send("stored", blocks(number, number + 1))
         await core.send("removed", blocks(number))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-import redis.asyncio as aioredis
-
 from tests.lua.stream import SHA, Core
-from warmfleet.fleet import Fleet, Flag
+
+from warmfleet.fleet import Flag, Fleet
 from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
 
 MANIFEST = {"tokenizer.json": {"sha256": SHA, "bytes": 5, "chunks": [SHA, "cd" * 32]}}
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import cast
-
-import redis.asyncio as aioredis
+from typing import TYPE_CHECKING
 
 from tests.lua.stream import SHA, Core, block, blocks, held
-from warmfleet.fleet import Ask, Chain, Fleet, Flag
+
+from warmfleet.fleet import Ask, Chain, Flag, Fleet
 from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
 
 
 async def worker(store: aioredis.Redis, fleet: Fleet, server_id: str = "s", rank: int = 0) -> Core:
@@ -38,7 +40,7 @@ async def test_nothing_of_a_forgotten_worker_stays(store: aioredis.Redis, fleet:
     await core.send("begin", wire.dumps({"snapshot": "0000000a", "command": None}))
     await core.send("chunk", b"0000000a" + blocks(8, 9))
     await core.applied()
-    await store.hset(fleet.keys.servers, "s", wire.dumps({"artifacts": {"t": {"chunks": [SHA]}}}))  # type: ignore[misc]
+    await store.hset(fleet.keys.servers, "s", wire.dumps({"artifacts": {"t": {"chunks": [SHA]}}}))
     await store.zadd(fleet.keys.alive_servers, {"s": 1})
     await store.set(fleet.keys.artifact("s", SHA), b"x")
     assert await fleet.forget("s.0")
@@ -50,7 +52,7 @@ async def test_nothing_of_a_forgotten_worker_stays(store: aioredis.Redis, fleet:
 async def test_the_server_stays_while_another_worker_of_it_does(store: aioredis.Redis, fleet: Fleet) -> None:
     await worker(store, fleet, "s", 0)
     other = await worker(store, fleet, "s", 1)
-    await store.hset(fleet.keys.servers, "s", wire.dumps({"artifacts": {"t": {"chunks": [SHA]}}}))  # type: ignore[misc]
+    await store.hset(fleet.keys.servers, "s", wire.dumps({"artifacts": {"t": {"chunks": [SHA]}}}))
     await store.set(fleet.keys.artifact("s", SHA), b"x")
     assert await fleet.forget("s.0")
     await collected(fleet)
@@ -96,7 +98,7 @@ async def route(core: Core, reservation: str) -> None:
     """Book a request on the only worker there is."""
     packed = bytearray((await core.row()).pack())
     packed[20:22] = int(Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED).to_bytes(2, "big")
-    await core.store.hset(core.keys.load, core.worker_id, bytes(packed))  # type: ignore[misc]
+    await core.store.hset(core.keys.load, core.worker_id, bytes(packed))
     chain = Chain((await core.row()).scheme, 16, blocks(1))
     await core.fleet.decide(Ask(reservation, (chain,), prompt_tokens=40, decode_tokens=5))
 
@@ -111,18 +113,18 @@ async def test_collect_is_bounded_and_leaves_live_slots_alone(store: aioredis.Re
     assert await fleet.collect(2) == (0, 0)
     assert await core.holds() == held(2)
     assert await other.holds() == held(1, 2, 3)
-    members = await cast("aioredis.Redis", store).smembers(fleet.keys.block(block(1)))  # type: ignore[misc]
+    members = await store.smembers(fleet.keys.block(block(1)))
     assert len(members) == 1
 
 
 async def test_the_mirror_of_an_approximate_worker_is_collected(store: aioredis.Redis, fleet: Fleet) -> None:
     keys = fleet.keys
-    await store.sadd(keys.retired, 7)  # type: ignore[misc]
+    await store.sadd(keys.retired, 7)
     await store.zadd(f"{keys.prefix}lru:7", {block(1): 1, block(2): 2, block(3): 3})
-    await store.hset(keys.speculative(block(1)), mapping={"7": 1, "8": 1})  # type: ignore[misc]
-    await store.hset(keys.speculative(block(2)), "7", "2")  # type: ignore[misc]
+    await store.hset(keys.speculative(block(1)), mapping={"7": 1, "8": 1})
+    await store.hset(keys.speculative(block(2)), "7", "2")
     await collected(fleet)
-    assert await store.hgetall(keys.speculative(block(1))) == {b"8": b"1"}  # type: ignore[misc]
-    assert await store.hgetall(keys.speculative(block(2))) == {b"7": b"1"}  # type: ignore[misc]
+    assert await store.hgetall(keys.speculative(block(1))) == {b"8": b"1"}
+    assert await store.hgetall(keys.speculative(block(2))) == {b"7": b"1"}
     assert not await store.exists(keys.speculative(block(3)))
     assert not await store.exists(f"{keys.prefix}lru:7")

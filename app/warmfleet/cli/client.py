@@ -22,7 +22,7 @@ def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise StackError(
             f"no replica answers at {url} ({error}): start one with `warmfleet up`, or name one with --url"
-        )
+        ) from error
     try:
         value = answer.json()
     except ValueError as error:

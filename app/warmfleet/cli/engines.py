@@ -18,32 +18,35 @@ _NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._/-]")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Engines to start. kind: ``sim`` or ``vllm``. model: served name (sim) or folder (vllm). step_time: sim only."""
+    """Engines to start. kind: ``sim`` or ``vllm``. model: served name (sim) or folder (vllm).
+
+    step_time (sim): name of a preset or a factor. blocks: size of the cache, 0 = the engine's default.
+    """
 
     count: int = 4
     kind: str = "sim"
     model: str = ""
     step_time: str = ""
-    blocks: int = 0  # cache size, 0 = the engine's default
+    blocks: int = 0
     vllm_python: str = ""
 
     @property
     def served_name(self) -> str:
         """The name that requests give in ``model``."""
-        return Path(self.model or TINY_MODEL).name if self.kind == "vllm" else self.model or "sim"
+        return Path(self.model or TINY_MODEL).name if self.kind == "vllm" else self.model or "demo"
 
 
 def engine_command(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple[list[str], dict[str, str]]:
     """The command line of one engine and what to add to its environment. Raises StackError if it is not installed."""
     if options.kind == "vllm":
         return _vllm(options, name, port, redis_url)
-    argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--worker-id", name]
-    argv += ["--model", options.served_name, "--redis", redis_url]
+    argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--model", options.served_name]
     if options.step_time:
-        argv += ["--step-time", options.step_time]
+        argv += ["--costs", options.step_time]
     if options.blocks:
         argv += ["--blocks", str(options.blocks)]
-    return argv, {}
+    # not as an argument: process lists would show a password in it
+    return argv, {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_WORKER_ID": name}
 
 
 def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple[list[str], dict[str, str]]:

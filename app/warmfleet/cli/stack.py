@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
@@ -18,12 +17,12 @@ from warmfleet.cli.store import check_store, start_store
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 POLL_SECONDS = 0.1
 REPLICA_SECONDS = 30.0
 WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # real engines load a model first
 SHUTDOWN_GRACE_SECONDS = "2"  # a local stack ends fast: answers that run longer are cut
-RESERVED_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -159,17 +158,18 @@ class Stack:
         self._wait(members, "/readyz", REPLICA_SECONDS)
 
     def wait_routable(self, count: int) -> None:
-        """Return when every live replica knows ``count`` workers that are proven (or approximate) and routable."""
+        """Return when every live replica has ``count`` usable workers and can identify prompts as they do."""
         limit = WORKER_SECONDS[self.plan.engines.kind]
         started, told = time.monotonic(), -1
         deadline = started + limit
         while True:
-            states = [self.workers(replica) for replica in self.replicas if replica.child and replica.child.alive]
-            ready = min((sum(usable(worker) for worker in workers) for workers in states), default=0)
+            alive = [replica for replica in self.replicas if replica.child and replica.child.alive]
+            states = [self.fleet(replica) for replica in alive]
+            ready = min((sum(map(usable, _workers(models))) for models in states), default=0)
             if ready != told:
                 self._say(f"workers   {ready} of {count} ready ({time.monotonic() - started:.1f} s)")
                 told = ready
-            if ready >= count:
+            if ready >= count and all(model["identity"] != "none" for models in states for model in models):
                 return
             self._check_alive([*self.engines, *self.replicas])
             if time.monotonic() > deadline:
@@ -178,12 +178,15 @@ class Stack:
 
     def workers(self, replica: Member | None = None) -> list[dict[str, Any]]:
         """Workers as one replica (default: whichever answers) lists them; none if it does not answer."""
+        return _workers(self.fleet(replica))
+
+    def fleet(self, replica: Member | None = None) -> list[dict[str, Any]]:
+        """The models of ``GET /workers``; none if the replica does not answer."""
         try:
             answer = httpx.get(f"{replica.url if replica else self.address}/workers", timeout=5)
-            answer.raise_for_status()
+            return list(answer.raise_for_status().json()["models"])
         except httpx.HTTPError:
             return []
-        return [worker for model in answer.json()["models"] for worker in model["workers"]]
 
     def _wait(self, members: Sequence[Member], path: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -217,8 +220,12 @@ def _list(members: Sequence[Member]) -> str:
     return ", ".join(f"{member.name} {member.url.removeprefix('http://')}" for member in members)
 
 
-def _reasons(states: list[list[dict[str, Any]]]) -> str:
-    workers = max(states, key=len, default=[])
+def _workers(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [worker for model in models for worker in model["workers"]]
+
+
+def _reasons(states: Sequence[Sequence[dict[str, Any]]]) -> str:
+    workers = max(map(_workers, states), key=len, default=[])
     return "\n".join(
         f"  {worker['worker_id']}: {worker['proof']}, {'' if worker['routable'] else 'not '}routable {worker['reason']}"
         for worker in workers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from warmfleet.fleet.client import ScriptClient
 from warmfleet_worker.wire import BATCH_BLOCKS, WORKER_TTL_SECONDS
@@ -119,6 +120,5 @@ class Upkeep(ScriptClient):
             await asyncio.sleep(0)  # requests first: this loop has all the time in the world
         return blocks
 
-    async def _upkeep(self, script: str, *args: str | int) -> list[int]:
-        answer: list[int] = await self.run(script, self._prefix, *args, timeout_s=self.timeouts.upkeep_s)
-        return answer
+    async def _upkeep(self, script: str, *args: str | int) -> Any:
+        return await self.run(script, self._prefix, *args, timeout_s=self.timeouts.upkeep_s)

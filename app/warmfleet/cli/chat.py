@@ -1,0 +1,100 @@
+"""A streaming chat client that measures: worker, matched and cached tokens, time to first token. For ``demo``."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+if TYPE_CHECKING:
+    import random
+
+#: Made-up subjects are enough: what counts is that the tokens are those of plain words.
+SUBJECTS = """
+river stone market letter winter garden engine signal harbor copper theory method cloud bridge paper window
+morning forest number station history question answer pattern island summer music kitchen journey village
+measure weather silver mountain teacher picture moment story corner motion valley record season water
+"""
+WORDS = tuple(SUBJECTS.split())
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer. matched_tokens: what the router predicted; cached_tokens: what the engine says it did not compute."""
+
+    worker: str
+    matched_tokens: int
+    cached_tokens: int
+    prompt_tokens: int
+    first_token_s: float
+    text: str
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+class Chat:
+    """Streams chat completions of one model. Raises httpx.HTTPError for anything but an answer."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._http = httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=200))
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def send(self, url: str, messages: Messages, max_tokens: int = 16) -> Answer:
+        """One request to a replica, or to an engine directly, read to its end."""
+        body = {"model": self._model, "messages": messages, "max_tokens": max_tokens, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        started, first, pieces, usage = time.perf_counter(), 0.0, [], {}
+        async with self._http.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+            if answer.is_error:
+                await answer.aread()
+                answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event: dict[str, Any] = json.loads(line[6:])
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    if piece := choice["delta"].get("content"):
+                        first = first or time.perf_counter() - started
+                        pieces.append(piece)
+        details = usage.get("prompt_tokens_details") or {}
+        return Answer(
+            worker=answer.headers.get("x-warmfleet-worker", ""),
+            matched_tokens=int(answer.headers.get("x-warmfleet-matched-tokens", 0)),
+            cached_tokens=int(details.get("cached_tokens", 0)),
+            prompt_tokens=int(usage.get("prompt_tokens", 0)),
+            first_token_s=first,
+            text="".join(pieces),
+        )
+
+    async def get(self, url: str) -> Any:
+        """JSON of a replica's endpoint."""
+        return (await self._http.get(url)).raise_for_status().json()
+
+    async def explain(self, url: str, messages: Messages) -> dict[str, dict[str, Any]]:
+        """Every worker's row of ``POST /explain`` for these messages."""
+        body = {"model": self._model, "messages": messages}
+        answer = (await self._http.post(f"{url}/explain", json=body)).raise_for_status().json()
+        return {row["worker_id"]: row for row in answer["candidates"]}
+
+
+def words(rng: random.Random, count: int) -> str:
+    """Text of about ``count`` tokens that nobody sent before."""
+    return " ".join(rng.choices(WORDS, k=count))
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}

@@ -1,0 +1,127 @@
+"""``warmfleet demo``: the four states of a cached prefix, and the same conversations routed in two ways."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from warmfleet.cli.chat import Answer, Chat, system, user, words
+from warmfleet.cli.client import table
+from warmfleet.cli.engines import EngineOptions
+from warmfleet.cli.stack import Plan, Stack
+from warmfleet.cli.states import Walk
+from warmfleet.cli.up import say
+
+if TYPE_CHECKING:
+    import argparse
+
+SEED = 2026
+BLOCKS = 1_024  # of 16 tokens: small enough to be filled in seconds
+SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 600, 200, 48
+CONVERSATIONS_PER_SYSTEM_PROMPT = 4
+THINK_SECONDS = 0.3
+START_SPREAD_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """The comparison: conversations whose users wait for each answer and think for a moment."""
+
+    conversations: int
+    turns: int
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status 0 if every state passed and prefix-aware routing computed less, else 1."""
+    work = Work(options.conversations, options.turns)
+    plan = Plan(engines=EngineOptions(count=options.engines, blocks=BLOCKS))
+    with Stack(plan, say) as stack:
+        say("\nthe four states of a cached prefix")
+        passed = asyncio.run(four_states(stack))
+    results = {}
+    for policy in ("cost", "round_robin"):
+        say(f"\n{work.conversations} conversations of {work.turns} turns, policy {policy}")
+        with Stack(replace(plan, policy=policy), say) as stack:
+            results[policy] = asyncio.run(converse(stack, work))
+    say("\n" + compare(results))
+    saved = computed(results["round_robin"]) - computed(results["cost"])
+    better = saved > 0 and first_token(results["cost"]) < first_token(results["round_robin"])
+    say(f"{_word(better)}  prefix-aware routing computed {saved} tokens less and answered sooner")
+    say("\nall passed" if passed and better else "\nFAIL: see above")
+    return 0 if passed and better else 1
+
+
+async def four_states(stack: Stack) -> bool:
+    """Say each verdict as it comes; True if all passed."""
+    chat = Chat(stack.names[0])
+    try:
+        walk = Walk(stack, chat, random.Random(SEED))
+        verdicts = []
+        async for verdict in walk.states():
+            say(f"{_word(verdict.passed)}  {verdict.state}: {verdict.evidence}")
+            verdicts.append(verdict.passed)
+        return all(verdicts)
+    finally:
+        await chat.close()
+
+
+async def converse(stack: Stack, work: Work) -> list[Answer]:
+    """Every answer of the comparison's work. The seed is fixed: each policy gets the same conversations."""
+    chat = Chat(stack.names[0])
+    rng = random.Random(SEED)
+    groups = -(-work.conversations // CONVERSATIONS_PER_SYSTEM_PROMPT)
+    prompts = [words(rng, SYSTEM_TOKENS) for _ in range(groups)]
+
+    async def conversation(number: int) -> list[Answer]:
+        own = random.Random(SEED + 1 + number)
+        messages = [system(prompts[number % groups])]
+        answers = []
+        await asyncio.sleep(own.uniform(0, START_SPREAD_SECONDS))
+        for _ in range(work.turns):
+            messages.append(user(words(own, TURN_TOKENS)))
+            answers.append(await chat.send(stack.address, messages, ANSWER_TOKENS))
+            messages.append({"role": "assistant", "content": answers[-1].text})
+            await asyncio.sleep(own.uniform(0, 2 * THINK_SECONDS))
+        return answers
+
+    try:
+        parts = await asyncio.gather(*map(conversation, range(work.conversations)))
+    finally:
+        await chat.close()
+    return [answer for part in parts for answer in part]
+
+
+def compare(results: dict[str, list[Answer]]) -> str:
+    """The table of both policies, as counted by the engines."""
+    rows: list[tuple[object, ...]] = []
+    for policy, answers in results.items():
+        prompt = sum(answer.prompt_tokens for answer in answers)
+        times = sorted(answer.first_token_s for answer in answers)
+        rows.append(
+            (
+                policy,
+                len(answers),
+                f"{1 - computed(answers) / prompt:.1%}",
+                computed(answers),
+                f"{1_000 * statistics.fmean(times):.0f} ms",
+                f"{1_000 * times[int(0.9 * len(times))]:.0f} ms",
+            )
+        )
+    return table(("POLICY", "ANSWERS", "HIT RATIO", "TOKENS COMPUTED", "MEAN TTFT", "P90 TTFT"), rows)
+
+
+def computed(answers: list[Answer]) -> int:
+    """Prompt tokens that engines had to compute."""
+    return sum(answer.computed_tokens for answer in answers)
+
+
+def first_token(answers: list[Answer]) -> float:
+    """Mean time to first token, seconds."""
+    return statistics.fmean(answer.first_token_s for answer in answers)
+
+
+def _word(passed: bool) -> str:
+    return "pass" if passed else "FAIL"

@@ -1,0 +1,204 @@
+"""Simulated vLLM engines: real tokens, real block hashes, a real prefix cache, and step times instead of a model.
+
+    python -m warmfleet_loadtest.engine --port 8001                       # one stock engine
+    python -m warmfleet_loadtest.engine --count 4 --port 8001 \\
+        --redis unix:///tmp/store.sock                                    # four that join a fleet by themselves
+    python -m warmfleet_loadtest.engine --step-time fit.json --blocks 4096    # step times from a calibration
+
+Then: curl http://127.0.0.1:8001/v1/completions -H 'content-type: application/json' \\
+          -d '{"model": "demo", "prompt": "Once upon a time", "max_tokens": 8}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from aiohttp import web
+
+from warmfleet_loadtest.api import Api, Served
+from warmfleet_loadtest.blockpool import BlockPool
+from warmfleet_loadtest.core import EngineCore
+from warmfleet_loadtest.costs import PRESETS, StepCosts, load_costs
+from warmfleet_loadtest.fcfs import FcfsScheduler
+from warmfleet_loadtest.halves import Halves, Membership
+from warmfleet_loadtest.identity import Identity
+from warmfleet_loadtest.scheduler import Limits, Scheduler
+from warmfleet_worker import wire
+from warmfleet_worker.server import default_server_id, worker_url
+from warmfleet_worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+STOP_SECONDS = 2.0  # for open requests, when asked to stop
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine but for its place in the fleet. mode: ``step`` (vLLM's scheduler) or ``fcfs`` (simple models)."""
+
+    scheme: wire.Scheme
+    limits: Limits
+    blocks: int
+    costs: StepCosts
+    mode: str = "step"
+    fcfs_decode_s: float = 0.02
+
+    def scheduler(self, listener: Tracker | None = None) -> Scheduler:
+        pool = BlockPool(self.blocks, listener)
+        if self.mode == "fcfs":
+            return FcfsScheduler(pool, self.scheme, self.limits, self.fcfs_decode_s)
+        return Scheduler(pool, self.scheme, self.limits)
+
+
+class Engine:
+    """One engine with its port, its core and, in a fleet, its publishers. ``start``, ``stop``."""
+
+    def __init__(self, config: EngineConfig, identity: Identity, served: Served) -> None:
+        self.tracker = Tracker()
+        self.core = EngineCore(config.scheduler(self.tracker), config.costs)
+        self.identity = identity
+        self.served = served
+        self.port = 0
+        self.halves: Halves | None = None
+        self._runner: web.AppRunner | None = None
+        self._steps: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen (port 0: any free one) and run. Raises OSError if the port is taken."""
+        app = Api(self.core, self.identity, self.served).app()
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS, keepalive_timeout=5.0
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=1_024)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        self._steps = asyncio.create_task(self.core.run())
+
+    def join(self, membership: Membership, artifacts: Mapping[str, bytes]) -> None:
+        """Publish to a fleet's Redis, from threads."""
+        self.halves = Halves(membership, self.core, self.tracker, self.identity, artifacts)
+        self.core.progress = self.halves.progress
+        self.halves.start()
+
+    async def stop(self) -> None:
+        """Leave the fleet, then let open requests end for STOP_SECONDS."""
+        if self.halves is not None:
+            await asyncio.to_thread(self.halves.stop)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._steps is not None:
+            self._steps.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._steps
+
+
+async def serve(args: argparse.Namespace) -> None:
+    """Run the engines that the command line asks for until SIGTERM or SIGINT, or until one of them breaks."""
+    identity = Identity.load(args.tokenizer)
+    config = engine_config(args)
+    served = Served(tuple(args.model), args.api_key)
+    artifacts = identity.artifacts() if args.redis else {}
+    engines = [Engine(config, identity, served) for _ in range(args.count)]
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    try:
+        for index, engine in enumerate(engines):
+            await engine.start(args.host, args.port + index if args.port else 0)
+            if args.redis:
+                engine.join(membership(args, engine.port, index), artifacts)
+            print(f"engine {index} serves {args.model[0]} on http://{args.host}:{engine.port}", flush=True)
+        await stopping.wait()
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Raises ValueError for settings that make no engine."""
+    scheme = wire.Scheme(args.hash_algo, wire.default_none_hash(args.hash_algo), args.block_size)
+    length = args.max_model_len or min(32_768, (args.blocks - 1) * args.block_size)
+    limits = Limits(args.max_num_batched_tokens, args.max_num_seqs, length, args.block_size)
+    costs = load_costs(args.step_time).scaled(args.time_scale)
+    config = EngineConfig(scheme, limits, args.blocks, costs, args.mode, args.fcfs_decode * args.time_scale)
+    config.scheduler()
+    return config
+
+
+def membership(args: argparse.Namespace, port: int, index: int) -> Membership:
+    """Raises UrlRefusedError for an address that routers could not reach."""
+    server_id = args.worker_id or default_server_id([*sys.argv, str(args.port or port)])
+    if args.count > 1:
+        server_id = f"{server_id}-{index}"
+    url = worker_url(args.redis, args.host, port)
+    return Membership(args.redis, args.fleet or args.model[0], tuple(args.model), server_id, url, bool(args.api_key))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m warmfleet_loadtest.engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    env = os.environ.get
+    place = made.add_argument_group("where")
+    place.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    place.add_argument("--port", type=int, default=8001, help="of the first engine; 0 = any free (default %(default)s)")
+    place.add_argument("--count", type=int, default=1, help="engines in this process, on consecutive ports")
+    place.add_argument("--model", action="append", metavar="NAME", help="served name; may be repeated (default demo)")
+    place.add_argument("--api-key", help="refuse /v1 requests without this bearer token")
+    fleet = made.add_argument_group("fleet (without --redis: a stock engine that publishes nothing)")
+    fleet.add_argument("--redis", metavar="URL", default=env("WARMFLEET_REDIS_URL"), help="$WARMFLEET_REDIS_URL")
+    fleet.add_argument("--fleet", metavar="TAG", default=env("WARMFLEET_MODEL"), help="model tag in Redis (--model)")
+    fleet.add_argument("--worker-id", metavar="ID", default=env("WARMFLEET_WORKER_ID"), help="-0, -1... with --count")
+    cache = made.add_argument_group("cache and scheduler, in vLLM's words")
+    cache.add_argument("--blocks", type=int, default=4_096, help="--num-gpu-blocks-override (default %(default)s)")
+    cache.add_argument("--block-size", type=int, default=16, help="tokens in a block (default %(default)s)")
+    cache.add_argument("--hash-algo", choices=("sha256_cbor", "sha256"), default="sha256_cbor")
+    cache.add_argument("--max-num-batched-tokens", type=int, default=2_048, help="per step (default %(default)s)")
+    cache.add_argument("--max-num-seqs", type=int, default=256, help="running at once (default %(default)s)")
+    cache.add_argument("--max-model-len", type=int, help="tokens (default 32768 or what the cache holds)")
+    time = made.add_argument_group("time")
+    names = ", ".join(PRESETS)
+    time.add_argument(
+        "--step-time", default="demo", help=f"preset ({names}) or a JSON file of calibrate (default demo)"
+    )
+    time.add_argument("--time-scale", type=float, default=1.0, help="everything takes this much longer")
+    time.add_argument(
+        "--mode", choices=("step", "fcfs"), default="step", help="fcfs: one prefill at a time, free decode"
+    )
+    time.add_argument("--fcfs-decode", type=float, default=0.02, metavar="S", help="seconds per token in fcfs mode")
+    made.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="a model's tokenizer.json and chat_template.jinja"
+    )
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 stopped as asked, 1 could not start, 2 wrong arguments."""
+    args = parser().parse_args(argv)
+    args.model = args.model or ["demo"]
+    problem: Any = None
+    try:
+        engine_config(args)
+        uvloop.run(serve(args))
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        problem = error
+    if problem is not None:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""`make loadtest`: a local fleet behind haproxy, driven by Locust while one replica is killed and one is added.
+
+Starts a store, four simulated engines, three router replicas and haproxy; runs loadtest/locustfile.py; at 35 % of
+the time SIGKILLs one replica, at 50 % starts a new one; leaves an HTML report; stops everything.
+
+Passes when no request failed. A SIGKILL cuts the streams that ran through the killed replica: an L4 balancer cannot
+mend that, so clients send such a request again, as the OpenAI clients do for broken connections. These are counted,
+printed, and allowed only within KILL_WINDOW_S after the kill: a break at any other time is a failure of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from warmfleet_loadtest.locust_stack import LocustStack, StackError
+
+LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
+KILL_AT, ADD_AT = 0.35, 0.5  # of the duration
+KILL_WINDOW_S = 3.0  # two health checks (1 s), then what was in flight has been sent again
+FINISH_S = 30  # users may finish their last request
+TRAFFIC = "replica-4"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the driver did and saw beside Locust: Unix times, sessions per replica, Locust's own exit status."""
+
+    killed_at: float
+    added_at: float
+    sessions: dict[str, int]
+    locust_status: int
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0: no failures; 1: failures; 2: the stack could not be started."""
+    options = _parser().parse_args(argv)
+    options.report.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="wf-load-") as folder, LocustStack(Path(folder)) as stack:
+            print("starting a store, 4 simulated engines, 3 router replicas and haproxy ...", flush=True)
+            stack.start()
+            print(f"serving at {stack.url}; {options.users} users for {options.duration} s", flush=True)
+            summary, run = drive(stack, options, Path(folder))
+    except StackError as error:
+        print(f"the stack did not start: {error}", file=sys.stderr)
+        return 2
+    problems = verdict(summary, run)
+    print(describe(summary, run))
+    print(f"report    {options.report}")
+    for problem in problems:
+        print(f"FAILED    {problem}")
+    print("passed" if not problems else "failed")
+    return 1 if problems else 0
+
+
+def drive(stack: LocustStack, options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Run]:
+    """Run Locust against the stack, with one kill and one start on the way. Raises StackError if Locust breaks."""
+    target = folder / "summary.json"
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", stack.url, "--headless"]
+    command += ["--users", str(options.users), "--spawn-rate", str(max(1, options.users / 5))]
+    command += ["--run-time", f"{options.duration}s", "--stop-timeout", str(FINISH_S)]
+    command += ["--html", str(options.report), "--only-summary", "--loglevel", "WARNING"]
+    environment = {**os.environ, "WARMFLEET_LOADTEST_SUMMARY": str(target)}
+    locust = stack.spawn("locust", command, environment)
+    began = time.monotonic()
+    stack.sleep_until(began + KILL_AT * options.duration)
+    killed_at = time.time()
+    stack.kill_replica(1)
+    print("killed    replica-1 (SIGKILL)", flush=True)
+    stack.sleep_until(began + ADD_AT * options.duration)
+    added_at = time.time()
+    stack.start_replica(4)
+    print("added     replica-4", flush=True)
+    try:
+        # Locust imports for some seconds before its clock starts, and writes its report at the end.
+        status = locust.wait(timeout=options.duration + FINISH_S + 60)
+    except subprocess.TimeoutExpired as error:
+        raise StackError(f"Locust did not end:\n{stack.tail('locust')}") from error
+    if not target.exists():
+        raise StackError(f"Locust ended with {status} and no summary:\n{stack.tail('locust')}")
+    return json.loads(target.read_text()), Run(killed_at, added_at, stack.sessions(), status)
+
+
+def verdict(summary: dict[str, Any], run: Run) -> list[str]:
+    """Everything that makes this run fail; empty if it passed."""
+    problems = [f"request failed: {error}" for error in summary["errors"]]
+    failures = sum(row["failures"] for row in summary["rows"].values())
+    if failures:
+        problems.append(f"{failures} failures")
+    if not any(row["requests"] for name, row in summary["rows"].items() if name.startswith("chat ")):
+        problems.append("no requests were made")
+    stray = [when for when, _ in summary["broken"] if not run.killed_at <= when <= run.killed_at + KILL_WINDOW_S]
+    if stray:
+        seconds = ", ".join(f"{when - run.killed_at:+.1f} s" for when in stray[:10])
+        problems.append(f"{len(stray)} connections broke at other times than the kill ({seconds} from it)")
+    fallbacks = summary["reservations"].get("fallback", 0)
+    if fallbacks:
+        problems.append(f"{fallbacks} requests were routed without a decision (fallback) although the store was there")
+    if not run.sessions.get(TRAFFIC):
+        problems.append(f"the added {TRAFFIC} got no traffic")
+    if run.locust_status != 0 and not problems:
+        problems.append(f"Locust ended with {run.locust_status}")
+    return problems
+
+
+def describe(summary: dict[str, Any], run: Run) -> str:
+    """The run in a few lines."""
+    lines = [f"{'':10}{'requests':>9}{'failures':>9}{'mean ms':>9}{'p50':>8}{'p95':>8}"]
+    for name, row in sorted(summary["rows"].items()):
+        figures = f"{row['mean_ms']:>9.0f}{row['p50_ms'] or 0:>8.0f}{row['p95_ms'] or 0:>8.0f}"
+        lines.append(f"{name:10}{row['requests']:>9}{row['failures']:>9}{figures}")
+    prompt, matched = summary["prompt_tokens"], summary["matched_tokens"]
+    kinds = [kind for _, kind in summary["broken"]]
+    lines += [
+        f"cache     {matched:,} of {prompt:,} prompt tokens matched ({matched / max(1, prompt):.0%})",
+        f"workers   {_counts(summary['workers'])}",
+        f"replicas  {_counts(run.sessions)} (connections, health checks not counted)",
+        f"decisions {_counts(summary['reservations'])}",
+        f"broken    {kinds.count('retried')} before an answer, {kinds.count('cut')} in mid-stream; all sent again",
+    ]
+    return "\n".join(lines)
+
+
+def _counts(found: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(found.items()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m warmfleet_loadtest.locust_run", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    seconds = int(os.environ.get("DURATION", "120"))
+    parser.add_argument("--duration", type=int, default=seconds, help="seconds (default: DURATION, else 120)")
+    parser.add_argument("--users", type=int, default=24, help="simulated users (default %(default)s)")
+    parser.add_argument("--report", type=Path, default=Path("out/loadtest.html"), help="default %(default)s")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

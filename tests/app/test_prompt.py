@@ -1,0 +1,97 @@
+"""What a body must be, what it becomes, and which field is named when it is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from warmfleet.errors import BadRequest
+from warmfleet.prompt import Endpoint, decode_tokens, estimated_tokens, parse
+
+USER = {"role": "user", "content": "hello there"}
+
+WRONG: list[tuple[str, Endpoint, Any, str | None]] = [
+    ("not json", "chat", b"{", None),
+    ("lone surrogate", "completions", b'{"prompt": "\\ud800"}', None),
+    ("not an object", "chat", b"[]", None),
+    ("no messages", "chat", {}, "messages"),
+    ("empty messages", "chat", {"messages": []}, "messages"),
+    ("message without role", "chat", {"messages": [USER, {"content": "x"}]}, "messages[1].role"),
+    ("no prompt", "completions", {"model": "m"}, "prompt"),
+    ("mixed prompt", "completions", {"prompt": ["a", 1]}, "prompt"),
+    ("negative id", "completions", {"prompt": [-1]}, "prompt"),
+    ("boolean id", "completions", {"prompt": [True]}, "prompt"),
+    ("too many prompts", "completions", {"prompt": ["a"] * 257}, "prompt"),
+    ("model is a number", "chat", {"model": 1, "messages": [USER]}, "model"),
+    ("stream is a word", "chat", {"stream": "yes", "messages": [USER]}, "stream"),
+    ("n is 0", "chat", {"n": 0, "messages": [USER]}, "n"),
+    ("max_tokens is negative", "chat", {"max_tokens": -1, "messages": [USER]}, "max_tokens"),
+    ("own template", "chat", {"chat_template": "x", "messages": [USER]}, "chat_template"),
+    ("own transfer", "chat", {"kv_transfer_params": {}, "messages": [USER]}, "kv_transfer_params"),
+    ("kwargs is a list", "chat", {"chat_template_kwargs": [], "messages": [USER]}, "chat_template_kwargs"),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "body", "param"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
+def test_wrong_bodies_name_the_field(endpoint: Endpoint, body: Any, param: str | None) -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse(endpoint, body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert caught.value.param == param
+    assert caught.value.as_dict()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), (["a"], ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts(prompt: Any, expected: Any) -> None:
+    request = parse("completions", json.dumps({"prompt": prompt}).encode())
+    assert request.prompts == expected
+    assert (request.add_special_tokens, request.unforeseen) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("prompt_logprobs", 1, "prompt_logprobs"),
+        ("truncate_prompt_tokens", 10, "truncation"),
+        ("prompt_embeds", "AAAA", "embeds"),
+    ],
+)
+def test_what_cannot_be_foreseen(field: str, value: Any, reason: str) -> None:
+    assert parse("completions", json.dumps({"prompt": "x", field: value}).encode()).unforeseen == reason
+
+
+def test_echoed_logprobs_skip_the_cache() -> None:
+    assert parse("completions", b'{"prompt": "x", "echo": true}').unforeseen == ""
+    assert parse("completions", b'{"prompt": "x", "echo": true, "logprobs": 0}').unforeseen == "prompt_logprobs"
+
+
+def test_an_allowed_template_is_routed_by_load() -> None:
+    body = json.dumps({"messages": [USER], "chat_template": "{{ messages }}"}).encode()
+    assert parse("chat", body, ("chat_template",)).unforeseen == "chat_template"
+
+
+def test_template_arguments_as_vllm_merges_them() -> None:
+    body = {"messages": [USER], "reasoning_effort": "low", "chat_template_kwargs": {"style": "x", "documents": 1}}
+    assert parse("chat", json.dumps(body).encode()).arguments == {
+        "style": "x",
+        "documents": 1,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "reasoning_effort": "low",
+        "enable_thinking": True,
+    }
+    request = parse("chat", json.dumps(body | {"reasoning_effort": "auto", "add_special_tokens": True}).encode())
+    assert "reasoning_effort" not in request.arguments
+    assert request.add_special_tokens
+
+
+def test_bookings() -> None:
+    request = parse("chat", json.dumps({"messages": [USER], "n": 3, "max_tokens": 5}).encode())
+    assert (request.samples, estimated_tokens(request)) == (3, 2)
+    assert decode_tokens(request, 100, 256) == 3 * 105
+    request.max_tokens = None
+    assert decode_tokens(request, 100, 256) == 3 * 356

@@ -1,0 +1,61 @@
+"""The environment, read once; and README tables that cannot go stale."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from warmfleet import errors
+from warmfleet.errors import BadArgument, WarmfleetError
+from warmfleet.main import create_app
+from warmfleet.metrics import Metrics
+from warmfleet.settings import PREFIX, Settings, unknown_variables
+
+README = Path(__file__).parents[2] / "app" / "README.md"
+
+
+def test_defaults_and_types() -> None:
+    given = {"WARMFLEET_MODELS": "a, b#pool,", "WARMFLEET_PORT": "9", "WARMFLEET_TRUST_TEMPLATES": "yes", "HOME": "/"}
+    settings = Settings.from_environment(given)
+    assert (settings.models, settings.port, settings.trust_templates) == (("a", "b#pool"), 9, True)
+    assert Settings.from_environment({}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PORT", "x"), ("PORT", "-1"), ("CONNECT_TIMEOUT_S", "nan"), ("TRUST_TEMPLATES", "maybe"), ("POLICY", "best")],
+)
+def test_what_cannot_be_read_is_named(name: str, value: str) -> None:
+    with pytest.raises(BadArgument, match=PREFIX + name):
+        Settings.from_environment({PREFIX + name: value})
+
+
+def test_typing_errors_are_noticed() -> None:
+    assert unknown_variables({"WARMFLEET_PROT": "1", "WARMFLEET_PORT": "1", "WARMFLEET_MODEL": "m"}) == ["WARMFLEET_PROT"]
+
+
+def test_no_models_no_start() -> None:
+    with pytest.raises(BadArgument, match="WARMFLEET_MODELS"):
+        create_app(Settings())
+
+
+def test_every_setting_is_in_the_readme() -> None:
+    rows = dict(re.findall(r"^\| `(WARMFLEET_[A-Z_]+)` \| (.*?) \|", README.read_text(encoding="utf-8"), re.MULTILINE))
+    expected = {PREFIX + item.name.upper(): item.default for item in fields(Settings)}
+    assert set(rows) == set(expected)
+    for name, default in expected.items():
+        text = ",".join(default) if isinstance(default, tuple) else str(default)
+        assert rows[name] == (f"`{text}`" if text else "empty"), name
+
+
+def test_every_metric_and_error_is_in_the_readme() -> None:
+    text = README.read_text(encoding="utf-8")
+    names = {metric.name for metric in Metrics().registry.collect()}
+    assert {name for name in names if f"| `{name}`" not in text} == set()
+    classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, WarmfleetError)]
+    assert [c.__name__ for c in classes if c is not WarmfleetError and f"| `{c.__name__}` | {c.status} |" not in text] == []
+    for header in ("x-request-id", "x-warmfleet-worker", "x-warmfleet-matched-tokens", "x-warmfleet-reservation"):
+        assert f"`{header}`" in text

@@ -1,0 +1,54 @@
+"""Where requests may be sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from warmfleet.errors import UpstreamError, UpstreamGone
+from warmfleet.settings import Settings
+from warmfleet.static import worker_id
+from warmfleet.upstream import Addresses, Upstream
+
+
+@pytest.mark.parametrize(
+    ("url", "allowed"),
+    [
+        ("http://10.1.2.3:8000", True),
+        ("https://192.168.1.1", True),
+        ("http://[::1]:8000", True),
+        ("http://[::ffff:127.0.0.1]:8000", True),
+        ("http://engine.example:8000", True),  # a name: the resolver decides
+        ("http://8.8.8.8:8000", False),
+        ("http://169.254.169.254/latest", False),
+        ("http://[::ffff:8.8.8.8]:1", False),
+        ("file:///etc/passwd", False),
+        ("http://", False),
+    ],
+)
+def test_addresses(url: str, allowed: bool) -> None:
+    addresses = Addresses(Settings().worker_addresses)
+    if allowed:
+        addresses.check(url)
+    else:
+        with pytest.raises(UpstreamError):
+            addresses.check(url)
+
+
+def test_hosts_of_the_settings_are_always_allowed() -> None:
+    Addresses((), ["http://8.8.8.8:1", "http://Gpu1:8000"]).check("http://8.8.8.8:1")
+    assert Addresses((), ["http://Gpu1:8000"]).allows("gpu1")
+
+
+async def test_a_name_that_resolves_elsewhere_is_not_asked() -> None:
+    upstream = Upstream(Addresses(("10.0.0.0/8",)), 1.0)
+    await upstream.open()
+    with pytest.raises(UpstreamGone):
+        await upstream.post("http://localhost:9", "/v1/completions", b"{}", {})
+    await upstream.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "name"), [("http://gpu1:8000", "gpu1-8000"), ("https://a/", "a-443"), ("http://[::1]:80", "--1-80")]
+)
+def test_static_workers_are_named_by_host_and_port(url: str, name: str) -> None:
+    assert worker_id(url) == name

@@ -1,0 +1,48 @@
+"""One real vLLM server with the plugin for this folder's tests, on a private Valkey."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.conftest import server, valkey_binary
+from tests.vllm.engine import MODEL, VENV, EngineOptions, VllmEngine, running
+
+from warmfleet.fleet import Fleet
+from warmfleet.fleet.client import connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+#: The base model's name in every key of this folder's tests.
+TAG = "tiny"
+#: Blocks of 32 tokens: three prompts of 2,000 tokens do not fit at once.
+BLOCKS = 160
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A running engine, and where it reports."""
+
+    engine: VllmEngine
+    redis_url: str
+
+
+@pytest.fixture(scope="session")
+def reported() -> Iterator[Reported]:
+    """Real vLLM with the plugin by its entry point alone. It has been up for a while: begin with ``fresh``."""
+    if not (VENV / "bin" / "vllm").exists() or not MODEL.exists():
+        pytest.fail("real vLLM is not installed here: run `make vllm`")
+    with server(valkey_binary()) as redis_url:
+        options = EngineOptions(redis_url=redis_url, model_tag=TAG, blocks=BLOCKS, max_model_len=4_096)
+        with running(options) as [engine]:
+            yield Reported(engine, redis_url)
+
+
+@pytest.fixture
+async def vllm_fleet(reported: Reported) -> AsyncIterator[Fleet]:
+    """The scripts on that Valkey. No upkeep runs unless the test steps."""
+    fleet = Fleet(connect(reported.redis_url, timeout_s=5), TAG)
+    yield fleet
+    await fleet.close()

@@ -1,0 +1,259 @@
+"""Real vLLM with the plugin, installed by entry point alone: what it reports is what the engine does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.conftest import poll
+from tests.vllm.engine import BLOCK_TOKENS, EngineOptions, running
+
+from warmfleet.fleet.rows import Flag
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from tests.vllm.conftest import Reported
+    from tests.vllm.engine import VllmEngine
+
+    from warmfleet.fleet import Fleet
+    from warmfleet.fleet.rows import LoadRow
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+
+def words(count: int, seed: int) -> str:
+    rng = random.Random(seed)
+    return " ".join(rng.choice(["import", "return", "class", "value", "index", "yield", "self"]) for _ in range(count))
+
+
+def reservation(number: int) -> str:
+    return f"wf-{number:022}"
+
+
+async def stream(fleet: Fleet, worker_id: str) -> list[dict[bytes, bytes]]:
+    """What the engine core has written and nobody has applied, in order."""
+    found = cast("list[tuple[bytes, dict[bytes, bytes]]]", await fleet.redis.xrange(fleet.keys.events(worker_id)))
+    return [entry for _, entry in found]
+
+
+async def step(fleet: Fleet) -> list[Any]:
+    """Upkeep until the streams are empty, then the fleet's view of its workers."""
+    while await fleet.step():
+        pass
+    return await fleet.workers()
+
+
+async def fresh(reported: Reported, fleet: Fleet) -> Any:
+    """Empty cache, everything applied: a test's own beginning. Returns the worker's view."""
+    await asyncio.to_thread(reported.engine.reset_prefix_cache)
+
+    async def empty() -> Any:
+        views = await step(fleet)
+        return views and not await held(fleet, views[0]) and not reported.engine.table() and views[0]
+
+    return await poll(empty, what="an empty table on both sides")
+
+
+async def held(fleet: Fleet, view: Any) -> set[bytes]:
+    return cast("set[bytes]", await fleet.redis.smembers(fleet.keys.slot(view.record["slot"])))
+
+
+async def same(reported: Reported, fleet: Fleet) -> set[bytes]:
+    """Wait until the index equals the engine's own table, entry by entry; returns it."""
+
+    async def check() -> set[bytes] | None:
+        views = await step(fleet)
+        truth = {key[-12:-4] for key in reported.engine.table()}
+        return truth if truth and await held(fleet, views[0]) == truth else None
+
+    truth = await poll(check, what="index == the engine's table")
+    assert isinstance(truth, set)
+    slot = (await fleet.workers())[0].record["slot"]
+    assert all(await fleet.holds(slot, list(truth)))
+    for block_hash in truth:
+        assert await fleet.redis.sismember(fleet.keys.block(block_hash), slot)
+    return truth
+
+
+async def test_both_halves_join_under_one_name(reported: Reported, vllm_fleet: Fleet) -> None:
+    async def joined() -> Any:
+        views = await step(vllm_fleet)
+        return views and views[0].server and views[0]
+
+    view: Any = await poll(joined, 30)
+    assert view.worker_id == "vllm-a.0"
+    assert (view.server["url"], view.server["models"]) == (reported.engine.url, ["tiny"])
+    assert view.load.flags & Flag.SERVER
+    assert view.load.flags & Flag.CLOSED
+    assert view.record["scheme"]["block_tokens"] == BLOCK_TOKENS
+    facts = view.server["facts"]
+    assert (facts["max_model_len"], facts["content_format"], facts["prompt_tokens_details"]) == (4_096, "string", True)
+
+
+async def test_the_artifacts_give_the_engines_own_tokens(reported: Reported, vllm_fleet: Fleet) -> None:
+    from jinja2 import Environment
+    from tokenizers import Tokenizer
+
+    view = await fresh(reported, vllm_fleet)
+    manifest = view.server["artifacts"]
+    files = {name: (await vllm_fleet.artifact("vllm-a", entry)).decode() for name, entry in manifest.items()}
+    messages = [{"role": "user", "content": words(40, 1)}, {"role": "assistant", "content": "ok <b>"}]
+    messages.append({"role": "user", "content": "and now?"})
+    answer = await asyncio.to_thread(reported.engine.chat, messages)
+    template = Environment(autoescape=False).from_string(files["chat_template.jinja"])
+    text = template.render(messages=messages, add_generation_prompt=True)
+    assert (
+        Tokenizer.from_str(files["tokenizer.json"]).encode(text, add_special_tokens=False).ids
+        == (answer["prompt_token_ids"])
+    )
+
+
+@pytest.mark.parametrize("salt", [None, "tenant-1"])
+async def test_hashes_of_the_router_are_those_of_the_stream(
+    reported: Reported, vllm_fleet: Fleet, salt: str | None
+) -> None:
+    """Block for block and in order: prompt and generated tokens alike."""
+    engine = reported.engine
+    view = await fresh(reported, vllm_fleet)
+    more = {"cache_salt": salt} if salt else {}
+    answer = await asyncio.to_thread(engine.complete, words(700, 2), max_tokens=70, ignore_eos=True, **more)
+    choice = answer["choices"][0]
+    tokens = choice["prompt_token_ids"] + choice["token_ids"]
+    scheme = wire.Scheme.from_dict(view.record["scheme"])
+    expected = wire.chain_hashes(scheme, tokens[:-1], salt=salt)  # the last token has no KV yet
+
+    async def stored() -> list[bytes]:
+        packed = b"".join(
+            entry[b"d"] for entry in await stream(vllm_fleet, engine.worker_id) if entry[b"o"] == b"stored"
+        )
+        return [packed[at : at + 8] for at in range(0, len(packed), 8)]
+
+    async def complete() -> bool:
+        return len(await stored()) >= len(expected)
+
+    await poll(complete)
+    assert await stored() == [block[-8:] for block in expected]
+    assert {key[:-4] for key in engine.table()} == set(expected)
+
+
+async def test_the_index_is_the_table_under_eviction(reported: Reported, vllm_fleet: Fleet) -> None:
+    """Many times the cache goes through it, with shared prefixes and twin copies; nothing differs, nothing resyncs."""
+    engine = reported.engine
+    await fresh(reported, vllm_fleet)
+    before = await vllm_fleet.counts()
+    for number in range(12):
+        prompt = words(600, number % 3) + words(900, 100 + number)
+        await asyncio.gather(*[asyncio.to_thread(engine.complete, prompt + " a" * twin) for twin in range(2)])
+        if number % 4 == 3:
+            await same(reported, vllm_fleet)
+    table = await same(reported, vllm_fleet)
+    evicted = 12 * 1_500 // BLOCK_TOKENS - len(table)
+    assert evicted > 200
+    after = await vllm_fleet.counts()
+    trouble = ("gap", "mismatch", "resync", "malformed", "nonce", "interleaved")
+    assert [after.get(name, 0) - before.get(name, 0) for name in trouble] == [0] * len(trouble)
+
+
+async def test_progress_says_what_usage_says(reported: Reported, vllm_fleet: Fleet) -> None:
+    engine = reported.engine
+    await fresh(reported, vllm_fleet)
+    told = {}
+    turns = [{"role": "user", "content": words(600, 3)}]
+    for number in range(3):
+        answer = await asyncio.to_thread(engine.chat, turns, f"{reservation(number)}.me")
+        usage = answer["usage"]
+        told[reservation(number)] = [usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]]
+        turns += [{"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
+        turns += [{"role": "user", "content": words(50, 10 + number)}]
+    answer = await asyncio.to_thread(engine.complete, words(600, 4), f"{reservation(3)}.me")
+    told[reservation(3)] = [0, answer["usage"]["prompt_tokens"]]
+    await asyncio.to_thread(engine.complete, words(600, 5))  # not ours: never told
+    seen: dict[str, list[int]] = {}
+
+    async def progress() -> bool:
+        for entry in await stream(vllm_fleet, engine.worker_id):
+            if entry[b"o"] == b"progress":
+                seen.update({name: [cached, prompt] for name, cached, prompt in json.loads(entry[b"d"])})
+        return len(seen) >= len(told)
+
+    await poll(progress)
+    assert seen == told
+    assert told[reservation(2)][0] > told[reservation(1)][0] > 0
+
+
+async def test_an_idle_reset_is_seen_at_once(reported: Reported, vllm_fleet: Fleet) -> None:
+    engine = reported.engine
+    await fresh(reported, vllm_fleet)
+    await asyncio.to_thread(engine.complete, words(500, 6))
+    assert len(await same(reported, vllm_fleet)) > 10
+    await asyncio.to_thread(engine.reset_prefix_cache)
+
+    async def cleared() -> bool:
+        return [entry[b"o"] for entry in await stream(vllm_fleet, engine.worker_id)][-1:] == [b"cleared"]
+
+    await poll(cleared, 2)  # no request follows
+    await fresh(reported, vllm_fleet)
+    await asyncio.to_thread(engine.complete, words(500, 7))
+    assert len(await same(reported, vllm_fleet)) > 10  # the new table is followed, too
+
+
+async def test_foreign_load_and_speed_are_reported(reported: Reported, vllm_fleet: Fleet) -> None:
+    engine = reported.engine
+    await fresh(reported, vllm_fleet)
+    prompts = [words(500, 200 + number) for number in range(4)]  # all fit into the cache at once
+    jobs = [asyncio.to_thread(engine.complete, prompt, max_tokens=400, ignore_eos=True) for prompt in prompts]
+    ours = asyncio.to_thread(engine.complete, words(700, 300), f"{reservation(9)}.x", max_tokens=400, ignore_eos=True)
+    batch = asyncio.gather(ours, *jobs)
+
+    async def decoding() -> Any:
+        load = (await step(vllm_fleet))[0].load
+        return load.foreign_decode_tokens > 1_800 and load.foreign_prefill_tokens == 0 and load
+
+    load = cast("LoadRow", await poll(decoding, 30))
+    answers = await batch
+    sizes = [answer["usage"]["total_tokens"] for answer in answers]
+    assert load.foreign_decode_tokens <= sum(sizes[1:])  # the fleet's own request is not in it
+
+    async def idle() -> Any:
+        load = (await step(vllm_fleet))[0].load
+        return load.foreign_decode_tokens == load.foreign_prefill_tokens == 0 and load
+
+    assert 500 < cast("LoadRow", await poll(idle, 10)).speed_tps < 1_000_000
+
+
+async def test_without_a_url_the_plugin_is_inactive_and_a_restart_is_a_new_incarnation(vllm_fleet: Fleet) -> None:
+    """Both kinds of start at the same time: stock, and under a name that was there before."""
+    url = f"unix://{vllm_fleet.redis.connection_pool.connection_kwargs['path']}"
+    named = EngineOptions(redis_url=url, worker_id="vllm-b", arguments=("--shutdown-timeout", "10"))
+    with running(EngineOptions(worker_id="stock"), named) as [stock, plugged]:
+        stock.complete("def main():")
+        assert "warmfleet: inactive: WARMFLEET_REDIS_URL is not set" in stock.log.read_text()
+        assert not [key async for key in vllm_fleet.redis.scan_iter("*stock*")]
+        plugged.complete(words(300, 1))
+        first = await poll(lambda: nonce_of(vllm_fleet, plugged), 20)
+        plugged.kill()
+        plugged.start()
+        plugged.wait()
+        plugged.complete(words(100, 1))
+        second = await poll(lambda: nonce_of(vllm_fleet, plugged, not_=first), 20)
+        assert first != second
+
+        async def matches() -> bool:
+            views = {view.worker_id: view for view in await step(vllm_fleet)}
+            return await held(vllm_fleet, views["vllm-b.0"]) == {key[-12:-4] for key in plugged.table()}
+
+        await poll(matches)
+        await asyncio.to_thread(plugged.stop)
+        await step(vllm_fleet)
+        for half in (vllm_fleet.keys.alive, vllm_fleet.keys.alive_servers):  # both have said goodbye
+            alive = cast("list[bytes]", await vllm_fleet.redis.zrange(half, 0, -1))
+            assert not [name for name in alive if name.startswith(b"vllm-b")]
+
+
+async def nonce_of(fleet: Fleet, engine: VllmEngine, not_: object = None) -> str | None:
+    views = {view.worker_id: view for view in await step(fleet)}
+    nonce = views[engine.worker_id].record["nonce"] if engine.worker_id in views else None
+    return nonce if nonce != not_ else None
