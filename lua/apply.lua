@@ -6,7 +6,7 @@ Guarantee: exactly once, whoever calls and how often: the cursor moves and what 
 call. A stream changes only its own worker's slots, record, row and leases.
 
 KEYS: workers load alive cursor batch digest resync retired lease counts
-ARGV: prefix, worker_id, max_blocks (per call; an entry costs its bytes / 8, at least 4)
+ARGV: prefix, worker_id, max_blocks (an entry costs its bytes / 8)
 Returns: {entries, blocks, next}; blocks = hashes read; next: 0 nothing left, 1 call again, 2 call apply_control
 Cost: O(max_blocks), 0.3-0.45 ms cold at 128
 Keys that depend on data: events:<worker_id>, command:<worker_id>, b:<hash>, s:<slot>

@@ -144,6 +144,7 @@ local function ends_of(hashes, n, holders)
     k = k + 1
   end
   table.sort(ends, function(p, q) return p > q end)
+  ends[#ends + 1] = 1 -- a slot with holes (a shadow that fills) can hide an end: what is left has block 1 at least
   return ends
 end
 

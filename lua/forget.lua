@@ -2,7 +2,7 @@
 forget: a worker that is gone, and its API server with the artifacts it brought once no worker of it is left.
 
 Guarantee: nothing of it stays but entries of retired slots, which collect removes. With silent_ms > 0 only if it was
-silent that long and its stream holds nothing unread (it may have come back since someone asked); 0 forgets it anyhow.
+silent for so long and its stream holds nothing unread: it may have come back since someone asked. 0: anyhow.
 Its open reservations hurt no successor: another row has another epoch.
 
 KEYS: workers servers load alive alive_servers cursor batch digest resync retired

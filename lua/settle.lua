@@ -3,14 +3,14 @@ settle: the end, or the first token, of a reservation.
 
 Guarantee: subtracts exactly what the lease still holds, once; a call again changes nothing. A worker that joined
 anew (another epoch) owes nothing. The outcome of an id that was never booked, if it failed or was cancelled, leaves a
-tombstone, so that a decide that comes late books nothing. What a finished request computed stays credited to its worker
-for linger_ms: the engine's own report is on its way. Reaps a few expired leases, so that decide need not.
+tombstone, so that a decide that comes late books nothing. What a finished request computed and the engine has not yet
+reported stays credited to its worker for linger_ms: the report is on its way. Reaps a few expired leases, so that decide need not.
 
 KEYS: load leases lease
 ARGV: prefix, id, outcome (started, finished, failed, cancelled), tombstone_ms, linger_ms
 Returns: {what happened}: STARTED, SETTLED, UNKNOWN (tombstone if failed or cancelled), SAME (nothing to do)
 Cost: O(log leases + checkpoints), at most 8 leases reaped
-Keys that depend on data: x:<hash>, lru:<slot>
+Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>
 --]]
 local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
 local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
@@ -18,7 +18,6 @@ local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 
 local BOOKED, STARTED, LINGERING, TOMBSTONE = 0, 1, 2, 3
 local APPROXIMATE = 16
-local SPECULATION_MS = 3600000
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then
@@ -88,7 +87,6 @@ local function mirror(lease)
       added = added + 1
       call("HINCRBY", prefix .. "x:" .. hash, slot, 1)
     end
-    call("PEXPIRE", prefix .. "x:" .. hash, SPECULATION_MS)
   end
   local over = math.min(call("ZCARD", lru) - capacity, added + 64)
   if over <= 0 then return end
@@ -116,7 +114,12 @@ call("HDEL", lease_key, id)
 if outcome == "started" or outcome == "finished" then
   if stage == BOOKED then mirror(lease) end
 end
-local keep = outcome == "started" and STARTED or outcome == "finished" and #lease >= at + length and LINGERING
+-- Blocks are reported in order, so the deepest checkpoint speaks for all: what is confirmed needs no credit, and must
+-- have none, or an eviction that follows would go unseen.
+local deepest = #lease >= at + length and lease:sub(-8)
+local unreported = outcome == "finished" and deepest
+  and call("SISMEMBER", prefix .. "b:" .. deepest, string.format("%d", slot)) == 0
+local keep = outcome == "started" and STARTED or unreported and LINGERING
 if outcome == "started" then
   add_load(lease:sub(at, at + length - 1), epoch, -prefill, decode, 0)
 else

@@ -34,6 +34,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_REQUEST_ID = 64
 RETRY_AFTER_S = 1
+CANCEL_AGAIN_S = 0.2
 _UNSAFE_ID = re.compile(r"[^A-Za-z0-9._-]")
 #: Headers of a client that reach the engine. Authorization only if the settings hold no key for workers.
 PASSED_ON = {
@@ -76,21 +77,31 @@ class Proxy:
 
     async def _serve(self, call: Call, receive: Receive) -> None:
         me = cast("asyncio.Task[None]", asyncio.current_task())
+        loop = asyncio.get_running_loop()
+        again: list[asyncio.TimerHandle] = []
+
+        def cancel() -> None:
+            # Until it works: a library's wait_for may swallow a cancellation that meets its result.
+            me.cancel()
+            again[:] = [loop.call_later(CANCEL_AGAIN_S, cancel)]
 
         def hung_up(watch: asyncio.Future[Any]) -> None:
             if not watch.cancelled() and not call.complete:
-                me.cancel()
+                cancel()
 
         watch = asyncio.ensure_future(receive())  # returns only when the client is gone, or was answered
         watch.add_done_callback(hung_up)
         try:
             await self._router.serve(call)
         except asyncio.CancelledError:
-            if watch.done() and not watch.cancelled() and not call.complete:
-                me.uncancel()
-                raise _HungUp from None
-            raise
+            if not again:
+                raise
+            while me.uncancel():
+                pass
+            raise _HungUp from None
         finally:
+            for timer in again:
+                timer.cancel()
             watch.remove_done_callback(hung_up)
             watch.cancel()
 

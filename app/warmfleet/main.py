@@ -96,6 +96,7 @@ def server(settings: Settings) -> uvicorn.Server:
         lifespan="on",
         access_log=False,
         log_config=None,
+        proxy_headers=False,  # nothing here looks at the client address
         server_header=False,
         date_header=False,
         backlog=BACKLOG,
@@ -146,9 +147,7 @@ async def _background(
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await maintenance.stop(tasks)
         await prober.close()
         await reader.close()
 

@@ -20,7 +20,7 @@ from warmfleet.pool import Pool, Pools, view_of
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError, dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 
     from warmfleet.fleet import WorkerView
     from warmfleet.identity import Identities, Identity
@@ -32,6 +32,7 @@ logger = logging.getLogger("warmfleet.maintenance")
 BACKOFF_S = 0.2, 5.0
 LOAD_RETRY_S = 10.0
 LOG_EVERY_S = 10.0
+STOP_AGAIN_S = 0.2
 MAX_FAILED_LOADS = 256
 
 
@@ -52,6 +53,15 @@ async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[o
         else:
             backoff = BACKOFF_S[0]
             await asyncio.sleep(interval_s)
+
+
+async def stop(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel ``tasks`` and return when all have ended. One cancellation may get lost inside a library's wait_for."""
+    waiting = set(tasks)
+    while waiting:
+        for task in waiting:
+            task.cancel()
+        _, waiting = await asyncio.wait(waiting, timeout=STOP_AGAIN_S)
 
 
 class Reader:
@@ -158,9 +168,7 @@ class Reader:
             self._metrics.workers.labels(state).set(states[state])
 
     async def close(self) -> None:
-        for task in list(self._loads.values()):
-            task.cancel()
-        await asyncio.gather(*self._loads.values(), return_exceptions=True)
+        await stop(list(self._loads.values()))
 
 
 def _identity_key(worker: WorkerView) -> str:

@@ -14,6 +14,7 @@ import orjson
 from warmfleet.blocks import Hasher
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Flag, WorkerView
+from warmfleet.maintenance import stop
 from warmfleet.prompt import PATHS
 from warmfleet_worker.wire import HASH_BYTES, WORKER_TTL_SECONDS, Scheme, WireError
 
@@ -61,9 +62,7 @@ class Prober:
         self._next = {name: value for name, value in self._next.items() if name in seen}
 
     async def close(self) -> None:
-        for task in list(self._running.values()):
-            task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await stop(list(self._running.values()))
 
     async def _probe(self, name: str, pool: Pool, worker: WorkerView) -> None:
         try:

@@ -54,6 +54,11 @@ class BlockPool:
         """Share of the pool that running requests hold, 0..1."""
         return 1.0 - len(self._free) / (self.blocks - 1)
 
+    @property
+    def distinct(self) -> int:
+        """Hashes held: copies count once."""
+        return len(self._holders)
+
     def held(self) -> list[bytes]:
         """Every hash that a request could hit now."""
         return list(self._holders)

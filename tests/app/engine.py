@@ -6,14 +6,18 @@ import asyncio
 import json
 import struct
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+Answer = Callable[["Engine", "Seen", asyncio.StreamWriter], Awaitable[None]]
 
 
 @dataclass
@@ -34,7 +38,7 @@ class Engine:
     """``answer`` serves completion requests; the rest is there for health checks."""
 
     model: str
-    answer: Callable[[Engine, Seen, asyncio.StreamWriter], Awaitable[None]]
+    answer: Answer
     url: str = ""
     seen: list[Seen] = field(default_factory=list)
     connections: Counter[str] = field(default_factory=Counter)
@@ -121,9 +125,7 @@ async def answer_well(_engine: Engine, seen: Seen, writer: asyncio.StreamWriter)
 
 
 @asynccontextmanager
-async def engine(
-    model: str, answer: Callable[[Engine, Seen, asyncio.StreamWriter], Awaitable[None]] = answer_well
-) -> AsyncIterator[Engine]:
+async def engine(model: str, answer: Answer = answer_well) -> AsyncIterator[Engine]:
     """An engine on a free loopback port."""
     made = Engine(model, answer)
     made.server = await asyncio.start_server(made.serve, "127.0.0.1", 0, limit=2**24)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-
 from tests.conftest import poll
+
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import server
 from warmfleet.settings import Settings
@@ -41,13 +41,17 @@ class Replica:
     async def metric(self, line: str) -> float:
         """The value of one sample, 0 if it is not there."""
         _, page = await self.get("/metrics")
-        return next((float(text.rsplit(" ", 1)[1]) for text in page.decode().splitlines() if text.startswith(line)), 0.0)
+        return next(
+            (float(text.rsplit(" ", 1)[1]) for text in page.decode().splitlines() if text.startswith(line)), 0.0
+        )
 
     async def routable(self, count: int) -> None:
         """Return when the replica itself has seen ``count`` routable workers."""
 
         async def seen() -> bool:
-            states = [await self.metric(f'warmfleet_workers{{state="{s}"}}') for s in ("proven", "identity", "approximate")]
+            states = [
+                await self.metric(f'warmfleet_workers{{state="{s}"}}') for s in ("proven", "identity", "approximate")
+            ]
             return sum(states) == count
 
         await poll(seen, 10, f"{count} routable workers")

@@ -1,14 +1,14 @@
-"""The replica's door: small endpoints, errors as OpenAI's clients expect them, limits against slow and large clients."""
+"""The replica's door: small endpoints, errors as OpenAI's clients expect them, limits for slow and large clients."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from tests.app.engine import STREAM_HEAD, Engine, Seen, chunk, engine, event, reply
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
@@ -103,7 +103,12 @@ async def test_request_ids_are_cleaned(well: tuple[Replica, Engine], model: str)
 @pytest.mark.parametrize(("key", "expected"), [("", "Bearer client"), ("ours", "Bearer ours")])
 async def test_authorization(valkey_url: str, model: str, key: str, expected: str) -> None:
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url, worker_api_key=key) as router:
-        headers = {"Authorization": "Bearer client", "Cookie": "no", "X-data-parallel-rank": "3", "traceparent": "00-ab"}
+        headers = {
+            "Authorization": "Bearer client",
+            "Cookie": "no",
+            "X-data-parallel-rank": "3",
+            "traceparent": "00-ab",
+        }
         await router.post(BODY | {"model": model}, **headers)
         seen = upstream.seen[-1].headers
         assert (seen["authorization"], seen["traceparent"]) == (expected, "00-ab")
@@ -128,20 +133,22 @@ async def test_a_body_has_a_limit_and_a_deadline(valkey_url: str, model: str) ->
 
 
 async def test_slow_headers_do_not_starve_the_rest(valkey_url: str, model: str) -> None:
-    async with engine(model) as upstream:
-        async with replica(valkey_url, model, upstream.url, header_timeout_s=0.3, max_connections=300) as router:
-            slow = [await connection(router) for _ in range(60)]
-            for _, writer in slow:
-                writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: ")
-            assert (await router.post(BODY | {"model": model}))[0] == 200
-            began = time.monotonic()
-            ends = await asyncio.gather(*(asyncio.wait_for(reader.read(), 5) for reader, _ in slow))
-            assert ends == [b""] * 60
-            assert time.monotonic() - began < 3
-            reader, writer = await connection(router)  # nothing sent at all
-            assert await asyncio.wait_for(reader.read(), 5) == b""
-            for _, writer in [*slow, (reader, writer)]:
-                writer.close()
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model, upstream.url, header_timeout_s=0.3, max_connections=300) as router,
+    ):
+        slow = [await connection(router) for _ in range(60)]
+        for _, writer in slow:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: ")
+        assert (await router.post(BODY | {"model": model}))[0] == 200
+        began = time.monotonic()
+        ends = await asyncio.gather(*(asyncio.wait_for(reader.read(), 5) for reader, _ in slow))
+        assert ends == [b""] * 60
+        assert time.monotonic() - began < 3
+        reader, writer = await connection(router)  # nothing sent at all
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        for _, other in [*slow, (reader, writer)]:
+            other.close()
 
 
 async def test_headers_and_connections_have_a_limit(valkey_url: str, model: str) -> None:
@@ -204,7 +211,7 @@ async def gaps(url: str, body: bytes) -> tuple[int, float]:
         assert piece
         times.append(time.perf_counter())
     writer.close()
-    between = sorted(later - earlier for earlier, later in zip(times[1:], times[2:], strict=False))
+    between = sorted(later - earlier for earlier, later in itertools.pairwise(times))
     return len(times), between[int(len(between) * 0.95)]
 
 
@@ -219,11 +226,13 @@ async def test_a_large_plain_answer_is_streamed(valkey_url: str, model: str) -> 
     async def large(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         reply(writer, b"y" * 300_000)
 
-    async with engine(model, large) as upstream:
-        async with replica(valkey_url, model, upstream.url, buffer_max_bytes=1_000) as router:
-            status, _, body = await router.post(BODY | {"model": model})
-            assert (status, body) == (200, b"y" * 300_000)
-            await router.unloaded()
+    async with (
+        engine(model, large) as upstream,
+        replica(valkey_url, model, upstream.url, buffer_max_bytes=1_000) as router,
+    ):
+        status, _, body = await router.post(BODY | {"model": model})
+        assert (status, body) == (200, b"y" * 300_000)
+        await router.unloaded()
 
 
 async def connection(router: Replica) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tests.app.engine import Engine, Seen, answer_well, engine
 from tests.app.replica import replica
 from tests.conftest import poll
+
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import LoadRow, WorkerView
 
@@ -149,7 +150,10 @@ async def test_a_slow_redis_costs_one_time_limit_not_many(valkey_url: str, model
         url = f"redis://127.0.0.1:{door.port}"
         async with replica(url, model, upstream.url, decide_timeout_s=0.1, redis_retry_s=30.0) as router:
             door.swallow = True
-            words = [(await router.post({"model": model, "prompt": "x" * 500}))[1]["x-warmfleet-reservation"] for _ in range(6)]
+            words = [
+                (await router.post({"model": model, "prompt": "x" * 500}))[1]["x-warmfleet-reservation"]
+                for _ in range(6)
+            ]
             assert words == ["fallback"] * 6
             assert await router.metric('warmfleet_fallback_total{reason="away"}') == 2
             assert await router.metric('warmfleet_fallback_total{reason="open"}') == 4

@@ -57,6 +57,12 @@ def identity(encoder: Encoder, executor: ThreadPoolExecutor, template: str, **fa
     return Identity(encoder, ChatTemplate(template), facts, executor)
 
 
+def transformers(messages: list[dict[str, Any]], **more: Any) -> str:
+    """What the library itself renders with CHATML."""
+    rendered: Any = render_jinja_template([messages], chat_template=CHATML, **more)
+    return str(rendered[0][0])
+
+
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be <b>brief</b> & kind é"},
     {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}]},
@@ -78,24 +84,26 @@ def test_rendering_equals_transformers(encoder: Encoder, executor: ThreadPoolExe
     made = Identity(encoder, ChatTemplate(CHATML, trusted=trusted), {}, executor)
     seen = chat.conversation(CONVERSATION, "string")
     assert seen[1]["content"] == "one\ntwo"
-    assert seen[2]["tool_calls"] == [{"id": "c1", "function": {"arguments": {"q": "ü"}, "name": "f"}, "type": "function"}]
+    assert seen[2]["tool_calls"] == [
+        {"id": "c1", "function": {"arguments": {"q": "ü"}, "name": "f"}, "type": "function"}
+    ]
     dumped = [{"type": "function", "function": {"name": "f", "description": None, "parameters": {"type": "object"}}}]
-    expected, _ = render_jinja_template([seen], tools=dumped, chat_template=CHATML, add_generation_prompt=True)
-    assert made.render(asked) == expected[0]
+    assert made.render(asked) == transformers(seen, tools=dumped, add_generation_prompt=True)
 
 
 def test_continue_final_message_equals_transformers(encoder: Encoder, executor: ThreadPoolExecutor) -> None:
     messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one, two "}]
     asked = request(messages, add_generation_prompt=False, continue_final_message=True)
-    expected, _ = render_jinja_template([messages], chat_template=CHATML, continue_final_message=True)
     text = identity(encoder, executor, CHATML).render(asked)
-    assert text == expected[0]
+    assert text == transformers(messages, continue_final_message=True)
     assert text.endswith("one, two ")
 
 
 def test_content_format_is_detected_as_vllm_does(encoder: Encoder, executor: ThreadPoolExecutor) -> None:
-    macro = "{% macro show(c) %}{% for p in c %}{{ p.text }}{% endfor %}{% endmacro %}{% for m in messages %}{{ show(m.content) }}{% endfor %}"
-    renamed = "{% set loop_messages = messages[1:] %}{% for m in loop_messages %}{% for c in m['content'] | list %}{% endfor %}{% endfor %}"
+    loop = "{% for m in messages %}{{ show(m.content) }}{% endfor %}"
+    macro = "{% macro show(c) %}{% for p in c %}{{ p.text }}{% endfor %}{% endmacro %}" + loop
+    inner = "{% for c in m['content'] | list %}{% endfor %}"
+    renamed = "{% set rest = messages[1:] %}{% for m in rest %}" + inner + "{% endfor %}"
     for template, form in ((CHATML, "string"), (PARTS, "openai"), (macro, "openai"), (renamed, "openai")):
         assert ChatTemplate(template).content_format == form
     assert ChatTemplate(PARTS, "string").content_format == "string"
@@ -106,7 +114,11 @@ def test_content_format_is_detected_as_vllm_does(encoder: Encoder, executor: Thr
 def test_developer_becomes_system_where_the_template_does_not_know_it(
     encoder: Encoder, executor: ThreadPoolExecutor
 ) -> None:
-    messages = [{"role": "user", "content": "q"}, {"role": "developer", "content": "a"}, {"role": "system", "content": "b"}]
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "developer", "content": "a"},
+        {"role": "system", "content": "b"},
+    ]
     template = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
     assert identity(encoder, executor, template).render(request(messages)) == "system=a\n\nb;user=q;"
     knows = template + "{# 'developer' #}"
@@ -202,6 +214,7 @@ def test_canonical_text_keeps_prefixes_and_tenants_apart() -> None:
     two = canonical_text(request(CONVERSATION, model="m"))[0]
     assert two.startswith(one)
     assert canonical_text(request(CONVERSATION[:2], model="m", cache_salt="s"))[0][:20] != one[:20]
+    call = {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    bad = request([{"role": "assistant", "content": "", "tool_calls": [call]}])
     with pytest.raises(NotReproducible):
-        bad = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}]
-        canonical_text(request(bad))
+        canonical_text(bad)

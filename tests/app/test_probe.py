@@ -1,4 +1,4 @@
-"""A worker with the plugin joins: its artifacts become an identity, the probe proves it, its blocks are matched exactly."""
+"""A worker with the plugin joins: its artifacts become an identity, the probe proves it, its blocks are matched."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from tests.app.engine import Engine, Seen, answer_well, engine, reply
+from tests.app.engine import Answer, Engine, Seen, answer_well, engine, reply
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
+
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.publisher import WorkerPublisher
 from warmfleet_worker.server import ServerConfig, ServerPublisher
@@ -43,7 +44,7 @@ async def worker(redis_url: str, model: str, url: str, tracker: Tracker) -> Asyn
         await asyncio.to_thread(core.stop)
 
 
-def caching(tracker: Tracker, ids_of: list[list[int]]) -> object:
+def caching(tracker: Tracker, ids_of: list[list[int]]) -> Answer:
     """An engine that keeps the blocks of every token-id prompt it gets."""
 
     async def answer(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
@@ -66,62 +67,73 @@ async def proof(router: Replica, wanted: str) -> str:
 
 async def exact(router: Replica) -> None:
     async def seen() -> bool:
-        return json.loads((await router.get("/workers"))[1])["models"][0]["identity"] == "exact"
+        return bool(json.loads((await router.get("/workers"))[1])["models"][0]["identity"] == "exact")
 
     await poll(seen, 20, "an exact identity")
 
 
 async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str) -> None:
     tracker, prompts = Tracker(), list[list[int]]()
-    async with engine(model, caching(tracker, prompts)) as upstream, replica(valkey_url, model) as router:  # type: ignore[arg-type]
-        async with worker(valkey_url, model, upstream.url, tracker):
-            await proof(router, "proven")
-            await exact(router)
-            await router.routable(1)
-            assert len(prompts[0]) == 33  # two blocks, and the token that is always computed
-            ids = list(range(300, 400))
-            _, headers, _ = await router.post({"model": model, "prompt": ids})
-            assert (headers["x-warmfleet-matched-tokens"], headers["x-warmfleet-prompt-tokens"]) == ("0", "100")
+    async with (
+        engine(model, caching(tracker, prompts)) as upstream,
+        replica(valkey_url, model) as router,
+        worker(valkey_url, model, upstream.url, tracker),
+    ):
+        await proof(router, "proven")
+        await exact(router)
+        await router.routable(1)
+        assert len(prompts[0]) == 33  # two blocks, and the token that is always computed
+        ids = list(range(300, 400))
+        _, headers, _ = await router.post({"model": model, "prompt": ids})
+        assert (headers["x-warmfleet-matched-tokens"], headers["x-warmfleet-prompt-tokens"]) == ("0", "100")
 
-            async def matched() -> bool:
-                _, headers, _ = await router.post({"model": model, "prompt": [*ids, 9, 9]})
-                return headers["x-warmfleet-matched-tokens"] == "96"
+        async def matched() -> bool:
+            _, headers, _ = await router.post({"model": model, "prompt": [*ids, 9, 9]})
+            return bool(headers["x-warmfleet-matched-tokens"] == "96")
 
-            await poll(matched, 10, "the engine's own report is matched")
-            _, headers, _ = await router.post({"model": "adapter", "prompt": ids})
-            assert headers["x-warmfleet-matched-tokens"] == "0"  # an adapter's blocks are others
-            messages = [{"role": "user", "content": "hello"}]
-            _, headers, _ = await router.post({"model": model, "messages": messages}, "/v1/chat/completions")
-            assert 2 < int(headers["x-warmfleet-prompt-tokens"]) < 12
-            image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-            status, _, _ = await router.post({"model": model, "messages": image}, "/v1/chat/completions")
-            assert status == 200
-            assert await router.metric('warmfleet_load_only_total{reason="parts"}') == 1
-            await router.unloaded()
+        await poll(matched, 10, "the engine's own report is matched")
+        _, headers, _ = await router.post({"model": "adapter", "prompt": ids})
+        assert headers["x-warmfleet-matched-tokens"] == "0"  # an adapter's blocks are others
+        messages = [{"role": "user", "content": "hello"}]
+        _, headers, _ = await router.post({"model": model, "messages": messages}, "/v1/chat/completions")
+        assert 2 < int(headers["x-warmfleet-prompt-tokens"]) < 12
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        status, _, _ = await router.post({"model": model, "messages": image}, "/v1/chat/completions")
+        assert status == 200
+        assert await router.metric('warmfleet_load_only_total{reason="parts"}') == 1
+        await router.unloaded()
 
 
 async def test_a_worker_that_hashes_otherwise_is_routed_by_load_only(valkey_url: str, model: str) -> None:
-    async with engine(model) as upstream, replica(valkey_url, model, probe_timeout_s=0.3) as router:
-        async with worker(valkey_url, model, upstream.url, Tracker()):
-            assert "did not appear" in await proof(router, "identity")
-            await router.routable(1)
-            status, headers, _ = await router.post({"model": model, "prompt": list(range(100))})
-            assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0")
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model, probe_timeout_s=0.3) as router,
+        worker(valkey_url, model, upstream.url, Tracker()),
+    ):
+        assert "did not appear" in await proof(router, "identity")
+        await router.routable(1)
+        status, headers, _ = await router.post({"model": model, "prompt": list(range(100))})
+        assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0")
 
 
 async def test_a_wrong_url_is_not_routed_to(valkey_url: str, model: str) -> None:
     async def not_found(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         reply(writer, b"{}", "404 Not Found")
 
-    async with engine(model, not_found) as upstream, replica(valkey_url, model) as router:
-        async with worker(valkey_url, model, upstream.url, Tracker()):
-            assert "404" in await proof(router, "url")
-            assert (await router.post({"model": model, "prompt": "x"}))[0] == 503
+    async with (
+        engine(model, not_found) as upstream,
+        replica(valkey_url, model) as router,
+        worker(valkey_url, model, upstream.url, Tracker()),
+    ):
+        assert "404" in await proof(router, "url")
+        assert (await router.post({"model": model, "prompt": "x"}))[0] == 503
 
 
 async def test_an_address_outside_the_allowed_ranges_is_never_asked(valkey_url: str, model: str) -> None:
-    async with engine(model) as upstream:
-        async with replica(valkey_url, model, worker_addresses=("10.0.0.0/8",)) as router:
-            async with worker(valkey_url, model, upstream.url, Tracker()):
-                assert "WARMFLEET_WORKER_ADDRESSES" in await proof(router, "url")
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model, worker_addresses=("10.0.0.0/8",)) as router,
+        worker(valkey_url, model, upstream.url, Tracker()),
+    ):
+        assert "WARMFLEET_WORKER_ADDRESSES" in await proof(router, "url")
         assert not upstream.seen

@@ -7,13 +7,12 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-
 from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event, reply, reset
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
+
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import Fleet, connect
-from warmfleet.fleet.reservations import Outcome
 from warmfleet.metrics import Metrics
 from warmfleet.pool import Pool, Pools
 from warmfleet.route import Call, Router
@@ -22,6 +21,8 @@ from warmfleet.upstream import Addresses, Upstream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from warmfleet.fleet.reservations import Outcome
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 
@@ -144,19 +145,22 @@ async def test_engine_fails_before_the_first_byte(valkey_url: str, model: str, w
         else:
             reply(writer, b"{}", f"{way} Trouble")
 
-    async with engine(model, fails) as bad, engine(model) as good:
-        async with replica(valkey_url, model, bad.url, good.url, policy="round_robin") as router:
-            for _ in range(4):
-                status, headers, _ = await router.post({"model": model, "prompt": PROMPT, "stream": True})
-                assert status == 200
-                assert headers["x-warmfleet-worker"].endswith(good.url.rsplit(":", 1)[1])
-            assert bad.seen
-            assert len(good.seen) == 4
-            ids = {seen.headers["x-request-id"].partition(".")[0] for seen in bad.seen + good.seen}
-            retries = await router.metric('warmfleet_retries_total{where="another"}')
-            assert retries >= 1
-            assert len(ids) == retries + 4  # every try elsewhere is a reservation of its own
-            await router.unloaded()
+    async with (
+        engine(model, fails) as bad,
+        engine(model) as good,
+        replica(valkey_url, model, bad.url, good.url, policy="round_robin") as router,
+    ):
+        for _ in range(4):
+            status, headers, _ = await router.post({"model": model, "prompt": PROMPT, "stream": True})
+            assert status == 200
+            assert headers["x-warmfleet-worker"].endswith(good.url.rsplit(":", 1)[1])
+        assert bad.seen
+        assert len(good.seen) == 4
+        ids = {seen.headers["x-request-id"].partition(".")[0] for seen in bad.seen + good.seen}
+        retries = await router.metric('warmfleet_retries_total{where="another"}')
+        assert retries >= 1
+        assert len(ids) == retries + 4  # every try elsewhere is a reservation of its own
+        await router.unloaded()
 
 
 async def test_only_engine_is_gone(valkey_url: str, model: str) -> None:
@@ -178,12 +182,15 @@ async def test_failed_try_is_settled_before_the_next_is_decided(valkey_url: str,
         loads.extend(worker.load.in_flight for worker in await routers[0].fleet.workers())
         await answer_well(engine, seen, writer)
 
-    async with engine(model, fails) as bad, engine(model, looks) as good:
-        async with replica(valkey_url, model, bad.url, good.url, policy="round_robin") as router:
-            routers.append(router)
-            while not bad.seen:
-                loads.clear()
-                await router.post({"model": model, "prompt": PROMPT})
+    async with (
+        engine(model, fails) as bad,
+        engine(model, looks) as good,
+        replica(valkey_url, model, bad.url, good.url, policy="round_robin") as router,
+    ):
+        routers.append(router)
+        while not bad.seen:
+            loads.clear()
+            await router.post({"model": model, "prompt": PROMPT})
     assert sorted(loads) == [0, 1]
 
 
@@ -196,14 +203,16 @@ async def test_stale_connection_is_replaced_on_the_same_worker(valkey_url: str, 
         engine.connections["served"] = 1
         await answer_well(engine, seen, writer)
 
-    async with engine(model, closes_when_idle) as upstream:
-        async with replica(valkey_url, model, upstream.url, health_interval_s=30.0) as router:
-            for _ in range(3):
-                status, _, _ = await router.post({"model": model, "prompt": PROMPT})
-                assert status == 200
-            assert await router.metric('warmfleet_retries_total{where="same"}') >= 1
-            assert await router.metric('warmfleet_retries_total{where="another"}') == 0
-            await router.unloaded()
+    async with (
+        engine(model, closes_when_idle) as upstream,
+        replica(valkey_url, model, upstream.url, health_interval_s=30.0) as router,
+    ):
+        for _ in range(3):
+            status, _, _ = await router.post({"model": model, "prompt": PROMPT})
+            assert status == 200
+        assert await router.metric('warmfleet_retries_total{where="same"}') >= 1
+        assert await router.metric('warmfleet_retries_total{where="another"}') == 0
+        await router.unloaded()
 
 
 async def test_engines_own_errors_pass_through(valkey_url: str, model: str) -> None:
@@ -239,17 +248,19 @@ async def test_shutdown_while_streaming_settles(valkey_url: str, model: str) -> 
             await asyncio.sleep(0.01)
 
     looking = Fleet(connect(valkey_url, timeout_s=2), model)
-    async with engine(model, endless) as upstream:
-        async with replica(valkey_url, model, upstream.url, shutdown_grace_s=0.0) as router:
-            answer = await router.client.post(
-                f"{router.url}/v1/completions", json={"model": model, "prompt": PROMPT, "stream": True}
-            )
-            await answer.content.readany()
-            await poll(router.load, what="load is booked")
-        rows = [worker.load for worker in await looking.workers()]
-        assert rows
-        assert sum(row.in_flight + row.prefill_tokens + row.decode_tokens for row in rows) == 0
-        answer.close()
+    async with (
+        engine(model, endless) as upstream,
+        replica(valkey_url, model, upstream.url, shutdown_grace_s=0.0) as router,
+    ):
+        answer = await router.client.post(
+            f"{router.url}/v1/completions", json={"model": model, "prompt": PROMPT, "stream": True}
+        )
+        await answer.content.readany()
+        await poll(router.load, what="load is booked")
+    rows = [worker.load for worker in await looking.workers()]
+    assert rows
+    assert sum(row.in_flight + row.prefill_tokens + row.decode_tokens for row in rows) == 0
+    answer.close()
     await looking.close()
 
 
@@ -278,7 +289,7 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
         await poll(lambda: upstream.seen, what="the engine has the request")
         assert await router.load() > 0
         task.cancel()
-        while pool.open:  # until the settle has begun: it is the first thing that this ends
+        while pool.open:  # noqa: ASYNC110  until the settle has begun: the reservation's leaving is its first act
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

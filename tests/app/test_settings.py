@@ -34,7 +34,9 @@ def test_what_cannot_be_read_is_named(name: str, value: str) -> None:
 
 
 def test_typing_errors_are_noticed() -> None:
-    assert unknown_variables({"WARMFLEET_PROT": "1", "WARMFLEET_PORT": "1", "WARMFLEET_MODEL": "m"}) == ["WARMFLEET_PROT"]
+    assert unknown_variables({"WARMFLEET_PROT": "1", "WARMFLEET_PORT": "1", "WARMFLEET_MODEL": "m"}) == [
+        "WARMFLEET_PROT"
+    ]
 
 
 def test_no_models_no_start() -> None:
@@ -55,7 +57,11 @@ def test_every_metric_and_error_is_in_the_readme() -> None:
     text = README.read_text(encoding="utf-8")
     names = {metric.name for metric in Metrics().registry.collect()}
     assert {name for name in names if f"| `{name}`" not in text} == set()
-    classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, WarmfleetError)]
-    assert [c.__name__ for c in classes if c is not WarmfleetError and f"| `{c.__name__}` | {c.status} |" not in text] == []
+    classes = [
+        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, WarmfleetError)
+    ]
+    assert [
+        c.__name__ for c in classes if c is not WarmfleetError and f"| `{c.__name__}` | {c.status} |" not in text
+    ] == []
     for header in ("x-request-id", "x-warmfleet-worker", "x-warmfleet-matched-tokens", "x-warmfleet-reservation"):
         assert f"`{header}`" in text

@@ -149,7 +149,9 @@ def test_a_lock_pins_with_hashes_and_names_no_host(lock: Path) -> None:
 def test_the_locks_cover_what_the_project_asks_for() -> None:
     declared = project(ROOT)
     groups = declared["dependency-groups"]
-    runtime = declared["project"]["dependencies"] + declared["project"]["optional-dependencies"]["demo"] + groups["build"]
+    runtime = (
+        declared["project"]["dependencies"] + declared["project"]["optional-dependencies"]["demo"] + groups["build"]
+    )
     run, dev = pins(ROOT / "requirements.lock"), pins(ROOT / "requirements-dev.lock")
     assert names(runtime) - {"warmfleet-worker"} <= set(run)
     assert names(groups["dev"]) <= set(dev)

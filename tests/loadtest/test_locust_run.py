@@ -21,6 +21,7 @@ ROW = {"requests": 10, "failures": 0, "mean_ms": 5.0, "p50_ms": 5, "p95_ms": 9}
 SUMMARY: dict[str, Any] = {
     "rows": {"chat chat": ROW, "TTFT chat": ROW},
     "errors": [],
+    "fallbacks": [],
     "broken": [[100.5, "retried"], [101.0, "cut"]],
     "reservations": {"booked": 10},
     "workers": {"w1": 10},
@@ -41,7 +42,7 @@ def test_a_run_whose_breaks_all_follow_the_kill_passes() -> None:
         ({"rows": {"TTFT chat": ROW}}, "no requests"),
         ({"broken": [[99.9, "retried"]]}, "other times than the kill"),
         ({"broken": [[103.1, "cut"]]}, "other times than the kill"),
-        ({"reservations": {"booked": 9, "fallback": 1}}, "1 requests were routed without a decision"),
+        ({"reservations": {"booked": 7, "fallback": 3}, "fallbacks": [99.0, 104.0, 105.0]}, "3 of 10 requests"),
     ],
 )
 def test_what_fails_a_run(change: dict[str, Any], message: str) -> None:
@@ -64,6 +65,13 @@ def test_the_description_hides_no_break() -> None:
     assert "1 before an answer, 1 in mid-stream" in text
     assert "50 of 100 prompt tokens matched (50%)" in text
     assert "replica-1 4, replica-4 2" in text
+
+
+def test_few_fallbacks_are_told_but_fail_nothing() -> None:
+    summary = SUMMARY | {"reservations": {"booked": 9, "fallback": 1}, "fallbacks": [104.0]}
+
+    assert verdict(summary, RUN) == []
+    assert "WARNING   1 without a decision (fallback), s from the kill: +4" in describe(summary, RUN)
 
 
 def test_without_haproxy_it_says_what_to_install(

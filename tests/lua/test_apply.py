@@ -548,6 +548,37 @@ async def test_stored_within_a_snapshot_abandons_it(core: Core, fleet: Fleet) ->
     assert await fleet.counts() == {"interleaved": 1, "stale": 1}
 
 
+async def test_a_snapshot_after_an_abandoned_one_starts_from_nothing(core: Core, fleet: Fleet) -> None:
+    await core.send("begin", wire.dumps({"snapshot": "0000000a", "command": None}))
+    await core.send("chunk", b"0000000a" + blocks(2))
+    await core.applied()
+    await core.send("stored", blocks(5))
+    await core.snapshot([5, 6])
+    await core.applied()
+    assert await core.holds() == held(5, 6)
+    assert await fleet.counts() == {"interleaved": 1, "resync": 1}
+
+
+async def test_chunks_of_another_snapshot_are_dropped(core: Core, fleet: Fleet) -> None:
+    await core.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
+    await core.send("chunk", b"0000000a" + blocks(1))
+    await core.send("chunk", NAME.encode() + blocks(2))
+    await core.end(digest_of(2))
+    await core.applied()
+    assert await core.holds() == held(2)
+    assert await fleet.counts() == {"stale": 1, "resync": 1}
+
+
+async def test_a_snapshot_beyond_the_capacity_is_abandoned(core: Core, fleet: Fleet) -> None:
+    core.nonce, core.number = "n2", 0
+    await core.join(capacity_blocks=10)
+    await core.snapshot(range(1300))
+    await core.applied()
+    assert await core.holds() == set()
+    assert (await fleet.counts())["overflow"] == 1
+    assert cast("float", await core.waiting()) < 0
+
+
 async def test_cleared_within_a_snapshot_drops_it_and_the_live_slot(core: Core, fleet: Fleet) -> None:
     await core.send("stored", blocks(1))
     await core.send("begin", wire.dumps({"snapshot": NAME, "command": None}))

@@ -248,9 +248,10 @@ async def test_a_worker_silent_for_ten_minutes_is_due(store: aioredis.Redis, fle
     assert (await slow_tick(fleet)).forget == ("s.0",)
 
 
-async def test_unread_entries_keep_a_silent_worker(store: aioredis.Redis, fleet: Fleet) -> None:
+@pytest.mark.parametrize("age_ms", [0, 3_500_000])
+async def test_unread_entries_keep_a_silent_worker(store: aioredis.Redis, fleet: Fleet, age_ms: int) -> None:
     core = await silent_worker(store, fleet)
-    await core.heartbeat()
+    await core.heartbeat(at=f"{now_ms() - age_ms}-0")
     tick = await slow_tick(fleet)
     assert tick.forget == ()
     assert "events:s.0" in tick.backlog

@@ -35,7 +35,8 @@ def reported() -> Iterator[Reported]:
     if not (VENV / "bin" / "vllm").exists() or not MODEL.exists():
         pytest.fail("real vLLM is not installed here: run `make vllm`")
     with server(valkey_binary()) as redis_url:
-        options = EngineOptions(redis_url=redis_url, model_tag=TAG, blocks=BLOCKS, max_model_len=4_096)
+        goodbye = ("--shutdown-timeout", "10")  # else vLLM kills its engine core
+        options = EngineOptions(redis_url=redis_url, model_tag=TAG, blocks=BLOCKS, arguments=goodbye)
         with running(options) as [engine]:
             yield Reported(engine, redis_url)
 

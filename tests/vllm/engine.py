@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -186,3 +187,4 @@ def running(*options: EngineOptions) -> Iterator[list[VllmEngine]]:
     finally:
         for engine in engines:
             engine.stop()
+            shutil.rmtree(engine.folder, ignore_errors=True)

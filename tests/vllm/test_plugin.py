@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import subprocess
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.conftest import poll
-from tests.vllm.engine import BLOCK_TOKENS, EngineOptions, running
+from tests.vllm.engine import BLOCK_TOKENS, VENV
 
 from warmfleet.fleet.rows import Flag
 from warmfleet_worker import wire
@@ -224,33 +226,33 @@ async def test_foreign_load_and_speed_are_reported(reported: Reported, vllm_flee
     assert 500 < cast("LoadRow", await poll(idle, 10)).speed_tps < 1_000_000
 
 
-async def test_without_a_url_the_plugin_is_inactive_and_a_restart_is_a_new_incarnation(vllm_fleet: Fleet) -> None:
-    """Both kinds of start at the same time: stock, and under a name that was there before."""
-    url = f"unix://{vllm_fleet.redis.connection_pool.connection_kwargs['path']}"
-    named = EngineOptions(redis_url=url, worker_id="vllm-b", arguments=("--shutdown-timeout", "10"))
-    with running(EngineOptions(worker_id="stock"), named) as [stock, plugged]:
-        stock.complete("def main():")
-        assert "warmfleet: inactive: WARMFLEET_REDIS_URL is not set" in stock.log.read_text()
-        assert not [key async for key in vllm_fleet.redis.scan_iter("*stock*")]
-        plugged.complete(words(300, 1))
-        first = await poll(lambda: nonce_of(vllm_fleet, plugged), 20)
-        plugged.kill()
-        plugged.start()
-        plugged.wait()
-        plugged.complete(words(100, 1))
-        second = await poll(lambda: nonce_of(vllm_fleet, plugged, not_=first), 20)
-        assert first != second
+def test_without_a_url_the_plugin_is_inactive() -> None:
+    """One line, no hook, no Redis client: in the process of a stock server."""
+    script = (
+        "import logging, sys; logging.basicConfig(level=20); from warmfleet_worker.plugin import register; register()"
+    )
+    script += "; register(); assert not [name for name in sys.modules if name.split('.')[0] == 'vllm']"
+    environment = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [VENV / "bin" / "python", "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "warmfleet: inactive: WARMFLEET_REDIS_URL is not set" in done.stderr
 
-        async def matches() -> bool:
-            views = {view.worker_id: view for view in await step(vllm_fleet)}
-            return await held(vllm_fleet, views["vllm-b.0"]) == {key[-12:-4] for key in plugged.table()}
 
-        await poll(matches)
-        await asyncio.to_thread(plugged.stop)
-        await step(vllm_fleet)
-        for half in (vllm_fleet.keys.alive, vllm_fleet.keys.alive_servers):  # both have said goodbye
-            alive = cast("list[bytes]", await vllm_fleet.redis.zrange(half, 0, -1))
-            assert not [name for name in alive if name.startswith(b"vllm-b")]
+async def test_it_says_goodbye_and_a_restart_is_a_new_incarnation(reported: Reported, vllm_fleet: Fleet) -> None:
+    engine, keys = reported.engine, vllm_fleet.keys
+    await asyncio.to_thread(engine.complete, words(300, 1))
+    first = await poll(lambda: nonce_of(vllm_fleet, engine))
+    assert await vllm_fleet.redis.zrange(keys.alive, 0, -1) == [b"vllm-a.0"]
+    await asyncio.to_thread(engine.stop)
+    await step(vllm_fleet)
+    assert await vllm_fleet.redis.zrange(keys.alive, 0, -1) == []
+    assert await vllm_fleet.redis.zrange(keys.alive_servers, 0, -1) == []
+    engine.start()
+    await asyncio.to_thread(engine.wait)
+    await asyncio.to_thread(engine.complete, words(200, 2))
+    await poll(lambda: nonce_of(vllm_fleet, engine, not_=first), 20)
+    assert len(await same(reported, vllm_fleet)) >= 200 // BLOCK_TOKENS
 
 
 async def nonce_of(fleet: Fleet, engine: VllmEngine, not_: object = None) -> str | None:

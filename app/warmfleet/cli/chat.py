@@ -52,7 +52,9 @@ class Chat:
         """One request to a replica, or to an engine directly, read to its end."""
         body = {"model": self._model, "messages": messages, "max_tokens": max_tokens, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        started, first, pieces, usage = time.perf_counter(), 0.0, [], {}
+        started, first = time.perf_counter(), 0.0
+        pieces: list[str] = []
+        usage: dict[str, Any] = {}
         async with self._http.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
             if answer.is_error:
                 await answer.aread()

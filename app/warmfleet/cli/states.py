@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.02
 LIMIT_SECONDS = 15.0
 AT_ONCE = 8
-PREFIX_TOKENS = 1_500
+PREFIX_TOKENS = 1_570  # a little over 96 blocks: what is speculative is counted in steps of 32 blocks
+REPORT_SECONDS = 0.5  # engines report new blocks every 0.1 s; a person takes longer to ask again
 FILLER_TOKENS = 3_000
 
 
@@ -59,9 +59,6 @@ class Walk:
         followed = [
             answer for answer in answers if answer.worker in cold and answer.matched_tokens >= PREFIX_TOKENS // 2
         ]
-        self._holder = Counter(answer.worker for answer in answers).most_common(1)[0][0]
-        of_holder = next(pair for pair in zip(asked, answers, strict=True) if pair[1].worker == self._holder)
-        self._messages = [*of_holder[0], {"role": "assistant", "content": of_holder[1].text}]
         return Verdict(
             "cold start",
             len(cold) <= 2 and len(followed) >= AT_ONCE - 2,
@@ -71,6 +68,10 @@ class Walk:
 
     async def stickiness(self) -> Verdict:
         """The next turn goes to the worker that holds the conversation, although others have nothing to do."""
+        self._messages = [system(words(self._rng, PREFIX_TOKENS)), user(f"Hello: {words(self._rng, 20)}?")]
+        first = await self._chat.send(self._replica(), self._messages)
+        self._holder = first.worker
+        self._messages.append({"role": "assistant", "content": first.text})
         busy = [self._chat.send(self._replica(), [*self._messages, user(f"Variant {n}?")], 400) for n in range(3)]
         tasks = [asyncio.ensure_future(request) for request in busy]
         load = await self._until(lambda rows: rows[self._holder]["in_flight"] >= len(tasks))
@@ -107,6 +108,7 @@ class Walk:
         async with self._foreign_work(rounds=3):
             await self._until(lambda rows: rows[self._holder]["foreign_prefill_tokens"] > FILLER_TOKENS // 2)
             first = await self._chat.send(self._replica(), self._messages)
+        await asyncio.sleep(REPORT_SECONDS)
         turn = [*self._messages, {"role": "assistant", "content": first.text}, user("And then?")]
         second = await self._chat.send(self._replica(), turn)
         return Verdict(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from warmfleet.errors import BadArgument
 from warmfleet.fleet.client import ScriptClient, Timeouts
-from warmfleet.fleet.rows import Flag
+from warmfleet.fleet.rows import Flag, LoadRow
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
@@ -114,7 +114,7 @@ class Spans:
     lease_ms: int = 30_000  # renewed every 10 s: two renewals may be lost
     worker_ttl_ms: int = 15_000
     tombstone_ms: int = 60_000
-    linger_ms: int = 2_000  # a finished request's blocks are reported within 0.2 s; ten times that
+    linger_ms: int = 500  # a finished request's blocks are reported within 0.2 s; an eviction must not go unseen for long
 
 
 class Reservations(ScriptClient):
@@ -161,8 +161,7 @@ class Reservations(ScriptClient):
     async def explain(self, ask: Ask) -> tuple[str, list[Candidate]]:
         """What ``decide`` would choose now, and every worker it would weigh. Books nothing. Errors as ``decide``."""
         answer = await self.run("decide", *self._ask_args(ask, dry=True))
-        rows = [Candidate(row[0].decode(), *row[1:-1], float(row[-1])) for row in answer[2:]]
-        return answer[1].decode(), rows
+        return answer[1].decode(), [_candidate(*row) for row in answer[2:]]
 
     async def settle(self, reservation: str, outcome: Outcome) -> str:
         """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. Safe to repeat."""
@@ -207,3 +206,11 @@ class Reservations(ScriptClient):
         for chain in ask.chains:
             args += (chain.scheme_id, chain.block_tokens, chain.hashes)
         return args
+
+
+def _candidate(worker_id: bytes, matched: int, speculative: int, packed: bytes, cost_s: bytes) -> Candidate:
+    row = LoadRow.unpack(packed)
+    load = (row.prefill_tokens, row.decode_tokens, row.in_flight, row.foreign_prefill_tokens, row.speed_tps)
+    return Candidate(
+        worker_id.decode(), matched, speculative, *load, row.blocks, row.capacity_blocks, row.flags, float(cost_s)
+    )

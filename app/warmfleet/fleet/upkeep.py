@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet.client import ScriptClient
 from warmfleet_worker.wire import BATCH_BLOCKS, WORKER_TTL_SECONDS
 
@@ -94,10 +95,14 @@ class Upkeep(ScriptClient):
 
     async def step(self) -> int:
         """One round of maintenance, bounded: tick, a fair share of every backlog, collect. Returns blocks applied."""
-        tick = await self.tick()
-        for worker_id in tick.forget:
-            await self.forget(worker_id, self.pace.forget_ms)
-        blocks = await self._drain(deque(tick.backlog))
+        try:
+            tick = await self.tick()
+            for worker_id in tick.forget:
+                await self.forget(worker_id, self.pace.forget_ms)
+            blocks = await self._drain(deque(tick.backlog))
+        except FleetUnavailable:
+            await self.collect()  # if the memory is full nothing else is allowed, and this makes room
+            raise
         left = tick.retired
         for _ in range(self.pace.collects if left else 0):
             _, left = await self.collect()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.conftest import poll
+from tests.conftest import poll, server, valkey_binary
 from tests.lua.stream import Core, blocks, digest_of, held
 
 from warmfleet.errors import FleetUnavailable
@@ -66,8 +66,15 @@ async def test_several_replicas_share_the_work_and_apply_it_once(
             await core.send("stored", blocks(*range(20 * number, 20 * number + 20)))
 
     async def work(replica: Fleet) -> int:
-        replica.pace = Pace(min_gap_ms=1, applies=8)
-        return sum([await replica.step() for _ in range(60)])
+        replica.pace, blocks_applied = Pace(min_gap_ms=1, applies=8), 0
+
+        async def empty() -> bool:
+            nonlocal blocks_applied
+            blocks_applied += await replica.step()
+            return not any([await store.xlen(core.stream) for core in cores])
+
+        await poll(empty, what="all streams applied")
+        return blocks_applied
 
     assert sum(await asyncio.gather(*(work(replica) for replica in replicas))) == 6 * 600
     for core in cores:
@@ -139,6 +146,26 @@ async def test_a_server_and_its_workers_come_up_by_steps(store: aioredis.Redis, 
     (view,) = await fleet.workers()
     assert view.routable
     assert view.url == "http://h:1"
+
+
+async def test_a_full_store_is_still_collected(model: str) -> None:
+    with server(valkey_binary()) as url:
+        async with connect(url, timeout_s=5) as store:
+            fleet = Fleet(store, model)
+            fleet.pace = Pace(min_gap_ms=0)
+            core = Core(store, fleet)
+            await core.join()
+            await core.send("stored", blocks(*range(120)))
+            await core.send("cleared")
+            await core.applied()
+            await core.send("stored", blocks(1))
+            await store.config_set("maxmemory", 1)
+            with pytest.raises(FleetUnavailable):
+                await fleet.step()
+            assert await store.dbsize() < 30
+            await store.config_set("maxmemory", 0)
+            await fleet.step()
+            assert await core.holds() == held(1)
 
 
 async def test_without_redis_every_call_says_so(model: str) -> None:

@@ -1,0 +1,284 @@
+"""Fit the simulator's step times to a real vLLM, and check them on a load that was not used for the fit.
+
+    python -m warmfleet_loadtest.calibrate measure --url http://127.0.0.1:8000 --model small --out samples.json
+    python -m warmfleet_loadtest.calibrate fit samples.json --out costs.json
+    python -m warmfleet_loadtest.calibrate check --url http://127.0.0.1:8000 --model small --costs costs.json
+
+``measure`` sends prompts of many lengths, alone, cold and with cached prefixes, then groups of decoding streams, then
+a mixed load. ``fit`` solves for non-negative coefficients with the smallest relative error, then scales what a queue
+is made of (prefill, request overhead) to the mixed load in simulation. ``check`` runs other mixed loads on the real
+engine and on the simulator over HTTP and compares the quantiles of TTFT.
+Start vLLM with a cache that holds everything (no evictions) and with --enable-prompt-tokens-details.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import uvloop
+
+from warmfleet_loadtest.api import Served
+from warmfleet_loadtest.client import Client, Reply
+from warmfleet_loadtest.costs import StepCosts, load_costs
+from warmfleet_loadtest.engine import Engine, EngineConfig
+from warmfleet_loadtest.identity import Identity
+from warmfleet_loadtest.replay import Target, quantile, replay
+from warmfleet_loadtest.scheduler import Limits
+from warmfleet_loadtest.trace import FIRST_TOKEN, TOKENS
+from warmfleet_loadtest.virtual import VirtualEngine, VirtualFleet
+from warmfleet_loadtest.workload import Mix, mixed
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet_loadtest.scheduler import Request
+
+REPEATS = 5
+DECODED_TOKENS = 64
+COLD_TOKENS = (32, 128, 256, 512, 1_024, 1_536, 2_016, 3_072, 4_064, 6_112)
+CACHED_TOKENS = ((1_024, 32), (1_024, 512), (4_096, 32), (4_096, 512), (4_096, 1_536), (6_144, 64))
+STREAMS = ((1, 64), (1, 2_048), (4, 64), (4, 1_024), (8, 256), (16, 64), (16, 512), (32, 64))
+NAMES = tuple(field.name for field in fields(StepCosts))
+TOLERANCE = 0.15
+
+
+class Bench:
+    """Measurements on one engine. All prompts are new unless a prefix is wanted."""
+
+    def __init__(self, client: Client, url: str, seed: int) -> None:
+        self._client = client
+        self._url = url
+        self._random = random.Random(seed)
+
+    def tokens(self, count: int) -> list[int]:
+        return [FIRST_TOKEN + int(self._random.random() * TOKENS) for _ in range(count)]
+
+    async def alone(self, cached: int, new: int) -> float:
+        """Median TTFT in seconds of ``new`` tokens after a cached prefix, the engine being idle otherwise."""
+        prefix = self.tokens(cached)
+        if cached:
+            await self._send([*prefix, *self.tokens(1)], 1)
+        replies = [await self._send(prefix + self.tokens(new), 1) for _ in range(REPEATS)]
+        return statistics.median(reply.ttft_s for reply in replies)
+
+    async def decode(self, streams: int, context: int) -> float:
+        """Seconds between tokens while ``streams`` requests of ``context`` tokens decode, their prompts being cached.
+
+        From the request whose first token comes last, so that all are decoding. Median of REPEATS.
+        """
+        prompts = [self.tokens(context) for _ in range(streams)]
+        await asyncio.gather(*(self._send(prompt, 1) for prompt in prompts))
+        intervals = []
+        for _ in range(REPEATS):
+            replies = await asyncio.gather(*(self._send(prompt, DECODED_TOKENS) for prompt in prompts))
+            latest = max(replies, key=lambda reply: reply.ttft_s)
+            intervals.append((latest.total_s - latest.ttft_s) / (DECODED_TOKENS - 1))
+        return statistics.median(intervals)
+
+    async def _send(self, prompt: list[int], output_tokens: int) -> Reply:
+        reply = await self._client.complete(self._url, prompt, output_tokens)
+        if reply.error is not None:
+            raise RuntimeError(f"{self._url}: {reply.error}")
+        return reply
+
+
+async def measure(url: str, model: str, mix: Mix, seed: int) -> dict[str, Any]:
+    """Samples for ``fit``."""
+    async with Client(model) as client:
+        bench = Bench(client, url, seed)
+        await bench.alone(0, 2_016)  # warm up
+        prefill = [[0, new, await bench.alone(0, new)] for new in COLD_TOKENS]
+        prefill += [[cached, new, await bench.alone(cached, new)] for cached, new in CACHED_TOKENS]
+        decode = [[streams, context, await bench.decode(streams, context)] for streams, context in STREAMS]
+    replies, _client = await replay(mixed(mix), Target((url,), model))
+    return {"prefill": prefill, "decode": decode, "mix": asdict(mix), "ttft": [reply.ttft_s for reply in replies]}
+
+
+# ---------------------------------------------------------------- fit
+
+
+def fit(samples: dict[str, Any], limits: Limits, blocks: int) -> StepCosts:
+    """Non-negative least squares of the relative errors, then two factors for a queue."""
+    rows, seconds = [], []
+    for cached, new, ttft in samples["prefill"]:
+        held = cached // limits.block_tokens * limits.block_tokens
+        rows.append(_prefill_row(held, cached + new, limits.step_tokens))
+        seconds.append(ttft)
+    for streams, context, interval in samples["decode"]:
+        work = {"base_s": 1, "decode_request_s": streams, "decode_context_s": streams * (context + DECODED_TOKENS // 2)}
+        rows.append(np.array([float(work.get(name, 0)) for name in NAMES]))
+        seconds.append(interval)
+    target = np.array(seconds)
+    matrix = np.array(rows) / target[:, None]
+    values = non_negative(matrix, np.ones(len(target)))
+    costs = StepCosts(**dict(zip(NAMES, map(float, values), strict=True)))
+    return _under_load(costs, samples, limits, blocks)
+
+
+def _prefill_row(held: int, tokens: int, step_tokens: int) -> np.ndarray[Any, Any]:
+    """How often each coefficient counts in the TTFT of one prompt. The request overhead is one unknown at first."""
+    work = dict.fromkeys(NAMES, 0.0)
+    work["request_s"], work["request_token_s"] = 1.0, float(tokens)
+    done = held
+    while done < tokens:
+        chunk = min(step_tokens, tokens - done)
+        work["base_s"] += 1
+        work["prefill_token_s"] += chunk
+        work["prefill_pair_s"] += chunk * (done + chunk / 2)
+        done += chunk
+    return np.array([work[name] for name in NAMES])
+
+
+def non_negative(matrix: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Least squares with coefficients >= 0: the most negative one is set to zero until none is."""
+    active = [column for column in range(matrix.shape[1]) if np.any(matrix[:, column])]
+    while True:
+        scale = np.linalg.norm(matrix[:, active], axis=0)
+        found = np.linalg.lstsq(matrix[:, active] / scale, target, rcond=None)[0] / scale
+        if (found >= 0).all():
+            values = np.zeros(matrix.shape[1])
+            values[active] = found
+            return values
+        del active[int(np.argmin(found * scale))]
+
+
+def _under_load(costs: StepCosts, samples: dict[str, Any], limits: Limits, blocks: int) -> StepCosts:
+    """Split the request overhead (serial or not) and scale prefill and decode so that the mixed load fits best."""
+    mix = _mix(samples["mix"])
+    best, least = costs, float("inf")
+    for serial in (0.25, 0.5, 1.0):
+        for prefill in (0.9, 1.0, 1.1, 1.2, 1.35):
+            for decode in (0.7, 1.0, 1.3, 1.7):
+                candidate = replace(
+                    costs,
+                    request_s=serial * costs.request_s,
+                    first_token_s=(1 - serial) * costs.request_s,
+                    prefill_token_s=prefill * costs.prefill_token_s,
+                    prefill_pair_s=prefill * costs.prefill_pair_s,
+                    decode_request_s=decode * costs.decode_request_s,
+                )
+                error = distance(samples["ttft"], simulate(candidate, mix, limits, blocks))
+                if error < least:
+                    best, least = candidate, error
+    return best
+
+
+def _mix(given: dict[str, Any]) -> Mix:
+    """A Mix that has been through JSON, which has no tuples."""
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return Mix(**values)
+
+
+def distance(real: Sequence[float], simulated: Sequence[float]) -> float:
+    """Mean relative error over quantiles from p25 to p95."""
+    left, right = sorted(real), sorted(simulated)
+    shares = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+    return statistics.fmean(abs(quantile(right, q) / quantile(left, q) - 1) for q in shares)
+
+
+def simulate(costs: StepCosts, mix: Mix, limits: Limits, blocks: int) -> list[float]:
+    """TTFT of a mixed load on the virtual clock."""
+    engine = VirtualEngine(_config(costs, limits, blocks).scheduler(), costs)
+    return [served.ttft_s for served in VirtualFleet([engine], _OneEngine()).run(mixed(mix))]
+
+
+class _OneEngine:
+    def choose(self, request: Request, now: float) -> int:  # noqa: ARG002 - the protocol's shape
+        return 0
+
+    def started(self, request: Request, engine: int) -> None: ...
+    def finished(self, request: Request, engine: int) -> None: ...
+
+
+def _config(costs: StepCosts, limits: Limits, blocks: int) -> EngineConfig:
+    scheme = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), limits.block_tokens)
+    return EngineConfig(scheme, limits, blocks, costs)
+
+
+# ---------------------------------------------------------------- check
+
+
+async def check(url: str, model: str, config: EngineConfig, mixes: Sequence[Mix]) -> list[dict[str, Any]]:
+    """One line per mix: quantiles of TTFT on the real engine and on the simulator, both over HTTP."""
+    lines = []
+    for mix in mixes:
+        real, client = await replay(mixed(mix), Target((url,), model))
+        engine = Engine(config, Identity.load(), Served((model,)))
+        await engine.start("127.0.0.1", 0)
+        simulated, _client = await replay(mixed(mix), Target((f"http://127.0.0.1:{engine.port}",), model))
+        await engine.stop()
+        line: dict[str, Any] = {"rate": mix.rate, "seed": mix.seed, "requests": len(real), "client": client}
+        for name, replies in (("real", real), ("sim", simulated)):
+            ttft = sorted(reply.ttft_s for reply in replies if reply.error is None)
+            line[f"{name}_hit"] = round(
+                sum(reply.cached_tokens for reply in replies) / sum(reply.prompt_tokens for reply in replies), 4
+            )
+            line |= {f"{name}_p{q}_ms": round(1e3 * quantile(ttft, q / 100), 1) for q in (50, 90)}
+            line[f"{name}_errors"] = len(replies) - len(ttft)
+        for q in (50, 90):
+            line[f"p{q}_error"] = round(line[f"sim_p{q}_ms"] / line[f"real_p{q}_ms"] - 1, 3)
+        lines.append(line)
+    return lines
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m warmfleet_loadtest.calibrate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = made.add_subparsers(dest="command", required=True)
+    for name in ("measure", "fit", "check"):
+        command = commands.add_parser(name)
+        if name == "fit":
+            command.add_argument("samples", type=Path)
+        else:
+            command.add_argument("--url", required=True)
+            command.add_argument("--model", required=True)
+            command.add_argument("--rate", type=float, action="append", help="requests per second of the mixed load")
+            command.add_argument("--seconds", type=float, default=90.0, help="of each mixed load")
+            command.add_argument("--seed", type=int, default=1 if name == "measure" else 100)
+        if name == "check":
+            command.add_argument("--costs", required=True, help="what fit wrote, or a preset")
+        else:
+            command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--block-size", type=int, default=32, help="as vLLM was started (default %(default)s)")
+        command.add_argument("--blocks", type=int, default=1_024)
+        command.add_argument("--max-num-batched-tokens", type=int, default=2_048)
+        command.add_argument("--max-num-seqs", type=int, default=64)
+        command.add_argument("--max-model-len", type=int, default=8_192)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0; 1 if a check is off by more than TOLERANCE; 2 wrong arguments."""
+    args = parser().parse_args(argv)
+    limits = Limits(args.max_num_batched_tokens, args.max_num_seqs, args.max_model_len, args.block_size)
+    if args.command == "fit":
+        costs = fit(json.loads(args.samples.read_text()), limits, args.blocks)
+        args.out.write_text(json.dumps({"costs": asdict(costs)}, indent=1) + "\n")
+        print(args.out.read_text())
+        return 0
+    mixes = [Mix(rate, args.seconds, args.seed + index) for index, rate in enumerate(args.rate or [1.0])]
+    if args.command == "measure":
+        args.out.write_text(json.dumps(uvloop.run(measure(args.url, args.model, mixes[0], args.seed)), indent=1))
+        return 0
+    config = _config(load_costs(args.costs), limits, args.blocks)
+    lines = uvloop.run(check(args.url, args.model, config, mixes))
+    for line in lines:
+        print(json.dumps(line))
+    return int(any(abs(line[f"p{q}_error"]) > TOLERANCE for line in lines for q in (50, 90)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The measuring client: streams answers, notes when the first byte came, and watches itself.
+
+A client that cannot keep up measures itself. So it reports its own CPU share and how late its event loop was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import aiohttp
+import orjson
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+LAG_PERIOD = 0.05  # seconds between looks at the loop's clock
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer. Seconds since it was sent (late_s: after it was due); tokens; error: None if all went well."""
+
+    ttft_s: float
+    total_s: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    worker: str = ""
+    late_s: float = 0.0
+    error: str | None = None
+    token_times: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class SelfWatch:
+    """The client's own health. cpu_share: of one core; lag: lateness of its event loop."""
+
+    lags_s: list[float] = field(default_factory=list)
+    _task: asyncio.Task[None] | None = None
+    _began: tuple[float, float] = (0.0, 0.0)
+
+    async def __aenter__(self) -> Self:
+        self._began = (time.monotonic(), _cpu())
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(LAG_PERIOD)
+            self.lags_s.append(time.monotonic() - before - LAG_PERIOD)
+
+    def report(self) -> dict[str, float]:
+        began, cpu = self._began
+        lags = sorted(self.lags_s) or [0.0]
+        return {
+            "cpu_share": round((_cpu() - cpu) / max(1e-9, time.monotonic() - began), 3),
+            "lag_p99_ms": round(1e3 * lags[int(0.99 * (len(lags) - 1))], 2),
+            "lag_max_ms": round(1e3 * lags[-1], 2),
+        }
+
+
+class Client:
+    """Sends completions with token-id prompts to OpenAI servers."""
+
+    def __init__(self, model: str, timeout_s: float = 600.0, api_key: str | None = None) -> None:
+        self.model = model
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # Idle connections are dropped before vLLM closes them (5 s).
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            headers={"Content-Type": "application/json", **headers},
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def complete(self, url: str, prompt: list[int], output_tokens: int, late_s: float = 0.0) -> Reply:
+        """Stream exactly ``output_tokens`` tokens; never raises for what a server or the network does."""
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": output_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        began = time.monotonic()
+        pieces: list[bytes] = []
+        times: list[float] = []
+        try:
+            async with self._session.post(f"{url}/v1/completions", data=orjson.dumps(body)) as response:
+                worker = response.headers.get("x-warmfleet-worker", "")
+                async for piece in response.content.iter_any():
+                    times.append(time.monotonic() - began)
+                    pieces.append(piece)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return Reply(0.0, time.monotonic() - began, late_s=late_s, error=f"{type(error).__name__}: {error}"[:200])
+        raw = b"".join(pieces)
+        if response.status != 200 or not raw.rstrip().endswith(b"[DONE]"):
+            text = f"{response.status} {raw[:160].decode(errors='replace')}"
+            return Reply(0.0, time.monotonic() - began, worker=worker, late_s=late_s, error=text)
+        usage = _usage(raw)
+        details = usage.get("prompt_tokens_details") or {}
+        return Reply(
+            times[0],
+            times[-1],
+            int(usage.get("prompt_tokens", 0)),
+            int(details.get("cached_tokens") or 0),
+            int(usage.get("completion_tokens", 0)),
+            worker,
+            late_s,
+            token_times=tuple(times),
+        )
+
+
+def _usage(raw: bytes) -> dict[str, Any]:
+    """The usage of the last event that has one."""
+    at = raw.rfind(b'"usage":{')
+    if at < 0:
+        return {}
+    begin = raw.rfind(b"data: ", 0, at) + len(b"data: ")
+    event = orjson.loads(raw[begin : raw.index(b"\n", at)])
+    return dict(event.get("usage") or {})
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

@@ -1,0 +1,156 @@
+"""Replay a trace against OpenAI servers and print hit ratio and time to first token.
+
+    python -m warmfleet_loadtest.replay --base-url http://127.0.0.1:8080 --model sim --rows 600 --speed 6
+    python -m warmfleet_loadtest.replay --trace my.jsonl.xz --base-url http://a:8080 --base-url http://b:8080 --seeds 3
+
+Requests arrive at the trace's own times divided by --speed, whether or not earlier ones are answered; in agent traces
+a session's next request waits for the answer before. With several base URLs each request takes one at random. Times
+are wall times; "trace seconds" are these times --speed. Without --trace: $TRACE, the shared conversation trace where
+it is found, else a generated one of the same shape. The first --skip of the requests warm up and are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+
+from warmfleet_loadtest.client import Client, Reply, SelfWatch
+from warmfleet_loadtest.trace import open_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet_loadtest.trace import Arrival, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where and how fast. urls: one is taken at random per request."""
+
+    urls: tuple[str, ...]
+    model: str
+    speed: float = 1.0
+    seed: int = 0
+    api_key: str | None = None
+
+
+async def replay(trace: Trace, target: Target) -> tuple[list[Reply], dict[str, float]]:
+    """All replies in the order of the trace, and how the client itself did."""
+    generator = random.Random(target.seed)
+    urls = [generator.choice(target.urls) for _ in trace.arrivals]
+    replies: list[Reply | None] = [None] * len(trace.arrivals)
+    sessions: dict[int, list[int]] = {}
+    for index, arrival in enumerate(trace.arrivals):  # an open-loop request is a session of its own
+        sessions.setdefault(arrival.session if trace.closed else -index - 1, []).append(index)
+    async with Client(target.model, api_key=target.api_key) as client, SelfWatch() as watch:
+        start = time.monotonic() + 0.1
+
+        async def play(indices: list[int]) -> None:
+            due = start + trace.arrivals[indices[0]].at_s / target.speed
+            for index in indices:
+                arrival = trace.arrivals[index]
+                if arrival.think_s is not None:
+                    due = time.monotonic() + arrival.think_s / target.speed
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                replies[index] = await _send(client, urls[index], arrival, time.monotonic() - due)
+
+        await asyncio.gather(*(play(indices) for indices in sessions.values()))
+        return [reply for reply in replies if reply is not None], watch.report()
+
+
+async def _send(client: Client, url: str, arrival: Arrival, late_s: float) -> Reply:
+    return await client.complete(url, list(arrival.prompt), arrival.output_tokens, late_s)
+
+
+def summary(replies: Sequence[Reply], speed: float = 1.0, skip: float = 0.1) -> dict[str, Any]:
+    """The figures of a replay; wall seconds, and mean TTFT in trace seconds as well."""
+    counted = replies[int(skip * len(replies)) :]
+    good = [reply for reply in counted if reply.error is None]
+    ttft = sorted(reply.ttft_s for reply in good)
+    prompt, cached = sum(reply.prompt_tokens for reply in good), sum(reply.cached_tokens for reply in good)
+    workers = Counter(reply.worker for reply in good if reply.worker)
+    errors = Counter(reply.error for reply in replies if reply.error is not None)
+    return {
+        "requests": len(counted),
+        "errors": sum(errors.values()),
+        "error_examples": [text for text, _ in errors.most_common(3)],
+        "hit_ratio": round(cached / prompt, 4) if prompt else 0.0,
+        "recomputed_tokens": prompt - cached,
+        "ttft_mean_s": round(statistics.fmean(ttft), 4) if ttft else 0.0,
+        **{f"ttft_p{q}_s": round(quantile(ttft, q / 100), 4) for q in (50, 90, 99)},
+        "ttft_mean_trace_s": round(speed * statistics.fmean(ttft), 3) if ttft else 0.0,
+        "late_p99_ms": round(1e3 * quantile(sorted(reply.late_s for reply in counted), 0.99), 2),
+        "workers": dict(workers),
+        "busiest_over_mean": round(max(workers.values()) * len(workers) / sum(workers.values()), 2) if workers else 0,
+    }
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted values; 0 of none."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+COLUMNS = ("hit_ratio", "recomputed_tokens", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "errors")
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """One line per row, in Markdown."""
+    lines = ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    lines += [f"| {name} | " + " | ".join(str(row[column]) for column in COLUMNS) + " |" for name, row in rows.items()]
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m warmfleet_loadtest.replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--base-url", action="append", required=True, metavar="URL", help="may be repeated")
+    made.add_argument("--model", default="sim", help="served name (default %(default)s)")
+    made.add_argument("--api-key", help="bearer token")
+    made.add_argument("--trace", metavar="FILE", help="a .jsonl.xz trace")
+    made.add_argument("--rows", type=int, help="first so many requests (default: all; 600 if generated)")
+    made.add_argument("--speed", type=float, default=6.0, help="trace seconds per second (default %(default)s)")
+    made.add_argument("--seeds", type=int, default=1, help="repetitions (default %(default)s)")
+    made.add_argument("--skip", type=float, default=0.1, help="share that warms up (default %(default)s)")
+    made.add_argument("--json", action="store_true", help="print JSON only")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 every request was answered, 1 some were not, 2 wrong arguments."""
+    args = parser().parse_args(argv)
+    try:
+        trace = open_trace(args.trace, args.rows)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rows: dict[str, dict[str, Any]] = {}
+    for seed in range(args.seeds):
+        target = Target(tuple(url.rstrip("/") for url in args.base_url), args.model, args.speed, seed, args.api_key)
+        began = time.monotonic()
+        replies, client = uvloop.run(replay(trace, target))
+        rows[f"{trace.name}, seed {seed}"] = {
+            **summary(replies, args.speed, args.skip),
+            "wall_s": round(time.monotonic() - began, 1),
+            "client": client,
+        }
+    if not args.json:
+        print(table(rows))
+    print(json.dumps(rows, indent=None if args.json else 1))
+    return 1 if any(row["errors"] for row in rows.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

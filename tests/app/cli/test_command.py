@@ -1,0 +1,283 @@
+"""The command line: what it accepts, what it prints, and how it fails in words."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import threading
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from warmfleet.__main__ import main
+from warmfleet.cli import engines, explain, ports, serve, up, workers
+from warmfleet.cli.children import StackError
+from warmfleet.cli.client import table
+from warmfleet.cli.engines import EngineOptions, discover, engine_command
+from warmfleet.cli.parser import build_parser
+from warmfleet.errors import BadArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LOAD = dict.fromkeys(
+    (
+        "slot",
+        "blocks",
+        "capacity_blocks",
+        "in_flight",
+        "prefill_tokens",
+        "foreign_prefill_tokens",
+        "decode_tokens",
+        "foreign_decode_tokens",
+        "speed_tps",
+    ),
+    7,
+)
+WORKER = {
+    "worker_id": "sim-1.0",
+    "url": "http://127.0.0.1:9",
+    "routable": False,
+    "proof": "url",
+    "reason": "it does not answer",
+    "heartbeat_age_s": None,
+    "load": LOAD,
+}
+FLEET = {"models": [{"model": "demo", "fresh": False, "identity": "exact", "workers": [WORKER]}]}
+CANDIDATE = {
+    "worker_id": "sim-1.0",
+    "matched_tokens": 32,
+    "matched_blocks": 2,
+    "speculative_tokens": 0,
+    "prefill_tokens": 10,
+    "foreign_prefill_tokens": 5,
+    "decode_tokens": 3,
+    "in_flight": 1,
+    "cost_s": 0.0125,
+    "chosen": True,
+}
+EXPLAINED = {
+    "model": "demo",
+    "policy": "cost",
+    "identity": "exact",
+    "reason": "",
+    "prompt_tokens": 40,
+    "blocks": 2,
+    "chosen": "sim-1.0",
+    "candidates": [CANDIDATE],
+}
+
+
+@contextmanager
+def replica(answers: dict[str, tuple[int, Any]]) -> Iterator[tuple[str, list[tuple[dict[str, str], bytes]]]]:
+    """An HTTP server with fixed answers; yields its URL and what it was asked: (headers, body)."""
+    seen: list[tuple[dict[str, str], bytes]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append((dict(self.headers), self.rfile.read(int(self.headers.get("content-length", 0)))))
+            status, value = answers.get(self.path, (404, {"error": {"message": "no such path"}}))
+            body = value.encode() if isinstance(value, str) else json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("command", ["", "up", "serve", "demo", "workers", "explain"])
+def test_help_of_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "usage: warmfleet" in printed
+    assert len(printed.splitlines()) > 8
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "fly", "up --engines 0", "up --port 65536", "up --policy best", "up --replica 1", "demo --turns none"],
+)
+def test_what_is_not_understood_ends_with_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+class TestWorkers:
+    def test_the_table_says_state_load_and_why(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with replica({"/workers": (200, FLEET)}) as (url, _):
+            assert main(["workers", "--url", url]) == 1, "none is routable"
+        printed = capsys.readouterr().out
+        assert "the store does not answer" in printed
+        assert "sim-1.0: it does not answer" in printed
+        assert "never" in printed
+        assert "14" in printed, "booked and foreign tokens together"
+
+    def test_json_is_passed_through(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with replica({"/workers": (200, FLEET)}) as (url, _):
+            main(["workers", "--json", "--url", url])
+        assert json.loads(capsys.readouterr().out) == FLEET
+
+    def test_a_fleet_without_workers(self) -> None:
+        assert "no workers" in workers.render({"models": [FLEET["models"][0] | {"workers": []}]})
+
+
+class TestExplain:
+    def test_a_message_is_asked_for_the_first_model(self, capsys: pytest.CaptureFixture[str]) -> None:
+        models = {"data": [{"id": "demo"}, {"id": "other"}]}
+        with replica({"/explain": (200, EXPLAINED), "/v1/models": (200, models)}) as (url, seen):
+            assert main(["explain", "--message", "Hi", "--url", url]) == 0
+        assert json.loads(seen[-1][1]) == {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+        printed = capsys.readouterr().out
+        assert "It would go to sim-1.0" in printed
+        assert "->" in printed
+        assert "0.0125 s" in printed
+
+    def test_a_file_and_standard_input_go_unchanged(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        body = b'{"model": "demo",  "prompt": "Hi"}'
+        (tmp_path / "request.json").write_bytes(body)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(body)))
+        with replica({"/explain": (200, EXPLAINED | {"chosen": ""})}) as (url, seen):
+            assert main(["explain", str(tmp_path / "request.json"), "--url", url]) == 1
+            assert main(["explain", "-", "--json", "--url", url]) == 1
+        assert [asked for _, asked in seen] == [body, body]
+
+    @pytest.mark.parametrize("arguments", [[], ["--message", "a", "--prompt", "b"], ["/nonexistent.json"]])
+    def test_what_to_explain_must_be_given_once(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["explain", *arguments]) == 2
+        assert capsys.readouterr().err.startswith("warmfleet explain: ")
+
+    def test_a_prompt_names_its_model(self) -> None:
+        options = build_parser().parse_args(["explain", "--prompt", "Hi", "--model", "m"])
+        assert json.loads(explain.body_of(options)) == {"model": "m", "prompt": "Hi"}
+
+
+class TestAskingAReplica:
+    def test_nobody_there(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["workers", "--url", f"http://127.0.0.1:{ports.free_port()}"]) == 2
+        assert "warmfleet up" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("answer", "words"),
+        [
+            ((404, {"error": {"message": "no model"}}), "answered 404: no model"),
+            ((500, ["odd"]), "answered 500"),
+            ((200, "<html>"), "not in JSON"),
+        ],
+    )
+    def test_another_answer(self, answer: tuple[int, Any], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with replica({"/workers": answer}) as (url, _):
+            assert main(["workers", "--url", url]) == 2
+        assert words in capsys.readouterr().err
+
+
+class TestOwnEngines:
+    def test_models_are_found_without_their_adapters(self) -> None:
+        models = {"data": [{"id": "/models/Qwen 3"}, {"id": "lora", "parent": "/models/Qwen 3"}]}
+        with replica({"/v1/models": (200, models)}) as (url, seen):
+            assert discover((url, url), "secret") == (("/models/Qwen 3",), ("models/Qwen-3",))
+        assert seen[0][0]["authorization"] == "Bearer secret"
+
+    @pytest.mark.parametrize(
+        ("answer", "words"),
+        [
+            ((401, {}), "wants an API key"),
+            ((500, {}), "no OpenAI server"),
+            ((200, {"models": []}), "no OpenAI server"),
+            ((200, {"data": []}), "serve no model"),
+        ],
+    )
+    def test_one_that_is_none_is_named(self, answer: tuple[int, Any], words: str) -> None:
+        with replica({"/v1/models": answer}) as (url, _), pytest.raises(StackError, match=words):
+            discover((url,), "")
+
+    def test_one_that_does_not_answer_stops_up_at_once(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["up", "--port", "0", "--worker", f"http://127.0.0.1:{ports.free_port()}/"]) == 2
+        assert "does not answer" in capsys.readouterr().err
+
+
+class TestEngineCommands:
+    def test_a_store_url_is_in_no_argument(self) -> None:
+        argv, environment = engine_command(EngineOptions(step_time="2", blocks=64), "sim-1", 9, "redis://:pw@h/0")
+        assert "pw" not in " ".join(argv)
+        assert environment["WARMFLEET_REDIS_URL"] == "redis://:pw@h/0"
+        assert argv[argv.index("--costs") + 1] == "2"
+        assert argv[argv.index("--blocks") + 1] == "64"
+
+    def test_missing_vllm_is_said_with_the_way_to_get_it(self) -> None:
+        with pytest.raises(StackError, match="make vllm"):
+            engine_command(EngineOptions(kind="vllm", vllm_python="/nonexistent"), "vllm-1", 9, "")
+
+    def test_vllm_is_told_where_the_fleet_meets(self, tmp_path: Path) -> None:
+        options = EngineOptions(kind="vllm", model=str(tmp_path), vllm_python=str(tmp_path))
+        argv, environment = engine_command(options, "vllm-1", 9, "unix:///s")
+        assert argv[argv.index("--served-model-name") + 1] == tmp_path.name == environment["WARMFLEET_MODEL"]
+        assert environment["WARMFLEET_WORKER_URL"] == "http://127.0.0.1:9"
+
+
+class TestPorts:
+    def test_several_may_listen_on_a_claimed_port_but_it_is_claimed_once(self) -> None:
+        with closing(ports.claim_shared("127.0.0.1", 0)) as claimed:
+            port = claimed.getsockname()[1]
+            with closing(ports.listen("127.0.0.1", port, shared=True)) as one:
+                one.listen()
+                with closing(ports.listen("127.0.0.1", port, shared=True)):
+                    socket.create_connection(("127.0.0.1", port), 2).close()
+                with pytest.raises(StackError, match="choose another"):
+                    ports.claim_shared("127.0.0.1", port)
+
+
+class TestServe:
+    def test_options_win_over_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WARMFLEET_MODELS", "a")
+        monkeypatch.setenv("WARMFLEET_HOST", "0.0.0.0")
+        monkeypatch.setenv("WARMFLEET_PORT", "1")
+        options = build_parser().parse_args(["serve", "--models", "b,c", "--port", "2"])
+        settings = serve.settings_of(options)
+        assert (settings.models, settings.host, settings.port) == (("b", "c"), "0.0.0.0", 2)
+
+    def test_without_a_model_it_says_so(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.delenv("WARMFLEET_MODELS", raising=False)
+        assert main(["serve", "--port", "0"]) == 2
+        assert "WARMFLEET_MODELS" in capsys.readouterr().err
+
+    def test_a_variable_that_cannot_be_read_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WARMFLEET_PORT", "many")
+        with pytest.raises(BadArgument, match="WARMFLEET_PORT"):
+            serve.settings_of(build_parser().parse_args(["serve"]))
+
+
+def test_up_starts_two_real_engines_but_four_simulated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WARMFLEET_REDIS_URL", raising=False)
+    parse = build_parser().parse_args
+    assert up.plan_of(parse(["up"])).engines == EngineOptions(count=4)
+    assert up.plan_of(parse(["up", "--engine", "vllm"])).engines.count == 2
+    assert up.plan_of(parse(["up", "--engine", "vllm"])).engines.served_name == engines.TINY_MODEL.name
+    assert up.plan_of(parse(["up", "--worker", "http://a:1/"])).workers == ("http://a:1",)
+
+
+def test_a_table_aligns_words_to_the_left_and_numbers_to_the_right() -> None:
+    assert table(("A", "N"), [("x", 1), ("yy", 22)]) == "A    N\nx    1\nyy  22"

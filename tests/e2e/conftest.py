@@ -1,0 +1,81 @@
+"""Real processes: two replicas behind one address, simulated engines, one store."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from tests.e2e.streams import Stream
+
+from warmfleet.cli.engines import EngineOptions
+from warmfleet.cli.stack import Plan, Stack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from warmfleet.cli.stack import Member
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[Stack]:
+    """Four engines and two replicas for the whole session: for tests that kill nothing."""
+    with Stack(Plan(engines=EngineOptions(count=4))) as running:
+        yield running
+
+
+@pytest.fixture
+def fragile_stack() -> Iterator[Stack]:
+    """Two engines and two replicas for one test, which may kill them."""
+    with Stack(Plan(engines=EngineOptions(count=2))) as running:
+        yield running
+
+
+@pytest.fixture
+def stream() -> Iterator[Callable[..., Stream]]:
+    """Starts clients in processes of their own, each reading one long streamed answer; kills what is left of them."""
+    opened: list[Stream] = []
+
+    def start(url: str, prompt: str = "Tell me a long story.", max_tokens: int = 2_000) -> Stream:
+        opened.append(Stream.open(url, prompt, max_tokens))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.kill()
+
+
+def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
+    """Poll ``true``; fails the test after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds} s: {what}")
+        time.sleep(0.05)
+
+
+def load(stack: Stack) -> int:
+    """Everything booked in the whole fleet: tokens and requests. -1 while no replica answers."""
+    workers = stack.workers()
+    parts = ("prefill_tokens", "decode_tokens", "in_flight")
+    return sum(worker["load"][part] for worker in workers for part in parts) if workers else -1
+
+
+def wait_for_no_load(stack: Stack, seconds: float = 15.0) -> None:
+    wait_until(lambda: load(stack) == 0, seconds, "no load left in the fleet")
+
+
+def chat(url: str, messages: list[dict[str, str]], model: str = "demo") -> httpx.Response:
+    """One chat answer of 8 tokens, not streamed; fails unless it is a 200."""
+    body = {"model": model, "messages": messages, "max_tokens": 8}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def engine_of(stack: Stack, worker_id: str) -> Member:
+    """The engine whose worker this is."""
+    [url] = [worker["url"] for worker in stack.workers() if worker["worker_id"] == worker_id]
+    [engine] = [engine for engine in stack.engines if engine.url == url]
+    return engine

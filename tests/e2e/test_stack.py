@@ -1,0 +1,94 @@
+"""The whole path over real processes, and what is left when one of them is killed."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import httpx
+from tests.e2e.conftest import chat, engine_of, load, wait_for_no_load, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.e2e.streams import Stream
+
+    from warmfleet.cli.stack import Stack
+
+LONG = "Once upon a time there was a router that knew where every prefix lived. " * 40
+
+
+def test_a_conversation_stays_on_its_engine_whichever_replica_it_meets(stack: Stack) -> None:
+    messages = [{"role": "user", "content": f"stays: {LONG}"}]
+    first = chat(stack.replicas[0].url, messages)
+    messages += [first.json()["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+    wait_for_no_load(stack)
+    second = chat(stack.replicas[1].url, messages)
+    assert second.headers["x-warmfleet-worker"] == first.headers["x-warmfleet-worker"]
+    matched = int(second.headers["x-warmfleet-matched-tokens"])
+    assert matched > 500
+    assert matched == second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_both_replicas_answer_behind_one_address(stack: Stack) -> None:
+    """Each connection is new, so the kernel spreads them; every replica counts what it answered."""
+
+    def answered(url: str) -> float:
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("warmfleet_requests_total{"))
+
+    before = [answered(replica.url) for replica in stack.replicas]
+    for number in range(24):
+        chat(stack.address, [{"role": "user", "content": f"hello {number}"}])
+    gained = [answered(replica.url) - count for replica, count in zip(stack.replicas, before, strict=True)]
+    assert sum(gained) == 24
+    assert min(gained) > 0
+
+
+def test_a_client_killed_in_mid_stream_leaves_no_load(stack: Stack, stream: Callable[..., Stream]) -> None:
+    wait_for_no_load(stack)
+    clients = [stream(replica.url) for replica in stack.replicas]
+    wait_until(lambda: load(stack) > 0, 5, "the streams' load is booked")
+    for client in clients:
+        client.kill()
+    wait_for_no_load(stack)
+
+
+def test_an_engine_killed_in_mid_stream_leaves_no_load_and_others_serve_on(
+    fragile_stack: Stack, stream: Callable[..., Stream]
+) -> None:
+    stack = fragile_stack
+    client = stream(stack.address)
+    [busy] = [worker["worker_id"] for worker in stack.workers() if worker["load"]["in_flight"]]
+    victim = engine_of(stack, busy).child
+    assert victim is not None
+    victim.process.send_signal(signal.SIGKILL)
+    rest, code = client.read_to_end()
+    assert b"[DONE]" not in rest
+    assert code != 0 or b'"error"' in rest, "a cut answer must not look whole"
+    wait_for_no_load(stack)
+    for number in range(6):
+        answer = chat(stack.address, [{"role": "user", "content": f"still there? {number}"}])
+        assert answer.headers["x-warmfleet-worker"] != busy
+    assert stack.children.newly_dead() == [victim]
+
+
+def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
+    fragile_stack: Stack, stream: Callable[..., Stream]
+) -> None:
+    stack = fragile_stack
+    stream(stack.replicas[0].url)
+    wait_until(lambda: load(stack) > 0, 5, "the stream's load is booked")
+    victim = stack.replicas[0].child
+    assert victim is not None
+    victim.process.send_signal(signal.SIGKILL)
+    victim.process.wait()
+    for number in range(10):
+        chat(stack.address, [{"role": "user", "content": f"who is left? {number}"}])
+    assert load(stack) > 0, "nobody could have given that load back yet"
+
+    def gone() -> bool:
+        chat(stack.address, [{"role": "user", "content": "leases end when others are made"}])
+        return load(stack) == 0
+
+    wait_until(gone, 60, "the dead replica's lease expires")

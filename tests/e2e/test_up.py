@@ -1,0 +1,193 @@
+"""``warmfleet up`` as a user runs it: what it prints works, and nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import psutil
+import pytest
+from tests.conftest import server, valkey_binary
+from tests.e2e.conftest import chat, wait_until
+
+from warmfleet.cli.ports import free_port
+from warmfleet.fleet import Fleet, connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.e2e.streams import Stream
+
+ROOT = Path(__file__).parents[2]
+SOURCES = os.pathsep.join(str(ROOT / folder) for folder in ("app", "worker_plugin", "loadtest"))
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
+    return kept | {"PYTHONPATH": SOURCES, "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass
+class Up:
+    """A running ``warmfleet up`` and what it has printed so far."""
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+    started: list[psutil.Process] = field(default_factory=list)
+
+    def read_until(self, text: str) -> str:
+        """The line that has ``text``; fails if the output ends before."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if text in line:
+                return line
+        pytest.fail(f"no {text!r} in:\n{self.output}")
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def wait_ready(self) -> str:
+        """The address."""
+        line = self.read_until("Warmfleet is ready")
+        self.read_until("Why there")
+        self.started = psutil.Process(self.process.pid).children(recursive=True)
+        return line.split()[3]
+
+    def running(self) -> list[psutil.Process]:
+        """Of all processes that were there when it was ready, those that still are."""
+        return [one for one in self.started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@contextmanager
+def up(*options: str) -> Iterator[Up]:
+    argv = [sys.executable, "-m", "warmfleet", "up", "--port", "0", *options]
+    process = subprocess.Popen(
+        argv, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        yield Up(process)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        process.wait(30)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_what_it_prints_works_as_printed_and_ctrl_c_stops_everything() -> None:
+    with up() as command:
+        address = command.wait_ready()
+        curl = re.search(r"^  curl .*\\\n.*'$", command.output, re.MULTILINE)
+        assert curl is not None
+        done = subprocess.run(["bash", "-c", curl[0]], capture_output=True, text=True, timeout=60)
+        assert '"finish_reason":' in done.stdout, done
+        snippet = re.search(r"^  from openai .*?\n  print\(.*?\n", command.output, re.MULTILINE | re.DOTALL)
+        assert snippet is not None
+        code = textwrap.dedent(snippet[0])
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.split()) > 5
+        listed = subprocess.run(
+            [sys.executable, "-m", "warmfleet", "workers", "--url", address],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert listed.stdout.count("proven") == 4, listed
+
+        assert len(command.started) >= 8, "store, watchdog, four engines, two replicas"
+        command.process.send_signal(signal.SIGINT)
+        assert command.process.wait(30) == 0
+        assert command.running() == []
+
+
+def test_a_killed_up_takes_everything_it_started_with_it() -> None:
+    with up("--engines", "2") as command:
+        command.wait_ready()
+        [folder] = {Path(one.cmdline()[-1]) for one in command.started if "watchdog.py" in " ".join(one.cmdline())}
+        assert folder.is_dir()
+        command.process.kill()
+        wait_until(lambda: command.running() == [], 15, "the children of a killed `up` end")
+        assert not folder.exists()
+
+
+async def test_ctrl_c_in_mid_stream_leaves_no_load_in_the_store(stream: Callable[..., Stream]) -> None:
+    with server(valkey_binary()) as url, up("--engines", "2", "--redis", url) as command:
+        stream(command.wait_ready())
+        fleet = Fleet(connect(url, timeout_s=5), "demo")
+        try:
+            assert sum(worker.load.in_flight for worker in await fleet.workers()) == 1
+            command.process.send_signal(signal.SIGINT)
+            assert command.process.wait(30) == 0
+            rows = [worker.load for worker in await fleet.workers()]
+        finally:
+            await fleet.close()
+        assert len(rows) == 2
+        assert [(row.prefill_tokens, row.decode_tokens, row.in_flight) for row in rows] == [(0, 0, 0)] * 2
+        assert command.running() == []
+
+
+def test_a_taken_port_is_said_and_nothing_is_started() -> None:
+    with up("--engines", "1", "--replicas", "1") as first:
+        port = first.wait_ready().rsplit(":", 1)[1]
+        argv = [sys.executable, "-m", "warmfleet", "up", "--port", port]
+        second = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=60)
+        assert second.returncode == 2
+        assert "choose another with --port" in second.stderr
+
+
+@contextmanager
+def stock_engine(api_key: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """An engine that publishes nothing, as stock vLLM does not."""
+    port = free_port()
+    argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--api-key", api_key]
+    process = subprocess.Popen(argv, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+
+    def healthy() -> bool:
+        try:
+            return httpx.get(f"{url}/health", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    try:
+        wait_until(healthy, 60, "a stock engine starts")
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_engines_without_the_plugin_keep_their_conversations_and_may_die() -> None:
+    with stock_engine("secret") as (one, first_url), stock_engine("secret") as (two, second_url):
+        options = ("--worker", first_url, "--worker", second_url, "--worker-api-key", "secret")
+        with up(*options) as command:
+            address = command.wait_ready()
+            messages = [{"role": "user", "content": "a stock engine " * 200}]
+            first = chat(address, messages)
+            home = first.headers["x-warmfleet-worker"]
+            assert "answer" in command.read_until("matched"), "the first answers are told"
+            assert "with the plugin" in command.read_until("with the plugin")
+            for turn in range(4):
+                messages += [first.json()["choices"][0]["message"], {"role": "user", "content": f"turn {turn}"}]
+                answer = chat(address, messages)
+                assert answer.headers["x-warmfleet-worker"] == home
+                assert int(answer.headers["x-warmfleet-matched-tokens"]) > 0
+            victim = one if home.endswith(first_url.rsplit(":", 1)[1]) else two
+            victim.kill()
+            victim.wait()
+            for turn in range(4):
+                messages += [first.json()["choices"][0]["message"], {"role": "user", "content": f"after {turn}"}]
+                assert chat(address, messages).headers["x-warmfleet-worker"] != home

@@ -1,0 +1,49 @@
+"""Engines for these tests: small, fast, on free ports."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from warmfleet_loadtest.api import Served
+from warmfleet_loadtest.costs import PRESETS, StepCosts
+from warmfleet_loadtest.engine import Engine, EngineConfig
+from warmfleet_loadtest.identity import Identity
+from warmfleet_loadtest.scheduler import Limits
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
+
+
+@cache
+def identity() -> Identity:
+    """The demo's tokenizer takes a third of a second to load."""
+    return Identity.load()
+
+
+@dataclass(frozen=True)
+class Running:
+    engine: Engine
+    url: str
+
+
+def config(costs: StepCosts = PRESETS["fast"], blocks: int = 256, mode: str = "step") -> EngineConfig:
+    return EngineConfig(SCHEME, Limits(max_model_len=1_024), blocks, costs, mode, 0.001)
+
+
+@asynccontextmanager
+async def running(
+    settings: EngineConfig | None = None, served: Served = Served(("demo",)), ready: Engine | None = None
+) -> AsyncIterator[Running]:
+    """An engine that listens, without a fleet."""
+    engine = ready or Engine(settings or config(), identity(), served)
+    await engine.start("127.0.0.1", 0)
+    try:
+        yield Running(engine, f"http://127.0.0.1:{engine.port}")
+    finally:
+        await engine.stop()

@@ -1,0 +1,185 @@
+"""The engine's HTTP surface, as clients, routers and scrapers see it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from tests.conftest import poll
+from tests.loadtest.engines import config, identity, running
+
+from warmfleet_loadtest.api import Served
+from warmfleet_loadtest.costs import StepCosts
+
+WORDS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+SLOW = StepCosts(base_s=0.02, prefill_token_s=0.0)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_a_completion_and_its_cached_tokens() -> None:
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        body = {"model": "demo", "prompt": WORDS * 3, "max_tokens": 5, "ignore_eos": True}
+        answers = [(await http.post("/v1/completions", json=body)).json() for _ in range(2)]
+    prompt = len(identity().completion_ids(WORDS * 3))
+    for answer, cached in zip(answers, (0, (prompt - 1) // 16 * 16), strict=True):
+        assert answer["usage"] == {
+            "prompt_tokens": prompt,
+            "completion_tokens": 5,
+            "total_tokens": prompt + 5,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        assert answer["object"] == "text_completion"
+        assert answer["choices"][0]["finish_reason"] == "length"
+    assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"] != ""
+
+
+async def test_a_chat_streams_the_same_text_token_by_token() -> None:
+    chat = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 7, "ignore_eos": True}
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        whole = (await http.post("/v1/chat/completions", json=chat)).json()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        streamed = await http.post("/v1/chat/completions", json={**chat, **options})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    *chunks, last = events(streamed.text)
+    assert len(chunks) == 7
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+    assert text == whole["choices"][0]["message"]["content"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 6 + ["length"]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 7
+
+
+async def test_token_ids_in_and_out() -> None:
+    ids = list(range(300, 340))
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        body = {"prompt": ids, "max_tokens": 3, "return_token_ids": True, "ignore_eos": True}
+        choice = (await http.post("/v1/completions", json=body)).json()["choices"][0]
+        chat = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": {"prompt_token_ids": ids}}
+        given = (await http.post("/v1/chat/completions", json={**chat, "return_token_ids": True, "max_tokens": 1})).json()
+        several = (await http.post("/v1/completions", json={"prompt": [ids, "b"], "n": 2, "max_tokens": 2})).json()
+    assert choice["prompt_token_ids"] == ids
+    assert identity().text(choice["token_ids"]) == choice["text"]
+    assert given["prompt_token_ids"] == ids
+    assert given["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+    assert [one["index"] for one in several["choices"]] == [0, 1, 2, 3]
+    assert several["usage"]["prompt_tokens"] == 41
+
+
+async def test_request_ids_are_the_clients() -> None:
+    async with running() as up, httpx.AsyncClient(base_url=up.url, headers={"X-Request-Id": "abc"}) as http:
+        assert (await http.post("/v1/completions", json={"prompt": "a"})).json()["id"] == "cmpl-abc"
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        assert (await http.post("/v1/chat/completions", json=chat)).json()["id"] == "chatcmpl-abc"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "word"),
+    [
+        (b"{", 400, "JSON"),
+        (b"[]", 400, "object"),
+        (b'{"prompt": []}', 400, "prompt"),
+        (b'{"prompt": [1, -2]}', 400, "integers"),
+        (b'{"prompt": "a", "max_tokens": "x"}', 400, "max_tokens"),
+        (b'{"prompt": "a", "max_tokens": 5000}', 400, "maximum context length"),
+        (b'{"prompt": "a", "n": 5000}', 400, "sequences"),
+        (b'{"prompt": "a", "cache_salt": ""}', 400, "cache_salt"),
+        (b'{"prompt": "a", "model": "other"}', 404, "does not exist"),
+    ],
+)
+async def test_errors_have_openais_shape(body: bytes, status: int, word: str) -> None:
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        answer = await http.post("/v1/completions", content=body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["code"] == status
+    assert word in error["message"]
+
+
+async def test_an_api_key_guards_v1_only() -> None:
+    async with running(served=Served(("demo",), api_key="k")) as up, httpx.AsyncClient(base_url=up.url) as http:
+        assert (await http.get("/v1/models")).status_code == 401
+        assert (await http.get("/health")).status_code == 200
+        models = (await http.get("/v1/models", headers={"Authorization": "Bearer k"})).json()
+    assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("demo", 1_024)]
+
+
+async def test_tokenize_tells_what_the_engine_would_see() -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        chat = (await http.post("/tokenize", json={"messages": messages})).json()
+        assert chat["tokens"] == identity().chat_ids({"messages": messages})
+        assert (await http.post("/tokenize", json={"prompt": "Hi"})).json()["count"] == 1
+        assert (await http.post("/tokenize", json={})).status_code == 400
+
+
+async def test_metrics_have_vllms_names() -> None:
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        for _ in range(2):
+            await http.post("/v1/completions", json={"prompt": list(range(40)), "max_tokens": 1})
+        text = (await http.get("/metrics")).text
+    labels = 'engine="0",model_name="demo"'
+    for line in (
+        f"vllm:num_requests_running{{{labels}}} 0",
+        f"vllm:num_requests_waiting{{{labels}}} 0",
+        f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
+        f"vllm:prefix_cache_queries_total{{{labels}}} 80",
+        f"vllm:prefix_cache_hits_total{{{labels}}} 32",
+        'vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="256",enable_prefix_caching="True",'
+        'prefix_caching_hash_algo="sha256_cbor"} 1.0',
+    ):
+        assert line in text
+
+
+async def test_table_and_reset() -> None:
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        await http.post("/v1/completions", json={"prompt": list(range(40)), "max_tokens": 1})
+        table = (await http.get("/sim/table")).json()
+        assert table["count"] == 2
+        assert set(table["hashes"]) == {one.hex() for one in up.engine.core.scheduler.pool.held()}
+        assert (await http.post("/sim/reset")).json() == {"reset": True}
+        assert (await http.get("/sim/table")).json()["count"] == 0
+
+
+async def test_a_client_that_hangs_up_frees_its_request() -> None:
+    async with running(config(SLOW)) as up, httpx.AsyncClient(base_url=up.url) as http:
+        body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            await anext(answer.aiter_bytes())
+            assert (await http.post("/sim/reset")).status_code == 409  # in use
+        scheduler = up.engine.core.scheduler
+        await poll(lambda: not scheduler.busy and scheduler.pool.free == scheduler.pool.blocks - 1)
+
+
+@pytest.mark.parametrize("mode", ["step", "fcfs"])
+async def test_time_passes_as_the_model_says(mode: str) -> None:
+    """100 steps of 5 ms, or 0.2 s of prefill and 100 tokens of 1 ms: timers may be late, the sum may not."""
+    costs = StepCosts(base_s=0.005, prefill_token_s=0.0) if mode == "step" else StepCosts(0.2, 0.0)
+    expected = 0.5 if mode == "step" else 0.299
+    loop = asyncio.get_running_loop()
+    async with running(config(costs, mode=mode)) as up, httpx.AsyncClient(base_url=up.url) as http:
+        await http.get("/health")
+        began = loop.time()
+        answer = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 100, "ignore_eos": True})
+        took = loop.time() - began
+    assert answer.json()["usage"]["completion_tokens"] == 100
+    assert expected <= took < expected + 0.4  # the machine may be busy
+
+
+async def test_the_api_servers_thread_is_one() -> None:
+    """Requests wait for each other there: 10 at 20 ms each take 200 ms."""
+    costs = StepCosts(base_s=0.0001, prefill_token_s=0.0, request_s=0.02, first_token_s=0.05)
+    loop = asyncio.get_running_loop()
+    async with running(config(costs)) as up, httpx.AsyncClient(base_url=up.url) as http:
+        began = loop.time()
+        body = {"prompt": "a", "max_tokens": 1}
+        await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(10)))
+        assert 0.25 <= loop.time() - began < 1.0

@@ -1,0 +1,15 @@
+"""A fleet without streams, for the scripts of the read path."""
+
+from __future__ import annotations
+
+import pytest
+import redis.asyncio as aioredis
+from tests.lua.world import World
+
+from warmfleet.fleet import Fleet
+
+
+@pytest.fixture
+def world(store: aioredis.Redis, fleet: Fleet) -> World:
+    """An empty fleet on each of the two servers."""
+    return World(store, fleet)

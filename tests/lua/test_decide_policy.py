@@ -1,0 +1,164 @@
+"""What the cost rule does to a fleet: bursts for one prefix, bursts for many, shared system prompts, idle fleets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import redis.asyncio as aioredis
+from tests.lua.world import BLOCK, World
+
+from warmfleet.fleet import Decision, Fleet, connect
+
+
+@dataclass
+class Burst:
+    """Requests that come before anything is computed: who would compute what."""
+
+    cold: list[tuple[str, int]] = field(default_factory=list)  # (worker, prefix) in order of decision
+    early: int = 0  # cold pairs made while a holder's wait was under twice the prefix
+    work: Counter[str] = field(default_factory=Counter)  # tokens that each worker really computes
+
+
+async def burst(world: World, prefixes: list[bytes], order: list[int], suffix_blocks: int) -> Burst:
+    """Decide for one request per entry of ``order`` (an index of ``prefixes``), nothing finishes in between."""
+    seen = Burst()
+    for prefix in order:
+        head = prefixes[prefix]
+        tokens = len(head) // 8 * BLOCK
+        waits = [row.prefill_tokens for name, row in (await world.rows()).items() if (name, prefix) in seen.cold]
+        chain = world.chain(len(head) // 8 + suffix_blocks, head=head)
+        decision = await world.fleet.decide(world.ask(chain, extra_tokens=3))
+        pair = (decision.worker_id, prefix)
+        if pair not in seen.cold:
+            seen.cold.append(pair)
+            seen.early += bool(waits) and min(waits) < 2 * tokens
+            seen.work[decision.worker_id] += tokens
+        seen.work[decision.worker_id] += suffix_blocks * BLOCK + 3
+    return seen
+
+
+@pytest.mark.parametrize(("prefix_blocks", "suffix_blocks"), [(256, 4), (256, 40), (250, 4), (64, 1), (640, 10)])
+async def test_one_new_prefix_is_computed_by_at_most_two(world: World, prefix_blocks: int, suffix_blocks: int) -> None:
+    await world.workers(8)
+    seen = await burst(world, [world.chain(prefix_blocks)], [0] * 64, suffix_blocks)
+    assert 1 + seen.early <= 2, seen
+    if suffix_blocks * 64 <= prefix_blocks:
+        assert len(seen.cold) <= 2, "all of the burst fits into twice the prefix"
+
+
+async def test_a_burst_over_two_routers_chooses_as_one_after_another(world: World, redis_url: str, model: str) -> None:
+    await world.workers(8)
+    head = world.chain(256)
+    asks = [world.ask(world.chain(260, head=head), extra_tokens=3) for _ in range(64)]
+    other = connect(redis_url, timeout_s=5)
+    fleets = [world.fleet, Fleet(other, model)]
+    together = await asyncio.gather(*(fleets[at % 2].decide(ask) for at, ask in enumerate(asks)))
+    for ask in asks:
+        await world.fleet.settle(ask.reservation, "failed")
+    await other.aclose()
+    assert all(row.in_flight == 0 for row in (await world.rows()).values())
+    alone = [await world.fleet.decide(world.ask(ask.chains[0].hashes, extra_tokens=3, seed=1)) for ask in asks]
+
+    def pairs(decisions: list[Decision]) -> int:
+        return len({one.worker_id for one in decisions})
+
+    assert pairs(list(together)) == pairs(alone) <= 2
+    assert sorted(Counter(one.worker_id for one in together).values()) == sorted(
+        Counter(one.worker_id for one in alone).values()
+    )
+
+
+@pytest.mark.parametrize("prefix_blocks", [64, 128, 256])
+@pytest.mark.parametrize("arrival", ["shuffled", "in turn", "one prefix after another"])
+async def test_24_prefixes_16_requests_4_workers(world: World, arrival: str, prefix_blocks: int) -> None:
+    await world.workers(4)
+    order = [number for number in range(24) for _ in range(16)]
+    if arrival == "in turn":
+        order = list(range(24)) * 16
+    elif arrival == "shuffled":
+        world.rng.shuffle(order)
+    seen = await burst(world, [world.chain(prefix_blocks) for _ in range(24)], order, 4)
+    assert len(seen.cold) <= 28
+    mean = sum(seen.work.values()) / 4
+    assert max(seen.work.values()) / mean <= 1.2
+
+
+async def converse(world: World, system: bytes, count: int, blocks: int) -> Counter[str]:
+    """Conversations on an idle fleet, one after another; each leaves its blocks behind."""
+    homes: Counter[str] = Counter()
+    for _ in range(count):
+        chain = world.chain(blocks, head=system)
+        ask = world.ask(chain, extra_tokens=5)
+        decision = await world.fleet.decide(ask)
+        slot = int(decision.worker_id[1:].partition(".")[0])
+        await world.fleet.settle(ask.reservation, "failed")
+        await world.hold(slot, chain)
+        row = await world.row(slot)
+        await world.change(slot, blocks=row.blocks + blocks - decision.matched_tokens // BLOCK)
+        homes[decision.worker_id] += 1
+    return homes
+
+
+@pytest.mark.parametrize("system_blocks", [4, 16, 32])
+async def test_conversations_that_share_a_system_prompt_spread(world: World, system_blocks: int) -> None:
+    await world.workers(8)
+    homes = await converse(world, world.chain(system_blocks), 200, 100)
+    assert len(homes) >= 4
+    assert max(homes.values()) <= 100, homes
+
+
+async def test_an_idle_fleet_goes_where_the_prefix_is(world: World) -> None:
+    await world.workers(8)
+    chain = world.chain(100)
+    await world.hold(5, chain, 4)  # 4 % of the prompt: more than a tie
+    for _ in range(8):
+        ask = world.ask(chain)
+        assert (await world.fleet.decide(ask)).worker_id == "w5.0"
+        await world.fleet.settle(ask.reservation, "failed")
+
+
+async def test_an_idle_fleet_duplicates_where_costs_tie(world: World) -> None:
+    await world.workers(8)
+    head = world.chain(2)
+    await world.hold(5, head)  # 32 of 3,216 tokens: under 2 %
+    chosen = {(await world.fleet.explain(world.ask(world.chain(201, head=head))))[0] for _ in range(64)}
+    assert len(chosen) >= 5
+
+
+async def test_cold_prefixes_on_an_idle_fleet_spread_evenly(world: World) -> None:
+    await world.workers(8)
+    homes = Counter([(await world.fleet.explain(world.ask(world.chain(10))))[0] for _ in range(400)])
+    assert len(homes) == 8
+    assert max(homes.values()) <= 80, "50 each, give or take what chance does"
+
+
+async def test_ties_go_to_the_least_evicting_then_the_least_filled_then_the_least_in_flight(world: World) -> None:
+    await world.workers(4)
+    for number, row in enumerate([{"evicted": 1}, {"blocks": 500}, {"in_flight": 2}, {"in_flight": 1}], 1):
+        await world.change(number, **row)
+    order = []
+    for _ in range(4):
+        chosen, _ = await world.fleet.explain(world.ask(world.chain(100), exclude=tuple(order)))
+        order.append(chosen)
+    assert order == ["w4.0", "w3.0", "w2.0", "w1.0"]
+
+
+async def test_a_busy_holder_is_left_when_waiting_costs_more_than_computing(world: World) -> None:
+    await world.workers(2)
+    chain = world.chain(256)
+    await world.hold(1, chain)
+    for wait, wanted in ((4_000, "w1.0"), (8_000, "w1.0"), (8_400, "w2.0")):
+        await world.change(1, prefill_tokens=wait)
+        assert (await world.fleet.explain(world.ask(chain)))[0] == wanted
+
+
+async def test_a_fuller_cache_has_its_price(store: aioredis.Redis, world: World) -> None:
+    await world.workers(2)
+    chain = world.chain(100)
+    await world.hold(1, chain, 20)
+    assert (await world.fleet.explain(world.ask(chain)))[0] == "w1.0"
+    await world.change(1, blocks=5_000)  # a quarter of a cache over the mean: more than a fifth of the prompt
+    assert (await world.fleet.explain(world.ask(chain)))[0] == "w2.0"

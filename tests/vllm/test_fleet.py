@@ -1,0 +1,182 @@
+"""Two real engines behind two real replicas: what a decision predicts is what vLLM then reports, exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from tests.conftest import poll, server, valkey_binary
+from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine, free_port, running
+
+from warmfleet.fleet import Fleet
+from warmfleet.fleet.client import connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS = 160  # of 32 tokens: two conversations of 2,000 tokens, not three
+
+
+@dataclass(frozen=True)
+class Real:
+    """Replicas' base URLs, the engines by worker_id, the store."""
+
+    replicas: list[str]
+    engines: dict[str, VllmEngine]
+    redis_url: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer: who gave it, what was predicted, what vLLM says was cached."""
+
+    worker_id: str
+    predicted: int
+    cached: int
+    prompt_tokens: int
+    text: str
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Real]:
+    with ExitStack() as stack:
+        redis_url = stack.enter_context(server(valkey_binary()))
+        options = [EngineOptions(redis_url=redis_url, worker_id=f"vllm-{name}", blocks=BLOCKS) for name in "ab"]
+        engines = stack.enter_context(running(*options))
+        replicas = [stack.enter_context(_replica(redis_url)) for _ in range(2)]
+        yield Real([url for url, _ in replicas], {engine.worker_id: engine for engine in engines}, redis_url)
+
+
+@pytest.fixture
+async def index(real: Real) -> AsyncIterator[Fleet]:
+    """Looks only: the replicas do the upkeep."""
+    fleet = Fleet(connect(real.redis_url, timeout_s=5), SERVED_NAME)
+
+    async def proven() -> bool:
+        views = await fleet.workers()
+        return len(views) == len(real.engines) and all(v.routable and v.proof == "proven" for v in views)
+
+    await poll(proven, 60, "both engines proven")
+    yield fleet
+    await fleet.close()
+
+
+class _replica:  # noqa: N801 - used as a context manager only
+    """One ``warmfleet serve`` in a process of its own."""
+
+    def __init__(self, redis_url: str) -> None:
+        self._redis_url = redis_url
+
+    def __enter__(self) -> tuple[str, subprocess.Popen[bytes]]:
+        port = free_port()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
+        environment |= {"WARMFLEET_REDIS_URL": self._redis_url, "WARMFLEET_MODELS": SERVED_NAME}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        argv = [sys.executable, "-m", "warmfleet", "serve", "--host", "127.0.0.1", "--port", str(port)]
+        self._process = subprocess.Popen(argv, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        return f"http://127.0.0.1:{port}", self._process
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(20)
+
+
+async def ask(url: str, messages: list[dict[str, str]]) -> Turn:
+    body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 8, "temperature": 0}
+    async with httpx.AsyncClient(timeout=120) as client:
+        answer = await client.post(f"{url}/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    assert int(answer.headers["x-warmfleet-prompt-tokens"]) == usage["prompt_tokens"]
+    return Turn(
+        answer.headers["x-warmfleet-worker"],
+        int(answer.headers["x-warmfleet-matched-tokens"]),
+        usage["prompt_tokens_details"]["cached_tokens"],
+        usage["prompt_tokens"],
+        answer.json()["choices"][0]["message"]["content"],
+    )
+
+
+def user(words: int, seed: int) -> dict[str, str]:
+    choose = random.Random(seed)
+    vocabulary = ["import", "return", "while", "class", "value", "index", "error", "string", "buffer", "module"]
+    return {"role": "user", "content": " ".join(choose.choice(vocabulary) for _ in range(words))}
+
+
+async def settled(real: Real, fleet: Fleet) -> dict[str, set[bytes]]:
+    """Wait until nothing is booked and every engine's own table equals its Redis sets, entry by entry."""
+
+    async def equal() -> dict[str, set[bytes]] | None:
+        views = await fleet.workers()
+        if any(v.load.in_flight or v.load.prefill_tokens or v.load.decode_tokens for v in views):
+            return None
+        if await fleet.redis.zcount(fleet.keys.leases, (await fleet.redis.time())[0] * 1000, "+inf"):
+            return None  # a finished request's credit lingers until its blocks are reported
+        tables: dict[str, set[bytes]] = {}
+        for view in views:
+            table = {key[-12:-4] for key in await asyncio.to_thread(real.engines[view.worker_id].table)}
+            held: Any = await fleet.redis.smembers(fleet.keys.slot(view.record["slot"]))  # type: ignore[misc]
+            if held != table:
+                return None
+            tables[view.worker_id] = table
+        for view in views:
+            slot = str(view.record["slot"]).encode()
+            for block_hash in tables[view.worker_id]:
+                assert slot in await fleet.redis.smembers(fleet.keys.block(block_hash))  # type: ignore[misc]
+        return tables
+
+    found = await poll(equal, 30, "index == the engines' tables, no load")
+    assert isinstance(found, dict)
+    return found
+
+
+async def test_the_second_turn_through_the_other_replica_and_again_after_eviction(real: Real, index: Fleet) -> None:
+    first_replica, second_replica = real.replicas
+    messages = [user(1_900, 1)]
+    first = await ask(first_replica, messages)
+    assert first.prompt_tokens > 1_900
+    assert (first.predicted, first.cached) == (0, 0)
+    await settled(real, index)
+
+    messages += [{"role": "assistant", "content": first.text}, user(40, 2)]
+    second = await ask(second_replica, messages)
+    assert second.worker_id == first.worker_id
+    assert second.predicted == second.cached >= 1_888
+    await settled(real, index)
+
+    engine = real.engines[first.worker_id]
+    for seed in range(10, 13):  # straight to the engine: traffic that the fleet did not send
+        await asyncio.to_thread(engine.complete, user(1_500, seed)["content"])
+    await settled(real, index)
+    messages += [{"role": "assistant", "content": second.text}, user(40, 3)]
+    third = await ask(first_replica, messages)
+    assert third.predicted == third.cached < second.cached, "part of it, at least, was evicted"
+    await settled(real, index)
+
+
+async def test_prediction_is_exact_over_many_conversations(real: Real, index: Fleet) -> None:
+    """Ten conversations of three turns over caches that hold four: turn by turn, alternating replicas."""
+    talks: dict[int, list[dict[str, str]]] = {number: [] for number in range(10)}
+    hits = 0
+    for turn in range(3):
+        for number, messages in talks.items():
+            messages.append(user(300 if turn else 900, 100 * number + turn))
+            got = await ask(real.replicas[(number + turn) % 2], messages)
+            assert got.predicted == got.cached
+            hits += got.cached > 0
+            messages.append({"role": "assistant", "content": got.text})
+            await settled(real, index)
+    assert hits > 5
+    counts = await index.counts()
+    assert counts.get("exact", 0) > 0
+    assert (counts.get("over", 0), counts.get("short", 0), counts.get("mismatch", 0)) == (0, 0, 0)
