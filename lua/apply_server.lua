@@ -15,7 +15,7 @@ local PREFIX, SERVER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3
 local FIELD = "server:" .. SERVER_ID
 local STREAM, ARTIFACT = PREFIX .. FIELD, PREFIX .. "artifact:" .. SERVER_ID .. ":"
 local SCHEMA, SERVER, URL_AND_PROVEN, FAR_FUTURE_MS, LAST_SEQUENCE = 1, 1, 2 + 4, 3600000, 2 ^ 52
-local MAX_JOIN_BYTES, MAX_URL_BYTES, MAX_MODELS, MAX_ARTIFACTS, MAX_CHUNKS = 262144, 512, 256, 8, 2048
+local MAX_JOIN_BYTES, MAX_URL_BYTES, MAX_MODELS, MAX_FILES, MAX_CHUNKS, MAX_BRACKETS = 262144, 512, 256, 8, 2048, 500
 
 local call = redis.call
 local clock = call("TIME")
@@ -45,16 +45,18 @@ local function chunks_of(artifacts)
       chunks[sha256] = true
     end
   end
-  return files <= MAX_ARTIFACTS and chunks or nil
+  return files <= MAX_FILES and chunks or nil
 end
 
--- Kept as it came, so it must read the same to every parser: ASCII, and no number that only cjson takes for one.
+-- Kept as it came, so it must read the same to every parser: ASCII, no deep nesting, no number that only cjson reads.
 local function plain(data)
-  for token in data:gsub("\\.", ""):gsub('"[^"]*"', ""):gmatch("[^%[%]{}:,%s]+") do
+  local bare = data:gsub("\\.", ""):gsub('"[^"]*"', "")
+  for token in bare:gmatch("[^%[%]{}:,%s]+") do
     local number = (token:match("^%-?%d+$") or token:match("^%-?%d+%.%d+$")) and not token:match("^%-?0%d")
     if not number and token ~= "true" and token ~= "false" and token ~= "null" then return false end
   end
-  return data:sub(1, 2) == '{"' and not data:find("[^\32-\126]")
+  local _, brackets = bare:gsub("[%[{]", "")
+  return brackets <= MAX_BRACKETS and data:sub(1, 2) == '{"' and not data:find("[^\32-\126]")
 end
 
 -- What a server that announces itself properly says, else nil.

@@ -20,7 +20,9 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from warmfleet.fleet import Fleet
-from warmfleet.fleet.client import connect
+from warmfleet.fleet.client import Timeouts, connect
+
+PATIENT = Timeouts(request_s=10, upkeep_s=10)  # a test machine may be busy; a time-out has tests of its own
 
 
 @contextmanager
@@ -106,7 +108,7 @@ async def store(redis_url: str) -> AsyncIterator[aioredis.Redis]:
 @pytest.fixture
 async def fleet(store: aioredis.Redis, model: str) -> Fleet:
     """The scripts of ``model`` on ``redis_url``."""
-    return Fleet(store, model)
+    return Fleet(store, model, timeouts=PATIENT)
 
 
 async def poll(check: Callable[[], object], deadline_s: float = 10.0, what: str = "") -> object:

@@ -156,9 +156,9 @@ def _under_load(costs: StepCosts, samples: dict[str, Any], limits: Limits, block
     """Split the request overhead (serial or not) and scale prefill and decode so that the mixed load fits best."""
     mix = _mix(samples["mix"])
     best, least = costs, float("inf")
-    for serial in (0.25, 0.5, 1.0):
-        for prefill in (0.9, 1.0, 1.1, 1.2, 1.35):
-            for decode in (0.7, 1.0, 1.3, 1.7):
+    for serial in (1.0, 0.5, 0.25):  # neutral values first: only what fits better replaces them
+        for prefill in (1.0, 0.9, 1.1, 1.2, 1.35):
+            for decode in (1.0, 0.7, 1.3, 1.7):
                 candidate = replace(
                     costs,
                     request_s=serial * costs.request_s,

@@ -33,7 +33,9 @@ class Running:
 
 
 def config(costs: StepCosts = PRESETS["fast"], blocks: int = 256, mode: str = "step") -> EngineConfig:
-    return EngineConfig(SCHEME, Limits(max_model_len=1_024), blocks, costs, mode, 0.001)
+    """Prompts of up to 1,024 tokens, or as many as a larger cache holds."""
+    length = 1_024 if blocks <= 256 else 16 * (blocks - 1)
+    return EngineConfig(SCHEME, Limits(max_model_len=length), blocks, costs, mode, 0.001)
 
 
 @asynccontextmanager

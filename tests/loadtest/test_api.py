@@ -64,7 +64,9 @@ async def test_token_ids_in_and_out() -> None:
         body = {"prompt": ids, "max_tokens": 3, "return_token_ids": True, "ignore_eos": True}
         choice = (await http.post("/v1/completions", json=body)).json()["choices"][0]
         chat = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": {"prompt_token_ids": ids}}
-        given = (await http.post("/v1/chat/completions", json={**chat, "return_token_ids": True, "max_tokens": 1})).json()
+        given = (
+            await http.post("/v1/chat/completions", json={**chat, "return_token_ids": True, "max_tokens": 1})
+        ).json()
         several = (await http.post("/v1/completions", json={"prompt": [ids, "b"], "n": 2, "max_tokens": 2})).json()
     assert choice["prompt_token_ids"] == ids
     assert identity().text(choice["token_ids"]) == choice["text"]

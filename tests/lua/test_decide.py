@@ -10,7 +10,7 @@ import pytest
 import redis.asyncio as aioredis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import redis7_binary, server, valkey_binary
+from tests.conftest import PATIENT, redis7_binary, server, valkey_binary
 from tests.lua.world import BLOCK, READY, SCHEME, World
 
 from warmfleet.errors import BadArgument, CancelledReservation, NoWorker
@@ -239,7 +239,7 @@ async def test_one_reservation_that_ends_leaves_the_credit_of_the_others(world: 
 
 
 async def test_a_spent_budget_gives_a_lower_bound_and_says_so(store: aioredis.Redis, model: str) -> None:
-    fleet = Fleet(store, model, weights=Weights(max_probes=8))
+    fleet = Fleet(store, model, timeouts=PATIENT, weights=Weights(max_probes=8))
     world = World(store, fleet)
     await world.workers(30)
     chain = world.chain(900)
@@ -251,7 +251,7 @@ async def test_a_spent_budget_gives_a_lower_bound_and_says_so(store: aioredis.Re
         assert 0 < found[f"w{slot}.0"] <= depth * BLOCK
     decision = await fleet.decide(world.ask(chain))
     assert decision.flagged
-    exact = Fleet(store, model, weights=Weights(max_probes=2_000))
+    exact = Fleet(store, model, timeouts=PATIENT, weights=Weights(max_probes=2_000))
     _, rows = await exact.explain(world.ask(chain))
     assert {row.worker_id: row.matched_tokens // BLOCK for row in rows} == {f"w{s}.0": d for s, d in depths.items()}
     assert not (await exact.decide(world.ask(chain))).flagged
@@ -285,7 +285,7 @@ async def test_the_match_equals_a_plain_walk(valkey_url: str, data: st.DataObjec
     client = connect(valkey_url, timeout_s=5)
     try:
         seed = data.draw(st.integers(0, 2**32))
-        fleet = Fleet(client, f"walk/{uuid.uuid4().hex}", weights=Weights(max_probes=4_096))
+        fleet = Fleet(client, f"walk/{uuid.uuid4().hex}", timeouts=PATIENT, weights=Weights(max_probes=4_096))
         world = World(client, fleet, seed)
         count, blocks = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 140))
         await world.workers(count)
@@ -348,7 +348,7 @@ async def test_cost_is_wait_and_uncached_tokens_over_speed(world: World) -> None
 async def test_a_hundred_at_once_book_exactly_a_hundred(redis_url: str, world: World) -> None:
     await world.workers(4)
     other = connect(redis_url, timeout_s=5)
-    fleets = [world.fleet, Fleet(other, world.keys.tag.replace("~", "/"))]
+    fleets = [world.fleet, Fleet(other, world.keys.tag.replace("~", "/"), timeouts=PATIENT)]
     asks = [world.ask(world.chain(20), extra_tokens=7) for _ in range(50)]
     both = [fleet.decide(ask) for ask in asks for fleet in fleets]  # every id from two routers at once
     decisions = await asyncio.gather(*both)
@@ -365,7 +365,7 @@ async def test_a_full_redis_still_books_and_settles(model: str) -> None:
     for binary in (valkey_binary(), redis7_binary()):
         with server(binary) as url:
             client = connect(url, timeout_s=5)
-            world = World(client, Fleet(client, model))
+            world = World(client, Fleet(client, model, timeouts=PATIENT))
             await world.workers(2)
             ask = world.ask(world.chain(10))
             await world.fleet.explain(ask)  # the script is known before memory is full

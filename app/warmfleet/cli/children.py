@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,7 @@ class Children:
         self._watchdog = subprocess.Popen(
             [sys.executable, "-I", "-S", watchdog.__file__, str(self.folder)],
             stdin=subprocess.PIPE,
+            bufsize=0,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -116,6 +118,7 @@ class Children:
         if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
             self._watchdog.stdin.close()
         self._watchdog.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)  # the watchdog did, if it was still there
 
     def newly_dead(self) -> list[Child]:
         """Children that ended since the last call, without being asked to."""
@@ -143,7 +146,6 @@ class Children:
             return False
         try:
             self._watchdog.stdin.write(line.encode() + b"\n")
-            self._watchdog.stdin.flush()
         except BrokenPipeError:
             return False
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,12 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; open answers may end first (``WARMFLEET_SHUTDOWN_GRACE_S``)."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     settings = settings_of(options)
-    sockets = [listen(settings.host, settings.port)]
-    if options.reuse_port:
-        sockets.append(listen(settings.host, options.reuse_port, shared=True))
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(settings, sockets))
-    except KeyboardInterrupt:
-        pass  # uvicorn raises the signal anew once everything is closed
+    with ExitStack() as stack:
+        stack.enter_context(suppress(KeyboardInterrupt))  # uvicorn raises the signal anew once everything is closed
+        sockets = [stack.enter_context(closing(listen(settings.host, settings.port)))]
+        if options.reuse_port:
+            shared = listen(settings.host, options.reuse_port, shared=True)
+            sockets.append(stack.enter_context(closing(shared)))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        runner.run(serve(settings, sockets))
     return 0

@@ -101,7 +101,7 @@ class Weights:
     """Of the cost rule in lua/decide.lua. lambda_, kappa, pressure_price: plain factors; max_probes: calls per match."""
 
     lambda_: float = 1.0
-    kappa: float = 1.0
+    kappa: float = 1.25  # least that keeps one new prefix on at most two workers: tests/lua/test_decide_policy.py
     pressure_price: float = 1.0
     decode_s_per_token: float = 1e-7
     max_probes: int = 64

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -16,7 +17,6 @@ from warmfleet.cli.children import Children, StackError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 STUBBORN = [
@@ -121,4 +121,4 @@ def test_a_killed_owner_takes_them_along() -> None:
         assert alive(int(pid))
         owner.kill()
     until(lambda: not alive(int(pid)), 15)
-    until(lambda: not os.path.exists(folder))
+    until(lambda: not Path(folder).exists())

@@ -79,7 +79,8 @@ def replica(answers: dict[str, tuple[int, Any]]) -> Iterator[tuple[str, list[tup
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            seen.append((dict(self.headers), self.rfile.read(int(self.headers.get("content-length", 0)))))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            seen.append((headers, self.rfile.read(int(self.headers.get("content-length", 0)))))
             status, value = answers.get(self.path, (404, {"error": {"message": "no such path"}}))
             body = value.encode() if isinstance(value, str) else json.dumps(value).encode()
             self.send_response(status)
@@ -87,7 +88,7 @@ def replica(answers: dict[str, tuple[int, Any]]) -> Iterator[tuple[str, list[tup
             self.end_headers()
             self.wfile.write(body)
 
-        do_POST = do_GET
+        do_POST = do_GET  # noqa: N815  the name that http.server calls
 
         def log_message(self, *_: object) -> None:
             pass

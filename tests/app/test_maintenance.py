@@ -1,0 +1,91 @@
+"""Background work outlives its own failures, ends when told to, and a replica that is told to stop says so first."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from tests.app.engine import STREAM_HEAD, Engine, Seen, chunk, engine, event
+from tests.app.replica import replica
+from tests.conftest import poll
+from warmfleet.api import Health
+from warmfleet.errors import FleetUnavailable
+from warmfleet.main import _Server, server
+from warmfleet.maintenance import stop, supervise
+from warmfleet.metrics import Metrics
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    import pytest
+
+
+async def test_a_failing_round_is_counted_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, rounds = Metrics(), []
+
+    async def work() -> None:
+        rounds.append(1)
+        if len(rounds) == 1:
+            raise FleetUnavailable("away")
+        if len(rounds) == 2:
+            raise ZeroDivisionError
+
+    task = asyncio.create_task(supervise("test", 0.001, work, metrics))
+    await poll(lambda: len(rounds) >= 4, what="rounds after two failures")
+    await stop([task])
+    assert b'warmfleet_task_failures_total{task="test"} 2.0' in metrics.render()
+    assert len([record for record in caplog.records if "test failed" in record.message]) == 1  # not a line each time
+
+
+async def test_a_lost_cancellation_does_not_keep_a_replica_from_stopping() -> None:
+    async def swallows() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+
+    task = asyncio.create_task(swallows())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await stop([task])
+    assert task.cancelled()
+
+
+async def test_a_stop_signal_drains_first() -> None:
+    made = server(Settings(models=("m",), drain_s=0.1))
+    assert isinstance(made, _Server)
+    health: Health = made._health
+    made.handle_exit(signal.SIGTERM, None)
+    assert health.draining
+    assert not made.should_exit
+    await poll(lambda: made.should_exit, 5, "it stops after the drain")
+    other = server(Settings(models=("m",), drain_s=60.0))
+    other.handle_exit(signal.SIGTERM, None)
+    other.handle_exit(signal.SIGTERM, None)
+    assert other.should_exit  # a second signal stops at once
+
+
+async def test_long_streams_keep_their_reservation(valkey_url: str, model: str) -> None:
+    async def slow(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        chunk(writer, event("x"))
+        await writer.drain()
+        await asyncio.sleep(60)
+
+    async with (
+        engine(model, slow) as upstream,
+        replica(valkey_url, model, upstream.url, renew_interval_s=0.05) as router,
+    ):
+        body = {"model": model, "prompt": "x" * 1_000, "stream": True}
+        async with router.client.post(f"{router.url}/v1/completions", json=body) as answer:
+            await answer.content.readany()
+
+            async def renewed() -> bool:
+                return await router.metric('warmfleet_renewed_total{result="renewed"}') >= 2
+
+            await poll(renewed, what="renewals")
+            (row,) = [worker.load for worker in await router.fleet.workers()]
+            assert row.prefill_tokens == 0  # the first byte gave it back
+            assert row.in_flight == 1
+            assert row.decode_tokens > 250
+        await router.unloaded()

@@ -1,0 +1,162 @@
+"""renew keeps and rebuilds reservations; register makes approximate workers; prove records probes."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, cast
+
+import pytest
+from tests.lua.world import READY, SCHEME, World
+
+from warmfleet.errors import BadArgument, NoWorker
+from warmfleet.fleet import Flag, LoadRow, Renewal, Stage
+
+RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
+
+# ---------------------------------------------------------------- renew
+
+
+async def test_renewing_moves_the_expiry_and_nothing_else(world: World) -> None:
+    await world.workers(1)
+    ask = world.ask(world.chain(10))
+    await world.fleet.decide(ask)
+    before, row = await world.leases(), await world.row(1)
+    await world.store.zadd(world.keys.leases, {ask.reservation: 1})
+    assert await world.fleet.renew([Renewal(ask.reservation, "w1.0", 161, 300)]) == (1, 0, 0)
+    expiry = cast("float", await world.store.zscore(world.keys.leases, ask.reservation))
+    assert expiry == pytest.approx(time.time() * 1000 + 30_000, abs=1_500)
+    assert (await world.leases(), await world.row(1)) == (before, row)
+
+
+async def test_what_redis_lost_is_booked_anew(world: World) -> None:
+    await world.workers(2)
+    renewals = [Renewal("wf-a", "w1.0", 700, 900), Renewal("wf-b", "w1.0", 700, 900, started=True)]
+    renewals += [Renewal("wf-c", "gone.0", 1, 1)]
+    assert await world.fleet.renew(renewals) == (0, 2, 1)
+    row = await world.row(1)
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (700, 900, 2)
+    assert await world.fleet.renew(renewals[:2]) == (2, 0, 0)
+    for name in ("wf-a", "wf-b"):
+        assert await world.fleet.settle(name, "finished") == "SETTLED"
+    row = await world.row(1)
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
+    assert await world.leases() == {}
+
+
+async def test_what_has_ended_is_not_renewed(world: World) -> None:
+    await world.workers(1)
+    ask = world.ask(world.chain(10))
+    await world.fleet.decide(ask)
+    await world.fleet.settle(ask.reservation, "finished")
+    await world.fleet.settle("wf-dead", "cancelled")
+    renewals = [Renewal(ask.reservation, "w1.0", 1, 1), Renewal("wf-dead", "w1.0", 1, 1)]
+    assert await world.fleet.renew(renewals) == (0, 0, 2)
+    assert (await world.row(1)).in_flight == 0
+
+
+async def test_many_are_renewed_in_slices(world: World) -> None:
+    await world.workers(1)
+    renewals = [Renewal(f"wf-{number}", "w1.0", 1, 1) for number in range(450)]
+    assert await world.fleet.renew(renewals) == (0, 450, 0)
+    assert (await world.row(1)).in_flight == 450
+    assert await world.fleet.renew([]) == (0, 0, 0)
+
+
+async def test_what_renew_refuses(world: World) -> None:
+    await world.workers(1)
+    for args in (("x",), (1, "wf", "w1.0", 1), (1, *["wf", "w1.0", 1, 1, 0] * 201), (1, "wf", "w1.0", 1, 1, 2)):
+        with pytest.raises(BadArgument):
+            await world.fleet.run("renew", *args)
+    with pytest.raises(BadArgument):
+        await world.fleet.renew([Renewal("wf-1", "w1.0", 1, 1), Renewal("wf-2", "w1.0", -1, 1)])
+    assert (await world.row(1)).in_flight == 0, "all or nothing"
+
+
+# ---------------------------------------------------------------- register
+
+
+async def row_of(world: World, name: str) -> LoadRow:
+    return LoadRow.unpack(await cast("Any", world.store.hget(world.keys.load, name)))
+
+
+async def test_a_registered_worker_is_routable_and_a_repeat_is_its_heartbeat(world: World) -> None:
+    await world.ticked()
+    slot = await world.fleet.register("stock", RECORD, 50, True)
+    row = await row_of(world, "stock")
+    assert row == LoadRow(
+        epoch=1, slot=slot, scheme=SCHEME, capacity_blocks=50,
+        flags=Flag.SERVER | Flag.URL | Flag.APPROXIMATE | Flag.CLOSED,
+    )  # fmt: skip
+    ask = world.ask(world.chain(4))
+    assert (await world.fleet.decide(ask)).worker_id == "stock"
+    await world.store.zadd(world.keys.alive, {"stock": 1_000})
+    assert await world.fleet.register("stock", RECORD, 60, True) == slot
+    assert cast("float", await world.store.zscore(world.keys.alive, "stock")) > 1_000
+    row = await row_of(world, "stock")
+    assert (row.in_flight, row.capacity_blocks) == (1, 60)
+    (view,) = await world.fleet.workers()
+    assert (view.url, view.models, view.routable, view.proof) == (RECORD["url"], ["m"], True, "approximate")
+
+
+async def test_an_unhealthy_worker_is_out_at_once_and_returns_with_a_new_slot(world: World) -> None:
+    await world.ticked()
+    slot = await world.fleet.register("stock", RECORD, 50, True)
+    assert await world.fleet.register("stock", RECORD, 50, False) == slot
+    with pytest.raises(NoWorker):
+        await world.fleet.decide(world.ask(world.chain(4)))
+    back = await world.fleet.register("stock", RECORD, 50, True)
+    assert back != slot
+    assert await cast("Any", world.store.smembers(world.keys.retired)) == {b"%d" % slot}
+    assert (await world.fleet.decide(world.ask(world.chain(4)))).worker_id == "stock"
+
+
+async def test_another_scheme_is_another_slot(world: World) -> None:
+    slot = await world.fleet.register("stock", RECORD, 50, True)
+    other = await world.fleet.register("stock", RECORD | {"scheme_id": 8}, 50, True)
+    assert other != slot
+    assert (await row_of(world, "stock")).scheme == 8
+
+
+async def test_what_register_refuses(world: World) -> None:
+    await world.workers(1)
+    before = await world.row(1)
+    with pytest.raises(BadArgument):
+        await world.fleet.register("w1.0", RECORD, 50, True)  # it joined by its own stream
+    with pytest.raises(BadArgument):
+        await world.fleet.register("stock", RECORD, 0, True)
+    with pytest.raises(BadArgument):
+        await world.fleet.run("register", "stock", "not json", 5, 1)
+    assert await world.row(1) == before
+
+
+# ---------------------------------------------------------------- prove
+
+
+@pytest.mark.parametrize(
+    ("proof", "flags"), [("proven", 2 | 4), ("identity", 2), ("url", 0), ("pending", 0)], ids=lambda value: str(value)
+)
+async def test_a_proof_sets_the_flags(world: World, proof: str, flags: int) -> None:
+    await world.workers(2, flags=READY)
+    before = await world.row(1)
+    assert await world.fleet.prove("w1.0", "n1", proof, "because") is True
+    row = await world.row(1)
+    assert row.flags == (READY & ~(Flag.URL | Flag.PROVEN)) | flags
+    assert LoadRow(**{**_fields(row), "flags": before.flags}) == before
+    record = json.loads(await cast("Any", world.store.hget(world.keys.workers, "w1.0")))
+    assert (record["proof"], record["reason"], record["nonce"]) == (proof, "because", "n1")
+    assert (await world.fleet.counts())[f"proof_{proof}"] == 1
+
+
+def _fields(row: LoadRow) -> dict[str, int]:
+    return {name: getattr(row, name) for name in LoadRow.__slots__}
+
+
+async def test_a_stale_proof_changes_nothing(world: World) -> None:
+    await world.workers(1)
+    before = await world.row(1)
+    assert await world.fleet.prove("w1.0", "another nonce", "url", "") is False
+    assert await world.fleet.prove("nobody.0", "n1", "url", "") is False
+    assert await world.row(1) == before
+    with pytest.raises(BadArgument):
+        await world.fleet.prove("w1.0", "n1", "maybe", "")

@@ -1,0 +1,165 @@
+"""settle: gives back exactly what is held, once, whatever the order; mirrors what approximate workers were sent."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import pytest
+from tests.lua.world import BLOCK, SCHEME, World
+
+from warmfleet.errors import BadArgument
+from warmfleet.fleet import Ask, Stage
+
+
+async def load(world: World, number: int = 1) -> tuple[int, int, int]:
+    row = await world.row(number)
+    return row.prefill_tokens, row.decode_tokens, row.in_flight
+
+
+async def booked(world: World, blocks: int = 100) -> Ask:
+    """One request of a new chain on w1; 1,601 tokens of prefill, 2,000 of decode."""
+    ask = world.ask(world.chain(blocks), decode_tokens=2_000, exclude=("w2.0", "w3.0"))
+    await world.fleet.decide(ask)
+    return ask
+
+
+async def test_from_booked_to_finished(world: World) -> None:
+    await world.workers(1)
+    ask = await booked(world)
+    assert await load(world) == (1_601, 0, 1)
+    assert await world.fleet.settle(ask.reservation, "started") == "STARTED"
+    assert await load(world) == (0, 2_000, 1)
+    lease = (await world.leases())[ask.reservation]
+    assert (lease.stage, lease.prefill_tokens, lease.decode_tokens) == (Stage.STARTED, 0, 2_000)
+    assert await world.fleet.settle(ask.reservation, "started") == "SAME"
+    assert await world.fleet.settle(ask.reservation, "finished") == "SETTLED"
+    assert await load(world) == (0, 0, 0)
+    assert await world.fleet.settle(ask.reservation, "finished") == "SAME"
+    assert await world.fleet.settle(ask.reservation, "failed") == "SAME"
+    assert await load(world) == (0, 0, 0)
+
+
+async def test_what_finished_made_lingers_and_then_goes(world: World) -> None:
+    await world.workers(2)
+    ask = await booked(world)
+    await world.fleet.settle(ask.reservation, "finished")
+    lease = (await world.leases())[ask.reservation]
+    assert lease.stage == Stage.LINGERING
+    expiry = cast("float", await world.store.zscore(world.keys.leases, ask.reservation))
+    assert expiry == pytest.approx(time.time() * 1000 + 2_000, abs=1_500)
+    _, rows = await world.fleet.explain(Ask("wf-next", ask.chains, ask.prompt_tokens, 0))
+    assert {row.worker_id: row.matched_tokens for row in rows} == {"w1.0": 1_600, "w2.0": 0}
+    assert (await world.fleet.decide(ask)).outcome == "known"
+    await world.store.zadd(world.keys.leases, {ask.reservation: 1})
+    await world.fleet.settle("wf-nobody", "finished")
+    assert await world.leases() == {}
+    assert await world.speculation() == {}
+    assert await load(world) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("outcome", ["failed", "cancelled"])
+@pytest.mark.parametrize("started", [False, True])
+async def test_failed_and_cancelled_end_at_once(world: World, outcome: Any, started: bool) -> None:
+    await world.workers(1)
+    ask = await booked(world)
+    if started:
+        await world.fleet.settle(ask.reservation, "started")
+    assert await world.fleet.settle(ask.reservation, outcome) == "SETTLED"
+    assert await load(world) == (0, 0, 0)
+    assert await world.leases() == {}
+    assert await world.store.zcard(world.keys.leases) == 0
+    assert await world.speculation() == {}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "left"), [("failed", True), ("cancelled", True), ("started", False), ("finished", False)]
+)
+async def test_an_unknown_id_leaves_a_tombstone_only_if_it_ended(world: World, outcome: Any, left: bool) -> None:
+    await world.workers(1)
+    assert await world.fleet.settle("wf-1", outcome) == "UNKNOWN"
+    leases = await world.leases()
+    assert ("wf-1" in leases) is left
+    if left:
+        assert leases["wf-1"].stage == Stage.TOMBSTONE
+        expiry = cast("float", await world.store.zscore(world.keys.leases, "wf-1"))
+        assert expiry == pytest.approx(time.time() * 1000 + 60_000, abs=1_500)
+        assert await world.fleet.settle("wf-1", outcome) == "SAME"
+        await world.store.zadd(world.keys.leases, {"wf-1": 1})
+        await world.fleet.settle("wf-2", "finished")
+        assert await world.leases() == {}
+
+
+async def test_a_worker_that_joined_anew_owes_nothing(world: World) -> None:
+    await world.workers(1)
+    ask = await booked(world)
+    await world.change(1, epoch=2, prefill_tokens=5, in_flight=1)
+    assert await world.fleet.settle(ask.reservation, "started") == "STARTED"
+    assert await world.fleet.settle(ask.reservation, "failed") == "SETTLED"
+    assert await load(world) == (5, 0, 1)
+    assert await world.speculation() == {}
+
+
+async def test_a_forgotten_worker_is_not_made_again(world: World) -> None:
+    await world.workers(1)
+    ask = await booked(world)
+    await cast("Any", world.store.hdel(world.keys.load, "w1.0"))
+    assert await world.fleet.settle(ask.reservation, "finished") == "SETTLED"
+    assert await world.rows() == {}
+
+
+async def test_what_settle_refuses(world: World) -> None:
+    with pytest.raises(BadArgument):
+        await world.fleet.settle("wf-1", cast("Any", "gone"))
+    with pytest.raises(BadArgument):
+        await world.fleet.settle("", "failed")
+
+
+# ---------------------------------------------------------------- approximate workers
+
+
+async def approximate(world: World, capacity: int) -> int:
+    await world.ticked()
+    record = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
+    return await world.fleet.register("stock", record, capacity, True)
+
+
+async def mirror(world: World, slot: int) -> list[bytes]:
+    return list(await world.store.zrange(f"{world.keys.prefix}lru:{slot}", 0, -1))
+
+
+async def test_an_approximate_worker_keeps_what_it_was_sent(world: World) -> None:
+    slot = await approximate(world, 100)
+    chain = world.chain(40)
+    ask = world.ask(chain)
+    decision = await world.fleet.decide(ask)
+    assert (decision.worker_id, decision.server_id, decision.approximate) == ("stock", "stock", True)
+    assert decision.url == "http://10.9.9.9:8000"
+    await world.fleet.settle(ask.reservation, "started")
+    grid = [1, 2, 4, 8, 16, 24, 32, 40]
+    assert set(await mirror(world, slot)) == {chain[8 * block - 8 : 8 * block] for block in grid}
+    await world.fleet.settle(ask.reservation, "failed")  # gives its own counts back; the mirror has one of each
+    assert all(counts == {slot: 1} for counts in (await world.speculation()).values())
+    again = await world.fleet.decide(world.ask(world.chain(60, head=chain)))
+    assert (again.matched_tokens, again.speculative) == (40 * BLOCK, True)
+
+
+async def test_the_mirror_keeps_its_bound_and_gives_up_the_oldest_and_deepest(world: World) -> None:
+    slot = await approximate(world, 10)
+    chains = [world.chain(16) for _ in range(3)]  # five checkpoints each: 1 2 4 8 16
+    for chain in chains:
+        ask = world.ask(chain)
+        await world.fleet.decide(ask)
+        await world.fleet.settle(ask.reservation, "finished")
+        await world.store.zadd(world.keys.leases, {ask.reservation: 1})
+    await world.fleet.settle("wf-nobody", "finished")
+    kept = await mirror(world, slot)
+    assert len(kept) == 10
+    assert set(kept) == {chain[8 * at - 8 : 8 * at] for chain in chains[1:] for at in (1, 2, 4, 8, 16)}
+    ask = world.ask(world.chain(2))  # two checkpoints: the two deepest of the oldest go
+    await world.fleet.decide(ask)
+    await world.fleet.settle(ask.reservation, "finished")
+    gone = {chains[1][8 * at - 8 : 8 * at] for at in (8, 16)}
+    assert gone.isdisjoint(await mirror(world, slot))
+    assert len(await mirror(world, slot)) == 10
+    assert set(await world.speculation()) == set(await mirror(world, slot))
