@@ -70,7 +70,7 @@ $(VENV)/bin/python:
 
 $(RUN_STAMP): requirements.lock $(PROJECTS) | $(VENV)/bin/python
 	@echo "installing what 'make run' needs (about half a minute) ..."
-	@$(PY) -m pip install -qq --require-hashes -r requirements.lock
+	@$(PY) -m pip install -qq --no-compile --require-hashes -r requirements.lock
 	@$(PY) -m pip install -qq --no-deps --no-build-isolation -e ./worker_plugin -e .
 	@touch $@
 
@@ -113,7 +113,7 @@ COMPILE = $(UV) pip compile --quiet --universal --generate-hashes --no-header --
 
 lock: $(UV) ## write the hashed locks anew (ARGS=--upgrade takes the newest versions)
 	$(COMPILE) $(ARGS) pyproject.toml --extra demo --group build -o requirements.lock
-	$(COMPILE) $(ARGS) pyproject.toml --extra demo --group build --group dev -c requirements.lock -o requirements-dev.lock
+	$(COMPILE) $(ARGS) pyproject.toml --all-extras --group build --group dev -c requirements.lock -o requirements-dev.lock
 	$(COMPILE) $(ARGS) --group checkov -o requirements-checkov.lock
 	$(UV) pip compile --quiet --no-deps --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	  --python-version 3.11 $(ARGS) requirements-vllm.in -o requirements-vllm.lock

@@ -79,7 +79,7 @@ def stack(plan: StackPlan) -> Iterator[tuple[str, ...]]:
             log = folder / f"replica{number}.log"
             exits.enter_context(_process([*argv, "--redis", store, "--models", MODEL], log))
         for number, url in enumerate(urls):
-            _wait(lambda url=url: _routable(url) == plan.engines, f"replica {number}", folder / f"replica{number}.log")  # type: ignore[misc]
+            _wait(lambda url=url: _routable(url) == plan.engines, f"replica {number}", folder / f"replica{number}.log")
         yield urls
 
 
@@ -142,7 +142,7 @@ def _wait(ready: Any, what: str, log: Path) -> None:
 def _routable(url: str) -> int:
     """Routable and proven workers that a replica sees."""
     try:
-        with urllib.request.urlopen(f"{url}/fleet/workers", timeout=5) as answer:
+        with urllib.request.urlopen(f"{url}/workers", timeout=5) as answer:
             found = json.load(answer)
     except (OSError, urllib.error.URLError, ValueError):
         return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tests.app.engine import STREAM_HEAD, Engine, Seen, chunk, engine, event
 from tests.app.replica import replica
 from tests.conftest import poll
-from warmfleet.api import Health
+
 from warmfleet.errors import FleetUnavailable
 from warmfleet.main import _Server, server
 from warmfleet.maintenance import stop, supervise
@@ -19,6 +19,8 @@ from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     import pytest
+
+    from warmfleet.api import Health
 
 
 async def test_a_failing_round_is_counted_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
 
 
+DEMO = Served(("demo",))
+
+
 @cache
 def identity() -> Identity:
     """The demo's tokenizer takes a third of a second to load."""
@@ -40,7 +43,7 @@ def config(costs: StepCosts = PRESETS["fast"], blocks: int = 256, mode: str = "s
 
 @asynccontextmanager
 async def running(
-    settings: EngineConfig | None = None, served: Served = Served(("demo",)), ready: Engine | None = None
+    settings: EngineConfig | None = None, served: Served = DEMO, ready: Engine | None = None
 ) -> AsyncIterator[Running]:
     """An engine that listens, without a fleet."""
     engine = ready or Engine(settings or config(), identity(), served)

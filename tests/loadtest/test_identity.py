@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -12,13 +12,16 @@ from tests.loadtest.engines import identity
 
 from warmfleet_loadtest.identity import Identity, PromptError
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+USER, ASSISTANT, BEGIN = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a cache?"}]
 
 
 def test_a_chat_becomes_the_templates_text() -> None:
-    assert identity().render({"messages": CHAT}) == (
-        "<｜begin▁of▁sentence｜>Be brief.<｜User｜>What is a cache?<｜Assistant｜>"
-    )
+    text = identity().render({"messages": CHAT})
+    assert text == f"{BEGIN}Be brief.{USER}What is a cache?{ASSISTANT}"
 
 
 @settings(max_examples=50, deadline=None)
@@ -34,17 +37,23 @@ def test_the_next_turn_extends_the_one_before(seed: int, count: int) -> None:
 
 def test_content_parts_tools_and_continuing() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert "<｜User｜>a\nb<｜Assistant｜>" in identity().render({"messages": parts})
+    assert f"{USER}a\nb{ASSISTANT}" in identity().render({"messages": parts})
     assert '{"name": "f"}' in identity().render({"messages": CHAT, "tools": [{"name": "f"}]})
     unfinished = [*CHAT, {"role": "assistant", "content": "It is"}]
-    assert identity().render({"messages": unfinished, "continue_final_message": True}).endswith("<｜Assistant｜>It is")
-    assert not identity().render({"messages": CHAT, "add_generation_prompt": False}).endswith("<｜Assistant｜>")
+    assert identity().render({"messages": unfinished, "continue_final_message": True}).endswith(f"{ASSISTANT}It is")
+    assert not identity().render({"messages": CHAT, "add_generation_prompt": False}).endswith(ASSISTANT)
 
 
 @pytest.mark.parametrize(
     "messages",
-    [[], None, ["text"], [{"content": "no role"}], [{"role": "user", "content": 5}]]
-    + [[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]],
+    [
+        [],
+        None,
+        ["text"],
+        [{"content": "no role"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+    ],
 )
 def test_what_is_no_chat_is_refused(messages: object) -> None:
     with pytest.raises(PromptError):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import TYPE_CHECKING
 
-import pytest
 from tests.loadtest.engines import config, running
 
 from warmfleet_loadtest.client import Client, Reply
 from warmfleet_loadtest.costs import StepCosts
 from warmfleet_loadtest.replay import Target, main, quantile, replay, summary, table
 from warmfleet_loadtest.trace import Arrival, Trace, generate
+
+if TYPE_CHECKING:
+    import pytest
 
 COSTS = StepCosts(base_s=0.002, prefill_token_s=1e-5)
 

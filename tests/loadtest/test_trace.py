@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import lzma
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from warmfleet_loadtest import trace
 from warmfleet_loadtest.trace import BLOCK_TOKENS, block
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def write(path: Path, rows: list[dict[str, object]], **header: object) -> Path:

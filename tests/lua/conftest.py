@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import redis.asyncio as aioredis
+from tests.lua.stream import Core
 from tests.lua.world import World
 
 from warmfleet.fleet import Fleet
@@ -13,3 +14,12 @@ from warmfleet.fleet import Fleet
 def world(store: aioredis.Redis, fleet: Fleet) -> World:
     """An empty fleet on each of the two servers."""
     return World(store, fleet)
+
+
+@pytest.fixture
+async def core(store: aioredis.Redis, fleet: Fleet) -> Core:
+    """A worker that has joined through its stream."""
+    core = Core(store, fleet)
+    await core.join()
+    await core.applied()
+    return core

@@ -143,6 +143,12 @@ def held(*numbers: int) -> set[bytes]:
     return {block(number) for number in numbers}
 
 
+def with_load(row: LoadRow, prefill: int, decode: int, in_flight: int) -> bytes:
+    values = {name: getattr(row, name) for name in row.__slots__}
+    load = {"prefill_tokens": prefill, "decode_tokens": decode, "in_flight": in_flight}
+    return cast("bytes", type(row)(**values | load).pack())
+
+
 def glob(prefix: bytes) -> bytes:
     """``prefix`` as a pattern that matches itself: its braces need no escape, brackets would."""
     return prefix.replace(b"[", b"\\[")

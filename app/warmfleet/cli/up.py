@@ -64,7 +64,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 def run(options: argparse.Namespace) -> int:
     """Start, print how to use it, serve until Ctrl-C or SIGTERM. 1 if every replica died."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell starts background jobs with it ignored
+        signal.signal(number, _interrupt)
     plan = plan_of(options)
     try:
         with Stack(plan, say) as stack:

@@ -1,0 +1,40 @@
+"""The packed records: Python and the scripts read the same bytes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warmfleet.fleet import Flag, Lease, LoadRow
+
+U32, I32 = st.integers(0, 2**32 - 1), st.integers(-(2**31), 2**31 - 1)
+
+
+@given(st.builds(LoadRow, U32, I32, I32, I32, U32, st.integers(0, 2**16 - 1), U32, U32, U32, U32, U32, U32, U32))
+def test_a_row_survives_packing(row: LoadRow) -> None:
+    assert len(row.pack()) == 50
+    assert LoadRow.unpack(row.pack()) == row
+
+
+@given(
+    st.builds(
+        Lease, U32, U32, U32, U32, U32, U32, st.integers(0, 3), st.from_regex(r"[A-Za-z0-9._-]{0,70}", fullmatch=True),
+        st.lists(st.binary(min_size=8, max_size=8), max_size=30).map(tuple),
+    )
+)  # fmt: skip
+def test_a_lease_survives_packing(lease: Lease) -> None:
+    assert Lease.unpack(lease.pack()) == lease
+
+
+def test_the_layout_is_what_the_readme_says() -> None:
+    row = LoadRow(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)
+    assert row.pack().hex() == "".join(f"{n:08x}" for n in range(1, 6)) + "0006" + "".join(f"{n:08x}" for n in range(7, 14))
+    lease = Lease(1, 2, 3, 4, 5, 6, 1, "ab", (b"12345678",))
+    assert lease.pack() == bytes.fromhex("".join(f"{n:08x}" for n in range(1, 7))) + b"\x01\x02ab12345678"
+
+
+def test_routable() -> None:
+    ready = Flag.SERVER | Flag.URL
+    assert LoadRow(flags=ready).routable
+    for flags in (Flag.SERVER, Flag.URL, ready | Flag.DRAINING, ready | Flag.HOSTILE):
+        assert not LoadRow(flags=flags).routable

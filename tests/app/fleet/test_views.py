@@ -1,0 +1,113 @@
+"""Looking at the fleet, and the artifacts that workers brought."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, cast
+
+import pytest
+import redis.asyncio as aioredis
+from tests.lua.world import READY, World
+
+from warmfleet.errors import NotFound
+from warmfleet.fleet import Flag, Fleet
+from warmfleet.fleet.views import BadArtifact
+from warmfleet_worker import wire
+
+
+@pytest.fixture
+def redis_url(valkey_url: str) -> str:
+    """Plain reads: one server is enough."""
+    return valkey_url
+
+
+@pytest.fixture
+def world(store: aioredis.Redis, fleet: Fleet) -> World:
+    return World(store, fleet)
+
+
+async def test_workers(world: World) -> None:
+    await world.workers(3)
+    await world.change(2, flags=READY | Flag.DRAINING)
+    await world.worker(3, age_ms=60_000)
+    await cast("Any", world.store.hdel(world.keys.servers, "w3"))
+    await cast("Any", world.store.hset(world.keys.workers, "halfway.0", "{}"))  # a record without a row yet
+    one, two, three = await world.fleet.workers()
+    assert (one.worker_id, one.url, one.models, one.proof) == ("w1.0", "http://10.0.0.1:8000", ["m"], "pending")
+    assert [view.routable for view in (one, two, three)] == [True, False, False]
+    assert one.heartbeat_age_s is not None
+    assert one.heartbeat_age_s < 15
+    assert three.heartbeat_age_s == pytest.approx(60, abs=10)
+    assert (three.server, three.url, three.models) == (None, "", [])
+    assert one.load == await world.row(1)
+
+
+async def test_holds(world: World) -> None:
+    chain = world.chain(1_100)
+    await world.hold(4, chain, 1_050)
+    blocks = [chain[at : at + 8] for at in range(0, len(chain), 8)]
+    assert await world.fleet.holds(4, blocks) == [True] * 1_050 + [False] * 50
+    assert await world.fleet.holds(5, blocks[:2]) == [False, False]
+    assert await world.fleet.holds(4, []) == []
+
+
+async def test_counts_and_memory(world: World) -> None:
+    assert await world.fleet.counts() == {}
+    await world.workers(1)
+    await world.fleet.decide(world.ask(policy="round_robin"))
+    assert await world.fleet.counts() == {"round_robin": 1}
+    memory = await world.fleet.memory()
+    assert memory["used"] > 100_000
+    assert memory["limit"] == 0
+
+
+# ---------------------------------------------------------------- artifacts
+
+
+async def bring(fleet: Fleet, content: bytes) -> dict[str, Any]:
+    entry, pieces = wire.split_artifact(content)
+    for sha256, piece in pieces.items():
+        await fleet.redis.set(fleet.keys.artifact("s", sha256), piece)
+    return entry
+
+
+async def test_an_artifact_comes_back_whole(fleet: Fleet) -> None:
+    content = b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(10_000))  # does not compress
+    entry = await bring(fleet, content)
+    assert len(entry["chunks"]) == 5
+    assert await fleet.artifact("s", entry) == content
+
+
+async def test_an_artifact_with_a_piece_missing(fleet: Fleet) -> None:
+    entry = await bring(fleet, b"content")
+    with pytest.raises(NotFound):
+        await fleet.artifact("another server", entry)
+
+
+async def test_an_artifact_that_was_tampered_with(fleet: Fleet) -> None:
+    entry = await bring(fleet, b"content")
+    await fleet.redis.set(fleet.keys.artifact("s", entry["chunks"][0]), b"something else")
+    with pytest.raises(BadArtifact):
+        await fleet.artifact("s", entry)
+
+
+@pytest.mark.parametrize("bytes_announced", [10, 200 * 2**20, -1], ids=["bomb", "too large", "negative"])
+async def test_an_artifact_that_lies_about_its_size(fleet: Fleet, bytes_announced: int) -> None:
+    entry = await bring(fleet, bytes(50 * 2**20))  # 50 MB of zeros are 50 kB
+    with pytest.raises(BadArtifact):
+        await fleet.artifact("s", entry | {"bytes": bytes_announced})
+
+
+@pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"bytes": None}, {"bytes": "x"}])
+async def test_a_malformed_manifest(fleet: Fleet, change: dict[str, Any]) -> None:
+    entry = await bring(fleet, b"content")
+    with pytest.raises(BadArtifact):
+        await fleet.artifact("s", entry | change)
+
+
+async def test_what_is_no_zlib_stream(fleet: Fleet) -> None:
+    piece = b"no zlib"
+    name = hashlib.sha256(piece).hexdigest()
+    await fleet.redis.set(fleet.keys.artifact("s", name), piece)
+    with pytest.raises(BadArtifact):
+        await fleet.artifact("s", {"sha256": name, "bytes": 7, "chunks": [name]})

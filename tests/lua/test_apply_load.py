@@ -1,0 +1,148 @@
+"""apply: heartbeat, leave, progress."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.lua.stream import SCHEME, Core, block, blocks, digest_of, with_load
+
+from warmfleet.fleet import Ask, Chain, Flag, Fleet, Lease, Stage
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+NAME = "5ea50001"
+
+
+# ---------------------------------------------------------------- heartbeat and leave
+
+
+async def test_heartbeat_fills_the_row(core: Core) -> None:
+    await core.heartbeat(digest_of())
+    await core.heartbeat(speed_tps=0, blocks=9)
+    await core.applied()
+    row = await core.row()
+    assert (row.foreign_prefill_tokens, row.foreign_decode_tokens, row.evicted) == (4, 5, 7)
+    assert (row.speed_tps, row.blocks) == (6000, 9)  # 0 = not measured: the old speed stays
+    assert await core.waiting() is None
+
+
+async def test_a_heartbeat_is_as_old_as_its_entry(core: Core, store: aioredis.Redis, fleet: Fleet) -> None:
+    other, then = Core(store, fleet, "t"), int(time.time() * 1000) - 60_000
+    await other.join(at=f"{then}-0")
+    await other.heartbeat(at=f"{then + 5000}-0")
+    await other.applied()
+    assert await store.zscore(fleet.keys.alive, "t.0") == then + 5000
+
+
+async def test_a_heartbeat_from_the_future_was_seen_now(core: Core) -> None:
+    await core.heartbeat(at=f"{int(time.time() * 1000) + 600_000}-0")
+    await core.applied()
+    assert abs(await core.alive_ms() - time.time() * 1000) < 10_000
+
+
+async def test_a_wrong_digest_asks_for_a_snapshot_once(core: Core, fleet: Fleet) -> None:
+    await core.send("stored", blocks(1))
+    await core.heartbeat(digest_of(1, 2))
+    await core.applied()
+    first = await core.waiting()
+    await core.heartbeat(digest_of(2))
+    await core.applied()
+    assert await fleet.counts() == {"mismatch": 2}
+    assert first == await core.waiting()
+    assert cast("float", first) < 0
+
+
+async def test_leave_takes_the_worker_out_of_alive_and_a_heartbeat_puts_it_back(core: Core) -> None:
+    await core.send("leave")
+    await core.applied()
+    assert await core.store.zscore(core.keys.alive, "s.0") is None
+    await core.heartbeat()
+    await core.applied()
+    assert await core.store.zscore(core.keys.alive, "s.0")
+
+
+# ---------------------------------------------------------------- progress
+
+
+async def lease(core: Core, name: str, **changes: Any) -> None:
+    """An open reservation on the worker: 300 tokens to prefill, 50 to decode, 64 of 364 matched."""
+    row = await core.row()
+    values: dict[str, Any] = {
+        "epoch": row.epoch,
+        "slot": row.slot,
+        "prefill_tokens": 300,
+        "decode_tokens": 50,
+        "matched_tokens": 64,
+    }
+    values |= {"prompt_tokens": 364, "stage": Stage.BOOKED, "worker_id": "s.0", "checkpoints": (block(1),)}
+    packed = Lease(**values | changes).pack()
+    await core.store.hset(core.keys.lease, name, packed)
+    await core.store.hset(core.keys.load, "s.0", with_load(row, row.prefill_tokens + 300, 0, 1))
+
+
+async def leased(core: Core, name: str) -> Lease:
+    return Lease.unpack(cast("bytes", await core.store.hget(core.keys.lease, name)))
+
+
+async def test_progress_gives_the_prefill_back_once(core: Core, fleet: Fleet) -> None:
+    await lease(core, "wf-a")
+    for _ in range(2):
+        await core.send("progress", wire.dumps([["wf-a", 64, 364]]))
+    await core.applied()
+    row = await core.row()
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 50, 1)
+    started = await leased(core, "wf-a")
+    assert (started.stage, started.prefill_tokens, started.decode_tokens) == (Stage.STARTED, 0, 50)
+    assert started.checkpoints == (block(1),)
+    assert await fleet.counts() == {"exact": 2}
+
+
+@pytest.mark.parametrize(("cached", "prompt", "counts"), [(0, 364, {"short": 1}), (80, 360, {"over": 1, "prompt": 1})])
+async def test_progress_compares_prediction_and_outcome(
+    core: Core, fleet: Fleet, cached: int, prompt: int, counts: dict[str, int]
+) -> None:
+    await lease(core, "wf-a")
+    await core.send("progress", wire.dumps([["wf-a", cached, prompt]]))
+    await core.applied()
+    assert await fleet.counts() == counts
+
+
+async def test_progress_cannot_touch_what_is_not_the_workers(core: Core, fleet: Fleet) -> None:
+    await lease(core, "wf-other", worker_id="t.0")
+    await lease(core, "wf-dead", stage=Stage.TOMBSTONE)
+    await core.send("progress", wire.dumps([["wf-other", 64, 364], ["wf-dead", 0, 0], ["wf-none", 1, 1]]))
+    await core.applied()
+    assert (await core.row()).prefill_tokens == 600
+    assert (await leased(core, "wf-other")).stage == Stage.BOOKED
+    assert await fleet.counts() == {"foreign": 1, "late": 2}
+
+
+async def test_progress_of_another_epoch_leaves_the_row_alone(core: Core) -> None:
+    await lease(core, "wf-a", epoch=(await core.row()).epoch - 1)
+    await core.send("progress", wire.dumps([["wf-a", 64, 364]]))
+    await core.applied()
+    row = await core.row()
+    assert (row.prefill_tokens, row.decode_tokens) == (300, 0)
+
+
+async def test_progress_after_a_real_decision_and_before_a_real_settle(core: Core, fleet: Fleet) -> None:
+    flags = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
+    packed = bytearray((await core.row()).pack())
+    packed[20:22] = int(flags).to_bytes(2, "big")
+    await core.store.hset(core.keys.load, "s.0", bytes(packed))
+    await core.send("stored", blocks(1, 2))
+    await core.applied()
+    chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
+    decision = await fleet.decide(Ask("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
+    assert decision.matched_tokens == 32
+    await core.send("progress", wire.dumps([["wf-real", 32, 60]]))
+    await core.applied()
+    assert (await core.row()).prefill_tokens == 0
+    await fleet.settle("wf-real", "finished")
+    row = await core.row()
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
+    assert await fleet.counts() == {"exact": 1}

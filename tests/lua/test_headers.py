@@ -1,0 +1,102 @@
+"""Every script's header says what its body uses, what Python passes, and what lua/README.md tables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from warmfleet.fleet import SCRIPT_KEYS
+from warmfleet.fleet.client import script_source
+from warmfleet_worker.wire import SINGLE_KEYS
+
+LUA = Path(__file__).parents[2] / "lua"
+NAMES = sorted(path.stem for path in LUA.glob("*.lua"))
+FIELDS = ("Guarantee", "KEYS", "ARGV", "Returns", "Cost")
+
+
+def parts(name: str) -> tuple[str, str]:
+    """Header and body (comments removed) of a script."""
+    source = (LUA / f"{name}.lua").read_text()
+    header, _, body = source.partition("--]]")
+    assert header.startswith(f"--[[\n{name}: "), "the header names its script"
+    return header, re.sub(r"--[^\n]*", "", body)
+
+
+def field(header: str, name: str) -> str:
+    """The text of a header field, over its continuation lines."""
+    match = re.search(rf"^{name}: (.*(?:\n(?!\w[\w ]*: )(?! *$).*)*)", header, re.MULTILINE)
+    assert match, f"no {name} in the header"
+    return match[1]
+
+
+def table(name: str) -> list[str]:
+    """KEYS and ARGV cells of a script's row in lua/README.md."""
+    rows = re.findall(rf"^\| `{name}` \|(.*)\|$", (LUA / "README.md").read_text(), re.MULTILINE)
+    return [cell.strip() for cell in rows[-1].split(" | ")]
+
+
+def arguments(text: str) -> list[str]:
+    """Names of an ARGV list: parentheses dropped, up to the repeated part."""
+    plain = re.sub(r"\([^()]*\)", "", text).replace("\n", " ")
+    fixed = re.split(r",? then ", plain)[0]
+    return [part.strip() for part in fixed.split(",") if part.strip()]
+
+
+def test_every_script_is_known_to_python() -> None:
+    assert sorted(SCRIPT_KEYS) == NAMES
+    for name in NAMES:
+        assert script_source(name) == (LUA / f"{name}.lua").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_header_has_all_fields(name: str) -> None:
+    header, _ = parts(name)
+    for wanted in FIELDS:
+        assert field(header, wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_of_header_body_python_and_readme_agree(name: str) -> None:
+    header, body = parts(name)
+    keys = field(header, "KEYS").split()
+    assert tuple(keys) == SCRIPT_KEYS[name]
+    assert keys == table(name)[0].split()
+    assert set(keys) <= SINGLE_KEYS
+    used = {int(number) for number in re.findall(r"KEYS\[(\d+)\]", body)}
+    assert used == set(range(1, len(keys) + 1))
+    for local, numbers in re.findall(r"^local ([\w, ]+) = (KEYS\[\d+\](?:, *KEYS\[\d+\])*)$", body, re.MULTILINE):
+        for variable, number in zip(local.split(", "), re.findall(r"\d+", numbers), strict=True):
+            stem = variable.lower().removesuffix("_key")
+            assert stem == keys[int(number) - 1], f"KEYS[{number}] is called {variable}"
+            assert len(re.findall(rf"\b{variable}\b", body)) > 1, f"{variable} is never used"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_of_header_and_body_agree(name: str) -> None:
+    header, body = parts(name)
+    wanted = arguments(field(header, "ARGV"))
+    used = {int(number) for number in re.findall(r"ARGV\[(\d+)\]", body)}
+    beyond = {number for number in used if number > len(wanted)}
+    assert set(range(1, len(wanted) + 1)) <= used, f"documented but not used: {wanted}"
+    assert not beyond or " then" in field(header, "ARGV"), f"used but not documented: {beyond}"
+    assert len(wanted) == len(arguments(table(name)[1])), "lua/README.md lists other arguments"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_data_dependent_keys_are_in_the_header(name: str) -> None:
+    header, body = parts(name)
+    said = set(re.findall(r"\b(\w+):<", header.partition("Keys that depend on data:")[2]))
+    built = set(re.findall(r'(?:prefix|PREFIX) \.\. "(\w+):"', body)) | set(re.findall(r'"(events|server|command|artifact):"', body))
+    assert built <= said, f"not in the header: {built - said}"
+
+
+def test_code_that_three_scripts_share_is_the_same_text() -> None:
+    """Scripts have no includes: what they repeat must not drift."""
+    row = re.compile(r'">I4i4i4i4I4I2I4I4I4I4I4I4I4"')
+    lease = re.compile(r'">I4I4I4I4I4I4BB"')
+    for name in ("apply", "settle", "decide", "renew"):
+        assert lease.search(parts(name)[1]), name
+    assert row.search(parts("apply")[1])
+    assert row.search(parts("apply_control")[1])
