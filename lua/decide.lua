@@ -1,19 +1,19 @@
 --[[
 decide: choose a worker for one request and book its load, in one step for the whole fleet.
 
-Guarantee: as if decisions were made one after another; the same state and the same request give the same choice; a known
-id gets its stored answer, one that ended before books nothing. dry = 1 books nothing and tells all rows.
-How: the matched tokens of every worker, by bisection of the chain (exact while a worker's set is prefix-closed, else the
-winner is verified and the choice made again, at most twice); blocks that open reservations will make (x:, at the
+Guarantee: as if decisions were made one after another; the same state and the same request give the same choice; a
+known id gets its stored answer, one that ended before books nothing. dry = 1 books nothing and tells all rows.
+How: the matched tokens of every worker, by bisection of the chain (exact while a worker's set is prefix-closed, else
+the winner is verified and the choice made again, at most twice); blocks that open reservations will make (x:, at the
 checkpoints of a chain) count as held. Then the predicted seconds to first token, lowest wins:
   (wait + lambda*uncached + kappa*busyness*(best match - own match) + pressure_price*overfill*prompt) / speed
-  + decode_s_per_token * decode tokens; busyness = min(1, wait of all workers / prompt), overfill = how much fuller (0..1)
-its cache is than the mean. Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest are equal: then the least
-evicting wins, then the least filled, the least in flight, a hash of the seed.
+  + decode_s_per_token * decode tokens; busyness = min(1, wait of all workers / prompt), overfill = how much fuller
+(0..1) its cache is than the mean. Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest are equal: then the
+least evicting wins, then the least filled, the least in flight, a hash of the seed.
 
 KEYS: alive load workers servers leases lease tick counts
 ARGV: prefix, id, policy (cost, least_loaded, round_robin), prompt_tokens, decode_tokens, lease_ms, ttl_ms, max_probes,
-      dry (0/1), exclude (worker ids joined by commas), seed (integer), lambda, kappa, pressure_price, decode_s_per_token,
+      dry (0/1), exclude (ids joined by commas), seed (integer), lambda, kappa, pressure_price, decode_s_per_token,
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens, flags}
@@ -126,8 +126,8 @@ local function checkpoints(n, above)
   return blocks
 end
 
--- The blocks at which somebody's run ends, deepest first. Sets of holders are nested while workers are prefix-closed, so
--- nobody's run ends between two sets of one size. Every open interval is halved once a round: the widest come first.
+-- The blocks at which somebody's run ends, deepest first. Sets of holders are nested while workers are prefix-closed,
+-- so nobody's run ends between two sets of one size. Every open interval is halved once a round, the widest first.
 local function ends_of(hashes, n, holders)
   local low, low_size, high, high_size, ends, last, k = { 1 }, { holders }, { n + 1 }, { 0 }, {}, 1, 1
   while k <= last do
@@ -148,7 +148,7 @@ local function ends_of(hashes, n, holders)
   return ends
 end
 
--- Give every worker that holds a chain's first block (`members`) the first of `blocks` (deepest first) that it holds too.
+-- Give every worker that holds a chain's first block (`members`) the first of `blocks` that it holds: its depth.
 local function deepest(verb, kind, hashes, blocks, members, by_slot)
   local depth, index_of, wanted = {}, {}, 0
   for k = 1, #members do
@@ -269,8 +269,8 @@ if dry then
   return answer
 end
 
--- 5 book: load, lease, and the checkpoints that this request will make beyond what is confirmed; block 1 always, for it
--- tells whether anyone makes anything of a chain. The first write frees memory: then Redis takes the rest even when full.
+-- 5 book: load, lease, and the checkpoints that this request will make beyond what is confirmed; block 1 always: it
+-- tells whether anyone makes anything of a chain. The first write frees memory: then a full Redis takes the rest too.
 call("ZREM", leases_key, id)
 if turn then call("HINCRBY", counts_key, "round_robin", 1) end
 local made, hashes, field = {}, c and ARGV[c + 2] or "", format("%d", slot)
@@ -287,5 +287,5 @@ call("HSET", load_key, worker, struct.pack(SUMS, epoch, prefill + uncached, deco
 local lease = struct.pack(LEASE, epoch, slot, uncached, decode_tokens, own, prompt, 0, #worker)
 call("HSET", lease_key, id, lease .. worker .. table.concat(made))
 call("ZADD", leases_key, now + lease_ms, id)
-return { "BOOKED", worker, own, speculated[w] and 1 or 0, flagged, format("%.6f", cost[w]), url_of(worker, flags), wait[w],
-  prompt, uncached, decode_tokens, flags }
+return { "BOOKED", worker, own, speculated[w] and 1 or 0, flagged, format("%.6f", cost[w]), url_of(worker, flags),
+  wait[w], prompt, uncached, decode_tokens, flags }

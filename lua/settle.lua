@@ -4,7 +4,8 @@ settle: the end, or the first token, of a reservation.
 Guarantee: subtracts exactly what the lease still holds, once; a call again changes nothing. A worker that joined
 anew (another epoch) owes nothing. The outcome of an id that was never booked, if it failed or was cancelled, leaves a
 tombstone, so that a decide that comes late books nothing. What a finished request computed and the engine has not yet
-reported stays credited to its worker for linger_ms: the report is on its way. Reaps a few expired leases, so that decide need not.
+reported stays credited to its worker for linger_ms: the report is on its way. Reaps a few expired leases, so that
+decide need not.
 
 KEYS: load leases lease
 ARGV: prefix, id, outcome (started, finished, failed, cancelled), tombstone_ms, linger_ms
@@ -83,7 +84,7 @@ local function mirror(lease)
   for from = at + length, #lease, 8 do
     local hash = lease:sub(from, from + 7)
     depth = depth + 1
-    if call("ZADD", lru, string.format("%.4f", now - depth / 4096), hash) == 1 then
+    if call("ZADD", lru, string.format("%.0f", time[1] * 1000000 + time[2] - depth), hash) == 1 then
       added = added + 1
       call("HINCRBY", prefix .. "x:" .. hash, slot, 1)
     end

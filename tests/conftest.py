@@ -9,9 +9,9 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import redis
@@ -21,6 +21,9 @@ from redis.retry import Retry
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import Timeouts, connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 PATIENT = Timeouts(request_s=10, upkeep_s=10)  # a test machine may be busy; a time-out has tests of its own
 

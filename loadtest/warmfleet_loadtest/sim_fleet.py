@@ -45,6 +45,7 @@ class Rule:
     kappa: float = 1.0
     pressure_price: float = 1.0
     decode_s_per_token: float = 1e-7
+    making_only: bool = False  # kappa is charged only for what another worker is computing now, not for what it holds
 
 
 @dataclass(slots=True)
@@ -93,9 +94,10 @@ class RuleRouter:
             if books.making[block_hash] <= 0:
                 del books.making[block_hash]
 
-    def _matched(self, number: int, request: Request) -> int:
+    def _matched(self, number: int, request: Request, *, held_only: bool = False) -> int:
         size = self._engines[number].scheduler.limits.block_tokens
-        pool, making = self._engines[number].scheduler.pool, self._books[number].making
+        pool = self._engines[number].scheduler.pool
+        making: Counter[bytes] = Counter() if held_only else self._books[number].making
         depth = 0
         for block_hash in request.hashes[: (request.prompt_tokens - 1) // size]:
             if block_hash not in pool and block_hash not in making:
@@ -127,11 +129,14 @@ class RuleRouter:
         busy = rule.kappa * min(1.0, sum(one.prefill for one in self._books) / prompt)
         fills = [self._fill(number) for number in range(len(self._books))]
         mean = statistics.fmean(fills)
+        floor = 0
+        if rule.making_only:
+            floor = max(self._matched(number, request, held_only=True) for number in range(len(self._books)))
         return [
             (
                 one.prefill
                 + rule.lambda_ * (prompt - own)
-                + busy * (best - own)
+                + busy * max(0, best - max(own, floor))
                 + rule.pressure_price * max(0.0, fill - mean) * prompt
             )
             / self._speed
@@ -203,6 +208,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--pressure", default="1", help="values, joined by commas (default %(default)s)")
     made.add_argument("--lambda", dest="lambda_", default="1", help="values, joined by commas (default %(default)s)")
     made.add_argument("--decode", default="1e-7", help="seconds per resident token, values joined by commas")
+    made.add_argument("--making-only", action="store_true", help="kappa only for what others are computing now")
     made.add_argument("--seeds", type=int, default=1)
     return made
 
@@ -215,7 +221,7 @@ def rules(args: argparse.Namespace) -> dict[str, Rule]:
             for price in map(float, args.pressure.split(",")):
                 for decode in map(float, args.decode.split(",")):
                     name = f"cost lambda={lambda_:g} kappa={kappa:g} pressure={price:g} decode={decode:g}"
-                    made[name] = Rule("cost", lambda_, kappa, price, decode)
+                    made[name] = Rule("cost", lambda_, kappa, price, decode, args.making_only)
     return made
 
 

@@ -1,8 +1,9 @@
-"""What ``decide`` costs the Redis server: ``python -m tests.bench.bench_decide`` prints one JSON object as its last line.
+"""What ``decide`` costs the Redis server: ``python -m tests.bench.bench_decide`` prints one JSON object as last line.
 
-Data: 64 workers, 1 M (block, worker) pairs; 20 tenants share the first tenth of the blocks, held by half of the workers;
-tails on 1, 2 or 4 workers (50, 30, 20 %) to a random depth; one query in ten misses. "hot": calls back to back, from the
-server's own CPU counters. "cold": one call at a time with pauses and polluted caches, from the scheduler's clock.
+Data: 64 workers, 1 M (block, worker) pairs; 20 tenants share the first tenth of the blocks, held by half of the
+workers; tails on 1, 2 or 4 workers (50, 30, 20 %) to a random depth; one query in ten misses. "hot": calls back to
+back, from the server's own CPU counters. "cold": one call at a time with pauses and polluted caches, from the
+scheduler's clock.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis
-
 from tests.conftest import server, valkey_binary
+
 from warmfleet.fleet.client import SCRIPT_KEYS, connect, script_source
 from warmfleet.fleet.reservations import Ask, Chain, Reservations, Weights
 from warmfleet.fleet.rows import Flag, LoadRow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 SCHEME, BLOCK_TOKENS, TENANTS = 7, 16, 20
 FLAGS = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
@@ -44,13 +47,15 @@ class Data:
     rng: random.Random
     chains: list[bytes] = field(default_factory=list)
 
-    def load(self, client: redis.Redis, prefix: bytes) -> int:
+    def load(self, client: Any, prefix: bytes) -> int:
         """Fill the index; returns the number of (block, worker) pairs."""
         shared, written = self.blocks // 10, 0
         heads = [self.rng.randbytes(8 * shared) for _ in range(TENANTS)]
         half = range(1, self.workers + 1)
         for head in heads:
-            written += self._write(client, prefix, head, [(slot, shared) for slot in self.rng.sample(half, len(half) // 2)])
+            written += self._write(
+                client, prefix, head, [(slot, shared) for slot in self.rng.sample(half, len(half) // 2)]
+            )
         while written < self.pairs:
             chain = heads[len(self.chains) % TENANTS] + self.rng.randbytes(8 * (self.blocks - shared))
             count = self.rng.choices([1, 2, 4], [50, 30, 20])[0]
@@ -58,9 +63,9 @@ class Data:
             self._write(client, prefix, chain, holders)
             written += sum(depth - shared for _, depth in holders)
             self.chains.append(chain)
-        return int(sum(client.scard(prefix + b"s:%d" % slot) for slot in half))  # type: ignore[misc]
+        return int(sum(client.scard(prefix + b"s:%d" % slot) for slot in half))
 
-    def _write(self, client: redis.Redis, prefix: bytes, chain: bytes, holders: list[tuple[int, int]]) -> int:
+    def _write(self, client: Any, prefix: bytes, chain: bytes, holders: list[tuple[int, int]]) -> int:
         pipe = client.pipeline(transaction=False)
         for slot, depth in holders:
             hashes = [chain[at : at + 8] for at in range(0, 8 * depth, 8)]
@@ -71,7 +76,7 @@ class Data:
         pipe.execute()
         return sum(depth for _, depth in holders)
 
-    def load_distinct(self, client: redis.Redis, prefix: bytes) -> None:
+    def load_distinct(self, client: Any, prefix: bytes) -> None:
         """One chain that every worker holds to another depth: the worst case of the bisection."""
         chain = self.rng.randbytes(8 * self.blocks)
         step = self.blocks // self.workers
@@ -88,8 +93,8 @@ class Bench:
     """One server, one model; counts the CPU time of the server's main thread."""
 
     def __init__(self, url: str, workers: int) -> None:
-        self.client = redis.Redis.from_url(url)
-        self.pid = int(self.client.info("server")["process_id"])  # type: ignore[index]
+        self.client: Any = redis.Redis.from_url(url)
+        self.pid = int(self.client.info("server")["process_id"])
         self.reservations = Reservations(connect(url), "bench", weights=Weights())
         self.keys = self.reservations.keys
         self.shas = {name: str(self.client.script_load(script_source(name))) for name in ("decide", "settle")}
@@ -105,9 +110,11 @@ class Bench:
                 capacity_blocks=20_000, foreign_prefill_tokens=rng.randint(0, 2000), evicted=rng.randint(0, 50),
             )  # fmt: skip
             name = f"worker-{slot:03d}.0"
-            self.client.hset(self.keys.load, name, row.pack())  # type: ignore[arg-type]
+            self.client.hset(self.keys.load, name, row.pack())
             self.client.zadd(self.keys.alive, {name: now + 3_600_000})
-            self.client.hset(self.keys.servers, name[:-2], json.dumps({"nonce": "n", "url": f"http://10.0.0.{slot}:8000"}))
+            self.client.hset(
+                self.keys.servers, name[:-2], json.dumps({"nonce": "n", "url": f"http://10.0.0.{slot}:8000"})
+            )
         self.client.set(self.keys.tick, f"{now + 10**9} 0 10000")
 
     def decide_args(self, chain: bytes) -> tuple[str, list[Any]]:
@@ -166,10 +173,10 @@ class Bench:
         rng = random.Random(11)
         self.client.flushall()
         self.fleet(rng)
-        before = int(self.client.info("memory")["used_memory"])  # type: ignore[index]
+        before = int(self.client.info("memory")["used_memory"])
         data = Data(self.workers, blocks, pairs, rng)
         written = data.load(self.client, self.keys.prefix.encode())
-        used = int(self.client.info("memory")["used_memory"]) - before  # type: ignore[index]
+        used = int(self.client.info("memory")["used_memory"]) - before
         say(f"{blocks} blocks: {written} pairs, {len(data.chains)} chains, {used / written:.1f} bytes per pair")
         return data, used / written
 

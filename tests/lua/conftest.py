@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
-import redis.asyncio as aioredis
 from tests.lua.stream import Core
 from tests.lua.world import World
 
-from warmfleet.fleet import Fleet
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+    from warmfleet.fleet import Fleet
 
 
 @pytest.fixture

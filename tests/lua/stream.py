@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.fleet import Fleet, LoadRow
@@ -144,9 +145,8 @@ def held(*numbers: int) -> set[bytes]:
 
 
 def with_load(row: LoadRow, prefill: int, decode: int, in_flight: int) -> bytes:
-    values = {name: getattr(row, name) for name in row.__slots__}
-    load = {"prefill_tokens": prefill, "decode_tokens": decode, "in_flight": in_flight}
-    return cast("bytes", type(row)(**values | load).pack())
+    """``row``, packed, as if reservations of that much were open."""
+    return replace(row, prefill_tokens=prefill, decode_tokens=decode, in_flight=in_flight).pack()
 
 
 def glob(prefix: bytes) -> bytes:

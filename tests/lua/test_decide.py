@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-import redis.asyncio as aioredis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.conftest import PATIENT, redis7_binary, server, valkey_binary
@@ -17,6 +16,8 @@ from warmfleet.errors import BadArgument, CancelledReservation, NoWorker
 from warmfleet.fleet import Ask, Chain, Flag, Fleet, Lease, Stage, Weights, connect
 from warmfleet_worker import wire
 
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
 
 # ---------------------------------------------------------------- guards
 
@@ -137,7 +138,7 @@ async def test_what_is_booked(world: World) -> None:
     assert lease == Lease(1, 1, 2085, 4_000, 1120, 3205, Stage.BOOKED, "w1.0", hashes)
     assert await world.speculation() == {one: {1: 1} for one in hashes}
     expiry = await world.store.zscore(world.keys.leases, decision.reservation)
-    seconds, micros = cast("tuple[int, int]", await world.store.time())
+    seconds, micros = await world.store.time()
     assert expiry == pytest.approx(seconds * 1000 + micros / 1000 + 30_000, abs=2_000)
 
 

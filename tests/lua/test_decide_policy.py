@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
-import redis.asyncio as aioredis
 from tests.conftest import PATIENT
 from tests.lua.world import BLOCK, World
 
 from warmfleet.fleet import Decision, Fleet, connect
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
 
 
 @dataclass
@@ -140,7 +143,7 @@ async def test_ties_go_to_the_least_evicting_then_the_least_filled_then_the_leas
     await world.workers(4)
     for number, row in enumerate([{"evicted": 1}, {"blocks": 500}, {"in_flight": 2}, {"in_flight": 1}], 1):
         await world.change(number, **row)
-    order = []
+    order: list[str] = []
     for _ in range(4):
         chosen, _ = await world.fleet.explain(world.ask(world.chain(100), exclude=tuple(order)))
         order.append(chosen)

@@ -88,7 +88,9 @@ def test_arguments_of_header_and_body_agree(name: str) -> None:
 def test_data_dependent_keys_are_in_the_header(name: str) -> None:
     header, body = parts(name)
     said = set(re.findall(r"\b(\w+):<", header.partition("Keys that depend on data:")[2]))
-    built = set(re.findall(r'(?:prefix|PREFIX) \.\. "(\w+):"', body)) | set(re.findall(r'"(events|server|command|artifact):"', body))
+    built = set(re.findall(r'(?:prefix|PREFIX) \.\. "(\w+):"', body)) | set(
+        re.findall(r'"(events|server|command|artifact):"', body)
+    )
     assert built <= said, f"not in the header: {built - said}"
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.lua.world import READY, SCHEME, World
 
 from warmfleet.errors import BadArgument, NoWorker
-from warmfleet.fleet import Flag, LoadRow, Renewal, Stage
+from warmfleet.fleet import Flag, LoadRow, Renewal
 
 RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
 
@@ -65,7 +65,13 @@ async def test_many_are_renewed_in_slices(world: World) -> None:
 
 async def test_what_renew_refuses(world: World) -> None:
     await world.workers(1)
-    for args in (("x",), (1, "wf", "w1.0", 1), (1, *["wf", "w1.0", 1, 1, 0] * 201), (1, "wf", "w1.0", 1, 1, 2)):
+    refused: list[tuple[Any, ...]] = [
+        ("x",),
+        (1, "wf", "w1.0", 1),
+        (1, *["wf", "w1.0", 1, 1, 0] * 201),
+        (1, "wf", "w1.0", 1, 1, 2),
+    ]
+    for args in refused:
         with pytest.raises(BadArgument):
             await world.fleet.run("renew", *args)
     with pytest.raises(BadArgument):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-import redis.asyncio as aioredis
 from tests.conftest import PATIENT
 from tests.lua.world import BLOCK, SCHEME, World
 
 from warmfleet.errors import BadArgument
 from warmfleet.fleet import Ask, Fleet, Stage
 from warmfleet.fleet.reservations import Spans
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
 
 
 async def load(world: World, number: int = 1) -> tuple[int, int, int]:
@@ -138,7 +140,7 @@ async def approximate(world: World, capacity: int) -> int:
 
 
 async def mirror(world: World, slot: int) -> list[bytes]:
-    return list(await world.store.zrange(f"{world.keys.prefix}lru:{slot}", 0, -1))
+    return cast("list[bytes]", await world.store.zrange(f"{world.keys.prefix}lru:{slot}", 0, -1))
 
 
 async def test_an_approximate_worker_keeps_what_it_was_sent(world: World) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
-
-import redis.asyncio as aioredis
+from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.fleet import Ask, Chain, Flag, Fleet, Lease, LoadRow
 from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import redis.asyncio as aioredis
 
 SCHEME, BLOCK = 7, 16
 READY = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
@@ -96,5 +98,5 @@ class World:
         """A request for a chain and some tokens beyond its full blocks."""
         prompt = len(hashes) // 8 * BLOCK + extra_tokens
         chains: Sequence[Chain] = (Chain(SCHEME, BLOCK, hashes),) if hashes else ()
-        defaults = {"reservation": f"wf-{next(self._ids)}", "chains": tuple(chains)}
+        defaults: dict[str, Any] = {"reservation": f"wf-{next(self._ids)}", "chains": tuple(chains)}
         return Ask(**({**defaults, "prompt_tokens": prompt, "decode_tokens": prompt + 100} | fields))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import subprocess
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from tests.conftest import poll, server, valkey_binary
-from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine, free_port, running
+from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine, running
+from tests.vllm.replicas import replicas
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
@@ -53,42 +51,16 @@ def real() -> Iterator[Real]:
         redis_url = stack.enter_context(server(valkey_binary()))
         options = [EngineOptions(redis_url=redis_url, worker_id=f"vllm-{name}", blocks=BLOCKS) for name in "ab"]
         engines = stack.enter_context(running(*options))
-        replicas = [stack.enter_context(_replica(redis_url)) for _ in range(2)]
-        yield Real([url for url, _ in replicas], {engine.worker_id: engine for engine in engines}, redis_url)
+        urls = stack.enter_context(replicas(redis_url))
+        yield Real(urls, {engine.worker_id: engine for engine in engines}, redis_url)
 
 
 @pytest.fixture
 async def index(real: Real) -> AsyncIterator[Fleet]:
     """Looks only: the replicas do the upkeep."""
     fleet = Fleet(connect(real.redis_url, timeout_s=5), SERVED_NAME)
-
-    async def proven() -> bool:
-        views = await fleet.workers()
-        return len(views) == len(real.engines) and all(v.routable and v.proof == "proven" for v in views)
-
-    await poll(proven, 60, "both engines proven")
     yield fleet
     await fleet.close()
-
-
-class _replica:  # noqa: N801 - used as a context manager only
-    """One ``warmfleet serve`` in a process of its own."""
-
-    def __init__(self, redis_url: str) -> None:
-        self._redis_url = redis_url
-
-    def __enter__(self) -> tuple[str, subprocess.Popen[bytes]]:
-        port = free_port()
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
-        environment |= {"WARMFLEET_REDIS_URL": self._redis_url, "WARMFLEET_MODELS": SERVED_NAME}
-        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        argv = [sys.executable, "-m", "warmfleet", "serve", "--host", "127.0.0.1", "--port", str(port)]
-        self._process = subprocess.Popen(argv, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        return f"http://127.0.0.1:{port}", self._process
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(20)
 
 
 async def ask(url: str, messages: list[dict[str, str]]) -> Turn:
@@ -125,14 +97,14 @@ async def settled(real: Real, fleet: Fleet) -> dict[str, set[bytes]]:
         tables: dict[str, set[bytes]] = {}
         for view in views:
             table = {key[-12:-4] for key in await asyncio.to_thread(real.engines[view.worker_id].table)}
-            held: Any = await fleet.redis.smembers(fleet.keys.slot(view.record["slot"]))  # type: ignore[misc]
+            held: Any = await fleet.redis.smembers(fleet.keys.slot(view.record["slot"]))
             if held != table:
                 return None
             tables[view.worker_id] = table
         for view in views:
             slot = str(view.record["slot"]).encode()
             for block_hash in tables[view.worker_id]:
-                assert slot in await fleet.redis.smembers(fleet.keys.block(block_hash))  # type: ignore[misc]
+                assert slot in await fleet.redis.smembers(fleet.keys.block(block_hash))
         return tables
 
     found = await poll(equal, 30, "index == the engines' tables, no load")

@@ -120,7 +120,9 @@ def _up(parser: argparse.ArgumentParser) -> None:
         help="their API key (default: WARMFLEET_WORKER_API_KEY; the variable keeps it out of process lists)",
     )
     own.add_argument(
-        "--tokenizer", metavar="PATH", help="folder or name of their tokenizer (default: the engine's own)"
+        "--tokenizer",
+        metavar="PATH",
+        help="folder or name of their tokenizer (needs transformers; default: matched by text)",
     )
 
 

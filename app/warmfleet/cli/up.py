@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from warmfleet.cli.children import StackError
 from warmfleet.cli.engines import EngineOptions
 from warmfleet.cli.stack import Plan, Stack
 from warmfleet.cli.watch import AnswerWatch
@@ -40,7 +42,9 @@ Why there:      {command} explain --url {address} --message "What is a KV cache?
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """The command line as a Plan."""
+    """The command line as a Plan. Raises StackError for what it needs and is not installed."""
+    if options.tokenizer and find_spec("transformers") is None:
+        raise StackError("--tokenizer needs the package transformers: pip install 'warmfleet[hub]'")
     engines = EngineOptions(
         count=options.engines or (2 if options.engine == "vllm" else 4),
         kind=options.engine,

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError, ResponseError
 
-from warmfleet.errors import BadArgument, CancelledReservation, FleetUnavailable, NoWorker, SchemaMismatch, WarmfleetError
+from warmfleet.errors import (
+    BadArgument,
+    CancelledReservation,
+    FleetUnavailable,
+    NoWorker,
+    SchemaMismatch,
+    WarmfleetError,
+)
 from warmfleet_worker.wire import Keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from redis.commands.core import AsyncScript
 
 #: KEYS of every script, in order (names of lua/README.md). The header test compares this with the scripts.
 SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -98,20 +108,17 @@ class ScriptClient:
         self.keys = Keys(model)
         self.timeouts = timeouts or Timeouts()
         self._prefix = self.keys.prefix.encode()
-        self._scripts: dict[str, tuple[AsyncScript, list[str]]] = {}
-
-    def _script(self, name: str) -> tuple[AsyncScript, list[str]]:
-        if name not in self._scripts:
-            keys = [getattr(self.keys, key) for key in SCRIPT_KEYS[name]]
-            self._scripts[name] = self.redis.register_script(script_source(name)), keys
-        return self._scripts[name]
+        self._scripts: dict[str, tuple[AsyncScript, list[str]]] = {
+            name: (redis.register_script(script_source(name)), [getattr(self.keys, key) for key in keys])
+            for name, keys in SCRIPT_KEYS.items()
+        }
 
     async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
         """EVALSHA of ``lua/<name>.lua`` with ``args`` as ARGV (loaded once on NOSCRIPT).
 
         Default time limit: ``timeouts.request_s``. Raises FleetUnavailable or the class of the script's error code.
         """
-        script, keys = self._script(name)
+        script, keys = self._scripts[name]
         with redis_errors():
             async with asyncio.timeout(timeout_s or self.timeouts.request_s):
                 return await script(keys=keys, args=args)

@@ -1,9 +1,8 @@
-"""The read path: decide (choose and book in one call), settle, renew. The policy itself lives in lua/decide.lua only."""
+"""The read path: decide (choose and book in one call), settle, renew. The policy itself lives in lua/decide.lua."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +11,8 @@ from warmfleet.fleet.client import ScriptClient, Timeouts
 from warmfleet.fleet.rows import Flag, LoadRow
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import redis.asyncio as aioredis
 
 Outcome = Literal["started", "finished", "failed", "cancelled"]
@@ -98,7 +99,7 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of the cost rule in lua/decide.lua. lambda_, kappa, pressure_price: plain factors; max_probes: calls per match."""
+    """Of the cost rule in lua/decide.lua. lambda_, kappa, pressure_price: factors; max_probes: calls per decision."""
 
     lambda_: float = 1.0
     kappa: float = 1.25  # least that keeps one new prefix on at most two workers: tests/lua/test_decide_policy.py
@@ -114,7 +115,9 @@ class Spans:
     lease_ms: int = 30_000  # renewed every 10 s: two renewals may be lost
     worker_ttl_ms: int = 15_000
     tombstone_ms: int = 60_000
-    linger_ms: int = 500  # a finished request's blocks are reported within 0.2 s; an eviction must not go unseen for long
+    linger_ms: int = (
+        500  # a finished request's blocks are reported within 0.2 s; an eviction must not go unseen for long
+    )
 
 
 class Reservations(ScriptClient):
@@ -166,9 +169,7 @@ class Reservations(ScriptClient):
     async def settle(self, reservation: str, outcome: Outcome) -> str:
         """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. Safe to repeat."""
         spans = self.spans
-        answer = await self.run(
-            "settle", self._prefix, reservation, outcome, spans.tombstone_ms, spans.linger_ms
-        )
+        answer = await self.run("settle", self._prefix, reservation, outcome, spans.tombstone_ms, spans.linger_ms)
         return str(answer[0].decode())
 
     async def renew(self, renewals: Sequence[Renewal]) -> tuple[int, int, int]:

@@ -34,7 +34,7 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
-    """All that ``decide`` reads of a worker. Tokens are sums over open reservations; speed is tokens per busy second."""
+    """What ``decide`` reads of a worker. Tokens are sums over open reservations; speed is tokens per busy second."""
 
     epoch: int = 0
     prefill_tokens: int = 0
@@ -86,7 +86,8 @@ class Lease:
 
     @classmethod
     def unpack(cls, packed: bytes) -> Lease:
-        *numbers, stage, length = _LEASE.unpack_from(packed)
+        epoch, slot, prefill, decode, matched, prompt, stage, length = _LEASE.unpack_from(packed)
         end = _LEASE.size + length
         checkpoints = tuple(packed[at : at + 8] for at in range(end, len(packed), 8))
-        return cls(*numbers, stage, packed[_LEASE.size : end].decode(), checkpoints)
+        worker_id = packed[_LEASE.size : end].decode()
+        return cls(epoch, slot, prefill, decode, matched, prompt, stage, worker_id, checkpoints)

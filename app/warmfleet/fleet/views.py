@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.errors import BadRequest, NotFound
 from warmfleet.fleet.client import ScriptClient, redis_errors
 from warmfleet.fleet.rows import Flag, LoadRow
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, WireError, join_artifact
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Sequence
 
 ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
 HOLDS_AT_ONCE = 512
@@ -49,8 +51,10 @@ class Views(ScriptClient):
         keys = self.keys
         with redis_errors():
             async with self.redis.pipeline(transaction=False) as pipe:
-                pipe.hgetall(keys.workers).hgetall(keys.servers).hgetall(keys.load)
-                pipe.zrange(keys.alive, 0, -1, withscores=True).time()
+                for name in (keys.workers, keys.servers, keys.load):
+                    pipe.hgetall(name)
+                pipe.zrange(keys.alive, 0, -1, withscores=True)
+                pipe.time()
                 records, servers, rows, alive, (seconds, micros) = await pipe.execute()
         now = seconds + micros / 1e6
         ages = {name: max(0.0, now - score / 1000) for name, score in alive}

@@ -280,5 +280,11 @@ def test_up_starts_two_real_engines_but_four_simulated_ones(monkeypatch: pytest.
     assert up.plan_of(parse(["up", "--worker", "http://a:1/"])).workers == ("http://a:1",)
 
 
+def test_a_tokenizer_by_name_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "find_spec", lambda _name: None)
+    with pytest.raises(StackError, match=r"warmfleet\[hub\]"):
+        up.plan_of(build_parser().parse_args(["up", "--tokenizer", "some/model"]))
+
+
 def test_a_table_aligns_words_to_the_left_and_numbers_to_the_right() -> None:
     assert table(("A", "N"), [("x", 1), ("yy", 22)]) == "A    N\nx    1\nyy  22"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import redis.asyncio as aioredis
@@ -13,6 +13,10 @@ from redis.exceptions import ResponseError
 from warmfleet.errors import BadArgument, CancelledReservation, FleetUnavailable, NoWorker, SchemaMismatch
 from warmfleet.fleet import Ask, Fleet, Timeouts, connect
 from warmfleet.fleet.client import redis_errors, script_source
+
+if TYPE_CHECKING:
+    from pathlib import Path
+from typing import Any, cast
 
 ASK = Ask("wf-1", (), 10, 20)
 
@@ -85,6 +89,5 @@ def test_a_script_that_is_not_there() -> None:
 
 async def test_no_retries_inside_redis_py(valkey_url: str) -> None:
     client = connect(valkey_url)
-    connection = client.connection_pool.make_connection()
-    assert connection.retry.get_retries() == 0
+    assert cast("Any", client.connection_pool).make_connection().retry.get_retries() == 0
     await client.aclose()

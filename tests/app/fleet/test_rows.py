@@ -28,7 +28,9 @@ def test_a_lease_survives_packing(lease: Lease) -> None:
 
 def test_the_layout_is_what_the_readme_says() -> None:
     row = LoadRow(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)
-    assert row.pack().hex() == "".join(f"{n:08x}" for n in range(1, 6)) + "0006" + "".join(f"{n:08x}" for n in range(7, 14))
+    assert row.pack().hex() == "".join(f"{n:08x}" for n in range(1, 6)) + "0006" + "".join(
+        f"{n:08x}" for n in range(7, 14)
+    )
     lease = Lease(1, 2, 3, 4, 5, 6, 1, "ab", (b"12345678",))
     assert lease.pack() == bytes.fromhex("".join(f"{n:08x}" for n in range(1, 7))) + b"\x01\x02ab12345678"
 

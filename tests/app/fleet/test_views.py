@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-import redis.asyncio as aioredis
 from tests.lua.world import READY, World
 
 from warmfleet.errors import NotFound
 from warmfleet.fleet import Flag, Fleet
 from warmfleet.fleet.views import BadArtifact
 from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
 
 
 @pytest.fixture
