@@ -34,7 +34,7 @@ from warmfleet_loadtest.sim_fleet import means
 from warmfleet_loadtest.trace import open_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from warmfleet_loadtest.trace import Trace
 
@@ -130,7 +130,7 @@ def _process(argv: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
-def _wait(ready: Any, what: str, log: Path) -> None:
+def _wait(ready: Callable[[], object], what: str, log: Path) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while not ready():
         if time.monotonic() > deadline:

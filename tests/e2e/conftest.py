@@ -9,6 +9,7 @@ import httpx
 import pytest
 from tests.e2e.streams import Stream
 
+from warmfleet.cli.demo import BLOCKS
 from warmfleet.cli.engines import EngineOptions
 from warmfleet.cli.stack import Plan, Stack
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
     """Four engines and two replicas for the whole session: for tests that kill nothing."""
-    with Stack(Plan(engines=EngineOptions(count=4))) as running:
+    with Stack(Plan(engines=EngineOptions(count=4, blocks=BLOCKS))) as running:
         yield running
 
 

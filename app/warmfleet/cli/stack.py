@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 POLL_SECONDS = 0.1
+SAY_SECONDS = 10.0  # a line at least this often while someone waits
 REPLICA_SECONDS = 30.0
 WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # real engines load a model first
 SHUTDOWN_GRACE_SECONDS = "2"  # a local stack ends fast: answers that run longer are cut
@@ -160,15 +161,15 @@ class Stack:
     def wait_routable(self, count: int) -> None:
         """Return when every live replica has ``count`` usable workers and can identify prompts as they do."""
         limit = WORKER_SECONDS[self.plan.engines.kind]
-        started, told = time.monotonic(), -1
+        started, told, told_at = time.monotonic(), -1, 0.0
         deadline = started + limit
         while True:
             alive = [replica for replica in self.replicas if replica.child and replica.child.alive]
             states = [self.fleet(replica) for replica in alive]
             ready = min((sum(map(usable, _workers(models))) for models in states), default=0)
-            if ready != told:
-                self._say(f"workers   {ready} of {count} ready ({time.monotonic() - started:.1f} s)")
-                told = ready
+            if ready != told or time.monotonic() - told_at > SAY_SECONDS:
+                told, told_at = ready, time.monotonic()
+                self._say(f"workers   {ready} of {count} ready ({told_at - started:.1f} s)")
             if ready >= count and all(model["identity"] != "none" for models in states for model in models):
                 return
             self._check_alive([*self.engines, *self.replicas])

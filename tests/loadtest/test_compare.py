@@ -1,0 +1,33 @@
+"""A whole fleet as processes, driven by a trace: what the published tables are made with."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import pytest
+
+from warmfleet_loadtest.compare import StackError, StackPlan, main, stack
+
+
+def test_a_trace_through_a_fleet_by_two_policies(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr("warmfleet_loadtest.trace.SHARED", "nowhere")
+    monkeypatch.delenv("TRACE", raising=False)
+    options = ["--rows", "60", "--speed", "10", "--engines", "2", "--step-time", "fast", "--skip", "0"]
+    assert main([*options, "--policies", "cost,round_robin"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(results) == {"cost", "round_robin"}
+    for row in results.values():
+        assert (row["requests"], row["errors"]) == (60, 0)
+        assert row["ttft_mean_s"] > 0
+    assert results["round_robin"]["busiest_over_mean"] < 1.2
+
+
+def test_a_stack_that_does_not_start_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr("warmfleet_loadtest.compare.READY_SECONDS", 8.0)
+    with pytest.raises(StackError, match="no_such_policy"), stack(StackPlan("no_such_policy", engines=1, replicas=1)):
+        pass

@@ -1,0 +1,176 @@
+"""decide: what it matches, and the policies."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.conftest import PATIENT
+from tests.lua.world import BLOCK, READY, SCHEME, World
+
+from warmfleet.fleet import Ask, Chain, Flag, Fleet, Weights, connect
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+
+async def matched(world: World, ask: Ask) -> dict[str, int]:
+    _, rows = await world.fleet.explain(ask)
+    return {row.worker_id: row.matched_tokens for row in rows}
+
+
+async def test_the_match_is_the_held_prefix_in_tokens(world: World) -> None:
+    await world.workers(5)
+    chain = world.chain(625)
+    for slot, depth in ((1, 625), (2, 300), (3, 1), (4, 0)):
+        await world.hold(slot, chain, depth)
+    await world.hold(99, chain, 400)  # a retired slot counts for nothing
+    await world.hold(5, chain)
+    await world.drop(5, chain[:8])  # lost its head: what follows is of no use
+    found = await matched(world, world.ask(chain))
+    assert found == {"w1.0": 10_000, "w2.0": 4_800, "w3.0": 16, "w4.0": 0, "w5.0": 0}
+
+
+async def test_only_proven_workers_of_the_scheme_are_matched(world: World) -> None:
+    await world.workers(3)
+    chain = world.chain(20)
+    for slot in (1, 2, 3):
+        await world.hold(slot, chain)
+    await world.change(1, flags=READY & ~Flag.PROVEN)
+    await world.change(2, scheme=8)
+    assert await matched(world, world.ask(chain)) == {"w1.0": 0, "w2.0": 0, "w3.0": 320}
+    both = (Chain(SCHEME, BLOCK, chain), Chain(8, 32, chain[: 8 * 10]))
+    assert await matched(world, world.ask(chain, chains=both)) == {"w1.0": 0, "w2.0": 320, "w3.0": 320}
+
+
+async def test_open_reservations_count_as_held(world: World) -> None:
+    await world.workers(3)
+    chain = world.chain(200)
+    await world.hold(1, chain, 70)
+    first = world.ask(chain, exclude=("w2.0", "w3.0"))
+    await world.fleet.decide(first)
+    longer = world.chain(300, head=chain)
+    found = await matched(world, world.ask(longer))
+    assert found == {"w1.0": 192 * BLOCK, "w2.0": 0, "w3.0": 0}, "the deepest checkpoint that both chains have"
+    decision = await world.fleet.decide(world.ask(chain))
+    assert (decision.worker_id, decision.matched_tokens, decision.speculative) == ("w1.0", 200 * BLOCK, True)
+
+
+async def test_one_reservation_that_ends_leaves_the_credit_of_the_others(world: World) -> None:
+    await world.workers(2)
+    chain = world.chain(100)
+    asks = [world.ask(chain, exclude=("w2.0",)) for _ in range(2)]
+    for ask in asks:
+        await world.fleet.decide(ask)
+    await world.fleet.settle(asks[0].reservation, "failed")
+    assert await matched(world, world.ask(chain)) == {"w1.0": 1600, "w2.0": 0}
+    await world.fleet.settle(asks[1].reservation, "cancelled")
+    assert await matched(world, world.ask(chain)) == {"w1.0": 0, "w2.0": 0}
+    assert await world.speculation() == {}
+
+
+async def test_a_spent_budget_gives_a_lower_bound_and_says_so(store: aioredis.Redis, model: str) -> None:
+    fleet = Fleet(store, model, timeouts=PATIENT, weights=Weights(max_probes=8))
+    world = World(store, fleet)
+    await world.workers(30)
+    chain = world.chain(900)
+    depths = {slot: 900 * slot // 30 for slot in range(1, 31)}
+    for slot, depth in depths.items():
+        await world.hold(slot, chain, depth)
+    found = await matched(world, world.ask(chain))
+    for slot, depth in depths.items():
+        assert 0 < found[f"w{slot}.0"] <= depth * BLOCK
+    decision = await fleet.decide(world.ask(chain))
+    assert decision.flagged
+    exact = Fleet(store, model, timeouts=PATIENT, weights=Weights(max_probes=2_000))
+    _, rows = await exact.explain(world.ask(chain))
+    assert {row.worker_id: row.matched_tokens // BLOCK for row in rows} == {f"w{s}.0": d for s, d in depths.items()}
+    assert not (await exact.decide(world.ask(chain))).flagged
+
+
+async def test_a_winner_with_holes_is_verified_and_the_choice_made_again(world: World) -> None:
+    await world.workers(3, flags=READY & ~Flag.CLOSED)
+    chain = world.chain(1_000)
+    await world.hold(1, chain)
+    await world.drop(1, chain[8 * 10 : 8 * 11])  # block 11
+    await world.hold(2, chain, 900)
+    await world.drop(2, chain[8 * 700 : 8 * 701])  # block 701
+    await world.hold(3, chain, 500)
+    decision = await world.fleet.decide(world.ask(chain))
+    assert (decision.worker_id, decision.matched_tokens) == ("w2.0", 700 * BLOCK)
+
+
+async def test_choosing_again_ends_at_a_verified_lower_bound(world: World) -> None:
+    await world.workers(5, flags=READY & ~Flag.CLOSED)
+    chain = world.chain(600)
+    for slot in range(1, 6):
+        await world.hold(slot, chain, 600 - slot)
+        await world.drop(slot, chain[8 * slot : 8 * (slot + 1)])
+    decision = await world.fleet.decide(world.ask(chain))
+    assert decision.matched_tokens == int(decision.worker_id[1]) * BLOCK, "what the third choice really holds"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+async def test_the_match_equals_a_plain_walk(valkey_url: str, data: st.DataObject) -> None:
+    client = connect(valkey_url, timeout_s=5)
+    try:
+        seed = data.draw(st.integers(0, 2**32))
+        fleet = Fleet(client, f"walk/{uuid.uuid4().hex}", timeouts=PATIENT, weights=Weights(max_probes=4_096))
+        world = World(client, fleet, seed)
+        count, blocks = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 140))
+        await world.workers(count)
+        chain = world.chain(blocks)
+        depths = data.draw(st.lists(st.integers(0, blocks), min_size=count + 3, max_size=count + 3))
+        for slot, depth in enumerate(depths, 1):  # three of them are slots of nobody
+            await world.hold(slot, chain, depth)
+        wanted = {f"w{slot}.0": depths[slot - 1] * BLOCK for slot in range(1, count + 1)}
+        assert await matched(world, world.ask(chain)) == wanted
+    finally:
+        await client.aclose()
+
+
+# ---------------------------------------------------------------- policies
+
+
+async def test_least_loaded_takes_the_least_tokens_then_the_least_in_flight(world: World) -> None:
+    await world.workers(3)
+    chain = world.chain(50)
+    await world.hold(1, chain)
+    await world.change(1, prefill_tokens=100)
+    await world.change(2, foreign_prefill_tokens=100, in_flight=1)
+    await world.change(3, prefill_tokens=50, foreign_prefill_tokens=50)
+    decision = await world.fleet.decide(world.ask(chain, policy="least_loaded"))
+    assert decision.worker_id in ("w1.0", "w3.0")
+    await world.change(2, foreign_prefill_tokens=99)
+    assert (await world.fleet.decide(world.ask(chain, policy="least_loaded"))).worker_id == "w2.0"
+
+
+async def test_round_robin_takes_turns_and_matches_all_the_same(world: World) -> None:
+    await world.workers(3)
+    chain = world.chain(50)
+    await world.hold(2, chain)
+    seen = []
+    for _ in range(6):
+        ask = world.ask(chain, policy="round_robin")
+        dry, _ = await world.fleet.explain(ask)
+        decision = await world.fleet.decide(ask)
+        assert dry == decision.worker_id
+        seen.append((decision.worker_id, decision.matched_tokens > 0))
+        await world.fleet.settle(ask.reservation, "failed")
+    assert seen == [("w1.0", False), ("w2.0", True), ("w3.0", False)] * 2
+
+
+async def test_cost_is_wait_and_uncached_tokens_over_speed(world: World) -> None:
+    await world.workers(3, decode_tokens=1_000_000)
+    await world.change(1, prefill_tokens=500, foreign_prefill_tokens=300)
+    await world.change(2, speed_tps=100)  # counts as an eighth of the median
+    await world.change(3, speed_tps=0, prefill_tokens=100_000)  # unknown: the median
+    _, rows = await world.fleet.explain(world.ask(extra_tokens=1_000))
+    cost = {row.worker_id: row.cost_s for row in rows}
+    assert cost["w1.0"] == pytest.approx((800 + 1000) / 10_000 + 0.1, abs=1e-5)
+    assert cost["w2.0"] == pytest.approx(1000 / 1_250 + 0.1, abs=1e-5)
+    assert cost["w3.0"] == pytest.approx((100_000 + 1000) / 10_000 + 0.1, abs=1e-5)
