@@ -73,7 +73,7 @@ for _, gone in ipairs(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0,
   end
   for from = at + length, #lease, 8 do
     local key, field = x .. sub(lease, from, from + 7), format("%d", slot)
-    if call("HINCRBY", key, field, -1) <= 0 then call("HDEL", key, field) end
+    if call("HINCRBY", key, field, -1) <= 0 then call("HDEL", key, field, field .. "+") end
   end
 end
 
@@ -166,6 +166,22 @@ local function deepest(verb, kind, hashes, blocks, members, by_slot)
   return depth
 end
 
+-- Two chains part between checkpoints: where, tells the trail that the maker of a checkpoint left there, the hashes up
+-- to its next one.
+local function follow(hashes, block, slot)
+  local trail = call("HGET", x .. sub(hashes, block * 8 - 7, block * 8), format("%d+", slot)) or ""
+  local low, high = 0, min(#trail / 8, #hashes / 8 - block)
+  while low < high do
+    local middle = floor((low + high + 1) / 2)
+    if sub(trail, 1, middle * 8) == sub(hashes, block * 8 + 1, (block + middle) * 8) then
+      low = middle
+    else
+      high = middle - 1
+    end
+  end
+  return block + low
+end
+
 for c = 16, #ARGV, 3 do
   local scheme, size, hashes = tonumber(ARGV[c]), tonumber(ARGV[c + 1]), ARGV[c + 2] or "-"
   if not scheme or not size or size < 1 or #hashes % 8 ~= 0 or #hashes > 65536 then
@@ -185,6 +201,7 @@ for c = 16, #ARGV, 3 do
     end
     if lowest then
       for i, block in pairs(deepest("HKEYS", x, hashes, checkpoints(n, lowest), makers, by_slot)) do
+        block = follow(hashes, block, unpack_from(">I4", rows[i], 17))
         if block > (depth[i] or 0) then speculated[i], matched[i] = block, min(block * size, prompt) end
       end
     end
@@ -279,7 +296,9 @@ if c and blocks[#blocks] ~= 1 then blocks[#blocks + 1] = 1 end
 for k = #blocks, 1, -1 do
   local hash = sub(hashes, blocks[k] * 8 - 7, blocks[k] * 8)
   made[#made + 1] = hash
-  call("HINCRBY", x .. hash, field, 1)
+  if call("HINCRBY", x .. hash, field, 1) == 1 and k > 1 then
+    call("HSET", x .. hash, field .. "+", sub(hashes, blocks[k] * 8 + 1, blocks[k - 1] * 8))
+  end
 end
 local epoch, prefill, decode, flight = unpack_from(SUMS, rows[w])
 local uncached = prompt - own

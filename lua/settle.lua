@@ -52,7 +52,7 @@ local function release_speculation(lease)
   slot = string.format("%d", slot)
   for from = at + length, #lease, 8 do
     local key = prefix .. "x:" .. lease:sub(from, from + 7)
-    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot) end
+    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. "+") end
   end
 end
 
@@ -94,7 +94,7 @@ local function mirror(lease)
   local evicted = call("ZPOPMIN", lru, over)
   for i = 1, #evicted, 2 do
     local key = prefix .. "x:" .. evicted[i]
-    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot) end
+    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. "+") end
   end
 end
 

@@ -54,7 +54,7 @@ async def test_open_reservations_count_as_held(world: World) -> None:
     await world.fleet.decide(first)
     longer = world.chain(300, head=chain)
     found = await matched(world, world.ask(longer))
-    assert found == {"w1.0": 192 * BLOCK, "w2.0": 0, "w3.0": 0}, "the deepest checkpoint that both chains have"
+    assert found == {"w1.0": 200 * BLOCK, "w2.0": 0, "w3.0": 0}, "the trail leads to the block where they part"
     decision = await world.fleet.decide(world.ask(chain))
     assert (decision.worker_id, decision.matched_tokens, decision.speculative) == ("w1.0", 200 * BLOCK, True)
 

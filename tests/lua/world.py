@@ -87,7 +87,7 @@ class World:
         found = {}
         async for key in self.store.scan_iter(match=prefix.replace(b"{", b"\\{") + b"*", count=1000):
             counts = await cast("Any", self.store.hgetall(key))
-            found[key[len(prefix) :]] = {int(slot): int(count) for slot, count in counts.items()}
+            found[key[len(prefix) :]] = {int(slot): int(count) for slot, count in counts.items() if slot.isdigit()}
         return found
 
     def chain(self, blocks: int, head: bytes = b"") -> bytes:
