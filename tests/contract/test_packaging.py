@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LOCKS = sorted(ROOT.glob("requirements*.lock"))
+LOCKS = [ROOT / "app/requirements.lock", *sorted(ROOT.glob("tests/**/requirements.lock"))]
 
 
 def project(folder: Path) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def test_the_plugin_imports_in_an_environment_with_nothing_but_redis(
     assert '"foreign": ["redis", "warmfleet_worker"]' in done.stdout
 
 
-@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_lock_pins_with_hashes_and_names_no_host(lock: Path) -> None:
     text = lock.read_text()
     assert "://" not in text
@@ -152,7 +152,7 @@ def test_the_locks_cover_what_the_project_asks_for() -> None:
     runtime = (
         declared["project"]["dependencies"] + declared["project"]["optional-dependencies"]["demo"] + groups["build"]
     )
-    run, dev = pins(ROOT / "requirements.lock"), pins(ROOT / "requirements-dev.lock")
+    run, dev = pins(ROOT / "app/requirements.lock"), pins(ROOT / "tests/requirements.lock")
     assert names(runtime) - {"warmfleet-worker"} <= set(run)
     assert names(groups["dev"]) <= set(dev)
     assert run.items() <= dev.items(), "make test would change what make run installed"

@@ -77,8 +77,9 @@ def test_the_router_image_has_all_it_installs(tmp_path: Path) -> None:
     context = tmp_path / "src"
     context.mkdir()
     for source in copied(K8S / "images/router.Dockerfile"):
+        (context / source).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / source).is_dir():
-            shutil.copytree(ROOT / source, context / source, symlinks=True)
+            shutil.copytree(ROOT / source, context / source, symlinks=True, dirs_exist_ok=True)
         else:
             shutil.copy(ROOT / source, context / source)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+
 import pytest
 
 from warmfleet_loadtest.compare import StackError, StackPlan, main, stack
