@@ -160,7 +160,7 @@ async def _send_error(call: Call, error: WarmfleetError) -> None:
     body = orjson.dumps(error.as_dict())
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers.append((b"x-request-id", call.request_id.encode()))
-    if error.status == 503:
+    if error.status in (502, 503):
         headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
     if isinstance(error, TooLarge):
         headers.append((b"connection", b"close"))

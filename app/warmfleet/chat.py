@@ -37,6 +37,8 @@ def _message(message: Message, content_format: Format) -> Message:
     result: Message = {"role": role, "content": _content(message.get("content"), role, content_format)}
     if role == "assistant":
         calls = message.get("tool_calls")
+        if calls and not isinstance(calls, list):
+            raise NotReproducible("tool_calls")
         if calls:
             result["tool_calls"] = [_tool_call(call) for call in calls]
         reasoning = message.get("reasoning")
@@ -71,7 +73,7 @@ def _content(content: Any, role: str, content_format: Format) -> Any:
 def _text(part: Any) -> str | None:
     if isinstance(part, str):
         return part
-    if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str) or part["type"] not in TEXT_PARTS:
         raise NotReproducible("parts")
     text = part.get(TEXT_PARTS[part["type"]])
     if text is not None and not isinstance(text, str):
@@ -92,7 +94,7 @@ def _tool_call(call: Any) -> Message:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = {}
     if not isinstance(arguments, dict):
         arguments = {}

@@ -185,7 +185,10 @@ class Identity:
 
 def canonical_text(request: Request) -> list[bytes]:
     """What stands for the token ids where no tokenizer is known: equal prompts give equal bytes, and so do prefixes."""
-    head = orjson.dumps([request.model, request.salt, request.tools])
+    try:
+        head = orjson.dumps([request.model, request.salt, request.tools])
+    except TypeError as error:  # nested deeper than orjson goes
+        raise NotReproducible("tools") from error
     if request.endpoint == "completions":
         return [
             head + (prompt.encode() if isinstance(prompt, str) else array.array("I", prompt).tobytes())

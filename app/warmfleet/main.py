@@ -41,6 +41,7 @@ logger = logging.getLogger("warmfleet")
 
 DRAIN_SETTLES_S = 2.0
 BACKLOG = 2_048
+CLEAR_INTERVAL_S = 1.0
 TOKENIZER_THREADS = 2
 
 
@@ -139,6 +140,7 @@ async def _background(
         ("view", settings.view_interval_s, reader.refresh),
         ("probe", settings.view_interval_s, prober.round),
         ("renew", settings.renew_interval_s, partial(maintenance.renew, pools, metrics)),
+        ("clear", CLEAR_INTERVAL_S, partial(maintenance.clear, pools)),
     ]
     if settings.static_workers:
         static = StaticWorkers(pools, upstream, settings)

@@ -34,6 +34,7 @@ LOAD_RETRY_S = 10.0
 LOG_EVERY_S = 10.0
 STOP_AGAIN_S = 0.2
 MAX_FAILED_LOADS = 256
+RENEW_AT_ONCE = 200
 
 
 async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics) -> None:
@@ -92,7 +93,7 @@ class Reader:
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
         identity = self._identity(pool, alive)
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
-        pool.view = view_of(workers, identity or pool.view.identity, self._schemes(exact), text=text)
+        pool.show(view_of(workers, identity or pool.view.identity, self._schemes(exact), text=text))
         return None
 
     def _schemes(self, workers: Sequence[WorkerView]) -> list[Hasher]:
@@ -143,7 +144,7 @@ class Reader:
         try:
             await work
             await self.refresh()
-        except (WarmfleetError, ValueError, jinja2.TemplateError) as error:
+        except (WarmfleetError, ValueError, TypeError, AttributeError, KeyError, jinja2.TemplateError) as error:
             self._metrics.task_failures.labels("identity").inc()
             logger.warning("no token identity, requests are routed by load: %s", error)
             if len(self._not_before) >= MAX_FAILED_LOADS:
@@ -181,10 +182,26 @@ def _identity_key(worker: WorkerView) -> str:
 async def renew(pools: Pools, metrics: Metrics) -> None:
     """Keep the reservations of running requests; rebuild those that Redis lost."""
     for pool in pools.all:
-        if pool.open:
-            counts = await pool.fleet.renew(list(pool.open.values()))
+        for batch in batched(list(pool.open), RENEW_AT_ONCE):
+            sent = [one for one in batch if one in pool.open]
+            counts = await pool.fleet.renew([pool.open[one] for one in sent])
+            for ended in (one for one in sent if one not in pool.open):  # while we renewed: it may be booked anew
+                await pool.fleet.settle(ended, "cancelled")
             for result, count in zip(("renewed", "rebuilt", "refused"), counts, strict=True):
                 metrics.renewed.labels(result).inc(count)
+
+
+async def clear(pools: Pools) -> None:
+    """Give back what nobody else will: outcomes that Redis did not take, and leases of replicas that died."""
+    for pool in pools.all:
+        for reservation, outcome in list(pool.unsettled.items()):
+            await pool.fleet.settle(reservation, outcome)
+            pool.unsettled.pop(reservation, None)
+        await pool.fleet.reap()
+
+
+def batched(items: Sequence[str], size: int) -> list[Sequence[str]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 async def apply(pools: Pools, metrics: Metrics) -> None:

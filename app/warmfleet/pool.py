@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from warmfleet.blocks import Hasher
     from warmfleet.fallback import Fallback
     from warmfleet.fleet import Chain, Fleet, Renewal, WorkerView
+    from warmfleet.fleet.reservations import Outcome
     from warmfleet.identity import Identity
     from warmfleet.prompt import Request
 
 MAX_SCHEMES = 4  # what decide accepts
+SUSPECT_S = 3.0  # a worker that failed a request is passed over; the fleet needs a TTL to see it
+LAST_KNOWN_S = 8.0  # an emptied Redis is whole again within one slow-path period
+MAX_SUSPECTS = 64
 FALLBACK_BLOCKS = 16  # of the prefix that the fallback's hash looks at
 
 
@@ -36,6 +40,7 @@ class View:
     urls: Mapping[str, str] = field(default_factory=dict)
     ranks: Mapping[str, str] = field(default_factory=dict)
     models: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,8 @@ class Shape:
 
 
 class Pool:
-    """Everything of one model tag. ``open``: reservations to renew. ``contacted``: the fleet was read at least once."""
+    """Everything of one model tag. ``open``: reservations to renew. ``unsettled``: outcomes that Redis
+    did not take yet. ``contacted``: the fleet was read at least once."""
 
     def __init__(self, tag: str, fleet: Fleet, fallback: Fallback) -> None:
         self.tag = tag
@@ -64,6 +70,9 @@ class Pool:
         self.fallback = fallback
         self.view = View()
         self.open: dict[str, Renewal] = {}
+        self.unsettled: dict[str, Outcome] = {}
+        self._suspects: dict[str, float] = {}
+        self._last_routable = View()
 
     @property
     def contacted(self) -> bool:
@@ -73,9 +82,32 @@ class Pool:
     def view_age_s(self) -> float:
         return time.monotonic() - self.view.read_at if self.contacted else float("inf")
 
+    def show(self, view: View) -> None:
+        """Take a new reading."""
+        self.view = view
+        if any(worker.routable for worker in view.workers):
+            self._last_routable = view
+
+    def last_known(self) -> Sequence[WorkerView]:
+        """Workers for when no decision can be had: of the last reading, or the last that had any, if it is young."""
+        young = time.monotonic() - self._last_routable.read_at < LAST_KNOWN_S
+        return self._last_routable.workers if young else self.view.workers
+
+    def suspect(self, worker_id: str) -> None:
+        """Pass this worker over for a moment: a request just failed there."""
+        if len(self._suspects) < MAX_SUSPECTS:
+            self._suspects[worker_id] = time.monotonic() + SUSPECT_S
+
+    def suspects(self) -> tuple[str, ...]:
+        if not self._suspects:
+            return ()
+        now = time.monotonic()
+        self._suspects = {worker: until for worker, until in self._suspects.items() if until > now}
+        return tuple(self._suspects)
+
     def serves(self, model: str) -> bool:
         """``model`` is this tag's base model, one of its served names, or an adapter of it."""
-        return model == self.name or model in self.view.models
+        return model == self.name or model in self.view.names
 
     async def shape(self, request: Request, inline_characters: int, expected_output: int) -> Shape:
         """Token ids and block hashes. Never fails: what cannot be known is routed by load, with the reason."""
@@ -149,6 +181,7 @@ def view_of(workers: Sequence[WorkerView], known: Identity | None, hashers: Sequ
             for worker in workers
             if worker.server and ranks[str(worker.record.get("server_id", ""))] > 1
         },
+        names=frozenset([name for worker in workers for name in worker.models] + list(known.loras if known else ())),
         models=tuple(
             dict.fromkeys(
                 [name for worker in workers if worker.routable for name in worker.models]

@@ -16,6 +16,8 @@ Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_PROMPTS = 256
 MAX_SAMPLES = 256
+MAX_MESSAGES = 4_096  # rendering is on the event loop
+MAX_BOOKED_TOKENS = 2**22  # one request may not overflow a row of sums
 
 #: Fields that change the prompt behind the router's back: refused unless the operator allows them by name.
 REFUSED = ("chat_template", "kv_transfer_params")
@@ -109,7 +111,7 @@ def estimated_tokens(request: Request) -> int:
 def decode_tokens(request: Request, prompt_tokens: int, expected_output: int) -> int:
     """Context tokens that every decode step of this request will read, once for each of its samples."""
     output = expected_output if request.max_tokens is None else min(request.max_tokens, expected_output)
-    return request.samples * (prompt_tokens + output)
+    return min(request.samples * (prompt_tokens + output), MAX_BOOKED_TOKENS)
 
 
 def _unforeseen(data: dict[str, Any]) -> str:
@@ -150,6 +152,8 @@ def _messages(data: dict[str, Any]) -> list[dict[str, Any]]:
     messages = data.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list with at least one message.", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise BadRequest(f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", "messages")
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRequest("A message must be an object with a role.", f"messages[{index}].role")

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.route")
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-TRIES = 2
+TRIES = 4  # of different workers, before the first byte: half of a fleet may die at once
+MAX_UNSETTLED = 10_000
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ class Router:
         pool = self.pools.find(request.model)
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
         self._count(shape)
-        exclude: tuple[str, ...] = ()
+        exclude = pool.suspects()
         gone: UpstreamGone | None = None
         for attempt in range(1, TRIES + 1):
             trip = Trip(RESERVATION_PREFIX + secrets.token_urlsafe(16), pool, last=attempt == TRIES)
@@ -88,12 +89,15 @@ class Router:
                 trip.outcome, gone = "failed", error
                 if call.started or attempt == TRIES:
                     raise
-                exclude = (decision.worker_id,)
+                pool.suspect(decision.worker_id)
+                exclude = (*exclude, decision.worker_id)
                 self._metrics.retries.labels("another").inc()
             except NoWorker:
-                if gone is None:
+                if gone is not None:
+                    raise gone from None  # every worker there is has failed: that is what to tell
+                if not exclude:
                     raise
-                raise gone from None  # the only worker there is has failed: that is what to tell
+                exclude = ()  # only suspects are left: better one of them than nobody
             except WarmfleetError:
                 trip.outcome = "failed"
                 raise
@@ -119,7 +123,9 @@ class Router:
             )
         except NoWorker:
             trip.booked = False
-            raise
+            if exclude:
+                raise
+            return self._without_redis(trip, shape, exclude, "no_worker")  # Redis came back empty, perhaps
         except WarmfleetError as error:  # gone, slow, or a script that refuses: no reason to fail a request
             reason = "away" if isinstance(error, FleetUnavailable) else error.code
             pool.fallback.failed(f"{error.code}: {error}")
@@ -140,9 +146,9 @@ class Router:
 
     def _without_redis(self, trip: Trip, shape: Shape, exclude: tuple[str, ...], reason: str) -> Decision:
         pool = trip.pool
-        worker = pool.fallback.choose(pool.view.workers, shape.prefix or trip.reservation.encode(), exclude)
+        worker = pool.fallback.choose(pool.last_known(), shape.prefix or trip.reservation.encode(), exclude)
         if worker is None:
-            raise NoWorker("Redis is away and no worker is known.")
+            raise NoWorker("No worker is alive, as far as is known.")
         self._metrics.fallback.labels(reason).inc()
         pool.fallback.take(worker.worker_id)
         trip.decision = Decision(
@@ -165,7 +171,9 @@ class Router:
 
     async def _forward(self, call: Call, trip: Trip, decision: Decision) -> None:
         pool = trip.pool
-        headers = {**call.headers, "X-Request-Id": f"{trip.reservation}.{call.request_id}"}
+        # What is not booked must count as foreign load, so the engine must not take it for ours.
+        owner = trip.reservation if trip.booked else "unbooked"
+        headers = {**call.headers, "X-Request-Id": f"{owner}.{call.request_id}"}
         rank = pool.view.ranks.get(decision.worker_id)
         if rank is not None:
             headers["X-data-parallel-rank"] = rank
@@ -194,8 +202,8 @@ class Router:
             upstream.close()  # gives the connection back if the answer was read to its end
 
     async def _started(self, trip: Trip) -> None:
-        pool = trip.pool
         """Prefill is done: what was booked of it is given back. Runs beside the stream, delays no byte of it."""
+        pool = trip.pool
         pool.open[trip.reservation] = replace(pool.open[trip.reservation], prefill_tokens=0, started=True)
         await self._tell(pool, trip.reservation, "started")
 
@@ -225,7 +233,9 @@ class Router:
             await pool.fleet.settle(reservation, outcome)
         except WarmfleetError as error:
             self._metrics.settle_failures.inc()
-            logger.info("settle %s: %s; the lease expires by itself", outcome, error)
+            if outcome != "started" and len(pool.unsettled) < MAX_UNSETTLED:
+                pool.unsettled[reservation] = outcome
+            logger.info("settle %s: %s; told again soon, and the lease expires by itself", outcome, error)
 
     def _count(self, shape: Shape) -> None:
         self._metrics.identity.labels(shape.kind).inc()

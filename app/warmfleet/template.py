@@ -74,7 +74,15 @@ class ChatTemplate:
             if goes_on:
                 return self._continued(messages, {**fixed, **arguments})
             return self._template.render(messages=messages, **{**fixed, **arguments})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (
+            jinja2.TemplateError,
+            RecursionError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            IndexError,
+        ) as error:
             raise NotReproducible("template") from error
 
     def _continued(self, messages: list[Message], arguments: dict[str, Any]) -> str:

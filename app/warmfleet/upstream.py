@@ -58,6 +58,10 @@ class Addresses:
         try:
             allowed = self.allows(parts.hostname)
         except ValueError:
+            if not any(letter.isalpha() for letter in parts.hostname.lower().removeprefix("0x")):
+                raise UpstreamError(
+                    f"{url!r}: not a canonical address"
+                ) from None  # 127.1, 2130706433: no resolver sees it
             return  # a name: the resolver decides
         if not allowed:
             raise UpstreamError(f"{parts.hostname} is outside WARMFLEET_WORKER_ADDRESSES")

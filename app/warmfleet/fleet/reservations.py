@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from warmfleet.errors import BadArgument
-from warmfleet.fleet.client import ScriptClient, Timeouts
+from warmfleet.fleet.client import ScriptClient, Timeouts, redis_errors
 from warmfleet.fleet.rows import Flag, LoadRow
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
 Outcome = Literal["started", "finished", "failed", "cancelled"]
+REAP_AT_ONCE = 512
 RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
 
 
@@ -115,9 +116,7 @@ class Spans:
     lease_ms: int = 30_000  # renewed every 10 s: two renewals may be lost
     worker_ttl_ms: int = 15_000
     tombstone_ms: int = 60_000
-    linger_ms: int = (
-        500  # a finished request's blocks are reported within 0.2 s; an eviction must not go unseen for long
-    )
+    linger_ms: int = 500  # a finished request's blocks are reported within 0.2 s; evictions must not go unseen long
 
 
 class Reservations(ScriptClient):
@@ -171,6 +170,15 @@ class Reservations(ScriptClient):
         spans = self.spans
         answer = await self.run("settle", self._prefix, reservation, outcome, spans.tombstone_ms, spans.linger_ms)
         return str(answer[0].decode())
+
+    async def reap(self) -> int:
+        """Give back expired leases, at most REAP_AT_ONCE; returns how many had expired. decide and settle reap, too."""
+        with redis_errors():
+            now_ms = (await self.redis.time())[0] * 1000
+            expired = int(await self.redis.zcount(self.keys.leases, "-inf", now_ms))
+        for _ in range(-(-min(expired, REAP_AT_ONCE) // 8)):  # a settle of nothing reaps eight
+            await self.settle("nothing", "finished")
+        return expired
 
     async def renew(self, renewals: Sequence[Renewal]) -> tuple[int, int, int]:
         """Keep open reservations alive; returns (renewed, rebuilt after Redis lost them, refused)."""
