@@ -1,0 +1,95 @@
+"""What goes wrong around requests and must not fail them, or must come right by itself."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from tests.app.engine import engine
+from tests.app.replica import replica
+from tests.conftest import poll, server, valkey_binary
+
+from warmfleet import prompt
+from warmfleet.fleet import Ask
+from warmfleet_worker.wire import reservation_of
+
+PROMPT = "a prompt that is long enough to have blocks of its own " * 20
+
+
+async def test_half_of_the_fleet_dies_and_no_request_fails(valkey_url: str, model: str) -> None:
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(engine(model)) for _ in range(4)]
+        router = await stack.enter_async_context(
+            replica(valkey_url, model, *(one.url for one in engines), health_interval_s=60.0)
+        )
+        for one in engines[:2]:
+            await one.die()
+        answers = [await router.post({"model": model, "prompt": f"{number} {PROMPT}"}) for number in range(24)]
+        assert [status for status, _, _ in answers] == [200] * 24
+        await router.unloaded()
+
+
+async def test_an_emptied_redis_is_not_a_reason_to_refuse(model: str) -> None:
+    with server(valkey_binary()) as url:
+        async with engine(model) as upstream, replica(url, model, upstream.url, health_interval_s=60.0) as router:
+            await router.fleet.redis.flushall()
+            for _ in range(5):
+                status, headers, _ = await router.post({"model": model, "prompt": PROMPT})
+                assert (status, headers["x-warmfleet-reservation"]) == (200, "fallback")
+            assert reservation_of(f"cmpl-{upstream.seen[-1].headers['x-request-id']}-0") is None, "it is foreign load"
+            assert await router.metric('warmfleet_fallback_total{reason="no_worker"}') == 5
+
+
+async def test_leases_of_a_dead_replica_are_reaped_though_nobody_asks(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        for number in range(20):
+            await router.fleet.decide(Ask(f"wf-left-behind-{number:08d}", (), 100, 100))
+        keys = router.fleet.keys
+        for member in await router.fleet.redis.zrange(keys.leases, 0, -1):
+            await router.fleet.redis.zadd(keys.leases, {member: 1})
+        await router.unloaded()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"messages": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": 5}, {"role": "user", "content": "x"}]},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' * 50_000}}]},
+                {"role": "user", "content": "x"},
+            ]
+        },
+    ],
+    ids=["type of a part", "tool_calls", "nested arguments"],
+)
+async def test_odd_input_is_the_engines_to_judge(valkey_url: str, model: str, more: dict[str, Any]) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        status, _, _ = await router.post({"model": model, **more}, "/v1/chat/completions")
+        assert (status, len(upstream.seen)) == (200, 1)
+
+
+async def test_too_many_messages_name_the_field(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        messages = [{"role": "user", "content": "x"}] * (prompt.MAX_MESSAGES + 1)
+        status, _, answer = await router.post({"model": model, "messages": messages}, "/v1/chat/completions")
+        assert status == 400
+        assert b'"param":"messages"' in answer
+
+
+async def test_what_redis_did_not_take_is_told_again(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        body = {"model": model, "prompt": PROMPT, "stream": True, "max_tokens": 300}
+        async with router.client.post(f"{router.url}/v1/completions", json=body) as answer:
+            await answer.content.readany()
+            await router.fleet.redis.execute_command("CLIENT", "PAUSE", "2500", "WRITE")
+            await answer.read()
+        await poll(lambda: router.metric("warmfleet_settle_failures_total"), 10, "the settle meets a stalled Redis")
+        await poll(lambda: _no_leases(router), 10, "told again")
+        await router.unloaded()
+
+
+async def _no_leases(router: Any) -> bool:
+    return int(await router.fleet.redis.zcard(router.fleet.keys.leases)) == 0
