@@ -20,7 +20,7 @@ READY_SECONDS = 90.0
 
 @contextmanager
 def replicas(redis_url: str, count: int = 2, engines: int = 2, policy: str = "cost") -> Iterator[list[str]]:
-    """Start ``count`` replicas; yields their base URLs once each sees ``engines`` proven, routable workers."""
+    """Start ``count`` replicas; yields their base URLs once each knows the tokenizer and ``engines`` proven workers."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
     kept |= {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_MODELS": SERVED_NAME, "WARMFLEET_POLICY": policy}
     kept["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -49,4 +49,6 @@ def _proven(url: str) -> int:
         models = httpx.get(f"{url}/workers", timeout=5).json()["models"]
     except (httpx.HTTPError, ValueError, KeyError):
         return -1
+    if any(model["identity"] == "none" for model in models):
+        return -1  # it would route by load
     return sum(w["routable"] and w["proof"] == "proven" for model in models for w in model["workers"])

@@ -22,6 +22,7 @@ from tests.conftest import poll, valkey_binary, wait_for_server
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
+from warmfleet.maintenance import stop
 from warmfleet_worker import publisher as publisher_module
 from warmfleet_worker import wire
 from warmfleet_worker.publisher import Load, PublisherConfig, WorkerPublisher
@@ -83,8 +84,7 @@ async def upkeep(fleet: Fleet) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await stop([task])
 
 
 async def record(fleet: Fleet) -> dict[str, Any]:
