@@ -73,16 +73,19 @@ class Bench:
     async def decode(self, streams: int, context: int) -> float:
         """Seconds between tokens while ``streams`` requests of ``context`` tokens decode, their prompts being cached.
 
-        From the request whose first token comes last, so that all are decoding.
+        From two lengths of the same answers: chunks may arrive together, so the time of one says nothing.
         """
         prompts = [self.tokens(context) for _ in range(streams)]
-        await asyncio.gather(*(self._send(prompt, 1) for prompt in prompts))
+        await self._slowest(prompts, 1)
         intervals = []
         for _ in range(REPEATS):
-            replies = await asyncio.gather(*(self._send(prompt, DECODED_TOKENS) for prompt in prompts))
-            latest = max(replies, key=lambda reply: reply.ttft_s)
-            intervals.append((latest.total_s - latest.ttft_s) / (DECODED_TOKENS - 1))
+            short, long = await self._slowest(prompts, 1), await self._slowest(prompts, 1 + DECODED_TOKENS)
+            intervals.append((long - short) / DECODED_TOKENS)
         return quartile(intervals)
+
+    async def _slowest(self, prompts: list[list[int]], output_tokens: int) -> float:
+        replies = await asyncio.gather(*(self._send(prompt, output_tokens) for prompt in prompts))
+        return max(reply.total_s for reply in replies)
 
     async def _send(self, prompt: list[int], output_tokens: int) -> Reply:
         reply = await self._client.complete(self._url, prompt, output_tokens)
@@ -111,7 +114,7 @@ async def measure(url: str, model: str, seed: int) -> dict[str, Any]:
 
 
 def fit(samples: dict[str, Any], limits: Limits) -> StepCosts:
-    """Non-negative least squares of the relative errors."""
+    """Non-negative least squares of the relative errors. Raises ValueError for samples that cannot be times."""
     rows, seconds = [], []
     for cached, new, ttft in samples["prefill"]:
         held = cached // limits.block_tokens * limits.block_tokens
@@ -122,6 +125,8 @@ def fit(samples: dict[str, Any], limits: Limits) -> StepCosts:
         rows.append(np.array([float(work.get(name, 0)) for name in NAMES]))
         seconds.append(interval)
     target = np.array(seconds)
+    if not (target > 0).all():
+        raise ValueError("a sample is not positive: measure again, on a quiet machine")
     matrix = np.array(rows) / target[:, None]
     values = non_negative(matrix, np.ones(len(target)))
     return StepCosts(**dict(zip(NAMES, map(float, values), strict=True)))

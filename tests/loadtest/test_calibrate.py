@@ -10,6 +10,7 @@ import pytest
 from tests.loadtest.engines import running
 
 from warmfleet_loadtest import calibrate
+from warmfleet_loadtest.client import Client
 from warmfleet_loadtest.costs import PRESETS, StepCosts, StepWork, load_costs
 from warmfleet_loadtest.engine import EngineConfig
 from warmfleet_loadtest.scheduler import Limits
@@ -48,6 +49,22 @@ def test_the_fit_finds_the_truth_again() -> None:
     found = calibrate.fit(made_by(TRUTH), LIMITS)
     for name in ("base_s", "prefill_token_s", "prefill_pair_s", "decode_request_s", "decode_context_s", "request_s"):
         assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=0.05), name
+
+
+def test_samples_that_cannot_be_times_are_refused() -> None:
+    samples = made_by(TRUTH)
+    samples["decode"] = [[1, 64, 0.0]]
+    with pytest.raises(ValueError, match="not positive"):
+        calibrate.fit(samples, LIMITS)
+
+
+async def test_intervals_are_right_however_chunks_arrive() -> None:
+    """The engine that made them is known: 4 ms a step, whatever the number of streams."""
+    scheme = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 32)
+    config = EngineConfig(scheme, LIMITS, 1_024, StepCosts(0.004, 0.0))
+    async with running(config) as up, Client("demo") as client:
+        bench = calibrate.Bench(client, up.url, 0)
+        assert [await bench.decode(streams, 64) for streams in (1, 4)] == pytest.approx([0.004, 0.004], rel=0.25)
 
 
 def test_coefficients_are_never_negative() -> None:
