@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.app.engine import engine
@@ -47,7 +47,7 @@ async def test_leases_of_a_dead_replica_are_reaped_though_nobody_asks(valkey_url
             await router.fleet.decide(Ask(f"wf-left-behind-{number:08d}", (), 100, 100))
         keys = router.fleet.keys
         for member in await router.fleet.redis.zrange(keys.leases, 0, -1):
-            await router.fleet.redis.zadd(keys.leases, {member: 1})
+            await router.fleet.redis.zadd(keys.leases, {cast("bytes", member): 1})
         await router.unloaded()
 
 
@@ -84,7 +84,7 @@ async def test_what_redis_did_not_take_is_told_again(valkey_url: str, model: str
         body = {"model": model, "prompt": PROMPT, "stream": True, "max_tokens": 300}
         async with router.client.post(f"{router.url}/v1/completions", json=body) as answer:
             await answer.content.readany()
-            await router.fleet.redis.execute_command("CLIENT", "PAUSE", "2500", "WRITE")
+            await router.fleet.redis.client_pause(2_500, all=False)
             await answer.read()
         await poll(lambda: router.metric("warmfleet_settle_failures_total"), 10, "the settle meets a stalled Redis")
         await poll(lambda: _no_leases(router), 10, "told again")
