@@ -62,7 +62,10 @@ class Proxy:
         call = Call(self._endpoint, b"", request_id, headers, send)
         self._metrics.in_flight.inc()
         try:
-            call.body = await self._read_body(scope["method"], receive, length)
+            if scope["method"] != "POST":
+                await self._refuse(call, MethodNotAllowed("This endpoint takes POST."))
+                return
+            call.body = await read_body(receive, length, self._settings)
             call.began = time.perf_counter()
             await self._serve(call, receive)
         except _HungUp:
@@ -105,29 +108,6 @@ class Proxy:
             watch.remove_done_callback(hung_up)
             watch.cancel()
 
-    async def _read_body(self, method: str, receive: Receive, length: int) -> bytes:
-        if method != "POST":
-            raise MethodNotAllowed("This endpoint takes POST.")
-        limit = self._settings.body_max_bytes
-        if length > limit:
-            raise TooLarge(f"The body has {length} bytes; {limit} are allowed.")
-        pieces, size = [], 0
-        try:
-            async with asyncio.timeout(self._settings.body_timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _HungUp
-                    piece = message.get("body", b"")
-                    size += len(piece)
-                    if size > limit:
-                        raise TooLarge(f"The body has more than {limit} bytes.")
-                    pieces.append(piece)
-                    if not message.get("more_body", False):
-                        return b"".join(pieces)
-        except TimeoutError as error:
-            raise BadRequest(f"The body was not complete after {self._settings.body_timeout_s} s.") from error
-
     def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[str, str], str, int]:
         """What is passed on, the request id, the announced length."""
         headers: dict[str, str] = {}
@@ -156,16 +136,46 @@ class _HungUp(Exception):  # noqa: N818  not an error: the client is gone
     pass
 
 
+async def read_body(receive: Receive, length: int, settings: Settings) -> bytes:
+    """A request's whole body. length: announced bytes, 0 if unknown. Raises TooLarge, BadRequest if it takes too
+    long, _HungUp."""
+    limit = settings.body_max_bytes
+    if length > limit:
+        raise TooLarge(f"The body has {length} bytes; {limit} are allowed.")
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _HungUp
+                piece = message.get("body", b"")
+                size += len(piece)
+                if size > limit:
+                    raise TooLarge(f"The body has more than {limit} bytes.")
+                pieces.append(piece)
+                if not message.get("more_body", False):
+                    return b"".join(pieces)
+    except TimeoutError as error:
+        raise BadRequest(f"The body was not complete after {settings.body_timeout_s} s.") from error
+
+
 async def _send_error(call: Call, error: WarmfleetError) -> None:
     body = orjson.dumps(error.as_dict())
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers.append((b"x-request-id", call.request_id.encode()))
-    if error.status in (502, 503):
-        headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
-    if isinstance(error, TooLarge):
-        headers.append((b"connection", b"close"))
+    headers += [(name.encode(), value.encode()) for name, value in _error_headers(error).items()]
     await call.send({"type": "http.response.start", "status": error.status, "headers": headers})
     await call.send({"type": "http.response.body", "body": body})
+
+
+def _error_headers(error: WarmfleetError) -> dict[str, str]:
+    headers = {}
+    if error.status in (502, 503):
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    if isinstance(error, TooLarge):
+        headers["connection"] = "close"  # the rest of the body is not read
+    return headers
 
 
 class Health:
@@ -215,13 +225,13 @@ class SmallEndpoints:
 
     async def explain(self, request: HTTPRequest) -> Response:
         """Body: a request, and ``endpoint``, the path it would go to (default: by its ``messages`` or ``prompt``)."""
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self._settings.body_max_bytes:
-                raise TooLarge(f"The body has more than {self._settings.body_max_bytes} bytes.")
+        length = request.headers.get("content-length", "")
         try:
-            data = orjson.loads(bytes(body))
+            body = await read_body(request.receive, int(length) if length.isdigit() else 0, self._settings)
+        except _HungUp:
+            return Response()  # to nobody
+        try:
+            data = orjson.loads(body)
         except orjson.JSONDecodeError as error:
             raise BadRequest(f"The body is not valid JSON: {error}") from error
         if not isinstance(data, dict):
@@ -240,8 +250,7 @@ class SmallEndpoints:
 async def error_response(_request: HTTPRequest, error: Exception) -> Response:
     """The one place where errors of the small endpoints become answers."""
     shaped = cast("WarmfleetError", error)
-    headers = {"retry-after": str(RETRY_AFTER_S)} if shaped.status == 503 else None
-    return JSONResponse(shaped.as_dict(), status_code=shaped.status, headers=headers)
+    return JSONResponse(shaped.as_dict(), status_code=shaped.status, headers=_error_headers(shaped))
 
 
 async def not_found(request: HTTPRequest, error: Exception) -> Response:

@@ -119,21 +119,37 @@ async def test_authorization(valkey_url: str, model: str, key: str, expected: st
         assert not {"cookie", "x-data-parallel-rank"} & set(seen)
 
 
-async def test_a_body_has_a_limit_and_a_deadline(valkey_url: str, model: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/explain"])
+async def test_a_body_has_a_limit_and_a_deadline(valkey_url: str, model: str, path: str) -> None:
     async with replica(valkey_url, model, body_max_bytes=1_000, body_timeout_s=0.2) as router:
-        status, _, body = await router.post(b"x" * 1_001)
+        status, headers, body = await router.post(b"x" * 1_001, path)
         assert (status, error_of(body)["code"]) == (413, "body_too_large")
+        assert headers["connection"] == "close"  # nobody reads the rest
 
         async def pieces() -> AsyncIterator[bytes]:
             for _ in range(20):
                 yield b"x" * 100
 
-        async with router.client.post(router.url + "/v1/completions", data=pieces()) as answer:
+        async with router.client.post(router.url + path, data=pieces()) as answer:
             assert answer.status == 413
         reader, writer = await connection(router)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
-        assert (await reader.readline()).split()[1] == b"400"
+        writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{{".encode())
+        assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"400"
         writer.close()
+
+
+async def test_a_client_that_hangs_up_on_explain_is_no_failure(
+    valkey_url: str, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with replica(valkey_url, model) as router:
+        _, writer = await connection(router)
+        writer.write(b"POST /explain HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
+        await asyncio.sleep(0.1)
+        assert (await router.get("/livez"))[0] == 200
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_slow_headers_do_not_starve_the_rest(valkey_url: str, model: str) -> None:
