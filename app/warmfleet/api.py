@@ -175,6 +175,8 @@ def _error_headers(error: WarmfleetError) -> dict[str, str]:
         headers["retry-after"] = str(RETRY_AFTER_S)
     if isinstance(error, TooLarge):
         headers["connection"] = "close"  # the rest of the body is not read
+    if isinstance(error, MethodNotAllowed):
+        headers["allow"] = "POST"
     return headers
 
 

@@ -42,6 +42,9 @@ async def test_errors_name_the_field(well: tuple[Replica, Engine], model: str) -
     assert (status, error_of(body)["type"]) == (400, "invalid_request_error")
     async with router.client.get(router.url + "/v1/completions") as answer:
         assert (answer.status, error_of(await answer.read())["code"]) == (405, "method_not_allowed")
+        assert answer.headers["allow"] == "POST"
+    async with router.client.get(router.url + "/explain") as answer:
+        assert (answer.status, answer.headers["allow"]) == (405, "POST")
     status, body = await router.get("/nothing")
     assert (status, error_of(body)["code"]) == (404, "not_found")
     assert not upstream.seen
