@@ -124,7 +124,8 @@ async def _stream(
         answer.cut_off = True
         if not answer.streams:
             raise  # part of a plain answer is out: closing the connection is all that can still be said
-        await body(b"data: " + orjson.dumps(error.as_dict()) + b"\n\n", more=True)
+        # The engine may have died within an event: empty lines end it, or are nothing.
+        await body(b"\n\ndata: " + orjson.dumps(error.as_dict()) + b"\n\n", more=True)
         good = "failed"
     complete()
     await body(b"", more=False)

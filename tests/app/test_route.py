@@ -97,17 +97,18 @@ async def test_client_hangs_up_before_the_first_byte(valkey_url: str, model: str
         assert await router.metric('warmfleet_settled_total{outcome="cancelled"}') == 1
 
 
-async def test_engine_dies_mid_stream(valkey_url: str, model: str) -> None:
+@pytest.mark.parametrize("cut", [b"", b'data: {"choi'], ids=["between events", "within an event"])
+async def test_engine_dies_mid_stream(valkey_url: str, model: str, cut: bytes) -> None:
     async def dies(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)
-        chunk(writer, event(" one"))
+        chunk(writer, event(" one") + cut)
         await writer.drain()
         await asyncio.sleep(0.05)
         reset(writer)
 
     async with engine(model, dies) as upstream, replica(valkey_url, model, upstream.url) as router:
         status, _, answer = await router.post({"model": model, "prompt": PROMPT, "stream": True})
-        first, last = answer.decode().strip().split("\n\n")
+        first, *_, last = answer.decode().strip().split("\n\n")
         assert status == 200
         assert first == event(" one").decode().strip()
         error = json.loads(last.removeprefix("data: "))["error"]
