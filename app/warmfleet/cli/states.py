@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.chat import system, user, words
+from warmfleet.maintenance import stop
 
 if TYPE_CHECKING:
     import random
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.02
 LIMIT_SECONDS = 15.0
 AT_ONCE = 8
-PREFIX_TOKENS = 1_570  # a little over 96 blocks: what is speculative is counted in steps of 32 blocks
+PREFIX_TOKENS = 1_500
 REPORT_SECONDS = 0.5  # engines report new blocks every 0.1 s; a person takes longer to ask again
 FILLER_TOKENS = 3_000
 
@@ -139,7 +140,7 @@ class Walk:
             await asyncio.sleep(POLL_SECONDS)
 
     @asynccontextmanager
-    async def _foreign_work(self, rounds: int) -> AsyncIterator[Sequence[asyncio.Future[Any]]]:
+    async def _foreign_work(self, rounds: int) -> AsyncIterator[Sequence[asyncio.Task[Any]]]:
         """Long prompts sent straight to the holder, past the routers; what is still open at the end is hung up on."""
         models = (await self._chat.get(f"{self._replica()}/workers"))["models"]
         urls = {worker["worker_id"]: worker["url"] for model in models for worker in model["workers"]}
@@ -153,7 +154,7 @@ class Walk:
             await _end(tasks)
 
 
-async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Hang up on what is still open, and look at no result."""
+    await stop(tasks)
     await asyncio.gather(*tasks, return_exceptions=True)
