@@ -94,6 +94,7 @@ class Reader:
         identity = self._identity(pool, alive)
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
         pool.show(view_of(workers, identity or pool.view.identity, self._schemes(exact), text=text))
+        self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
         return None
 
     def _schemes(self, workers: Sequence[WorkerView]) -> list[Hasher]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from warmfleet import blocks, identity, prompt
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, ModelNotFound
+from warmfleet.silence import Tries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,6 +72,7 @@ class Pool:
         self.view = View()
         self.open: dict[str, Renewal] = {}
         self.unsettled: dict[str, Outcome] = {}
+        self.tries = Tries()
         self._suspects: dict[str, float] = {}
         self._last_routable = View()
 

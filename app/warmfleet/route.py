@@ -177,7 +177,8 @@ class Router:
         rank = pool.view.ranks.get(decision.worker_id)
         if rank is not None:
             headers["X-data-parallel-rank"] = rank
-        upstream = await self._upstream.post(decision.url, PATHS[call.endpoint], call.body, headers)
+        sent = self._upstream.post(decision.url, PATHS[call.endpoint], call.body, headers)
+        upstream = await pool.tries.begin(trip.reservation, decision.worker_id).headers(sent)
         try:
             if upstream.status in (502, 503) and not trip.last and len(pool.view.workers) > 1:
                 raise UpstreamGone(f"The worker answered {upstream.status}.")
@@ -219,6 +220,7 @@ class Router:
     async def _settle(self, trip: Trip) -> None:
         pool = trip.pool
         pool.open.pop(trip.reservation, None)
+        pool.tries.end(trip.reservation)
         if trip.decision is not None:
             pool.fallback.give(trip.decision.worker_id)
         if not trip.booked:

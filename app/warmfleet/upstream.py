@@ -22,10 +22,14 @@ from warmfleet.errors import UpstreamError, UpstreamGone
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from aiohttp import AddrInfoType
+
 KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: ours must go first
 DNS_CACHE_S = 10
 MAX_ADDRESSES = 4_096
 READ_BUFFER_BYTES = 65_536
+#: A machine that vanished is noticed after 25 s. (A frozen process is not: its kernel answers. See ``silence``.)
+TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -112,6 +116,7 @@ class Upstream:
                 keepalive_timeout=KEEPALIVE_S,
                 ttl_dns_cache=DNS_CACHE_S,
                 resolver=CheckedResolver(self._addresses),
+                socket_factory=_socket,
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -171,6 +176,15 @@ def upstream_errors() -> Iterator[None]:
         raise UpstreamGone(f"The worker does not answer: {type(error).__name__}") from error
     except (aiohttp.ClientError, ValueError) as error:
         raise UpstreamError(f"The worker's answer cannot be read: {type(error).__name__}") from error
+
+
+def _socket(address: AddrInfoType) -> socket.socket:
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in TCP_OPTIONS.items():
+        if hasattr(socket, name):  # not every system has all
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
 
 
 async def _mark_reused(_session: aiohttp.ClientSession, context: Any, _params: Any) -> None:

@@ -104,6 +104,19 @@ def reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
+def freezing(head: bytes, *events: bytes) -> Answer:
+    """An answer that begins with these and then never goes on."""
+
+    async def answer(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(head)
+        for one in events:
+            chunk(writer, one)
+        await writer.drain()
+        await asyncio.sleep(60)
+
+    return answer
+
+
 def event(text: str) -> bytes:
     return b"data: " + json.dumps({"choices": [{"index": 0, "text": text}]}).encode() + b"\n\n"
 

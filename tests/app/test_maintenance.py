@@ -7,7 +7,7 @@ import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tests.app.engine import STREAM_HEAD, Engine, Seen, chunk, engine, event
+from tests.app.engine import STREAM_HEAD, engine, event, freezing
 from tests.app.replica import replica
 from tests.conftest import poll
 
@@ -68,14 +68,8 @@ async def test_a_stop_signal_drains_first() -> None:
 
 
 async def test_long_streams_keep_their_reservation(valkey_url: str, model: str) -> None:
-    async def slow(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD)
-        chunk(writer, event("x"))
-        await writer.drain()
-        await asyncio.sleep(60)
-
     async with (
-        engine(model, slow) as upstream,
+        engine(model, freezing(STREAM_HEAD, event("x"))) as upstream,
         replica(valkey_url, model, upstream.url, renew_interval_s=0.05) as router,
     ):
         body = {"model": model, "prompt": "x" * 1_000, "stream": True}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
+from tests.app.engine import engine
 
 from warmfleet.errors import UpstreamError, UpstreamGone
 from warmfleet.settings import Settings
 from warmfleet.static import worker_id
-from warmfleet.upstream import Addresses, Upstream
+from warmfleet.upstream import TCP_OPTIONS, Addresses, Upstream
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,21 @@ async def test_a_name_that_resolves_elsewhere_is_not_asked() -> None:
     await upstream.open()
     with pytest.raises(UpstreamGone):
         await upstream.post("http://localhost:9", "/v1/completions", b"{}", {})
+    await upstream.close()
+
+
+async def test_connections_notice_a_machine_that_vanished(model: str) -> None:
+    upstream = Upstream(Addresses(Settings().worker_addresses), 1.0)
+    await upstream.open()
+    async with engine(model) as one:
+        answer = await upstream.post(one.url, "/v1/completions", b'{"stream": true, "max_tokens": 500}', {})
+        assert answer.connection is not None
+        assert answer.connection.transport is not None
+        made = answer.connection.transport.get_extra_info("socket")
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        options = [getattr(socket, name) for name in TCP_OPTIONS]
+        assert [made.getsockopt(socket.IPPROTO_TCP, option) for option in options] == list(TCP_OPTIONS.values())
+        answer.close()
     await upstream.close()
 
 

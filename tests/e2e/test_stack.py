@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import httpx
@@ -71,6 +72,27 @@ def test_an_engine_killed_in_mid_stream_leaves_no_load_and_others_serve_on(
         answer = chat(stack.address, [{"role": "user", "content": f"still there? {number}"}])
         assert answer.headers["x-warmfleet-worker"] != busy
     assert stack.children.newly_dead() == [victim]
+
+
+def test_a_frozen_engine_holds_nobody_for_ever(fragile_stack: Stack, stream: Callable[..., Stream]) -> None:
+    stack = fragile_stack
+    client = stream(stack.address, LONG)
+    [busy] = [worker["worker_id"] for worker in stack.workers() if worker["load"]["in_flight"]]
+    frozen = engine_of(stack, busy).child
+    assert frozen is not None
+    frozen.process.send_signal(signal.SIGSTOP)
+    try:
+        body = {"model": "demo", "prompt": LONG, "max_tokens": 8}  # warm there
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(httpx.post, f"{stack.address}/v1/completions", json=body, timeout=60)
+            rest, code = client.read_to_end()
+            assert (b'"upstream_gone"' in rest, code) == (True, 0), "curl gives up after 60 s, the router earlier"
+            answer = asked.result()
+        assert answer.status_code == 200
+        assert answer.headers["x-warmfleet-worker"] != busy
+        wait_for_no_load(stack)
+    finally:
+        frozen.process.send_signal(signal.SIGCONT)
 
 
 def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
