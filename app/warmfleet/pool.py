@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from warmfleet import blocks, identity, prompt
 from warmfleet.chat import NotReproducible
-from warmfleet.errors import BadRequest, ModelNotFound
+from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.silence import Tries
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ MAX_SCHEMES = 4  # what decide accepts
 SUSPECT_S = 3.0  # a worker that failed a request is passed over; the fleet needs a TTL to see it
 LAST_KNOWN_S = 8.0  # an emptied Redis is whole again within one slow-path period
 MAX_SUSPECTS = 64
+FIRST_READING_S = 2.0
+NOT_READ = "The fleet was not read yet: Redis is away or slow."
 FALLBACK_BLOCKS = 16  # of the prefix that the fallback's hash looks at
 
 
@@ -62,7 +66,7 @@ class Shape:
 
 class Pool:
     """Everything of one model tag. ``open``: reservations to renew. ``unsettled``: outcomes that Redis
-    did not take yet. ``contacted``: the fleet was read at least once."""
+    did not take yet. ``read`` is set once the fleet was read."""
 
     def __init__(self, tag: str, fleet: Fleet, fallback: Fallback) -> None:
         self.tag = tag
@@ -73,12 +77,14 @@ class Pool:
         self.open: dict[str, Renewal] = {}
         self.unsettled: dict[str, Outcome] = {}
         self.tries = Tries()
+        self.read = asyncio.Event()
         self._suspects: dict[str, float] = {}
         self._last_routable = View()
 
     @property
     def contacted(self) -> bool:
-        return self.view.read_at > 0
+        """The fleet was read at least once."""
+        return self.read.is_set()
 
     @property
     def view_age_s(self) -> float:
@@ -87,6 +93,7 @@ class Pool:
     def show(self, view: View) -> None:
         """Take a new reading."""
         self.view = view
+        self.read.set()
         if any(worker.routable for worker in view.workers):
             self._last_routable = view
 
@@ -150,9 +157,15 @@ class Pools:
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         self.all = tuple(pools)
+        self._patience_ends: float | None = None
 
-    def find(self, model: str) -> Pool:
-        """The pool that serves ``model``. Raises ModelNotFound; BadRequest if none is named and there are several."""
+    async def find(self, model: str) -> Pool:
+        """The pool that serves ``model``; waits for the first reading if that is still to come.
+
+        Raises ModelNotFound, FleetUnavailable while that is not known, BadRequest if none of several is named.
+        """
+        if not self.contacted:
+            await self._first_reading()
         if not model:
             if len(self.all) == 1:
                 return self.all[0]
@@ -160,7 +173,18 @@ class Pools:
         for pool in self.all:
             if pool.serves(model):
                 return pool
+        if not self.contacted:
+            raise FleetUnavailable(NOT_READ)
         raise ModelNotFound(f"The model `{model[:200]}` does not exist here.", "model")
+
+    async def _first_reading(self) -> None:
+        """All wait together: until FIRST_READING_S after the first of them came."""
+        if self._patience_ends is None:
+            self._patience_ends = asyncio.get_running_loop().time() + FIRST_READING_S
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._patience_ends):
+                for pool in self.all:
+                    await pool.read.wait()
 
     @property
     def contacted(self) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from warmfleet import prompt
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.fleet import Ask, Decision, Renewal
+from warmfleet.pool import NOT_READ
 from warmfleet.prompt import PATHS
 from warmfleet.relay import Answer, relay
 from warmfleet_worker.wire import RESERVATION_PREFIX
@@ -74,7 +75,7 @@ class Router:
         """Answer ``call``. Raises WarmfleetError while nothing has been sent, and nothing afterwards."""
         settings = self._settings
         request = prompt.parse(call.endpoint, call.body, settings.allowed_fields)  # 1
-        pool = self.pools.find(request.model)
+        pool = await self.pools.find(request.model)
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
         self._count(shape)
         exclude = pool.suspects()
@@ -148,6 +149,8 @@ class Router:
         pool = trip.pool
         worker = pool.fallback.choose(pool.last_known(), shape.prefix or trip.reservation.encode(), exclude)
         if worker is None:
+            if not pool.contacted:
+                raise FleetUnavailable(NOT_READ)
             raise NoWorker("No worker is alive, as far as is known.")
         self._metrics.fallback.labels(reason).inc()
         pool.fallback.take(worker.worker_id)

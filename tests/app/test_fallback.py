@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from tests.app.engine import Engine, Seen, answer_well, engine
+from tests.app.gate import gate
 from tests.app.replica import replica
 from tests.conftest import poll
 
@@ -15,7 +14,7 @@ from warmfleet.fallback import Fallback
 from warmfleet.fleet import LoadRow, WorkerView
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    import asyncio
 
 
 def worker(name: str, *, routable: bool = True) -> WorkerView:
@@ -69,55 +68,6 @@ def test_redis_is_asked_again_after_a_while() -> None:
     assert not patient.asks_redis
     patient.succeeded()
     assert patient.asks_redis
-
-
-class Gate:
-    """A TCP door before a unix socket that can be shut, or made to swallow everything."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.swallow = False
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.server: asyncio.Server | None = None
-        self.port = 0
-
-    async def open(self) -> None:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self.server.sockets[0].getsockname()[1]
-
-    async def shut(self) -> None:
-        assert self.server is not None
-        self.server.close()
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner, outer = await asyncio.open_unix_connection(self.path)
-        both = [asyncio.ensure_future(self._pump(reader, outer)), asyncio.ensure_future(self._pump(inner, writer))]
-        self.tasks.update(both)
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        for task in both:
-            task.cancel()
-            self.tasks.discard(task)
-        writer.close()
-        outer.close()
-
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        while data := await source.read(65_536):
-            if not self.swallow:
-                sink.write(data)
-                await sink.drain()
-
-
-@asynccontextmanager
-async def gate(valkey_url: str) -> AsyncIterator[Gate]:
-    made = Gate(valkey_url.removeprefix("unix://"))
-    await made.open()
-    try:
-        yield made
-    finally:
-        await made.shut()
 
 
 async def test_requests_go_on_without_redis(valkey_url: str, model: str) -> None:

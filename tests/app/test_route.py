@@ -14,7 +14,7 @@ from tests.conftest import poll
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import Fleet, connect
 from warmfleet.metrics import Metrics
-from warmfleet.pool import Pool, Pools
+from warmfleet.pool import Pool, Pools, view_of
 from warmfleet.route import Call, Router
 from warmfleet.settings import Settings
 from warmfleet.upstream import Addresses, Upstream
@@ -282,6 +282,7 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
     async with engine(model, silent) as upstream, replica(valkey_url, model, upstream.url) as router:
         settings = Settings(redis_url=valkey_url, models=(model,), decide_timeout_s=1.0)
         pool = Pool(model, SlowFleet(router.fleet.redis, model), Fallback(1.0))
+        pool.show(view_of([], None, [], text=False))
         client = Upstream(Addresses(settings.worker_addresses), 1.0)
         await client.open()
         served = Router(Pools([pool]), client, settings, Metrics())

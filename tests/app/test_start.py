@@ -1,0 +1,48 @@
+"""A replica's first moments: requests that come before it knows the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import TYPE_CHECKING
+
+from tests.app.engine import engine
+from tests.app.gate import gate
+from tests.app.replica import replica
+
+from warmfleet import pool
+
+if TYPE_CHECKING:
+    import pytest
+
+
+async def test_requests_wait_for_the_first_reading_of_a_slow_redis(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, gate(valkey_url) as door:
+        door.delay_s = 0.15
+        async with (
+            replica(valkey_url, model, upstream.url),
+            replica(f"redis://127.0.0.1:{door.port}", model, look_url=valkey_url, decide_timeout_s=0.05) as started,
+        ):
+            answers = await asyncio.gather(*(started.post({"model": model, "prompt": "x" * 100}) for _ in range(4)))
+            assert [status for status, _, _ in answers] == [200] * 4
+
+
+async def test_without_redis_all_wait_together_and_not_for_long(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "FIRST_READING_S", 0.5)
+    async with replica("unix:///nowhere/at/all", model) as started:
+
+        async def ask(name: str) -> float:
+            began = time.monotonic()
+            status, headers, body = await started.post({"model": name, "prompt": "x" * 100})
+            error = json.loads(body)["error"]
+            assert (status, headers["retry-after"], error["code"]) == (503, "1", "fleet_unavailable")
+            assert "Redis" in error["message"]
+            return time.monotonic() - began
+
+        early = asyncio.create_task(ask(model))
+        await asyncio.sleep(0.3)
+        late = await ask("an adapter of it, perhaps")
+        assert 0.4 < await early < 2
+        assert late < 0.4
+        assert await ask(model) < 0.2
