@@ -10,17 +10,18 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 
+from warmfleet.agreement import Agreement
 from warmfleet.blocks import TEXT_SCHEME, Hasher
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.pool import Pool, Pools, view_of
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError, dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 
     from warmfleet.fleet import WorkerView
     from warmfleet.identity import Identities, Identity
@@ -35,6 +36,8 @@ LOG_EVERY_S = 10.0
 STOP_AGAIN_S = 0.2
 MAX_FAILED_LOADS = 256
 RENEW_AT_ONCE = 200
+
+Key = TypeVar("Key")
 
 
 async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics) -> None:
@@ -73,6 +76,7 @@ class Reader:
         self._identities = identities
         self._settings = settings
         self._metrics = metrics
+        self._agreement = Agreement(metrics)
         self._hashers: dict[int, Hasher] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
@@ -93,13 +97,13 @@ class Reader:
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
         identity = self._identity(pool, alive)
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
-        pool.show(view_of(workers, identity or pool.view.identity, self._schemes(exact), text=text))
+        pool.show(view_of(workers, identity or pool.view.identity, self._schemes(pool, exact), text=text))
         self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
         return None
 
-    def _schemes(self, workers: Sequence[WorkerView]) -> list[Hasher]:
+    def _schemes(self, pool: Pool, workers: Sequence[WorkerView]) -> list[Hasher]:
         """A hasher for every scheme in use, the most frequent first."""
-        found: Counter[int] = Counter()
+        holders: dict[int, list[WorkerView]] = {}
         for worker in workers:
             try:
                 scheme = Scheme.from_dict(worker.record["scheme"])
@@ -107,10 +111,11 @@ class Reader:
                 continue  # of a later version: routed by load
             if scheme.scheme_id not in self._hashers:
                 self._hashers[scheme.scheme_id] = Hasher(scheme)
-            found[scheme.scheme_id] += 1
-        if len(found) > 1:
-            logger.debug("workers of one model hash in %d different ways", len(found))
-        return [self._hashers[scheme_id] for scheme_id, _ in found.most_common()]
+            holders.setdefault(scheme.scheme_id, []).append(worker)
+        hashers = [self._hashers[scheme_id] for scheme_id in _by_frequency(holders)]
+        groups = {_in_words(hasher.scheme): _ids(holders[hasher.scheme.scheme_id]) for hasher in hashers}
+        self._agreement.look(pool.tag, "scheme", groups)
+        return hashers
 
     def _identity(self, pool: Pool, alive: Sequence[WorkerView]) -> Identity | None:
         """The identity if it is loaded; else its loading is begun and this is None."""
@@ -120,19 +125,17 @@ class Reader:
             if known is None:
                 self._begin(key, self._override())
             return known
-        bringers: dict[str, WorkerView] = {}
-        votes: Counter[str] = Counter()
+        bringers: dict[str, list[WorkerView]] = {}
         for worker in alive:
             if worker.server and worker.server.get("artifacts"):
-                key = _identity_key(worker)
-                bringers.setdefault(key, worker)
-                votes[key] += 1
-        if not votes:
+                bringers.setdefault(_identity_key(worker), []).append(worker)
+        keys = _by_frequency(bringers)
+        self._agreement.look(pool.tag, "identity", {_files(key, bringers[key][0]): _ids(bringers[key]) for key in keys})
+        if not keys:
             return None
-        key = votes.most_common(1)[0][0]
-        known = self._identities.known(key)
+        known = self._identities.known(keys[0])
         if known is None:
-            self._begin(key, self._brought(pool, key, bringers[key]))
+            self._begin(keys[0], self._brought(pool, keys[0], bringers[keys[0]][0]))
         return known
 
     def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
@@ -178,6 +181,25 @@ def _identity_key(worker: WorkerView) -> str:
     server = worker.server or {}
     shas = {name: entry.get("sha256") for name, entry in server["artifacts"].items()}
     return hashlib.sha256(dumps([shas, server.get("facts")]).encode()).hexdigest()
+
+
+def _by_frequency(holders: Mapping[Key, Sequence[WorkerView]]) -> list[Key]:
+    return sorted(holders, key=lambda one: -len(holders[one]))
+
+
+def _ids(workers: Sequence[WorkerView]) -> list[str]:
+    return [worker.worker_id for worker in workers]
+
+
+def _files(key: str, worker: WorkerView) -> str:
+    """The digest of an identity and those of its files, for a person to compare."""
+    artifacts = (worker.server or {})["artifacts"]
+    files = (f"{name} {str(entry.get('sha256'))[:12]}" for name, entry in sorted(artifacts.items()))
+    return f"{key[:12]} ({', '.join(files)})"
+
+
+def _in_words(scheme: Scheme) -> str:
+    return f"{scheme.scheme_id:08x} ({scheme.algorithm}, blocks of {scheme.block_tokens} tokens)"
 
 
 async def renew(pools: Pools, metrics: Metrics) -> None:

@@ -35,6 +35,7 @@ class Metrics:
         self.probes = self._counter("probes", "Join probes by result", "result")
         self.renewed = self._counter("renewed", "Reservations renewed, rebuilt after a loss, refused", "result")
         self.workers = self._gauge("workers", "Workers by state, at the last reading", "state")
+        self.outvoted_workers = self._gauge("outvoted_workers", "Workers that differ from most of their model", "what")
         self.view_age_seconds = self._gauge("view_age_seconds", "Age of the last reading of the fleet, oldest model")
 
     def render(self) -> bytes:
