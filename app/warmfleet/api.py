@@ -243,6 +243,7 @@ class SmallEndpoints:
         if endpoint is None:
             raise BadRequest(f"endpoint must be one of {', '.join(PATHS.values())}.", "endpoint")
         asked = prompt.from_dict(endpoint, data, self._settings.allowed_fields)
+        asked.size_bytes = len(body)
         return JSONResponse(await status.explain(await self._pools.find(asked.model), asked, self._settings))
 
     async def favicon(self, _request: HTTPRequest) -> Response:

@@ -34,6 +34,7 @@ logger = logging.getLogger("warmfleet.identity")
 MAX_TOKENIZERS = 4  # 100 to 240 MB each
 MAX_IDENTITIES = 16
 MAX_WAITING = 64  # texts in the executor; beyond, requests are routed by load
+RENDER_INLINE_BYTES = 65_536  # bodies of larger chats are rendered in the executor: 1 ms of the event loop and more
 FAST_FACTOR = 50  # how much longer a text may be inline with the fast engine
 PROBES = 300
 
@@ -141,8 +142,10 @@ class Identity:
     async def token_ids(self, request: Request, inline_characters: int) -> list[Ids]:
         """One list for each prompt. Raises NotReproducible with the reason.
 
-        Texts longer than ``inline_characters`` (of the slow engine) go to the executor.
+        Texts longer than ``inline_characters`` (of the slow engine) go to the executor, large chats as a whole.
         """
+        if request.endpoint == "chat" and request.size_bytes > RENDER_INLINE_BYTES:
+            return [await self._elsewhere(self._render_and_encode, request)]
         if request.endpoint == "chat":
             return [await self._encode(self.render(request), request.add_special_tokens, inline_characters)]
         return [
@@ -168,19 +171,28 @@ class Identity:
         return self._template.render(messages, {**self._defaults, **request.arguments}, fixed)
 
     async def _encode(self, text: str, special: bool, inline_characters: int) -> Ids:
+        if len(text) > inline_characters * (FAST_FACTOR if self._encoder.fast else 1):
+            return await self._elsewhere(self._encode_now, text, special)
+        return self._encode_now(text, special)
+
+    def _encode_now(self, text: str, special: bool) -> Ids:
         try:
-            if len(text) <= inline_characters * (FAST_FACTOR if self._encoder.fast else 1):
-                return self._encoder.encode(text, special)
-            if self._waiting >= MAX_WAITING:
-                raise NotReproducible("busy")
-            self._waiting += 1
-            try:
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._executor, self._encoder.encode, text, special)
-            finally:
-                self._waiting -= 1
+            return self._encoder.encode(text, special)
         except (UnicodeEncodeError, UnicodeDecodeError) as error:  # a lone surrogate: the engine answers 400
             raise NotReproducible("unicode") from error
+
+    def _render_and_encode(self, request: Request) -> Ids:
+        return self._encode_now(self.render(request), request.add_special_tokens)
+
+    async def _elsewhere(self, work: Callable[..., Ids], *args: Any) -> Ids:
+        """In the executor. Raises NotReproducible if too many wait for it."""
+        if self._waiting >= MAX_WAITING:
+            raise NotReproducible("busy")
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+        finally:
+            self._waiting -= 1
 
 
 def canonical_text(request: Request) -> list[bytes]:

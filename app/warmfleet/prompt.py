@@ -16,7 +16,7 @@ Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_PROMPTS = 256
 MAX_SAMPLES = 256
-MAX_MESSAGES = 4_096  # rendering is on the event loop
+MAX_MESSAGES = 4_096
 MAX_BOOKED_TOKENS = 2**22  # one request may not overflow a row of sums
 
 #: Fields that change the prompt behind the router's back: refused unless the operator allows them by name.
@@ -34,7 +34,7 @@ UNFORESEEABLE = {
 class Request:
     """What routing needs of a body. ``unforeseen``: why the prompt cannot be known, else empty.
 
-    prompts: completions only, each a text or token ids. arguments: for the chat template.
+    prompts: completions only, each a text or token ids. arguments: for the chat template. size_bytes: of the body.
     """
 
     endpoint: Endpoint
@@ -50,6 +50,7 @@ class Request:
     tools: Any = None
     tool_choice: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    size_bytes: int = 0
 
     @property
     def path(self) -> str:
@@ -64,11 +65,13 @@ def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Req
         raise BadRequest(f"The body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise BadRequest("The body must be a JSON object.")
-    return from_dict(endpoint, data, allowed)
+    request = from_dict(endpoint, data, allowed)
+    request.size_bytes = len(body)
+    return request
 
 
 def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = ()) -> Request:
-    """The same for a body that is already parsed."""
+    """The same for a body that is already parsed; its size is the caller's to tell."""
     for name in REFUSED:
         if data.get(name) is not None and name not in allowed:
             raise BadRequest(f"{name} is not accepted by this router.", name)

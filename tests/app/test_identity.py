@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -171,6 +172,35 @@ async def test_token_ids_equal_the_reference(
         assert ids == [reference.encode(t, add_special_tokens=True).ids for t in (text, "b")]
     asked = request([{"role": "user", "content": text}])
     assert await made.token_ids(asked, 0) == [reference.encode(made.render(asked), add_special_tokens=False).ids]
+
+
+async def test_large_chats_are_rendered_off_the_event_loop(
+    encoder: Encoder, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    class Watched(ChatTemplate):
+        def render(self, *args: Any, **kwargs: Any) -> str:
+            seen.append(("render", threading.current_thread() is threading.main_thread()))
+            return super().render(*args, **kwargs)
+
+    def encode(text: str, special: bool) -> list[int]:
+        seen.append(("encode", threading.current_thread() is threading.main_thread()))
+        return encoder.encode(text, special)
+
+    made = Identity(Encoder(encode, fast=True), Watched(CHATML), {}, executor)
+    for length, inline in ((1_000, True), (70_000, False)):
+        asked = request([{"role": "user", "content": "0123456789" * (length // 10)}])
+        ids = await made.token_ids(asked, 2_000)
+        assert seen == [("render", inline), ("encode", inline)]
+        assert ids == [encoder.encode(made.render(asked), False)]
+        seen.clear()
+    refused = request([{"role": "user", "content": ["x" * 70_000, {"type": "image_url"}]}])
+    with pytest.raises(NotReproducible, match="parts"):
+        await made.token_ids(refused, 2_000)
+    monkeypatch.setattr("warmfleet.identity.MAX_WAITING", 0)
+    with pytest.raises(NotReproducible, match="busy"):
+        await made.token_ids(asked, 2_000)
 
 
 async def test_a_twin_that_differs_is_not_used(tokenizer_json: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
