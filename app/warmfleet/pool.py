@@ -57,6 +57,7 @@ class Shape:
     decode_tokens: int
     kind: str
     reason: str = ""
+    prompts: int = 1
 
     @property
     def prefix(self) -> bytes:
@@ -125,7 +126,8 @@ class Pool:
             reason = ""
         except NotReproducible as why:
             chains, tokens, kind, reason = (), prompt.estimated_tokens(request), "load", why.reason
-        return Shape(chains, tokens, prompt.decode_tokens(request, tokens, expected_output), kind, reason)
+        decode_tokens = prompt.decode_tokens(request, tokens, expected_output)
+        return Shape(chains, tokens, decode_tokens, kind, reason, max(1, len(request.prompts)))
 
     async def _known(self, request: Request, inline_characters: int) -> tuple[tuple[Chain, ...], int, str]:
         """Chains, prompt tokens and kind of identity; raises NotReproducible."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet import prompt
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
-from warmfleet.fleet import Ask, Decision, Renewal
+from warmfleet.fleet import Ask, Decision, Renewal, new_reservation
 from warmfleet.pool import NOT_READ
 from warmfleet.prompt import PATHS
 from warmfleet.relay import Answer, relay
-from warmfleet_worker.wire import RESERVATION_PREFIX
 
 if TYPE_CHECKING:
     from warmfleet.fleet.reservations import Outcome
@@ -57,6 +55,7 @@ class Trip:
     decision: Decision | None = None
     booked: bool = False
     outcome: Outcome = "cancelled"  # until something better is known
+    tells_start: bool = True  # by its first streamed byte; of several prompts only the engine knows
     word: str = "fallback"  # what the client is told of the reservation
     first_byte: asyncio.Task[None] | None = None
 
@@ -81,7 +80,7 @@ class Router:
         exclude = pool.suspects()
         gone: UpstreamGone | None = None
         for attempt in range(1, TRIES + 1):
-            trip = Trip(RESERVATION_PREFIX + secrets.token_urlsafe(16), pool, last=attempt == TRIES)
+            trip = Trip(new_reservation(shape.prompts), pool, last=attempt == TRIES)
             try:
                 decision = await self._decide(trip, shape, exclude)  # 4
                 await self._forward(call, trip, decision)  # 5
@@ -141,6 +140,7 @@ class Router:
         )
         pool.fallback.take(decision.worker_id)
         trip.decision, trip.word = decision, decision.outcome
+        trip.tells_start = shape.prompts == 1 or decision.approximate
         self._metrics.prompt_tokens.inc(decision.prompt_tokens)
         self._metrics.matched_tokens.inc(decision.matched_tokens)
         return decision
@@ -193,7 +193,7 @@ class Router:
                 call.started = True
                 self._metrics.first_byte_seconds.observe(time.perf_counter() - call.began)
                 self._metrics.requests.labels(call.endpoint, str(answer.status), trip.word).inc()
-                if streams and trip.reservation in pool.open:
+                if streams and trip.tells_start and trip.reservation in pool.open:
                     trip.first_byte = self._spawn(self._started(trip))
 
             def complete() -> None:

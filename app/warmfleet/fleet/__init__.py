@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from warmfleet.fleet.client import SCRIPT_KEYS, Timeouts, connect
-from warmfleet.fleet.reservations import Ask, Candidate, Chain, Decision, Renewal, Reservations, Weights
+from warmfleet.fleet.reservations import (
+    Ask,
+    Candidate,
+    Chain,
+    Decision,
+    Renewal,
+    Reservations,
+    Weights,
+    new_reservation,
+)
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.upkeep import Applied, Tick, Upkeep
 from warmfleet.fleet.views import Views, WorkerView
@@ -37,4 +46,5 @@ __all__ = [
     "Weights",
     "WorkerView",
     "connect",
+    "new_reservation",
 ]

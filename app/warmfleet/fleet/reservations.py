@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from warmfleet.errors import BadArgument
 from warmfleet.fleet.client import ScriptClient, Timeouts, redis_errors
 from warmfleet.fleet.rows import Flag, LoadRow
+from warmfleet_worker.wire import RESERVATION_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +20,17 @@ if TYPE_CHECKING:
 Outcome = Literal["started", "finished", "failed", "cancelled"]
 REAP_AT_ONCE = 512
 RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
+
+
+#: First character of a reservation's random part, for scripts. An engine tells of each prompt's prefill by itself; of
+#: several prompts each may give back only its share of what was booked.
+ONE_PROMPT, SEVERAL_PROMPTS = "0", "-"
+
+
+def new_reservation(prompts: int) -> str:
+    """A random id for a request with so many prompts."""
+    mark = ONE_PROMPT if prompts == 1 else SEVERAL_PROMPTS
+    return RESERVATION_PREFIX + mark + secrets.token_urlsafe(16)[1:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,62 @@
+"""A request with several prompts: its booked prefill is given back prompt by prompt, as the engine tells of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.app.engine import engine
+from tests.app.replica import replica
+
+from warmfleet.fleet import Ask, Decision, Fleet, new_reservation
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from warmfleet.fleet.reservations import Outcome
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
+
+
+@pytest.mark.parametrize(("prompts", "mark"), [(1, "0"), (2, "-"), (256, "-")])
+def test_the_id_tells_scripts_whether_a_prompt_is_the_whole(prompts: int, mark: str) -> None:
+    ids = {new_reservation(prompts) for _ in range(100)}
+    assert len(ids) == 100
+    for one in ids:
+        assert one[len(wire.RESERVATION_PREFIX)] == mark
+        assert wire.reservation_of(f"cmpl-{one}.client-0") == (one, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "approximate", "told"),
+    [
+        (PROMPT, False, ["started", "finished"]),
+        ([PROMPT, "another one"], False, ["finished"]),
+        ([PROMPT, "another one"], True, ["started", "finished"]),  # nobody else will tell
+    ],
+    ids=["one", "several", "several without plugin"],
+)
+async def test_the_first_byte_speaks_for_one_prompt(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, prompt: object, approximate: bool, told: list[str]
+) -> None:
+    """What an engine's plugin reports of each prompt gives back its share; one byte must not give back all."""
+    seen: list[str] = []
+    decide, settle = Fleet.decide, Fleet.settle
+
+    async def decides(self: Fleet, ask: Ask) -> Decision:
+        return replace(await decide(self, ask), approximate=approximate)
+
+    async def settles(self: Fleet, reservation: str, outcome: Outcome) -> str:
+        if reservation.startswith("wf-"):  # not a reap
+            several = reservation[3] == "-"
+            assert several == isinstance(prompt, list)
+            seen.append(outcome)
+        return await settle(self, reservation, outcome)
+
+    monkeypatch.setattr(Fleet, "decide", decides)
+    monkeypatch.setattr(Fleet, "settle", settles)
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        status, _, _ = await router.post({"model": model, "prompt": prompt, "stream": True})
+        assert status == 200
+        await router.unloaded()
+        assert seen == told
