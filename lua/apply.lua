@@ -134,13 +134,14 @@ end
 
 -- Prefill of these is done: give its booking back as the first token would, and compare prediction with outcome.
 local function started(id, cached, prompt_tokens)
-  local lease = call("HGET", LEASE, id)
-  if not lease then return count("late") end
-  local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE_HEAD, lease)
-  if stage == TOMBSTONE then return count("late") end
+  local lease = id:sub(-1) ~= "+" and call("HGET", LEASE, id) -- id+ holds a chain
+  local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE_HEAD, lease or ("\0"):rep(26))
+  if not lease or stage == TOMBSTONE then return count("late") end
   if lease:sub(LEASE_BYTES + 1, LEASE_BYTES + length) ~= WORKER then return count("foreign") end
-  count(cached == matched and "exact" or cached > matched and "over" or "short")
-  if prompt_tokens ~= prompt then count("prompt") end
+  if prompt > 0 then -- else renew rebuilt it: nobody knows what was predicted
+    count(cached == matched and "exact" or cached > matched and "over" or "short")
+    if prompt_tokens ~= prompt then count("prompt") end
+  end
   if stage > 0 then return end
   if epoch == row[EPOCH] then
     row[PREFILL], row[DECODE], changed.row = row[PREFILL] - prefill, row[DECODE] + decode, true
@@ -210,7 +211,7 @@ if entries > 0 then
     call("HSET", DIGEST, SHADOW, struct.pack(">I4I4I4", shadow[1], shadow[2], shadow[3]))
     call("ZADD", RESYNC, "XX", now, WORKER)
   end
-  if changed.row then call("HSET", LOAD, WORKER, struct.pack(ROW, unpack(row, 1, 13))) end
+  if changed.row then call("HSET", LOAD, WORKER, struct.pack(ROW, unpack(row, 1, 13)) .. WORKER) end
   if changed.record then call("HSET", WORKERS, WORKER, cjson.encode(record)) end
   call("HSET", BATCH, WORKER, last)
   local command = cjson.decode(call("GET", COMMAND) or "{}")

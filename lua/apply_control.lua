@@ -205,7 +205,7 @@ elseif entries > 0 then
 end
 if record then
   call("HSET", CURSOR, FIELD, cursor)
-  call("HSET", LOAD, WORKER, struct.pack(ROW, unpack(row, 1, 13)))
+  call("HSET", LOAD, WORKER, struct.pack(ROW, unpack(row, 1, 13)) .. WORKER)
   call("HSET", WORKERS, WORKER, cjson.encode(record))
   call("HSET", BATCH, WORKER, last)
   command.nonce, command.applied = record.nonce, last

@@ -21,6 +21,7 @@ local room = MAX_BLOCKS - #hashes
 local mirrored = room > 0 and call("ZPOPMIN", PREFIX .. "lru:" .. slot, room) or {}
 for i = 1, #mirrored, 2 do -- the mirror of an approximate worker: one count of its own per checkpoint
   local key = PREFIX .. "x:" .. mirrored[i]
+  call("HDEL", key, slot .. "=")
   if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. "+") end
 end
 local removed = #hashes + #mirrored / 2

@@ -4,8 +4,8 @@ decide: choose a worker for one request and book its load, in one step for the w
 Guarantee: as if decisions were made one after another; the same state and the same request give the same choice; a
 known id gets its stored answer, one that ended before books nothing. dry = 1 books nothing and tells all rows.
 How: the matched tokens of every worker, by bisection of the chain (exact while a worker's set is prefix-closed, else
-the winner is verified and the choice made again, at most twice); blocks that open reservations will make (x:, at the
-checkpoints of a chain) count as held. Then the predicted seconds to first token, lowest wins:
+the winner is verified and the choice made again, at most twice); blocks that open reservations will make (x: at the
+checkpoints of a chain, the chains of leases between them) count as held. Then the predicted seconds to first token, lowest wins:
   (wait + lambda*uncached + kappa*busyness*(best match - own match) + pressure_price*overfill*prompt) / speed
   + decode_s_per_token * decode tokens; busyness = min(1, wait of all workers / prompt), overfill = how much fuller
 (0..1) its cache is than the mean. Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest are equal: then the
@@ -25,11 +25,12 @@ local alive_key, load_key, workers_key, servers_key = KEYS[1], KEYS[2], KEYS[3],
 local leases_key, lease_key, tick_key, counts_key = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local prefix, id, policy, prompt, decode_tokens = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local lease_ms, ttl_ms, max_probes, dry = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), ARGV[9] == "1"
-local exclude, seed, lambda, kappa = "," .. ARGV[10] .. ",", tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
+local exclude, seed, lambda, kappa = ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
 local pressure_price, decode_s = tonumber(ARGV[14]), tonumber(ARGV[15])
 
 local SUMS, LEASE = ">I4i4i4i4", ">I4I4I4I4I4I4BB" -- SUMS: the head of a load row
 local GRACE_GAP_MS, VERIFY_BLOCKS, STARTED, TOMBSTONE, APPROXIMATE, CLOSED = 1000, 2048, 1, 3, 16, 32
+local MAX_FORKS = 8
 local POLICIES = { cost = true, least_loaded = true, round_robin = true }
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
 local max, min, format, b, x = math.max, math.min, string.format, prefix .. "b:", prefix .. "x:"
@@ -62,7 +63,7 @@ local now = time[1] * 1000 + floor(time[2] / 1000)
 for _, gone in ipairs(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, 8)) do
   local lease = call("HGET", lease_key, gone) or struct.pack(LEASE, 0, 0, 0, 0, 0, 0, TOMBSTONE, 0)
   call("ZREM", leases_key, gone)
-  call("HDEL", lease_key, gone)
+  call("HDEL", lease_key, gone, gone .. "+")
   local epoch, slot, prefill, decode, _, _, stage, length, at = unpack_from(LEASE, lease)
   local worker = sub(lease, at, at + length - 1)
   local row = stage <= STARTED and call("HGET", load_key, worker)
@@ -80,50 +81,57 @@ end
 -- 2 the live, routable workers; nobody expires while the applier itself has been away
 local ticked, grace_until, median = string.match(call("GET", tick_key) or "", "^(%d+) (%d+) (%d+)")
 local grace = not ticked or now - ticked > GRACE_GAP_MS or now - ticked < 0 or now - grace_until < 0
-local all, since, alive = call("HGETALL", load_key), grace and "-inf" or now - ttl_ms, nil
-if call("ZCOUNT", alive_key, since, "+inf") < #all / 2 then -- reading all rows costs half of reading them by name
+local all, since, alive = call("HVALS", load_key), grace and "-inf" or now - ttl_ms, nil
+if exclude ~= "" or call("ZCOUNT", alive_key, since, "+inf") < #all then -- reading all rows is half of by name
   alive = {}
   for _, worker in ipairs(call("ZRANGEBYSCORE", alive_key, since, "+inf")) do alive[worker] = true end
+  for worker in exclude:gmatch("[^,]+") do alive[worker] = nil end
 end
 median = tonumber(median) or 0
 if median == 0 then median = 10000 end
 local slowest, fastest, count, total_wait, total_fill = median / 8, median * 8, 0, 0, 0
-local name, rows, wait, base_s, speed, fill, by_scheme, usable = {}, {}, {}, {}, {}, {}, {}, {}
-for k = 1, #all, 2 do
-  local worker, row = all[k], all[k + 1]
-  local prefill, decode, _, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity =
-    unpack_from(">i4i4i4I4I2I4I4I4I4I4I4", row, 5)
+local place, wait, base_s, speed, fill, by_scheme, usable = {}, {}, {}, {}, {}, {}, {} -- place: of its row in `all`
+for k = 1, #all do
+  local prefill, decode, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity =
+    unpack_from(">i4i4xxxxI4I2I4I4I4I4I4I4", all[k], 5)
   -- SERVER and URL, not DRAINING, not HOSTILE; its blocks may be matched if PROVEN or APPROXIMATE
-  usable[flags] = usable[flags] or (band(flags, 139) ~= 3 and "no" or band(flags, 20) ~= 0 and "match" or "load")
-  if usable[flags] ~= "no" and (not alive or alive[worker])
-      and (exclude == ",," or not exclude:find("," .. worker .. ",", 1, true)) then
-    tps = tps == 0 and median or tps < slowest and slowest or tps > fastest and fastest or tps
+  local use = usable[flags]
+  if not use then
+    use = band(flags, 139) ~= 3 and "no" or band(flags, 20) ~= 0 and "match" or "load"
+    usable[flags] = use
+  end
+  if use ~= "no" and (not alive or alive[sub(all[k], 51)]) then
+    if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
     local ahead, share = prefill + foreign, capacity > 0 and blocks / capacity or 0
     count, total_wait, total_fill = count + 1, total_wait + ahead, total_fill + share
-    name[count], rows[count], wait[count], speed[count], fill[count] = worker, row, ahead, tps, share
+    place[count], wait[count], speed[count], fill[count] = k, ahead, tps, share
     base_s[count] = ahead / tps + decode_s * (decode + foreign_decode)
-    if usable[flags] == "match" then
-      by_scheme[scheme] = by_scheme[scheme] or {}
-      by_scheme[scheme][slot] = count
+    if use == "match" then
+      local by_slot = by_scheme[scheme] or {}
+      by_scheme[scheme], by_slot[slot] = by_slot, count
     end
   end
 end
-if count == 0 then return redis.error_reply("NO_WORKER none of " .. #all / 2 .. " workers is alive and routable") end
+if count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " workers is alive and routable") end
 
 -- 3 match: blocks that are confirmed (b:), then blocks that open reservations will make (x:), then tokens
 local flagged, slack, probes, confirmed, speculated, matched, chain_of = 0, 0.02 * prompt, max_probes, {}, {}, {}, {}
+local counted, orphaned = {}, {} -- who counts at block 1; whose checkpoints name a lease that ended
 
--- A chain's checkpoints above a block, deepest first: the last block n, every 512th above 2,048, every 128th above 512,
--- every 32nd above 64, every 8th, and 4, 2, 1.
-local function checkpoints(n, above)
-  local blocks, block = {}, n
+-- A chain's checkpoints above a block, deepest first: the last block n, the fork, powers of two down to 16, and 1.
+local function checkpoints(n, above, fork)
+  local blocks, block, power = {}, n, 8192
   while block > above do
+    if fork and fork >= block then
+      blocks[#blocks + 1] = fork > block and fork or nil
+      fork = nil
+    end
     blocks[#blocks + 1] = block
-    local step = block > 2048 and 512 or block > 512 and 128 or block > 64 and 32 or block > 8 and 8 or block > 4 and 4
-      or block > 2 and 2 or 1
-    block = floor((block - 1) / step) * step
+    while power >= block do power = power / 2 end
+    block = power >= 16 and power or block > 1 and 1 or 0
   end
-  return blocks
+  blocks[#blocks + 1] = fork
+  return blocks, block
 end
 
 -- The blocks at which somebody's run ends, deepest first. Sets of holders are nested while workers are prefix-closed,
@@ -137,9 +145,15 @@ local function ends_of(hashes, n, holders)
     elseif ls ~= hs then
       local middle = k == 1 and n or floor((l + h) / 2) -- a prompt that was seen whole is common
       local size = call("SCARD", b .. sub(hashes, middle * 8 - 7, middle * 8))
-      low[last + 1], low_size[last + 1], high[last + 1], high_size[last + 1] = middle, size, h, hs
-      low[last + 2], low_size[last + 2], high[last + 2], high_size[last + 2] = l, ls, middle, size
-      last, probes = last + 2, probes - 1
+      probes = probes - 1
+      if size ~= hs then
+        last = last + 1
+        low[last], low_size[last], high[last], high_size[last] = middle, size, h, hs
+      end
+      if size ~= ls then
+        last = last + 1
+        low[last], low_size[last], high[last], high_size[last] = l, ls, middle, size
+      end
     end
     k = k + 1
   end
@@ -148,38 +162,44 @@ local function ends_of(hashes, n, holders)
   return ends
 end
 
--- Give every worker that holds a chain's first block (`members`) the first of `blocks` that it holds: its depth.
-local function deepest(verb, kind, hashes, blocks, members, by_slot)
-  local depth, index_of, wanted = {}, {}, 0
-  for k = 1, #members do
-    local i = by_slot[tonumber(members[k])]
-    if i then index_of[members[k]], wanted = i, wanted + 1 end
-  end
-  for k = 1, wanted > 0 and #blocks or 0 do
-    local holders = call(verb, kind .. sub(hashes, blocks[k] * 8 - 7, blocks[k] * 8))
+-- Give each of `wanted` workers the first of `blocks` that it holds: its depth.
+local function deepest(blocks, wanted, by_slot, holders_of)
+  local depth = {}
+  for k = 1, #blocks do
+    local holders = holders_of(blocks[k])
     for m = 1, #holders do
-      local i = index_of[holders[m]]
+      local i = by_slot[tonumber(holders[m])]
       if i and not depth[i] then depth[i], wanted = blocks[k], wanted - 1 end
     end
-    if wanted == 0 then break end
+    if wanted <= 0 then break end
   end
   return depth
 end
 
--- Two chains part between checkpoints: where, tells the trail that the maker of a checkpoint left there, the hashes up
--- to its next one.
+-- Two chains part between checkpoints: where, tells the chain of the lease that made the checkpoint (or the trail that the
+-- mirror of an approximate worker keeps); who parted there counts at the next block, so that its chain is found too.
 local function follow(hashes, block, slot)
-  local trail = call("HGET", x .. sub(hashes, block * 8 - 7, block * 8), format("%d+", slot)) or ""
-  local low, high = 0, min(#trail / 8, #hashes / 8 - block)
-  while low < high do
-    local middle = floor((low + high + 1) / 2)
-    if sub(trail, 1, middle * 8) == sub(hashes, block * 8 + 1, (block + middle) * 8) then
-      low = middle
-    else
-      high = middle - 1
+  local whole, orphan, field = 0, false, format("%d", slot)
+  for _ = 1, MAX_FORKS do
+    local key = x .. sub(hashes, block * 8 - 7, block * 8)
+    local makes, maker, trail = unpack(call("HMGET", key, field, field .. "+", field .. "="))
+    if not makes then break end
+    local chain = maker and call("HGET", lease_key, maker .. "+")
+    orphan = orphan or maker and not chain
+    local made = chain and sub(chain, block * 8 + 1) or trail or ""
+    local low, high = 0, min(#made, #hashes - block * 8) / 8
+    while low < high do
+      local middle = floor((low + high + 1) / 2)
+      if sub(made, 1, middle * 8) == sub(hashes, block * 8 + 1, (block + middle) * 8) then
+        low = middle
+      else
+        high = middle - 1
+      end
     end
+    whole, block = block + low, block + low + 1
+    if whole * 8 >= #hashes then break end
   end
-  return block + low
+  return whole, orphan
 end
 
 for c = 16, #ARGV, 3 do
@@ -191,17 +211,25 @@ for c = 16, #ARGV, 3 do
   slack = max(slack, size)
   if by_slot and n > 0 then
     chain_of[scheme] = c
-    local holders, makers = call("SMEMBERS", b .. first), call("HKEYS", x .. first)
-    if #holders > 0 then
-      depth = deepest("SMEMBERS", b, hashes, ends_of(hashes, n, #holders), holders, by_slot)
+    local holders, makers, wanted = call("SCARD", b .. first), call("HKEYS", x .. first), 0
+    if holders > 0 then
+      depth = deepest(ends_of(hashes, n, holders), holders, by_slot, function(block)
+        if block == 1 then return call("SMEMBERS", b .. first) end
+        return call("SINTER", b .. first, b .. sub(hashes, block * 8 - 7, block * 8))
+      end)
     end
     for k = 1, #makers do
       local i = by_slot[tonumber(makers[k])]
-      if i then lowest = min(lowest or n, depth[i] or 0) end
+      if i then lowest, counted[i], wanted = min(lowest or n, depth[i] or 0), true, wanted + 1 end
     end
     if lowest then
-      for i, block in pairs(deepest("HKEYS", x, hashes, checkpoints(n, lowest), makers, by_slot)) do
-        block = follow(hashes, block, unpack_from(">I4", rows[i], 17))
+      local blocks, below = checkpoints(n, lowest)
+      blocks[#blocks + 1] = below > 0 and below or nil
+      local made = deepest(blocks, wanted, by_slot, function(block)
+        return block == 1 and makers or call("HKEYS", x .. sub(hashes, block * 8 - 7, block * 8))
+      end)
+      for i, block in pairs(made) do
+        block, orphaned[i] = follow(hashes, block, unpack_from(">I4", all[place[i]], 17))
         if block > (depth[i] or 0) then speculated[i], matched[i] = block, min(block * size, prompt) end
       end
     end
@@ -214,7 +242,7 @@ end
 -- 4 choose: the lowest cost; what costs the same goes to the least pressed cache
 local cost, turn = {}, {}
 for i = 1, policy == "round_robin" and count or 0 do turn[i] = i end
-table.sort(turn, function(p, q) return name[p] < name[q] end)
+table.sort(turn, function(p, q) return sub(all[place[p]], 51) < sub(all[place[q]], 51) end)
 turn = turn[1] and turn[(call("HGET", counts_key, "round_robin") or 0) % count + 1]
 
 local function before(p, q)
@@ -227,21 +255,23 @@ local function choose()
   local best, lowest, tie, winner, first = 0, math.huge, 0, nil, nil
   for _, own in pairs(matched) do best = max(best, own) end
   local busy, mean_fill, price = kappa * min(1, total_wait / prompt), total_fill / count, pressure_price * prompt
+  local nothing, each = lambda * prompt + busy * best, lambda + busy -- what no match costs, and what a token of it saves
   for i = 1, count do
-    local own, over = matched[i] or 0, fill[i] - mean_fill
-    local tokens = lambda * (prompt - own) + busy * (best - own) + (over > 0 and price * over or 0)
-    cost[i] = base_s[i] + tokens / speed[i]
-    if cost[i] < lowest then lowest, tie = cost[i], max(slack / speed[i], 0.005) end
+    local own, over = matched[i], fill[i] - mean_fill
+    local tokens = own and nothing - each * own or nothing
+    local seconds = base_s[i] + (over > 0 and tokens + price * over or tokens) / speed[i]
+    cost[i] = seconds
+    if seconds < lowest then lowest, tie = seconds, max(slack / speed[i], 0.005) end
   end
   local rank, bar = cost, lowest + tie
   if policy == "least_loaded" then rank, bar = wait, min(unpack(wait)) end
   for i = 1, count do
     if rank[i] <= bar then
-      local flight, slot = unpack_from(">i4I4", rows[i], 13)
+      local flight, slot = unpack_from(">i4I4", all[place[i]], 13)
       -- The seed and the slot, mixed by a square: a linear mix would let some slots win more often.
       local mix = (seed * 40503 + slot * 2654435769) % 4294967291 % 67108859
       local key = { 0, 0, flight, mix * mix % 4294967291 }
-      if rank == cost then key[1], key[2] = (unpack_from(">I4", rows[i], 47)), fill[i] end
+      if rank == cost then key[1], key[2] = (unpack_from(">I4", all[place[i]], 47)), fill[i] end
       if not first or before(key, first) then winner, first = i, key end
     end
   end
@@ -268,7 +298,7 @@ local w, slot, flags, c
 for _ = 1, 3 do
   w = choose()
   local scheme
-  slot, flags, scheme = unpack_from(">I4I2I4", rows[w], 17)
+  slot, flags, scheme = unpack_from(">I4I2I4", all[place[w]], 17)
   c = usable[flags] == "match" and chain_of[scheme]
   local depth = confirmed[w]
   if not depth or band(flags, CLOSED) ~= 0 then break end
@@ -276,12 +306,14 @@ for _ = 1, 3 do
   if confirmed[w] == depth then break end
   if not speculated[w] then matched[w] = min(confirmed[w] * ARGV[c + 1], prompt) end
 end
-local own, worker = matched[w] or 0, name[w]
+local own, row = matched[w] or 0, all[place[w]]
+local worker = sub(row, 51)
 if dry then
   local answer = { "DRY", worker }
   for i = 1, count do
-    local made = speculated[i] and min(speculated[i] * ARGV[chain_of[unpack_from(">I4", rows[i], 23)] + 1], prompt) or 0
-    answer[i + 2] = { name[i], matched[i] or 0, made, rows[i], format("%.6f", cost[i]) }
+    local k, made = place[i], 0
+    if speculated[i] then made = min(speculated[i] * ARGV[chain_of[unpack_from(">I4", all[k], 23)] + 1], prompt) end
+    answer[i + 2] = { sub(all[k], 51), matched[i] or 0, made, all[k], format("%.6f", cost[i]) }
   end
   return answer
 end
@@ -291,20 +323,23 @@ end
 call("ZREM", leases_key, id)
 if turn then call("HINCRBY", counts_key, "round_robin", 1) end
 local made, hashes, field = {}, c and ARGV[c + 2] or "", format("%d", slot)
-local blocks = checkpoints(#hashes / 8, confirmed[w] or 0)
+local fork = speculated[w] and speculated[w] * 8 < #hashes and speculated[w] + 1 or nil
+local blocks = checkpoints(#hashes / 8, confirmed[w] or 0, fork)
 if c and blocks[#blocks] ~= 1 then blocks[#blocks + 1] = 1 end
 for k = #blocks, 1, -1 do
   local hash = sub(hashes, blocks[k] * 8 - 7, blocks[k] * 8)
   made[#made + 1] = hash
-  if call("HINCRBY", x .. hash, field, 1) == 1 and k > 1 then
-    call("HSET", x .. hash, field .. "+", sub(hashes, blocks[k] * 8 + 1, blocks[k - 1] * 8))
+  if not counted[w] then
+    call("HSET", x .. hash, field, 1, field .. "+", id)
+  elseif call("HINCRBY", x .. hash, field, 1) == 1 or orphaned[w] then
+    call("HSET", x .. hash, field .. "+", id)
   end
 end
-local epoch, prefill, decode, flight = unpack_from(SUMS, rows[w])
+local epoch, prefill, decode, flight = unpack_from(SUMS, row)
 local uncached = prompt - own
-call("HSET", load_key, worker, struct.pack(SUMS, epoch, prefill + uncached, decode, flight + 1) .. sub(rows[w], 17))
+call("HSET", load_key, worker, struct.pack(SUMS, epoch, prefill + uncached, decode, flight + 1) .. sub(row, 17))
 local lease = struct.pack(LEASE, epoch, slot, uncached, decode_tokens, own, prompt, 0, #worker)
-call("HSET", lease_key, id, lease .. worker .. table.concat(made))
+call("HSET", lease_key, id, lease .. worker .. table.concat(made), id .. "+", hashes)
 call("ZADD", leases_key, now + lease_ms, id)
 return { "BOOKED", worker, own, speculated[w] and 1 or 0, flagged, format("%.6f", cost[w]), url_of(worker, flags),
   wait[w], prompt, uncached, decode_tokens, flags }

@@ -24,7 +24,7 @@ local readable, record = pcall(cjson.decode, record_json)
 if not readable or type(record) ~= "table" then return redis.error_reply("BAD_ARGUMENT the record is not JSON") end
 local scheme = tonumber(record.scheme_id) or 0
 local row = call("HGET", load_key, worker_id)
-local epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed = 1, 0, 0, 0, nil, FLAGS, nil, 0
+local epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed = nil, 0, 0, 0, nil, FLAGS, nil, 0
 if row then
   epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed = struct.unpack(">I4i4i4i4I4I2I4I4", row)
   if bit.band(flags, APPROXIMATE) == 0 then
@@ -41,8 +41,8 @@ if not slot or old_scheme ~= scheme or not call("ZSCORE", alive_key, worker_id) 
   if not slot or healthy == "1" then slot = call("INCR", next_slot_key) end
 end
 -- The row's capacity_blocks holds the bound of the mirror, in checkpoints: settle keeps to it.
-local head = struct.pack(">I4i4i4i4I4I2I4I4", epoch, prefill, decode, in_flight, slot, flags, scheme, speed)
-call("HSET", load_key, worker_id, head .. struct.pack(">I4I4I4I4I4", 0, 0, 0, capacity, 0))
+local head = struct.pack(">I4i4i4i4I4I2I4I4", epoch or call("INCR", next_slot_key), prefill, decode, in_flight, slot, flags, scheme, speed)
+call("HSET", load_key, worker_id, head .. struct.pack(">I4I4I4I4I4", 0, 0, 0, capacity, 0) .. worker_id)
 record.slot = slot
 call("HSET", workers_key, worker_id, cjson.encode(record))
 if healthy == "1" then

@@ -58,7 +58,7 @@ end
 
 local function forget_lease(lease_id)
   call("ZREM", leases_key, lease_id)
-  call("HDEL", lease_key, lease_id)
+  call("HDEL", lease_key, lease_id, lease_id .. "+")
 end
 
 local function reap()
@@ -72,7 +72,8 @@ local function reap()
   end
 end
 
--- An approximate worker keeps what it was sent, oldest prompt and deepest block given up first: its mirror.
+-- An approximate worker keeps what it was sent, oldest prompt and deepest block given up first: its mirror. Each
+-- checkpoint there keeps its own trail: the hashes up to the next one.
 local function mirror(lease)
   local _, slot, _, _, _, _, _, length, at = struct.unpack(">I4I4I4I4I4I4BB", lease)
   local row = call("HGET", load_key, lease:sub(at, at + length - 1))
@@ -80,20 +81,24 @@ local function mirror(lease)
   local row_slot, flags, _, _, _, _, _, capacity = struct.unpack(">I4I2I4I4I4I4I4I4", row, 17)
   if row_slot ~= slot or bit.band(flags, APPROXIMATE) == 0 then return end
   slot = string.format("%d", slot)
-  local lru, added, depth = prefix .. "lru:" .. slot, 0, 0
+  local lru, added, depth, here = prefix .. "lru:" .. slot, 0, 0, 1
+  local chain = call("HGET", lease_key, id .. "+") or ""
   for from = at + length, #lease, 8 do
-    local hash = lease:sub(from, from + 7)
+    local hash, there = lease:sub(from, from + 7), chain:find(lease:sub(from + 8, from + 15), here + 8, true)
     depth = depth + 1
     if call("ZADD", lru, string.format("%.0f", time[1] * 1000000 + time[2] - depth), hash) == 1 then
       added = added + 1
       call("HINCRBY", prefix .. "x:" .. hash, slot, 1)
+      call("HSET", prefix .. "x:" .. hash, slot .. "=", chain:sub(here + 8, (there or 0) + 7))
     end
+    here = there or here
   end
   local over = math.min(call("ZCARD", lru) - capacity, added + 64)
   if over <= 0 then return end
   local evicted = call("ZPOPMIN", lru, over)
   for i = 1, #evicted, 2 do
     local key = prefix .. "x:" .. evicted[i]
+    call("HDEL", key, slot .. "=")
     if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. "+") end
   end
 end
@@ -131,7 +136,7 @@ if keep then
   call("HSET", lease_key, id, head .. lease:sub(at))
   if keep == LINGERING then call("ZADD", leases_key, now + linger_ms, id) end
 else
-  call("ZREM", leases_key, id)
+  forget_lease(id)
   release_speculation(lease)
 end
 reap()

@@ -110,7 +110,7 @@ class Bench:
                 capacity_blocks=20_000, foreign_prefill_tokens=rng.randint(0, 2000), evicted=rng.randint(0, 50),
             )  # fmt: skip
             name = f"worker-{slot:03d}.0"
-            self.client.hset(self.keys.load, name, row.pack())
+            self.client.hset(self.keys.load, name, row.pack(name))
             self.client.zadd(self.keys.alive, {name: now + 3_600_000})
             self.client.hset(
                 self.keys.servers, name[:-2], json.dumps({"nonce": "n", "url": f"http://10.0.0.{slot}:8000"})

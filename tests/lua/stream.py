@@ -145,8 +145,8 @@ def held(*numbers: int) -> set[bytes]:
 
 
 def with_load(row: LoadRow, prefill: int, decode: int, in_flight: int) -> bytes:
-    """``row``, packed, as if reservations of that much were open."""
-    return replace(row, prefill_tokens=prefill, decode_tokens=decode, in_flight=in_flight).pack()
+    """``row``, packed, as if reservations of that much were open on ``s.0``."""
+    return replace(row, prefill_tokens=prefill, decode_tokens=decode, in_flight=in_flight).pack("s.0")
 
 
 def glob(prefix: bytes) -> bytes:

@@ -131,7 +131,7 @@ async def test_progress_of_another_epoch_leaves_the_row_alone(core: Core) -> Non
 
 async def test_progress_after_a_real_decision_and_before_a_real_settle(core: Core, fleet: Fleet) -> None:
     flags = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
-    packed = bytearray((await core.row()).pack())
+    packed = bytearray((await core.row()).pack("s.0"))
     packed[20:22] = int(flags).to_bytes(2, "big")
     await core.store.hset(core.keys.load, "s.0", bytes(packed))
     await core.send("stored", blocks(1, 2))

@@ -174,3 +174,29 @@ async def test_cost_is_wait_and_uncached_tokens_over_speed(world: World) -> None
     assert cost["w1.0"] == pytest.approx((800 + 1000) / 10_000 + 0.1, abs=1e-5)
     assert cost["w2.0"] == pytest.approx(1000 / 1_250 + 0.1, abs=1e-5)
     assert cost["w3.0"] == pytest.approx((100_000 + 1000) / 10_000 + 0.1, abs=1e-5)
+
+
+async def test_chains_that_part_between_checkpoints_are_each_known_to_their_last_block(world: World) -> None:
+    """130 blocks in common, then three ways that all end within one octave of the checkpoint at 128."""
+    await world.workers(2)
+    head = world.chain(130)
+    ways = [world.chain(250, head=head) for _ in range(3)]
+    for way in ways:
+        await world.fleet.decide(world.ask(way, exclude=("w2.0",)))
+    for way in ways:
+        for shared in (131, 200, 250):
+            found = await matched(world, world.ask(world.chain(256, head=way[: 8 * shared])))
+            assert found == {"w1.0": shared * BLOCK, "w2.0": 0}
+    assert await matched(world, world.ask(world.chain(256, head=head))) == {"w1.0": 130 * BLOCK, "w2.0": 0}
+
+
+async def test_the_next_request_speaks_for_a_checkpoint_whose_maker_was_cancelled(world: World) -> None:
+    await world.workers(2)
+    chain = world.chain(250)
+    asks = [world.ask(world.chain(256, head=chain), exclude=("w2.0",)) for _ in range(3)]
+    for ask in asks[:2]:
+        await world.fleet.decide(ask)
+    await world.fleet.settle(asks[0].reservation, "cancelled")
+    assert await matched(world, world.ask(chain)) == {"w1.0": 128 * BLOCK, "w2.0": 0}, "less, never more"
+    await world.fleet.decide(asks[2])
+    assert await matched(world, world.ask(chain)) == {"w1.0": 250 * BLOCK, "w2.0": 0}

@@ -96,7 +96,7 @@ async def test_a_lease_of_a_forgotten_worker_takes_nothing_from_its_successor(
 
 async def route(core: Core, reservation: str) -> None:
     """Book a request on the only worker there is."""
-    packed = bytearray((await core.row()).pack())
+    packed = bytearray((await core.row()).pack(core.worker_id))
     packed[20:22] = int(Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED).to_bytes(2, "big")
     await core.store.hset(core.keys.load, core.worker_id, bytes(packed))
     chain = Chain((await core.row()).scheme, 16, blocks(1))

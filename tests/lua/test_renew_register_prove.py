@@ -91,7 +91,7 @@ async def test_a_registered_worker_is_routable_and_a_repeat_is_its_heartbeat(wor
     slot = await world.fleet.register("stock", RECORD, 50, True)
     row = await row_of(world, "stock")
     assert row == LoadRow(
-        epoch=1, slot=slot, scheme=SCHEME, capacity_blocks=50,
+        epoch=slot + 1, slot=slot, scheme=SCHEME, capacity_blocks=50,
         flags=Flag.SERVER | Flag.URL | Flag.APPROXIMATE | Flag.CLOSED,
     )  # fmt: skip
     ask = world.ask(world.chain(4))

@@ -151,7 +151,7 @@ async def test_an_approximate_worker_keeps_what_it_was_sent(world: World) -> Non
     assert (decision.worker_id, decision.server_id, decision.approximate) == ("stock", "stock", True)
     assert decision.url == "http://10.9.9.9:8000"
     await world.fleet.settle(ask.reservation, "started")
-    grid = [1, 2, 4, 8, 16, 24, 32, 40]
+    grid = [1, 16, 32, 40]
     assert set(await mirror(world, slot)) == {chain[8 * block - 8 : 8 * block] for block in grid}
     await world.fleet.settle(ask.reservation, "failed")  # gives its own counts back; the mirror has one of each
     assert all(counts == {slot: 1} for counts in (await world.speculation()).values())
@@ -159,9 +159,26 @@ async def test_an_approximate_worker_keeps_what_it_was_sent(world: World) -> Non
     assert (again.matched_tokens, again.speculative) == (40 * BLOCK, True)
 
 
+async def test_a_mirror_knows_where_conversations_part(world: World) -> None:
+    await approximate(world, 100)
+    head = world.chain(70)
+    turns = [world.chain(120, head=head), world.chain(110, head=head)]
+    for turn in turns:
+        ask = world.ask(turn)
+        await world.fleet.decide(ask)
+        await world.fleet.settle(ask.reservation, "finished")
+        await world.store.zadd(world.keys.leases, {ask.reservation: 1})
+    await world.fleet.settle("wf-nobody", "finished")
+    assert await world.leases() == {}
+    for turn in turns:
+        decision = await world.fleet.decide(world.ask(world.chain(150, head=turn)))
+        assert decision.matched_tokens == len(turn) // 8 * BLOCK
+
+
 async def test_the_mirror_keeps_its_bound_and_gives_up_the_oldest_and_deepest(world: World) -> None:
     slot = await approximate(world, 10)
-    chains = [world.chain(16) for _ in range(3)]  # five checkpoints each: 1 2 4 8 16
+    made = (1, 16, 32, 64, 70)
+    chains = [world.chain(70) for _ in range(3)]
     for chain in chains:
         ask = world.ask(chain)
         await world.fleet.decide(ask)
@@ -170,11 +187,11 @@ async def test_the_mirror_keeps_its_bound_and_gives_up_the_oldest_and_deepest(wo
     await world.fleet.settle("wf-nobody", "finished")
     kept = await mirror(world, slot)
     assert len(kept) == 10
-    assert set(kept) == {chain[8 * at - 8 : 8 * at] for chain in chains[1:] for at in (1, 2, 4, 8, 16)}
+    assert set(kept) == {chain[8 * at - 8 : 8 * at] for chain in chains[1:] for at in made}
     ask = world.ask(world.chain(2))  # two checkpoints: the two deepest of the oldest go
     await world.fleet.decide(ask)
     await world.fleet.settle(ask.reservation, "finished")
-    gone = {chains[1][8 * at - 8 : 8 * at] for at in (8, 16)}
+    gone = {chains[1][8 * at - 8 : 8 * at] for at in (64, 70)}
     assert gone.isdisjoint(await mirror(world, slot))
     assert len(await mirror(world, slot)) == 10
     assert set(await world.speculation()) == set(await mirror(world, slot))

@@ -38,7 +38,7 @@ class World:
         name = f"w{number}.0"
         fields = {"epoch": 1, "slot": number, "flags": READY, "scheme": SCHEME, "speed_tps": 10_000}
         load = LoadRow(**({**fields, "capacity_blocks": 10_000} | row))
-        await cast("Any", self.store.hset(self.keys.load, name, load.pack()))
+        await cast("Any", self.store.hset(self.keys.load, name, load.pack(name)))
         await self.store.zadd(self.keys.alive, {name: time.time() * 1000 - age_ms})
         record = wire.dumps({"nonce": "n1", "proof": "pending", "server_id": f"w{number}", "slot": number})
         await cast("Any", self.store.hset(self.keys.workers, name, record))
@@ -52,9 +52,8 @@ class World:
 
     async def change(self, number: int, **row: int) -> None:
         """Overwrite fields of a worker's row and nothing else."""
-        await cast(
-            "Any", self.store.hset(self.keys.load, f"w{number}.0", replace(await self.row(number), **row).pack())
-        )
+        name, changed = f"w{number}.0", replace(await self.row(number), **row)
+        await cast("Any", self.store.hset(self.keys.load, name, changed.pack(name)))
 
     async def row(self, number: int) -> LoadRow:
         return LoadRow.unpack(await cast("Any", self.store.hget(self.keys.load, f"w{number}.0")))
@@ -65,7 +64,7 @@ class World:
 
     async def leases(self) -> dict[str, Lease]:
         packed = await cast("Any", self.store.hgetall(self.keys.lease))
-        return {name.decode(): Lease.unpack(lease) for name, lease in packed.items()}
+        return {name.decode(): Lease.unpack(lease) for name, lease in packed.items() if name[-1:] != b"+"}
 
     async def hold(self, slot: int, hashes: bytes, depth: int | None = None) -> None:
         """Slot holds the first ``depth`` blocks (default all) of a chain: forward and reverse set."""

@@ -34,7 +34,10 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
-    """What ``decide`` reads of a worker. Tokens are sums over open reservations; speed is tokens per busy second."""
+    """What ``decide`` reads of a worker. Tokens are sums over open reservations; speed is tokens per busy second.
+
+    Packed, its ``worker_id`` follows: whoever reads all rows has the names too.
+    """
 
     epoch: int = 0
     prefill_tokens: int = 0
@@ -50,12 +53,12 @@ class LoadRow:
     capacity_blocks: int = 0
     evicted: int = 0
 
-    def pack(self) -> bytes:
-        return _ROW.pack(*(getattr(self, field.name) for field in fields(self)))
+    def pack(self, worker_id: str) -> bytes:
+        return _ROW.pack(*(getattr(self, field.name) for field in fields(self))) + worker_id.encode()
 
     @classmethod
     def unpack(cls, packed: bytes) -> LoadRow:
-        return cls(*_ROW.unpack(packed))
+        return cls(*_ROW.unpack_from(packed))
 
     @property
     def routable(self) -> bool:
