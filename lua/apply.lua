@@ -18,6 +18,7 @@ local FIELD, SHADOW = "events:" .. WORKER, "~" .. WORKER
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
 local BLOCK, HELD = PREFIX .. "b:", PREFIX .. "s:"
 local ROW, LEASE_HEAD, LEASE_BYTES = ">I4i4i4i4I4I2I4I4I4I4I4I4I4", ">I4I4I4I4I4I4BB", 26
+local NO_LEASE = ("\0"):rep(LEASE_BYTES)
 local EPOCH, PREFILL, DECODE, SLOT, CAPACITY = 1, 2, 3, 5, 12 -- fields of the row
 local BATCH_BLOCKS, PROGRESS_ITEMS, PAGE, TOMBSTONE, JSON_BYTES = 128, 64, 8, 3, 16384
 local FAR_FUTURE_MS, LAST_SEQUENCE, U32 = 3600000, 2 ^ 52, 2 ^ 32 -- for ids: see apply_control
@@ -132,21 +133,25 @@ function operation.heartbeat(data, time)
   end
 end
 
--- Prefill of these is done: give its booking back as the first token would, and compare prediction with outcome.
+-- Prefill of these is done: give its booking back as the first token would, and compare prediction with outcome. Of
+-- several prompts (their id begins wf--) each gives back its share; the lease keeps what is left of both.
 local function started(id, cached, prompt_tokens)
   local lease = id:sub(-1) ~= "+" and call("HGET", LEASE, id) -- id+ holds a chain
-  local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE_HEAD, lease or ("\0"):rep(26))
+  local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE_HEAD, lease or NO_LEASE)
   if not lease or stage == TOMBSTONE then return count("late") end
   if lease:sub(LEASE_BYTES + 1, LEASE_BYTES + length) ~= WORKER then return count("foreign") end
-  if prompt > 0 then -- else renew rebuilt it: nobody knows what was predicted
+  local several = id:sub(4, 4) == "-"
+  if prompt > 0 and not several then -- else renew rebuilt it: nobody knows what was predicted
     count(cached == matched and "exact" or cached > matched and "over" or "short")
     if prompt_tokens ~= prompt then count("prompt") end
   end
   if stage > 0 then return end
+  local left = several and math.max(0, prompt - prompt_tokens) or 0
+  local kept, done = math.floor(prefill * left / math.max(1, prompt)), left == 0 and 1 or 0
   if epoch == row[EPOCH] then
-    row[PREFILL], row[DECODE], changed.row = row[PREFILL] - prefill, row[DECODE] + decode, true
+    row[PREFILL], row[DECODE], changed.row = row[PREFILL] - prefill + kept, row[DECODE] + done * decode, true
   end
-  local head = struct.pack(LEASE_HEAD, epoch, slot, 0, decode, matched, prompt, 1, length)
+  local head = struct.pack(LEASE_HEAD, epoch, slot, kept, decode, matched, several and left or prompt, done, length)
   call("HSET", LEASE, id, head .. lease:sub(LEASE_BYTES + 1))
 end
 

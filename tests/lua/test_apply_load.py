@@ -111,6 +111,20 @@ async def test_progress_compares_prediction_and_outcome(
     assert await fleet.counts() == counts
 
 
+async def test_of_several_prompts_each_gives_back_its_share(core: Core, fleet: Fleet) -> None:
+    await lease(core, "wf--a")  # 300 booked of a prompt of 364 tokens, in three parts
+    for prompt, prefill, decode in ((91, 225, 0), (182, 75, 0), (91, 0, 50), (91, 0, 50)):
+        await core.send("progress", wire.dumps([["wf--a", 16, prompt]]))
+        await core.applied()
+        row, held = await core.row(), await leased(core, "wf--a")
+        assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (prefill, decode, 1)
+        assert (held.prefill_tokens, held.stage) == (prefill, Stage.STARTED if decode else Stage.BOOKED)
+    await fleet.settle("wf--a", "finished")
+    row = await core.row()
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
+    assert await fleet.counts() == {}  # predictions are of the whole, outcomes of the parts
+
+
 async def test_progress_cannot_touch_what_is_not_the_workers(core: Core, fleet: Fleet) -> None:
     await lease(core, "wf-other", worker_id="t.0")
     await lease(core, "wf-dead", stage=Stage.TOMBSTONE)
