@@ -6,9 +6,8 @@ known id gets its stored answer, one that ended before books nothing. dry = 1 bo
 How: the matched tokens of every worker, by bisection of the chain (exact while a worker's set is prefix-closed, else
 the winner is verified and the choice made again, at most twice); blocks that open reservations will make (x: at the
 checkpoints of a chain, the chains of leases between them) count as held. Then the predicted seconds to first token, lowest wins:
-  (wait + lambda*uncached + kappa*busyness*(best match - own match) + pressure_price*overfill*prompt) / speed
-  + decode_s_per_token * decode tokens; busyness = min(1, wait of all workers / prompt), overfill = how much fuller
-(0..1) its cache is than the mean. Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest are equal: then the
+  (wait + lambda*uncached + kappa*(tokens that another worker is making now - own match) + pressure_price*overfill*prompt)
+  / speed + decode_s_per_token * decode tokens; overfill = how much fuller (0..1) its cache is than the mean. Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest are equal: then the
 least evicting wins, then the least filled, the least in flight, a hash of the seed.
 
 KEYS: alive load workers servers leases lease tick counts
@@ -89,7 +88,7 @@ if exclude ~= "" or call("ZCOUNT", alive_key, since, "+inf") < #all then -- read
 end
 median = tonumber(median) or 0
 if median == 0 then median = 10000 end
-local slowest, fastest, count, total_wait, total_fill = median / 8, median * 8, 0, 0, 0
+local slowest, fastest, count, total_fill = median / 8, median * 8, 0, 0
 local place, wait, base_s, speed, fill, by_scheme, usable = {}, {}, {}, {}, {}, {}, {} -- place: of its row in `all`
 for k = 1, #all do
   local prefill, decode, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity =
@@ -103,7 +102,7 @@ for k = 1, #all do
   if use ~= "no" and (not alive or alive[sub(all[k], 51)]) then
     if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
     local ahead, share = prefill + foreign, capacity > 0 and blocks / capacity or 0
-    count, total_wait, total_fill = count + 1, total_wait + ahead, total_fill + share
+    count, total_fill = count + 1, total_fill + share
     place[count], wait[count], speed[count], fill[count] = k, ahead, tps, share
     base_s[count] = ahead / tps + decode_s * (decode + foreign_decode)
     if use == "match" then
@@ -252,14 +251,15 @@ local function before(p, q)
 end
 
 local function choose()
-  local best, lowest, tie, winner, first = 0, math.huge, 0, nil, nil
-  for _, own in pairs(matched) do best = max(best, own) end
-  local busy, mean_fill, price = kappa * min(1, total_wait / prompt), total_fill / count, pressure_price * prompt
-  local nothing, each = lambda * prompt + busy * best, lambda + busy -- what no match costs, and what a token of it saves
+  local making, lowest, tie, winner, first = 0, math.huge, 0, nil, nil
+  for i in pairs(speculated) do making = max(making, matched[i]) end
+  local mean_fill, price = total_fill / count, pressure_price * prompt
   for i = 1, count do
-    local own, over = matched[i], fill[i] - mean_fill
-    local tokens = own and nothing - each * own or nothing
-    local seconds = base_s[i] + (over > 0 and tokens + price * over or tokens) / speed[i]
+    local own, over = matched[i] or 0, fill[i] - mean_fill
+    local tokens = lambda * (prompt - own)
+    if own < making then tokens = tokens + kappa * (making - own) end
+    if over > 0 then tokens = tokens + price * over end
+    local seconds = base_s[i] + tokens / speed[i]
     cost[i] = seconds
     if seconds < lowest then lowest, tie = seconds, max(slack / speed[i], 0.005) end
   end

@@ -42,10 +42,9 @@ class Rule:
 
     policy: str = "cost"
     lambda_: float = 1.0
-    kappa: float = 1.0
+    kappa: float = 1.25
     pressure_price: float = 1.0
     decode_s_per_token: float = 1e-7
-    making_only: bool = False  # kappa is charged only for what another worker is computing now, not for what it holds
 
 
 @dataclass(slots=True)
@@ -72,7 +71,7 @@ class RuleRouter:
         self._turn = 0
 
     def choose(self, request: Request, now: float) -> int:
-        matched = [self._matched(number, request) for number in range(len(self._engines))]
+        matched = [self._matched(number, request, one.making) for number, one in enumerate(self._books)]
         chosen = self._pick(request, matched, now)
         books = self._books[chosen]
         self._booked[request] = request.prompt_tokens - matched[chosen]
@@ -94,10 +93,12 @@ class RuleRouter:
             if books.making[block_hash] <= 0:
                 del books.making[block_hash]
 
-    def _matched(self, number: int, request: Request, *, held_only: bool = False) -> int:
+    def _held(self, number: int, request: Request) -> int:
+        return self._matched(number, request, Counter())
+
+    def _matched(self, number: int, request: Request, making: Counter[bytes]) -> int:
         size = self._engines[number].scheduler.limits.block_tokens
         pool = self._engines[number].scheduler.pool
-        making: Counter[bytes] = Counter() if held_only else self._books[number].making
         depth = 0
         for block_hash in request.hashes[: (request.prompt_tokens - 1) // size]:
             if block_hash not in pool and block_hash not in making:
@@ -125,18 +126,16 @@ class RuleRouter:
         return min((number for number, cost in enumerate(rank) if cost <= bar), key=lambda number: keys[number])
 
     def _costs(self, request: Request, matched: list[int]) -> list[float]:
-        rule, prompt, best = self._rule, request.prompt_tokens, max(matched)
-        busy = rule.kappa * min(1.0, sum(one.prefill for one in self._books) / prompt)
+        rule, prompt = self._rule, request.prompt_tokens
         fills = [self._fill(number) for number in range(len(self._books))]
         mean = statistics.fmean(fills)
-        floor = 0
-        if rule.making_only:
-            floor = max(self._matched(number, request, held_only=True) for number in range(len(self._books)))
+        beyond = [own for number, own in enumerate(matched) if own > self._held(number, request)]
+        making = max(beyond, default=0)
         return [
             (
                 one.prefill
                 + rule.lambda_ * (prompt - own)
-                + busy * max(0, best - max(own, floor))
+                + rule.kappa * max(0, making - own)
                 + rule.pressure_price * max(0.0, fill - mean) * prompt
             )
             / self._speed
@@ -204,11 +203,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--speed", type=float, default=6.0, help="trace seconds per second (default %(default)s)")
     made.add_argument("--step-time", default="trace", help="preset or file (default %(default)s)")
     made.add_argument("--mode", choices=("step", "fcfs"), default="step")
-    made.add_argument("--kappa", default="1", help="values, joined by commas (default %(default)s)")
+    made.add_argument("--kappa", default="1.25", help="values, joined by commas (default %(default)s)")
     made.add_argument("--pressure", default="1", help="values, joined by commas (default %(default)s)")
     made.add_argument("--lambda", dest="lambda_", default="1", help="values, joined by commas (default %(default)s)")
     made.add_argument("--decode", default="1e-7", help="seconds per resident token, values joined by commas")
-    made.add_argument("--making-only", action="store_true", help="kappa only for what others are computing now")
     made.add_argument("--seeds", type=int, default=1)
     return made
 
@@ -221,7 +219,7 @@ def rules(args: argparse.Namespace) -> dict[str, Rule]:
             for price in map(float, args.pressure.split(",")):
                 for decode in map(float, args.decode.split(",")):
                     name = f"cost lambda={lambda_:g} kappa={kappa:g} pressure={price:g} decode={decode:g}"
-                    made[name] = Rule("cost", lambda_, kappa, price, decode, args.making_only)
+                    made[name] = Rule("cost", lambda_, kappa, price, decode)
     return made
 
 
