@@ -7,7 +7,8 @@ How: the matched tokens of every worker, by bisection of the chain (exact while 
 the winner is verified and the choice made again, at most twice); blocks that open reservations will make (x: at the
 checkpoints of a chain, the chains of leases between them) count as held. Then the predicted seconds to first token, lowest wins:
   (wait + lambda*uncached + kappa*(tokens that another worker is making now - own match) + pressure_price*overfill*prompt)
-  / speed + decode_s_per_token * decode tokens; overfill = how much fuller (0..1) its cache is than the mean. Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest are equal: then the
+  / speed + decode_s_per_token * decode tokens; lambda is 1 while some worker waits for work, overfill = how much fuller
+(0..1) its cache is than the mean. Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest are equal: then the
 least evicting wins, then the least filled, the least in flight, a hash of the seed.
 
 KEYS: alive load workers servers leases lease tick counts
@@ -88,7 +89,7 @@ if exclude ~= "" or call("ZCOUNT", alive_key, since, "+inf") < #all then -- read
 end
 median = tonumber(median) or 0
 if median == 0 then median = 10000 end
-local slowest, fastest, count, total_fill = median / 8, median * 8, 0, 0
+local slowest, fastest, count, least_wait, total_fill = median / 8, median * 8, 0, math.huge, 0
 local place, wait, base_s, speed, fill, by_scheme, usable = {}, {}, {}, {}, {}, {}, {} -- place: of its row in `all`
 for k = 1, #all do
   local prefill, decode, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity =
@@ -103,6 +104,7 @@ for k = 1, #all do
     if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
     local ahead, share = prefill + foreign, capacity > 0 and blocks / capacity or 0
     count, total_fill = count + 1, total_fill + share
+    if ahead < least_wait then least_wait = ahead end
     place[count], wait[count], speed[count], fill[count] = k, ahead, tps, share
     base_s[count] = ahead / tps + decode_s * (decode + foreign_decode)
     if use == "match" then
@@ -253,10 +255,10 @@ end
 local function choose()
   local making, lowest, tie, winner, first = 0, math.huge, 0, nil, nil
   for i in pairs(speculated) do making = max(making, matched[i]) end
-  local mean_fill, price = total_fill / count, pressure_price * prompt
+  local mean_fill, price, each = total_fill / count, pressure_price * prompt, least_wait > 0 and lambda or 1
   for i = 1, count do
     local own, over = matched[i] or 0, fill[i] - mean_fill
-    local tokens = lambda * (prompt - own)
+    local tokens = each * (prompt - own)
     if own < making then tokens = tokens + kappa * (making - own) end
     if over > 0 then tokens = tokens + price * over end
     local seconds = base_s[i] + tokens / speed[i]

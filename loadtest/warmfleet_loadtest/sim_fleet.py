@@ -41,7 +41,7 @@ class Rule:
     """Weights of the cost rule, as in lua/decide.lua. policy: ``cost``, ``least_loaded``, ``round_robin``."""
 
     policy: str = "cost"
-    lambda_: float = 1.0
+    lambda_: float = 2.0
     kappa: float = 1.25
     pressure_price: float = 1.0
     decode_s_per_token: float = 1e-7
@@ -131,10 +131,11 @@ class RuleRouter:
         mean = statistics.fmean(fills)
         beyond = [own for number, own in enumerate(matched) if own > self._held(number, request)]
         making = max(beyond, default=0)
+        each = rule.lambda_ if all(one.prefill for one in self._books) else 1.0
         return [
             (
                 one.prefill
-                + rule.lambda_ * (prompt - own)
+                + each * (prompt - own)
                 + rule.kappa * max(0, making - own)
                 + rule.pressure_price * max(0.0, fill - mean) * prompt
             )
@@ -205,7 +206,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--mode", choices=("step", "fcfs"), default="step")
     made.add_argument("--kappa", default="1.25", help="values, joined by commas (default %(default)s)")
     made.add_argument("--pressure", default="1", help="values, joined by commas (default %(default)s)")
-    made.add_argument("--lambda", dest="lambda_", default="1", help="values, joined by commas (default %(default)s)")
+    made.add_argument("--lambda", dest="lambda_", default="2", help="values, joined by commas (default %(default)s)")
     made.add_argument("--decode", default="1e-7", help="seconds per resident token, values joined by commas")
     made.add_argument("--seeds", type=int, default=1)
     return made

@@ -157,8 +157,10 @@ async def test_a_busy_holder_is_left_when_waiting_costs_more_than_computing(worl
     await world.workers(2)
     chain = world.chain(256)
     await world.hold(1, chain)
-    for wait, wanted in ((4_000, "w1.0"), (4_500, "w2.0")):
+    cases = ((0, 4_000, "w1.0"), (0, 4_500, "w2.0"), (16, 8_000, "w1.0"), (16, 8_500, "w2.0"))
+    for other, wait, wanted in cases:  # while nobody is idle, computing twice delays somebody: it counts double
         await world.change(1, prefill_tokens=wait)
+        await world.change(2, prefill_tokens=other)
         assert (await world.fleet.explain(world.ask(chain)))[0] == wanted
 
 

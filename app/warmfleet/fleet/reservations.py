@@ -115,7 +115,7 @@ class Renewal:
 class Weights:
     """Of the cost rule in lua/decide.lua. lambda_, kappa, pressure_price: factors; max_probes: calls per decision."""
 
-    lambda_: float = 1.0
+    lambda_: float = 2.0  # of an uncached token while no worker is idle: then it delays somebody else too
     kappa: float = 1.25  # least that keeps one new prefix on at most two workers: tests/lua/test_decide_policy.py
     pressure_price: float = 1.0
     decode_s_per_token: float = 1e-7
