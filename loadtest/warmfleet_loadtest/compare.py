@@ -173,7 +173,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--policies", default="cost,least_loaded,round_robin", help="default %(default)s")
     made.add_argument("--trace", metavar="FILE", help="default: $TRACE, the shared trace, or a generated one")
     made.add_argument("--rows", type=int, default=600, help="first so many requests (default %(default)s)")
-    made.add_argument("--speed", type=float, default=6.0, help="trace seconds per second (default %(default)s)")
+    made.add_argument("--speed", type=float, default=7.5, help="trace seconds per second (default %(default)s)")
     made.add_argument("--seeds", type=int, default=1)
     made.add_argument("--skip", type=float, default=0.1, help="share that warms up (default %(default)s)")
     made.add_argument("--engines", type=int, default=8)

@@ -63,11 +63,20 @@ class StepCosts:
 
 
 #: ``fast`` is for tests, ``demo`` an engine on which a cache hit is plainly visible; ``trace`` suits replays of the
-#: conversation trace at 6 times its speed with eight engines.
+#: conversation trace at 6 to 8 times its speed with eight engines; ``vllm-cpu-small`` is a fit to a real vLLM.
 PRESETS = {
     "fast": StepCosts(base_s=0.0005, prefill_token_s=2e-6, decode_request_s=5e-5),
     "trace": StepCosts(base_s=0.002, prefill_token_s=7.95e-4, decode_request_s=1e-4, decode_context_s=1e-7),
     "demo": StepCosts(base_s=0.004, prefill_token_s=2.5e-4, decode_request_s=3e-4, decode_context_s=2e-8),
+    "vllm-cpu-small": StepCosts(
+        base_s=4.76e-3,
+        prefill_token_s=1.015e-4,
+        prefill_pair_s=1.04e-7,
+        decode_request_s=1.52e-4,
+        decode_context_s=4.8e-7,
+        request_s=3.03e-3,
+        request_token_s=1.6e-6,
+    ),
 }
 
 

@@ -137,7 +137,7 @@ async def test_the_second_turn_through_the_other_replica_and_again_after_evictio
 
 
 async def test_prediction_is_exact_over_many_conversations(real: Real, index: Fleet) -> None:
-    """Ten conversations of three turns over caches that hold four: three are under way at a time, then the first return."""
+    """Ten conversations, three under way at a time over caches that hold four; at last the first ones return."""
     talks: dict[int, list[dict[str, str]]] = {number: [] for number in range(10)}
     turns = [number for start in range(-2, 10) for number in range(start, start + 3) if number in talks] + [0, 1, 2]
     hits = 0
