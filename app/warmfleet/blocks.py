@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet.reservations import Chain
-from warmfleet_worker import wire
+from warmfleet_worker import cbor, wire
 from warmfleet_worker.wire import HASH_BYTES, Scheme
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class Hasher:
         # One block is 83 | bytes head, parent | array head, ids | extra keys; only parent and ids change.
         size, form, sha256, join = self.scheme.block_tokens, self._table.__getitem__, hashlib.sha256, b"".join
         head, array = b"\x83" + self._array_head[0], self._array_head[1]
-        tail = wire.cbor(wire.extra_keys(self.scheme, salt, lora))
-        rest = wire.cbor(wire.extra_keys(self.scheme, None, lora))
+        tail = cbor.encode(wire.extra_keys(self.scheme, salt, lora))
+        rest = cbor.encode(wire.extra_keys(self.scheme, None, lora))
         previous, packed = self.scheme.none_hash, []
         for start in range(0, count * size, size):
             ids = join(map(form, token_ids[start : start + size]))
@@ -74,11 +74,11 @@ def text_tokens(length: int) -> int:
 
 
 def cbor_array_head(length: int) -> bytes:
-    return wire.cbor((0,) * length)[: -length or None]
+    return cbor.encode((0,) * length)[: -length or None]
 
 
 @cache
 def _cbor_table() -> tuple[bytes, ...]:
     """The CBOR form of every token id below TABLE_TOKENS, made once (0.1 s, 10 MB)."""
-    small = [wire.cbor(number) for number in range(65_536)]
+    small = [cbor.encode(number) for number in range(65_536)]
     return (*small, *[struct.pack(">BI", 26, number) for number in range(65_536, TABLE_TOKENS)])

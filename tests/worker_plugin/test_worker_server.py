@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from tests.conftest import poll
 
-from warmfleet_worker import wire
+from warmfleet_worker import artifacts, wire
 from warmfleet_worker.server import (
     ServerConfig,
     ServerPublisher,
@@ -169,11 +169,11 @@ class TestPublisher:
 class TestArtifacts:
     """What is split can be joined; anything else is refused."""
 
-    entry, chunks = wire.split_artifact(b"x" * 1_000_000)
+    entry, chunks = artifacts.split(b"x" * 1_000_000)
     pieces = (chunks[entry["chunks"][0]],)
 
     def test_round_trip(self) -> None:
-        assert wire.join_artifact(self.entry, self.pieces, 1_000_000) == b"x" * 1_000_000
+        assert artifacts.join(self.entry, self.pieces, 1_000_000) == b"x" * 1_000_000
 
     @pytest.mark.parametrize(
         ("change", "limit"),
@@ -187,10 +187,10 @@ class TestArtifacts:
     )
     def test_anything_else_is_refused(self, change: dict[str, object], limit: int) -> None:
         with pytest.raises(wire.WireError):
-            wire.join_artifact(self.entry | change, self.pieces, limit)
+            artifacts.join(self.entry | change, self.pieces, limit)
 
     def test_what_is_not_zlib_is_refused(self) -> None:
         junk = b"not a zlib stream"
         entry = self.entry | {"chunks": [hashlib.sha256(junk).hexdigest()]}
         with pytest.raises(wire.WireError, match="zlib"):
-            wire.join_artifact(entry, [junk], 1_000_000)
+            artifacts.join(entry, [junk], 1_000_000)

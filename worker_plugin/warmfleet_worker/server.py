@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
 
-from warmfleet_worker import wire
+from warmfleet_worker import artifacts, wire
 from warmfleet_worker.stream import Outage, Refused, StreamGone, StreamWriter, connect
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ServerPublisher:
         config = self.config
         manifest = {}
         for name, content in config.artifacts.items():
-            manifest[name], chunks = wire.split_artifact(content)
+            manifest[name], chunks = artifacts.split(content)
             for sha256, piece in chunks.items():  # one call each: none is long
                 self._stream.client.set(self._keys.artifact(config.server_id, sha256), piece, nx=True)
         self._stream.join(

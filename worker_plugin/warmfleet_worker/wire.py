@@ -11,10 +11,11 @@ import json
 import pickle
 import re
 import struct
-import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from warmfleet_worker import cbor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 SCHEMA = 1
 HASH_BYTES = 8
 BATCH_BLOCKS = 128  # blocks in one entry: 0.3-0.45 ms of cold Redis per apply call
-ARTIFACT_CHUNK_BYTES = 65_536  # no single call moves more than this
 PROGRESS_PER_ENTRY = 64
 FLUSH_SECONDS = 0.1
 PROGRESS_FLUSH_SECONDS = 0.02
@@ -180,39 +180,6 @@ def reservation_of(request_id: str) -> tuple[str, int] | None:
     return (match[2], int(match[1] or 0)) if match else None
 
 
-# ---------------------------------------------------------------- artifacts
-
-
-def split_artifact(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What a join's manifest says of ``content``, and its chunks by name: slices of one zlib stream."""
-    packed = zlib.compress(content, 6)
-    pieces = [packed[start : start + ARTIFACT_CHUNK_BYTES] for start in range(0, len(packed), ARTIFACT_CHUNK_BYTES)]
-    chunks = {hashlib.sha256(piece).hexdigest(): piece for piece in pieces}
-    names = [hashlib.sha256(piece).hexdigest() for piece in pieces]
-    entry = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), "chunks": names}
-    return entry, chunks
-
-
-def join_artifact(entry: dict[str, Any], pieces: Sequence[bytes], max_bytes: int) -> bytes:
-    """The content of an artifact again; raises WireError for anything but exactly what ``entry`` promises.
-
-    Never holds more than ``max_bytes`` of content, whatever the compressed bytes would expand to.
-    """
-    size = int(entry["bytes"])
-    if not 0 <= size <= max_bytes:
-        raise WireError(f"artifact of {size} bytes: at most {max_bytes} are allowed")
-    if [hashlib.sha256(piece).hexdigest() for piece in pieces] != list(entry["chunks"]):
-        raise WireError("artifact chunks do not have the digests of the manifest")
-    decoder = zlib.decompressobj()
-    try:
-        content = decoder.decompress(b"".join(pieces), size + 1)
-    except zlib.error as error:
-        raise WireError(f"artifact is not a zlib stream: {error}") from error
-    if len(content) != size or hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise WireError("artifact does not have the size and digest of the manifest")
-    return content
-
-
 # ---------------------------------------------------------------- schemes and block hashes
 
 
@@ -267,7 +234,7 @@ def default_none_hash(algorithm: str, seed: str = "vllm-none-hash") -> bytes:
     """NONE_HASH of vLLM >= 0.29 (``init_none_hash``): the hash of its seed string."""
     if algorithm == "sha256":
         return hashlib.sha256(pickle.dumps(seed, protocol=5)).digest()
-    return hashlib.sha256(cbor(seed)).digest()
+    return hashlib.sha256(cbor.encode(seed)).digest()
 
 
 def chain_hashes(
@@ -310,36 +277,5 @@ def extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -
 def _hash_block(algorithm: str, parent: bytes, tokens: tuple[int, ...], extra: tuple[Any, ...] | None) -> bytes:
     if algorithm == "sha256":
         return hashlib.sha256(pickle.dumps((parent, tokens, extra), protocol=5)).digest()
-    parts = [b"\x83", cbor(parent), _cbor_head(0x80, len(tokens)), *map(_cbor_int, tokens), cbor(extra)]
+    parts = [b"\x83", cbor.encode(parent), cbor.head(0x80, len(tokens)), *map(cbor.integer, tokens), cbor.encode(extra)]
     return hashlib.sha256(b"".join(parts)).digest()
-
-
-def _cbor_head(major: int, value: int) -> bytes:
-    if value < 24:
-        return bytes((major | value,))
-    if value < 0x100:
-        return bytes((major | 24, value))
-    if value < 0x10000:
-        return struct.pack(">BH", major | 25, value)
-    return struct.pack(">BI", major | 26, value)
-
-
-_SMALL_INTS = tuple(_cbor_head(0, n) for n in range(65_536))
-
-
-def _cbor_int(value: int) -> bytes:
-    return _SMALL_INTS[value] if value < 65_536 else struct.pack(">BI", 26, value)
-
-
-def cbor(value: Any) -> bytes:
-    """Canonical CBOR of what a block hash is made of: None, str, bytes, int and tuples of these."""
-    if value is None:
-        return b"\xf6"
-    if isinstance(value, bytes):
-        return _cbor_head(0x40, len(value)) + value
-    if isinstance(value, str):
-        raw = value.encode()
-        return _cbor_head(0x60, len(raw)) + raw
-    if isinstance(value, int):
-        return _cbor_int(value)
-    return _cbor_head(0x80, len(value)) + b"".join(cbor(item) for item in value)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from warmfleet.errors import BadRequest, NotFound
 from warmfleet.fleet.client import ScriptClient, redis_errors
 from warmfleet.fleet.rows import Flag, LoadRow
-from warmfleet_worker.wire import WORKER_TTL_SECONDS, WireError, join_artifact
+from warmfleet_worker import artifacts
+from warmfleet_worker.wire import WORKER_TTL_SECONDS, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
@@ -104,7 +105,7 @@ class Views(ScriptClient):
                 raise BadArtifact(f"artifact {name} of {server_id} has over {ARTIFACT_LIMIT_BYTES} compressed bytes")
             pieces.append(piece)
         try:  # 30 MB take 0.2 s of inflating and hashing: not on the event loop
-            return await asyncio.to_thread(join_artifact, entry, pieces, ARTIFACT_LIMIT_BYTES)
+            return await asyncio.to_thread(artifacts.join, entry, pieces, ARTIFACT_LIMIT_BYTES)
         except (WireError, ValueError, TypeError, KeyError) as error:
             raise BadArtifact(f"artifact {name} of {server_id}: {error}") from error
 

@@ -11,7 +11,7 @@ from tests.lua.world import READY, World
 from warmfleet.errors import NotFound
 from warmfleet.fleet import Flag, Fleet
 from warmfleet.fleet.views import BadArtifact
-from warmfleet_worker import wire
+from warmfleet_worker import artifacts
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
@@ -67,7 +67,7 @@ async def test_counts_and_memory(world: World) -> None:
 
 
 async def bring(fleet: Fleet, content: bytes) -> dict[str, Any]:
-    entry, pieces = wire.split_artifact(content)
+    entry, pieces = artifacts.split(content)
     for sha256, piece in pieces.items():
         await fleet.redis.set(fleet.keys.artifact("s", sha256), piece)
     return entry
