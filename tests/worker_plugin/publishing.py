@@ -1,0 +1,96 @@
+"""A publisher, an engine's churn and a router's upkeep for the tests of the publisher."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from tests.conftest import poll
+
+from warmfleet.errors import FleetUnavailable
+from warmfleet.maintenance import stop
+from warmfleet_worker import wire
+from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from warmfleet.fleet import Fleet
+    from warmfleet_worker.tracker import Tracker
+
+SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
+WORKER = "w1.0"
+
+
+def config(redis_url: str, model: str, capacity_blocks: int = 100_000) -> PublisherConfig:
+    return PublisherConfig(redis_url, model, WORKER, "w1", 0, SCHEME, capacity_blocks, 32_768, "test-1")
+
+
+def hashes(count: int) -> list[bytes]:
+    return [os.urandom(8) for _ in range(count)]
+
+
+def churn(tracker: Tracker, steps: int, seed: int = 0) -> None:
+    """What an engine does: store prompts, evict older blocks."""
+    rng, held = random.Random(seed), list(tracker.table)
+    for _ in range(steps):
+        fresh = [rng.randbytes(8) for _ in range(rng.randrange(1, 200))]
+        tracker.stored(fresh)
+        held += fresh
+        rng.shuffle(held)
+        gone, held = held[: len(held) // 3], held[len(held) // 3 :]
+        tracker.removed(gone)
+
+
+@contextmanager
+def publishing(redis_url: str, model: str, tracker: Tracker, **more: Any) -> Iterator[WorkerPublisher]:
+    publisher = WorkerPublisher(config(redis_url, model), tracker, **more)
+    publisher.start()
+    try:
+        yield publisher
+    finally:
+        publisher.stop(5)
+
+
+@asynccontextmanager
+async def upkeep(fleet: Fleet) -> AsyncIterator[None]:
+    """A router's maintenance loop, which survives a Redis that is away."""
+
+    async def loop() -> None:
+        while True:
+            with suppress(FleetUnavailable):  # the tests below take Redis away
+                await fleet.step()
+            await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(loop())
+    try:
+        yield
+    finally:
+        await stop([task])
+
+
+async def record(fleet: Fleet) -> dict[str, Any]:
+    raw = await fleet.redis.hget(fleet.keys.workers, WORKER)
+    return dict(json.loads(raw)) if raw else {}
+
+
+async def stream(fleet: Fleet) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """What the worker has written and nobody has applied."""
+    return cast("list[tuple[bytes, dict[bytes, bytes]]]", await fleet.redis.xrange(fleet.keys.events(WORKER)))
+
+
+async def equal(fleet: Fleet, tracker: Tracker, deadline_s: float = 20.0) -> None:
+    """Wait until the index equals the tracker's table, in both directions."""
+
+    async def check() -> bool:
+        slot = (await record(fleet)).get("slot", 0)
+        return bool(slot and await fleet.redis.smembers(fleet.keys.slot(slot)) == set(tracker.table))
+
+    await poll(check, deadline_s, "the index equals the table")
+    slot = (await record(fleet))["slot"]
+    for block_hash in list(tracker.table)[:100]:
+        assert await fleet.redis.sismember(fleet.keys.block(block_hash), slot)

@@ -1,0 +1,133 @@
+"""What the publisher says of requests and load, and how little of an idle engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.conftest import poll
+from tests.worker_plugin.publishing import WORKER, equal, hashes, publishing, stream, upkeep
+
+from warmfleet_worker import wire
+from warmfleet_worker.publisher import Load
+from warmfleet_worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from warmfleet.fleet import Fleet
+
+
+pytestmark = pytest.mark.usefixtures("short_periods")
+
+
+async def test_progress_arrives_within_20_ms(fleet: Fleet, redis_url: str, model: str) -> None:
+    with publishing(redis_url, model, Tracker()) as publisher:
+        await poll(lambda: publisher.state.joined)
+        told: dict[str, float] = {}
+        for number in range(15):
+            await asyncio.sleep(0.03)
+            reservation = f"wf-{number:022}"
+            told[reservation] = time.time()
+            publisher.progress(reservation, 64, 100)
+        await asyncio.sleep(0.2)
+        delays = {}
+        for entry_id, entry in await stream(fleet):
+            if entry[b"o"] == b"progress":
+                for reservation, cached, prompt in json.loads(entry[b"d"]):
+                    assert (cached, prompt) == (64, 100)
+                    delays[reservation] = int(entry_id.split(b"-")[0]) / 1_000 - told[reservation]
+        assert delays.keys() == told.keys()
+        assert sorted(delays.values())[len(delays) // 2] <= wire.PROGRESS_FLUSH_SECONDS
+
+
+async def test_much_progress_is_split_into_entries_of_64(fleet: Fleet, redis_url: str, model: str) -> None:
+    with publishing(redis_url, model, Tracker()) as publisher:
+        await poll(lambda: publisher.state.joined)
+        for number in range(200):
+            publisher.progress(f"wf-{number:022}", 0, 1)
+
+        async def told() -> list[int]:
+            entries = await stream(fleet)
+            return [len(json.loads(entry[b"d"])) for _, entry in entries if entry[b"o"] == b"progress"]
+
+        async def complete() -> bool:
+            return sum(await told()) == 200
+
+        await poll(complete)
+        assert max(await told()) <= wire.PROGRESS_PER_ENTRY
+
+
+async def test_foreign_load_that_moves_is_told_at_once(
+    fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 60.0)
+    now = [Load(running=1, speed_tps=5_000)]
+    with publishing(redis_url, model, Tracker(), load=lambda: now[0]):
+        async with upkeep(fleet):
+
+            async def foreign() -> tuple[int, int]:
+                views = await fleet.workers()
+                load = views[0].load if views else None
+                return (load.foreign_prefill_tokens, load.foreign_decode_tokens) if load else (-1, -1)
+
+            await poll(lambda: _is(foreign, (0, 0)))
+            now[0] = Load(running=2, foreign_prefill_tokens=10_000, foreign_decode_tokens=3_000)
+            begin = time.monotonic()
+            await poll(lambda: _is(foreign, (10_000, 3_000)))
+            assert time.monotonic() - begin < 1.0
+
+
+async def _is(read: Callable[[], Any], value: object) -> bool:
+    return bool(await read() == value)
+
+
+async def test_a_load_that_cannot_be_read_stops_nothing_for_good(fleet: Fleet, redis_url: str, model: str) -> None:
+    broken = [True]
+
+    def load() -> Load:
+        if broken:
+            raise KeyError("a bug")
+        return Load(running=3)
+
+    tracker = Tracker()
+    with publishing(redis_url, model, tracker, load=load) as publisher:
+        await poll(lambda: publisher.state.errors > 1)
+        broken.clear()
+        tracker.stored(hashes(10))
+        async with upkeep(fleet):
+            await equal(fleet, tracker)
+
+
+async def test_it_leaves_when_stopped(fleet: Fleet, redis_url: str, model: str) -> None:
+    tracker = Tracker()
+    async with upkeep(fleet):
+        with publishing(redis_url, model, tracker):
+            await equal(fleet, tracker)
+            assert await fleet.redis.zscore(fleet.keys.alive, WORKER) is not None
+            tracker.stored(hashes(50))
+
+        async def left() -> bool:
+            return await fleet.redis.zscore(fleet.keys.alive, WORKER) is None
+
+        await poll(left)
+        await equal(fleet, tracker)  # what was queued went out first
+
+
+async def test_an_idle_engine_says_almost_nothing(fleet: Fleet, redis_url: str, model: str) -> None:
+    tracker = Tracker()
+    tracker.stored(hashes(2_000))
+    with publishing(redis_url, model, tracker) as publisher:
+        async with upkeep(fleet):
+            await equal(fleet, tracker)
+            await poll(lambda: publisher.state.acknowledged)
+        before = (await fleet.redis.xinfo_stream(fleet.keys.events(WORKER)))["entries-added"]
+        await asyncio.sleep(5 * wire.HEARTBEAT_SECONDS)
+        entries = await stream(fleet)
+        added = (await fleet.redis.xinfo_stream(fleet.keys.events(WORKER)))["entries-added"] - before
+        assert 3 <= added <= 7
+        assert {entry[b"o"] for _, entry in entries} == {b"heartbeat"}
+        assert max(sum(len(part) for pair in entry.items() for part in pair) for _, entry in entries) <= 200
