@@ -5,8 +5,9 @@ Guarantee: as if decisions were made one after another; the same state and the s
 known id gets its stored answer, one that ended before books nothing. dry = 1 books nothing and tells all rows.
 How: the matched tokens of every worker, by bisection of the chain (exact while a worker's set is prefix-closed, else
 the winner is verified and the choice made again, at most twice); blocks that open reservations will make (x: at the
-checkpoints of a chain, the chains of leases between them) count as held. Then the predicted seconds to first token, lowest wins:
-  (wait + lambda*uncached + kappa*(tokens that another worker is making now - own match) + pressure_price*overfill*prompt)
+checkpoints of a chain, the chains of leases between them) count as held. Then the predicted seconds to first token,
+lowest wins:
+  (wait + lambda*uncached + kappa*(tokens that another worker is making - own match) + pressure_price*overfill*prompt)
   / speed + decode_s_per_token * decode tokens; lambda is 1 while some worker waits for work, overfill = how much fuller
 (0..1) its cache is than the mean. Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest are equal: then the
 least evicting wins, then the least filled, the least in flight, a hash of the seed.
@@ -177,8 +178,8 @@ local function deepest(blocks, wanted, by_slot, holders_of)
   return depth
 end
 
--- Two chains part between checkpoints: where, tells the chain of the lease that made the checkpoint (or the trail that the
--- mirror of an approximate worker keeps); who parted there counts at the next block, so that its chain is found too.
+-- Two chains part between checkpoints: where, tells the chain of the lease that made the checkpoint (or the trail that
+-- the mirror of an approximate worker keeps); who parted there counts at the next block, so its chain is found too.
 local function follow(hashes, block, slot)
   local whole, orphan, field = 0, false, format("%d", slot)
   for _ = 1, MAX_FORKS do

@@ -41,7 +41,8 @@ if not slot or old_scheme ~= scheme or not call("ZSCORE", alive_key, worker_id) 
   if not slot or healthy == "1" then slot = call("INCR", next_slot_key) end
 end
 -- The row's capacity_blocks holds the bound of the mirror, in checkpoints: settle keeps to it.
-local head = struct.pack(">I4i4i4i4I4I2I4I4", epoch or call("INCR", next_slot_key), prefill, decode, in_flight, slot, flags, scheme, speed)
+epoch = epoch or call("INCR", next_slot_key)
+local head = struct.pack(">I4i4i4i4I4I2I4I4", epoch, prefill, decode, in_flight, slot, flags, scheme, speed)
 call("HSET", load_key, worker_id, head .. struct.pack(">I4I4I4I4I4", 0, 0, 0, capacity, 0) .. worker_id)
 record.slot = slot
 call("HSET", workers_key, worker_id, cjson.encode(record))
