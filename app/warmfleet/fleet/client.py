@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +21,7 @@ from warmfleet.errors import (
     SchemaMismatch,
     WarmfleetError,
 )
+from warmfleet.fleet.patience import Patience
 from warmfleet_worker.wire import Keys
 
 if TYPE_CHECKING:
@@ -120,5 +120,5 @@ class ScriptClient:
         """
         script, keys = self._scripts[name]
         with redis_errors():
-            async with asyncio.timeout(timeout_s or self.timeouts.request_s):
+            async with Patience(timeout_s or self.timeouts.request_s):
                 return await script(keys=keys, args=args)

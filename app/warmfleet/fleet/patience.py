@@ -1,0 +1,53 @@
+"""A time limit for calls that a busy event loop does not shorten."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+STEPS = 4  # of which each counts only if the loop was there on time
+LATE_S = 0.005
+MOST_S = 1.0
+
+
+class Patience:
+    """``asyncio.timeout(seconds)``, but what arrived in time is not given up because nobody could read it in time.
+
+    A burst of large prompts keeps the loop busy for longer than Redis needs, and a call may need several turns of it
+    (connect, greet, ask). So the limit is counted in steps, and a step at whose end the loop was busy does not count.
+    It is never longer than ``seconds`` + MOST_S.
+    """
+
+    __slots__ = ("_due", "_handle", "_last", "_left", "_loop", "_step", "_timeout")
+
+    def __init__(self, seconds: float) -> None:
+        self._step = seconds / STEPS
+
+    async def __aenter__(self) -> Self:
+        self._timeout = asyncio.timeout(None)
+        await self._timeout.__aenter__()
+        self._loop = asyncio.get_running_loop()
+        self._left = STEPS
+        self._due = self._loop.time() + self._step
+        self._last = self._due + STEPS * self._step + MOST_S
+        self._handle = self._loop.call_at(self._due, self._reached)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._handle.cancel()
+        await self._timeout.__aexit__(kind, error, traceback)
+
+    def _reached(self) -> None:
+        now = self._loop.time()
+        if now - self._due <= LATE_S:
+            self._left -= 1
+        if self._left > 0 and now < self._last:
+            self._due = now + self._step
+            self._handle = self._loop.call_at(self._due, self._reached)
+        else:
+            self._timeout.reschedule(now)
