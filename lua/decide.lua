@@ -119,7 +119,7 @@ if count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " wo
 
 -- 3 match: blocks that are confirmed (b:), then blocks that open reservations will make (x:), then tokens
 local flagged, slack, probes, confirmed, speculated, matched, chain_of = 0, 0.02 * prompt, max_probes, {}, {}, {}, {}
-local counted, node, replace, hops = {}, {}, {}, 8 * max_probes -- counted: who counts at block 1; the others: see follow
+local counted, node, replace, hops = {}, {}, {}, 8 * max_probes -- who counts at block 1; the others: follow
 
 -- A chain's checkpoints above a block, deepest first: the last block n, its fork, powers of two down to 16, and 1.
 local function checkpoints(n, above, fork)
@@ -182,10 +182,10 @@ end
 -- Two chains part between checkpoints: where, tells the chain (c:) of the lease that made the checkpoint, or the trail
 -- that the mirror of an approximate worker keeps; who parted there counts at the next block, so its chain is found too.
 -- A hash stands for all before it, so one of them tells whether two chains are still one. Starts at `block`, asks for
--- blocks beyond `known` only. Returns the last block that is known or being made, whether it is being made (not yet in
+-- blocks beyond `depth` only. Returns the last block that is known or being made, whether it is being made (not yet in
 -- the mirror), the node where a longer chain belongs, and whether that node has a maker to be replaced.
-local function follow(hashes, block, known, slot)
-  local n, whole, making, node, replace, field = #hashes / 8, known, false, nil, false, format("%d", slot)
+local function follow(hashes, block, depth, slot)
+  local n, whole, making, parted, takes, field = #hashes / 8, depth, false, nil, false, format("%d", slot)
   while hops > 0 do
     hops = hops - 1
     local makes, maker, trail = unpack(call("HMGET", x .. sub(hashes, block * 8 - 7, block * 8), field, field .. "+",
@@ -208,13 +208,13 @@ local function follow(hashes, block, known, slot)
     end
     if low > whole then whole, making = low, low > kept end
     -- A chain that ended here is lengthened where it begins, one that goes another way is left at the next block.
-    node, replace = whole >= last and block or whole + 1, whole >= last or maker and length == 0
+    parted, takes = whole >= last and block or whole + 1, whole >= last or maker and length == 0
     if whole >= n or whole < block then break end
     block = whole + 1
   end
-  if node and node > n then node = nil end
+  if parted and parted > n then parted = nil end
   flagged = hops <= 0 and 1 or flagged
-  return whole, making, node, replace
+  return whole, making, parted, takes
 end
 
 for c = 16, #ARGV, 3 do
@@ -244,9 +244,10 @@ for c = 16, #ARGV, 3 do
         return block == 1 and makers or call("HKEYS", x .. sub(hashes, block * 8 - 7, block * 8))
       end)
       for i, block in pairs(made) do
-        local known, making = depth[i] or 0, nil
-        block, making, node[i], replace[i] = follow(hashes, block, known, (unpack_from(">I4", all[place[i]], 17)))
-        if block > known then matched[i], speculated[i] = min(block * size, prompt), making and block or nil end
+        local own, slot = depth[i] or 0, unpack_from(">I4", all[place[i]], 17)
+        local whole, making, parted, takes = follow(hashes, block, own, slot)
+        node[i], replace[i] = parted, takes
+        if whole > own then matched[i], speculated[i] = min(whole * size, prompt), making and whole or nil end
       end
     end
     for i, block in pairs(depth) do
