@@ -98,7 +98,7 @@ class Command:
             joined = wire.entry_id(value.get("joined", "0-0"))
             named = identity and str(identity)
             return cls(str(value["nonce"]), int(value["applied"]), named, str(value.get("do")), joined)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"not a command: {error}") from error
 
 
