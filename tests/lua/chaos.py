@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,6 +36,7 @@ class World:
         self.dead: dict[str, Process] = {}
         self.saved: list[tuple[bytes, bytes]] | None = None
         self.cancelled: set[str] = set()
+        self.commands: dict[str, dict[str, Any]] = {}  # that were lost
         self.turn = 0
         self._reset()
 
@@ -115,9 +117,6 @@ class World:
         for _ in range(a % 3 + 1):
             self.turn += 1
             await self.fleets[self.turn % 2].apply(name)
-
-    async def tick(self, name: str, a: int, b: int) -> None:
-        await self.fleets[0].tick()
 
     async def upkeep(self, name: str, a: int, b: int) -> None:
         await self.fleets[a % 2].step()
@@ -209,6 +208,8 @@ class World:
 
     async def swapped(self, name: str, a: int, b: int) -> None:
         last = self._unread(name)[-(a % 3 + 2) :]
+        if any(fields.get(b"o") == b"join" for _, fields in last):
+            return  # who joined last is who the worker is: known limit
         with suppress(RedisError):
             for entry_id, _ in last:
                 self.store.xdel(self.keys.events(name), entry_id)
@@ -238,10 +239,22 @@ class World:
             self.store.set(stream, "no stream")
             return
         ids = ["*", f"{now + 600_000}-0", f"{now + 2 * HOUR_MS}-0", f"{now}-{2**64 - 2}", f"{2**64 - 1}-{2**64 - 1}"]
+        if process:
+            process.forged = process.stream.nonce
         nonce, number = (process.stream.nonce, process.stream.number + 1) if process else ("nobody", 1)
         fields = wire.entry(nonce or "n", number, "stored", b"".join(_span(a, b)))
         with suppress(RedisError):
             self.store.xadd(stream, fields, id=ids[a % 6 - 1])
+
+    async def command(self, name: str, a: int, b: int) -> None:
+        """A command to send a snapshot is lost, or comes again."""
+        key = self.keys.command(name)
+        current, old = json.loads(self.store.get(key) or "{}"), self.commands.get(name)
+        if current.get("do") == "resync":
+            self.commands[name] = current
+            self.store.set(key, json.dumps({field: current[field] for field in current if field not in ("id", "do")}))
+        elif old and current and "do" not in current:
+            self.store.set(key, json.dumps(current | {"id": old["id"], "do": "resync"}))
 
     # ------------------------------------------------ what happens to the server
 
@@ -263,9 +276,6 @@ class World:
         for key, value in self.saved:
             pipe.restore(key, 0, value)
         pipe.execute()
-        self._remember_tombstones()
-
-    def _remember_tombstones(self) -> None:
         leases = self.store.hgetall(self.keys.lease)
         self.cancelled = {name.decode() for name, lease in leases.items() if name[-1:] != b"+" and lease[24] == 3}
 

@@ -40,6 +40,7 @@ class Process:
         self.publisher = WorkerPublisher(config, self.tracker)
         self.stream = self.publisher._stream
         self.stream.client = store
+        self.forged = ""  # under this nonce somebody has written besides it
         self.sent: deque[dict[bytes, bytes]] = deque(maxlen=8)
         put = self.stream.put
 

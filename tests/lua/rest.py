@@ -16,7 +16,7 @@ from warmfleet.fleet import Ask, Lease, LoadRow, Stage
 from warmfleet_worker import wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tests.lua.chaos import World
     from tests.lua.process import Process
@@ -50,15 +50,14 @@ async def period(world: World) -> None:
         blocks = [await fleet.step() for fleet in world.fleets]
         for process in everybody:
             process.round(listen=True)
-        left = any(backlog(world))
+        left = any(unread(world, name) for name in NAMES)
         if not left and not any(blocks) and not any(process.busy for process in everybody):
             return
 
 
-def backlog(world: World) -> Iterator[bool]:
-    for name in NAMES:
-        kind = world.store.type(world.keys.events(name))
-        yield kind not in (b"none", b"stream") or (kind == b"stream" and world.store.xlen(world.keys.events(name)) > 0)
+def unread(world: World, name: str) -> bool:
+    kind = world.store.type(world.keys.events(name))
+    return kind not in (b"none", b"stream") or (kind == b"stream" and world.store.xlen(world.keys.events(name)) > 0)
 
 
 def half_a_minute_passes(world: World) -> None:
@@ -101,6 +100,27 @@ def wrong(world: World) -> str:
 
 
 # ---------------------------------------------------------------- what must hold at rest
+
+
+def check_noticed(world: World) -> None:
+    """At any time: where the index is not what was published, although all is read, that is known: it waits for more.
+
+    Digests would heal it too, five seconds later; this is what batch numbers and nonces are for.
+    """
+    for name in NAMES:
+        process = owner(world, name)
+        if process is None or process.forged == process.stream.nonce or process.publisher._snapshot is not None:
+            continue
+        pipe = world.store.pipeline(transaction=False)
+        pipe.hget(world.keys.batch, name).zscore(world.keys.resync, name)
+        pipe.hget(world.keys.digest, name).hget(world.keys.workers, name)
+        batch, waiting, digest, raw = pipe.execute()
+        record = json.loads(raw)
+        if int(batch) != process.stream.number or waiting is not None or record.get("rejoin") or unread(world, name):
+            continue
+        published = process.publisher._digest.as_list()
+        assert list(struct.unpack(">3I", digest or bytes(12))) == published, f"{name} diverged and nobody noticed"
+        assert world.store.scard(world.keys.slot(record["slot"])) == published[0]
 
 
 def check_index(world: World) -> None:
