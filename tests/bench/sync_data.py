@@ -19,9 +19,9 @@ class Data:
     fixed: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        rng = random.Random(5)
+        rng = random.Random("heads")
         self.heads = [rng.randbytes(8 * HEAD) for _ in range(TENANTS)]
-        self.fixed = [random.Random(worker).randbytes(4 * self.entries) for worker in range(self.workers)]
+        self.fixed = [random.Random(f"fixed {worker}").randbytes(4 * self.entries) for worker in range(self.workers)]
 
     def held_heads(self, worker: int) -> bytes:
         """Every other worker has seen every other tenant."""
@@ -29,7 +29,7 @@ class Data:
 
     def ring(self, worker: int) -> bytes:
         """Twice as much as is held of it."""
-        return random.Random(-1 - worker).randbytes(8 * self.entries)
+        return random.Random(f"ring {worker}").randbytes(8 * self.entries)
 
     def chain(self, rng: random.Random) -> bytes:
         """A prompt: nine of ten were seen by one worker, with a head that others share."""

@@ -53,6 +53,7 @@ class Worker:
         self.owed = 0.0  # transitions of each kind that are due
         self.snapshots: list[float] = []  # seconds
         self.sending = False
+        self.lock = asyncio.Lock()  # one stream has one writer: what is numbered first is sent first
 
     def entry(self, operation: str, data: bytes | str = b"") -> tuple[Any, ...]:
         self.batch += 1
@@ -113,7 +114,8 @@ class Worker:
             while parts and room > 0:
                 burst = [parts.popleft() for _ in range(min(len(parts), room, BURST))]
                 room -= len(burst)
-                await send(self.fleet, [self.entry(*part) for part in burst])
+                async with self.lock:
+                    await send(self.fleet, [self.entry(*part) for part in burst])
             await asyncio.sleep(wire.FLUSH_SECONDS)
         self.sending = False
         self.snapshots.append(time.perf_counter() - begun)
@@ -138,10 +140,17 @@ class Sync:
 
     async def run(self, mode: str, done: asyncio.Event) -> None:
         """Until ``done``; every part of it goes on side by side, as it does in life."""
+        written = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            if mode != "alone":
+                group.create_task(self._apply(written))
+            await self._write(mode, done)  # a snapshot that was begun ends
+            written.set()
+
+    async def _write(self, mode: str, done: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
             if mode != "alone":
                 group.create_task(self._every(wire.FLUSH_SECONDS, self._flush, done))
-                group.create_task(self._apply(done))
             if mode in ("digest", "resync", "naive"):
                 group.create_task(self._every(wire.HEARTBEAT_SECONDS, self._beat, done))
             if mode in ("resync", "naive"):
@@ -163,15 +172,17 @@ class Sync:
     async def _flush(self, worker: Worker) -> None:
         worker.owed += self.rate / len(self.workers) * wire.FLUSH_SECONDS
         count = int(worker.owed)
-        if count and not worker.sending:
+        if count and not worker.sending and not worker.lock.locked():
             worker.owed -= count
-            await send(self.fleet, worker.slide(count))
+            async with worker.lock:
+                await send(self.fleet, worker.slide(count))
 
     async def _beat(self, worker: Worker) -> None:
-        await send(self.fleet, [worker.heartbeat()])
+        async with worker.lock:
+            await send(self.fleet, [worker.heartbeat()])
 
-    async def _apply(self, done: asyncio.Event) -> None:
-        while not done.is_set():
+    async def _apply(self, written: asyncio.Event) -> None:
+        while not written.is_set():
             await self.fleet.step()
             await asyncio.sleep(Settings().apply_interval_s)
 
