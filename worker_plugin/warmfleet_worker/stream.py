@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,8 @@ class StreamWriter:
         self.key = key
         self.nonce = ""
         self.number = 0  # of the last entry made
+        self.joined = (0, 0)  # id of the join
+        self.nonces: deque[str] = deque(maxlen=64)  # the latest of this process
         self.lost_entries = 0
         self.lost_blocks = 0
         self._hello_key, self._hello_name = hello
@@ -112,9 +115,10 @@ class StreamWriter:
         fields = wire.entry(nonce, number, "join", data)
         pipeline.xadd(self.key, fields, maxlen=self._maxlen, approximate=True)  # type: ignore[arg-type]
         pipeline.xadd(self._hello_key, {b"s": self._hello_name}, maxlen=wire.HELLO_MAXLEN, approximate=True)
-        pipeline.execute()
+        self.joined = wire.entry_id(pipeline.execute()[0])
         self._pending.clear()  # of the incarnation that has just ended
         self.nonce, self.number = nonce, number
+        self.nonces.append(nonce)
 
     def put(self, operation: str, data: bytes | str = b"", blocks: int = 0) -> None:
         """Number an entry and keep it for ``flush``. The caller looks at ``pending``: it is bounded by MAX_PENDING."""

@@ -128,6 +128,12 @@ def dumps(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), sort_keys=True)
 
 
+def entry_id(text: bytes | str) -> tuple[int, int]:
+    """A stream id as numbers, which compare as Redis orders them."""
+    ms, _, sequence = (text.decode() if isinstance(text, bytes) else text).partition("-")
+    return int(ms), int(sequence)
+
+
 @dataclass(slots=True)
 class Digest:
     """Count and two sums (mod 2**32) over a set of 8-byte hashes: 12 bytes that tell two sets apart."""
