@@ -42,6 +42,7 @@ logger = logging.getLogger("warmfleet")
 DRAIN_SETTLES_S = 2.0
 BACKLOG = 2_048
 CLEAR_INTERVAL_S = 1.0
+AUDIT_LOOK_S = 1.0  # whether anybody is due
 TOKENIZER_THREADS = 2
 
 
@@ -142,6 +143,9 @@ async def _background(
         ("renew", settings.renew_interval_s, partial(maintenance.renew, pools, metrics)),
         ("clear", CLEAR_INTERVAL_S, partial(maintenance.clear, pools)),
     ]
+    if settings.audit_interval_s:
+        audit = partial(maintenance.audit, pools, settings, metrics)
+        work.append(("audit", AUDIT_LOOK_S, audit))
     if settings.static_workers:
         static = StaticWorkers(pools, upstream, settings)
         work.append(("health", settings.health_interval_s, static.round))

@@ -231,3 +231,18 @@ async def apply(pools: Pools, metrics: Metrics) -> None:
     """One round of the write path of every model; any number of replicas may do it at once."""
     for pool in pools.all:
         metrics.applied_blocks.inc(await pool.fleet.step())
+
+
+async def audit(pools: Pools, settings: Settings, metrics: Metrics) -> None:
+    """Compare the index with its digests, a piece at a time, until nobody is due. One walk at a time for the fleet."""
+    for pool in pools.all:
+        walking = True
+        while walking:
+            step = await pool.fleet.audit(settings.audit_interval_s)
+            metrics.audited_blocks.inc(step.blocks)
+            if step.differs:
+                metrics.audit_mismatches.inc()
+                logger.error("%s: the index of a worker differed from its digest; it is sent anew", pool.tag)
+            walking = step.walking
+            if walking:
+                await asyncio.sleep(pool.fleet.pace.audit_gap_ms / 1000)

@@ -32,6 +32,8 @@ class Metrics:
         self.in_flight = self._gauge("in_flight", "Requests being served")
         self.task_failures = self._counter("task_failures", "Background rounds that failed", "task")
         self.applied_blocks = self._counter("applied_blocks", "Block events that this replica applied")
+        self.audited_blocks = self._counter("audited_blocks", "Blocks of the index that this replica audited")
+        self.audit_mismatches = self._counter("audit_mismatches", "Workers whose index differed from its digest")
         self.probes = self._counter("probes", "Join probes by result", "result")
         self.renewed = self._counter("renewed", "Reservations renewed, rebuilt after a loss, refused", "result")
         self.workers = self._gauge("workers", "Workers by state, at the last reading", "state")

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from tests.app.engine import STREAM_HEAD, engine, event, freezing
 from tests.app.replica import replica
 from tests.conftest import poll
+from tests.lua.stream import Core, block, blocks
 
+from warmfleet import maintenance
 from warmfleet.errors import FleetUnavailable
+from warmfleet.fallback import Fallback
 from warmfleet.main import _Server, server
 from warmfleet.maintenance import stop, supervise
 from warmfleet.metrics import Metrics
+from warmfleet.pool import Pool, Pools
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     import pytest
+    import redis.asyncio as aioredis
 
     from warmfleet.api import Health
+    from warmfleet.fleet import Fleet
 
 
 async def test_a_failing_round_is_counted_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,3 +91,24 @@ async def test_long_streams_keep_their_reservation(valkey_url: str, model: str) 
             assert row.in_flight == 1
             assert row.decode_tokens > 250
         await router.unloaded()
+
+
+async def test_an_audit_goes_on_to_its_end_and_is_counted(store: aioredis.Redis, fleet: Fleet) -> None:
+    core, metrics = Core(store, fleet), Metrics()
+    pools = Pools([Pool(fleet.keys.tag, fleet, Fallback(1.0))])
+    await core.join()
+    for start in range(0, 1000, 100):
+        await core.send("stored", blocks(*range(start, start + 100)))
+    await core.applied()
+    settings = Settings(models=("m",), audit_interval_s=0.001)
+    for seen in (1000.0, 1000.0):
+        await poll(lambda: _audited(pools, settings, metrics), what="an audit is due")
+        assert metrics.audited_blocks._value.get() >= seen
+    assert metrics.audit_mismatches._value.get() == 0
+    await cast("Any", store.srem(fleet.keys.block(block(5)), (await core.row()).slot))
+    await poll(lambda: _audited(pools, settings, metrics, differs=True), what="the next audit finds it")
+
+
+async def _audited(pools: Pools, settings: Settings, metrics: Metrics, *, differs: bool = False) -> bool:
+    await maintenance.audit(pools, settings, metrics)
+    return bool((metrics.audit_mismatches if differs else metrics.audited_blocks)._value.get())

@@ -14,7 +14,7 @@ from warmfleet.fleet.reservations import (
     new_reservation,
 )
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
-from warmfleet.fleet.upkeep import Applied, Tick, Upkeep
+from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
 from warmfleet.fleet.views import Views, WorkerView
 
 
@@ -29,6 +29,7 @@ __all__ = [
     "SCRIPT_KEYS",
     "Applied",
     "Ask",
+    "Audited",
     "Candidate",
     "Chain",
     "Decision",

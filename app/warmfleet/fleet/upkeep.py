@@ -26,6 +26,8 @@ class Pace:
     max_entries: int = 16  # of an API server, or of control, in one call
     applies: int = 64  # calls in one step: about 20 ms of Redis at most
     collects: int = 8
+    audit_blocks: int = 256  # compared in one call
+    audit_gap_ms: int = 25  # between two such calls of the whole fleet: 1 % of Redis while a walk is under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,15 @@ class Applied:
     entries: int
     blocks: int
     more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """What one call of ``audit`` did: blocks compared, whether they differ, whether a walk is under way."""
+
+    blocks: int
+    differs: bool
+    walking: bool
 
 
 class Upkeep(ScriptClient):
@@ -85,6 +96,12 @@ class Upkeep(ScriptClient):
         """Remove entries of one retired slot: (removed, slots left)."""
         removed, left = await self._upkeep("collect", max_blocks or self.pace.max_blocks)
         return removed, left
+
+    async def audit(self, interval_s: float) -> Audited:
+        """Compare a piece of one worker's index with its digest; every worker's once in ``interval_s`` seconds."""
+        limits = (self.pace.audit_blocks, round(interval_s * 1000), self.pace.audit_gap_ms)
+        blocks, differs, walking = await self._upkeep("audit", *limits)
+        return Audited(blocks, bool(differs), bool(walking))
 
     async def forget(self, worker_id: str, silent_ms: int = 0) -> bool:
         """Delete all that is known of a worker, with its API server if that has no other; false if there was nothing.
