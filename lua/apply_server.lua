@@ -106,6 +106,7 @@ local function enter(fields)
   count("malformed")
 end
 
+call("ZREM", ALIVE_SERVERS, "") -- after a write that takes no memory, a full Redis allows the others
 local kind = call("TYPE", STREAM).ok
 local page = kind == "stream" and call("XRANGE", STREAM, "-", "+", "COUNT", MAX_ENTRIES) or {}
 local entries, hostile, ms, sequence = 0, kind ~= "stream" and kind ~= "none", nil, nil
@@ -133,7 +134,6 @@ if not record and more == 0 then -- nobody joined: the writer's next XADD finds 
   call("HDEL", CURSOR, FIELD)
   return { entries, 0 }
 end
-
 local alive = tonumber(call("ZSCORE", ALIVE_SERVERS, SERVER_ID) or "-1") >= now - TTL_MS
 each_worker(function(flags, worker_id)
   if rejoined then

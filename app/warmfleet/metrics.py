@@ -34,6 +34,8 @@ class Metrics:
         self.applied_blocks = self._counter("applied_blocks", "Block events that this replica applied")
         self.audited_blocks = self._counter("audited_blocks", "Blocks of the index that this replica audited")
         self.audit_mismatches = self._counter("audit_mismatches", "Workers whose index differed from its digest")
+        self.memory_used_ratio = self._gauge("memory_used_ratio", "Used share of Redis's memory limit; 0 without one")
+        self.memory_short = self._gauge("memory_short", "Models whose new blocks are not indexed: memory is short")
         self.probes = self._counter("probes", "Join probes by result", "result")
         self.renewed = self._counter("renewed", "Reservations renewed, rebuilt after a loss, refused", "result")
         self.workers = self._gauge("workers", "Workers by state, at the last reading", "state")

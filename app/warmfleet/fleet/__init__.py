@@ -15,7 +15,7 @@ from warmfleet.fleet.reservations import (
 )
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
-from warmfleet.fleet.views import Views, WorkerView
+from warmfleet.fleet.views import Memory, Views, WorkerView
 
 
 class Fleet(Reservations, Views, Upkeep):
@@ -37,6 +37,7 @@ __all__ = [
     "Fleet",
     "Lease",
     "LoadRow",
+    "Memory",
     "Renewal",
     "Reservations",
     "Stage",

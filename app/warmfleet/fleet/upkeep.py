@@ -22,6 +22,7 @@ class Pace:
     ttl_ms: int = int(WORKER_TTL_SECONDS * 1000)
     forget_ms: int = 600_000  # a worker silent that long is forgotten
     max_streams: int = 64  # looked at in one tick
+    short_ms: int = 60_000  # memory stays short at least so long: snapshots that do not fit are tried once a minute
     max_blocks: int = BATCH_BLOCKS  # applied or collected in one call
     max_entries: int = 16  # of an API server, or of control, in one call
     applies: int = 64  # calls in one step: about 20 ms of Redis at most
@@ -34,11 +35,13 @@ class Pace:
 class Tick:
     """ran: false if another tick was too recent; then the rest says nothing. grace: nobody expires now.
 
-    retired: slots to collect. backlog: streams (``events:<id>``, ``server:<id>``). forget: workers that are due.
+    short: memory is; nothing is inserted. retired: slots to collect. forget: workers that are due.
+    backlog: streams (``events:<id>``, ``server:<id>``).
     """
 
     ran: bool
     grace: bool
+    short: bool = False
     retired: int = 0
     backlog: tuple[str, ...] = ()
     forget: tuple[str, ...] = ()
@@ -66,16 +69,19 @@ class Upkeep(ScriptClient):
     """Every method is one script (``apply`` at most two) and raises FleetUnavailable if Redis is away or slow."""
 
     pace = Pace()
+    used_permille = -1  # of the server's memory limit, as last read; -1: not known
+    short = False  # what the last tick said: memory is short
 
     async def tick(self) -> Tick:
         """Who has a backlog, who is to be forgotten; commands snapshots. Cheap and gated: call it often."""
         pace = self.pace
         limits = (pace.min_gap_ms, pace.ttl_ms, pace.forget_ms, pace.max_streams)
-        ran, grace, retired, *names = await self._upkeep("tick", *limits)
+        ran, grace, retired, short, *names = await self._upkeep("tick", *limits, self.used_permille, pace.short_ms)
+        self.short = bool(short)
         streams = [name.decode() for name in names]
         forget = tuple(name.removeprefix("forget:") for name in streams if name.startswith("forget:"))
         backlog = tuple(name for name in streams if not name.startswith("forget:"))
-        return Tick(bool(ran), bool(grace), retired, backlog, forget)
+        return Tick(bool(ran), bool(grace), self.short, retired, backlog, forget)
 
     async def apply(self, worker_id: str) -> Applied:
         """Apply the next entries of an engine core's stream."""
@@ -118,7 +124,7 @@ class Upkeep(ScriptClient):
                 await self.forget(worker_id, self.pace.forget_ms)
             blocks = await self._drain(deque(tick.backlog))
         except FleetUnavailable:
-            await self.collect()  # if the memory is full nothing else is allowed, and this makes room
+            await self.collect()  # whatever was refused: this makes room
             raise
         left = tick.retired
         for _ in range(self.pace.collects if left else 0):
