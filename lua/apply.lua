@@ -112,8 +112,9 @@ local operation = {} -- name -> function(data, time in ms): false if the data is
 function operation.stored(data) return block_event("SADD", 1, data) end
 function operation.removed(data) return block_event("SREM", -1, data) end
 
-function operation.chunk(data)
+function operation.chunk(data, time)
   if not packed_hashes(#data - 8) then return false end
+  seen = time -- its heartbeats wait behind many of these
   if not record.shadow or data:sub(1, 8) ~= record.snapshot then
     count("stale")
   elseif room(shadow) then
