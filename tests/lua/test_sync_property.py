@@ -40,6 +40,7 @@ faultless = st.one_of(
     st.tuples(st.just("race"), who),
     st.tuples(st.just("tick")),
     st.tuples(st.just("collect")),
+    st.tuples(st.just("audit"), st.integers(1, 4)),
 )
 faults = st.one_of(
     st.tuples(st.just("snapshot"), who, st.integers(0, 4)),  # what of it was sent before a crash
@@ -48,6 +49,7 @@ faults = st.one_of(
     st.tuples(st.just("swap"), who, numbers, numbers),
     st.tuples(st.just("stranger"), who, numbers),
     st.tuples(st.just("delete"), who),
+    st.tuples(st.just("memory"), st.sampled_from((100, 800, 900))),  # permille in use, as the replicas read it
 )
 steps = st.one_of(faultless, faults)
 
@@ -72,7 +74,7 @@ class World:
         self.store = clients[0]
         self.fleets = [Fleet(client, model) for client in clients]
         for fleet in self.fleets:
-            fleet.pace = Pace(min_gap_ms=0, max_entries=3, max_blocks=24)
+            fleet.pace = Pace(min_gap_ms=0, max_entries=3, max_blocks=24, short_ms=0, audit_gap_ms=0)
         self.keys = self.fleets[0].keys
         self.engines = {name: Engine(name) for name in WORKERS}
         self.turn = 0
@@ -185,18 +187,26 @@ class World:
     async def race(self, engine: Engine) -> None:
         await asyncio.gather(*(fleet.apply(engine.worker_id) for fleet in self.fleets))
 
+    async def audit(self, calls: int) -> None:
+        for _ in range(calls):
+            await self.fleets[0].audit(0.0)
+
+    async def memory(self, used_permille: int) -> None:
+        self.fleets[0].used_permille = self.fleets[1].used_permille = used_permille
+        await self.fleets[0].tick()
+
     async def step(self, name: str, *args: Any) -> None:
         if name in ("tick", "collect"):
             await (self.fleets[0].tick() if name == "tick" else self.fleets[1].collect())
             return
-        engine = self.engines[args[0]]
         method: Callable[..., Coroutine[Any, Any, None]] = getattr(self, name)
-        await method(engine, *args[1:])
+        await method(self.engines.get(args[0], args[0]), *args[1:])
 
     # ------------------------------------------------ the end
 
     async def settle_down(self) -> None:
         """As in life: heartbeats, ticks, commands obeyed; until nobody waits for anything."""
+        await self.memory(0)
         for _ in range(12):
             for engine in self.engines.values():
                 await self.heartbeat(engine)
@@ -259,9 +269,12 @@ async def scenario(url: str, script: list[tuple[Any, ...]], *, faultless: bool =
         for one in script:
             await world.step(*one)
         await world.settle_down()
+        await world.audit(40)
         await world.check()
+        counts = await world.fleets[0].counts()
+        assert "audit_mismatch" not in counts, "every script keeps sets and digest in step, whatever the workers say"
         if faultless:
-            healed = {"gap", "mismatch", "spoilt", "resync", "nonce", "malformed"} & set(await world.fleets[0].counts())
+            healed = {"gap", "mismatch", "spoilt", "resync", "nonce", "malformed"} & set(counts)
             assert not healed, "something had to be healed although nothing went wrong"
 
 
