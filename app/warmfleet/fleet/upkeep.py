@@ -32,7 +32,7 @@ class Pace:
     entry_us: int = 15
     block_us: float = 2.5
     collects: int = 8
-    audit_blocks: int = 256  # compared in one call
+    audit_blocks: int = 128  # compared in one call
     audit_gap_ms: int = 25  # between two such calls of the whole fleet: 1 % of Redis while a walk is under way
 
 
