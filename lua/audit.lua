@@ -41,7 +41,7 @@ local function enlist()
 end
 
 local function finish(worker, name)
-  call("DEL", AUDIT_WALK)
+  call("UNLINK", AUDIT_WALK)
   call("ZADD", AUDIT, "XX", now + PERIOD_MS, worker)
   if name then call("HINCRBY", COUNTS, name, 1) end
 end
@@ -92,8 +92,8 @@ end
 
 local worker = walk.worker
 local row = call("HGET", LOAD, worker)
-if not row or not call("HEXISTS", WORKERS, worker) then
-  call("DEL", AUDIT_WALK)
+if not row or not call("HGET", WORKERS, worker) then
+  call("UNLINK", AUDIT_WALK)
   call("ZREM", AUDIT, worker)
   return { 0, 0, 0 }
 end
