@@ -134,6 +134,7 @@ if not record and more == 0 then -- nobody joined: the writer's next XADD finds 
   call("HDEL", CURSOR, FIELD)
   return { entries, 0 }
 end
+
 local alive = tonumber(call("ZSCORE", ALIVE_SERVERS, SERVER_ID) or "-1") >= now - TTL_MS
 each_worker(function(flags, worker_id)
   if rejoined then
