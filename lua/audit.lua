@@ -12,7 +12,7 @@ Not seen: a slot in b: of a hash that s: does not have.
 KEYS: workers load digest resync counts audit audit_walk
 ARGV: prefix, max_blocks, period_ms, min_gap_ms
 Returns: {blocks, difference found 0/1, a walk is under way 0/1}
-Cost: O(max_blocks), 0.2-0.3 ms at 128; O(workers) when one has joined or was forgotten
+Cost: O(max_blocks), 0.3 ms at 128 (0.5 at most); O(workers) when one has joined or was forgotten
 Keys that depend on data: b:<hash>, s:<slot>
 --]]
 local WORKERS, LOAD, DIGEST, RESYNC, COUNTS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
