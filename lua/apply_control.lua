@@ -19,7 +19,7 @@ local FIELD, SHADOW = "events:" .. WORKER, "~" .. WORKER
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
 local ROW = ">I4i4i4i4I4I2I4I4I4I4I4I4I4"
 local SLOT, FLAGS = 5, 6 -- fields of the row
-local SERVER, CLOSED, HOSTILE = 1, 32, 128
+local SERVER, CLOSED, PARTIAL, HOSTILE = 1, 32, 64, 128
 local SCHEMA, JSON_BYTES, U31 = 1, 4096, 2 ^ 31 - 1
 local FAR_FUTURE_MS, LAST_SEQUENCE = 3600000, 2 ^ 52 -- an id beyond these would block or outlive every later one
 
@@ -150,6 +150,7 @@ control["end"] = function(data)
   call("HDEL", DIGEST, SHADOW)
   call("ZREM", RESYNC, WORKER)
   row[SLOT], record.slot, record.shadow, record.snapshot = record.shadow, record.shadow, nil, nil
+  row[FLAGS] = bit.band(row[FLAGS], bit.bnot(PARTIAL))
   count("resync")
 end
 
@@ -173,6 +174,7 @@ local function enter(fields, time, id)
   control[name](data)
 end
 
+call("ZREM", RESYNC, "") -- after a write that takes no memory, a full Redis allows the others
 local kind = call("TYPE", STREAM).ok
 local cursor = call("HGET", CURSOR, FIELD) or "0-0"
 local entries, following, hostile = 0, 0, kind ~= "stream" and kind ~= "none"

@@ -110,6 +110,7 @@ local function enter(fields)
   end
 end
 
+call("ZREM", ALIVE_SERVERS, "") -- after a write that takes no memory, a full Redis allows the others
 local kind = call("TYPE", STREAM).ok
 local page = kind == "stream" and call("XRANGE", STREAM, "-", "+", "COUNT", MAX_ENTRIES) or {}
 local entries, hostile, ms, sequence = 0, kind ~= "stream" and kind ~= "none", nil, nil

@@ -42,6 +42,8 @@ logger = logging.getLogger("warmfleet")
 DRAIN_SETTLES_S = 2.0
 BACKLOG = 2_048
 CLEAR_INTERVAL_S = 1.0
+MEMORY_INTERVAL_S = 1.0
+AUDIT_LOOK_S = 1.0  # whether anybody is due
 TOKENIZER_THREADS = 2
 
 
@@ -140,8 +142,12 @@ async def _background(
         ("view", settings.view_interval_s, reader.refresh),
         ("probe", settings.view_interval_s, prober.round),
         ("renew", settings.renew_interval_s, partial(maintenance.renew, pools, metrics)),
+        ("memory", MEMORY_INTERVAL_S, maintenance.MemoryWatch(pools, metrics).look),
         ("clear", CLEAR_INTERVAL_S, partial(maintenance.clear, pools)),
     ]
+    if settings.audit_interval_s:
+        audit = partial(maintenance.audit, pools, settings, metrics)
+        work.append(("audit", AUDIT_LOOK_S, audit))
     if settings.static_workers:
         static = StaticWorkers(pools, upstream, settings)
         work.append(("health", settings.health_interval_s, static.round))

@@ -96,7 +96,7 @@ class Keys:
 SINGLE_KEYS = frozenset(
     {
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
-        *("cursor", "batch", "digest", "resync", "retired", "tick", "counts"),
+        *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
     }
 )
 

@@ -37,13 +37,14 @@ SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
         "settle": "load leases lease",
         "renew": "load leases lease",
         "tick": "tick hello cursor alive alive_servers servers load resync retired counts",
-        "apply": "workers load alive cursor batch digest resync retired lease counts",
+        "apply": "workers load alive cursor batch digest resync retired lease counts tick",
         "apply_control": "workers load alive alive_servers cursor batch digest next_slot resync retired counts",
         "apply_server": "servers workers load alive_servers cursor counts",
         "prove": "workers load counts",
         "register": "workers load alive next_slot retired",
         "forget": "workers servers load alive alive_servers cursor batch digest resync retired",
         "collect": "retired",
+        "audit": "workers load digest resync counts audit audit_walk",
     }.items()
 }
 
