@@ -102,7 +102,8 @@ class ServerPublisher:
         for name, content in config.artifacts.items():
             manifest[name], chunks = wire.split_artifact(content)
             for sha256, piece in chunks.items():  # one call each: none is long
-                self._stream.client.set(self._keys.artifact(config.server_id, sha256), piece, nx=True)
+                # SETNX: the one way to add without a right to overwrite
+                self._stream.client.setnx(self._keys.artifact(config.server_id, sha256), piece)
         self._stream.join(
             wire.dumps(
                 {
