@@ -47,7 +47,7 @@ class WorkerPublisher:
         self._load = load
         self._command_key = keys.command(config.worker_id)
         self._stream = StreamWriter(
-            connect(config.redis_url),
+            connect(config.redis_url, keys.tag),
             keys.events(wire.check_name(config.worker_id)),
             (keys.hello, f"events:{config.worker_id}"),
             wire.events_maxlen(config.capacity_blocks),

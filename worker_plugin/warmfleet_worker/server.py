@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from redis.exceptions import RedisError
 
 from warmfleet_worker import wire
+from warmfleet_worker.endpoint import parse
 from warmfleet_worker.stream import Outage, Refused, StreamGone, StreamWriter, connect
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class ServerPublisher:
         self.config = config
         self._keys = keys
         self._stream = StreamWriter(
-            connect(config.redis_url),
+            connect(config.redis_url, keys.tag),
             keys.server(wire.check_name(config.server_id)),
             (keys.hello, f"server:{config.server_id}"),
             wire.SERVER_MAXLEN,
@@ -164,14 +165,13 @@ def worker_url(redis_url: str, host: str | None, port: int, *, tls: bool = False
 
 def redis_is_local(redis_url: str) -> bool:
     """Redis is reached through a unix socket or loopback, so the routers are on this machine."""
-    parts = urlsplit(redis_url)
-    return parts.scheme == "unix" or _is(parts.hostname or "localhost", "is_loopback")
+    return all(_is(host, "is_loopback") for host, _ in parse(redis_url).nodes)
 
 
 def outgoing_address(redis_url: str) -> str:
     """This machine's address on the way to Redis. Sends nothing: it only asks the routing table."""
-    parts = urlsplit(redis_url)
-    family, kind, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
+    host, port = parse(redis_url).nodes[0]
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])

@@ -1,0 +1,196 @@
+"""Real servers on loopback ports: with TLS, behind Sentinels, as a Cluster. Every process is killed at the end."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, cast
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from tests.conftest import redis7_binary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+QUIET = ("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction", "--bind", "127.0.0.1")
+
+
+@dataclass
+class Node:
+    """One process and its port."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+
+    def client(self) -> redis.Redis:
+        retry = Retry(NoBackoff(), 0)
+        return redis.Redis(port=self.port, retry=retry, socket_timeout=1, decode_responses=True)
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, with room for a Cluster's bus 10,000 above."""
+    with ExitStack() as stack:
+        found: list[int] = []
+        while len(found) < count:
+            one = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            if (port := one.getsockname()[1]) < 55_000:
+                found.append(port)
+        return found
+
+
+def until(true: Callable[[], object], what: str, seconds: float = 15.0) -> None:
+    """Poll ``true``, for which an error is a no; fails the test after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(redis.RedisError, OSError):
+            if true():
+                return
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds} s: {what}")
+        time.sleep(0.02)
+
+
+@dataclass
+class Servers:
+    """A folder and what was started in it."""
+
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="wf-topology-")))
+    nodes: list[Node] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.process.kill()
+            node.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start(self, port: int, *options: str) -> Node:
+        """A data server; it may not be up yet."""
+        home = self.folder / str(port)
+        home.mkdir()
+        return self.run(port, [*QUIET, "--port", str(port), "--dir", str(home), *options])
+
+    def run(self, port: int, arguments: list[str]) -> Node:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        node = Node(port, subprocess.Popen([redis7_binary(), *arguments], **quiet))  # type: ignore[call-overload]
+        self.nodes.append(node)
+        return node
+
+
+# ---------------------------------------------------------------- TLS
+
+
+def openssl(folder: Path, line: str) -> None:
+    subprocess.run(["openssl", *line.split()], cwd=folder, check=True, capture_output=True)
+
+
+def make_ca(folder: Path, name: str) -> Path:
+    """A certificate authority: ``name.pem`` and its key."""
+    new = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    openssl(folder, f"req {new} -subj /CN={name} -keyout {name}.key -out {name}.pem")
+    return folder / f"{name}.pem"
+
+
+def issue(folder: Path, ca: str, name: str) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 and its key, signed by ``ca``."""
+    new = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    openssl(folder, f"req {new} -subj /CN={name} -keyout {name}.key -out {name}.csr")
+    (folder / "san").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
+    sign = f"-CA {ca}.pem -CAkey {ca}.key -CAcreateserial -days 2 -extfile san"
+    openssl(folder, f"x509 -req -in {name}.csr {sign} -out {name}.pem")
+    return folder / f"{name}.pem", folder / f"{name}.key"
+
+
+@dataclass
+class Secured:
+    """A Redis that speaks only TLS and wants a client certificate of its own authority."""
+
+    port: int
+    ca: Path
+    other_ca: Path
+    certificate: Path
+    key: Path
+
+    @property
+    def url(self) -> str:
+        """Complete but for the authority."""
+        return f"rediss://127.0.0.1:{self.port}/0?ssl_certfile={self.certificate}&ssl_keyfile={self.key}"
+
+
+@contextmanager
+def tls_server() -> Iterator[Secured]:
+    with Servers() as servers:
+        folder = servers.folder
+        ca, other = make_ca(folder, "ca"), make_ca(folder, "other")
+        certificate, key = issue(folder, "ca", "redis")
+        own, own_key = issue(folder, "ca", "client")
+        [port] = free_ports(1)
+        tls = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+        servers.run(port, [*QUIET, "--port", "0", "--dir", str(folder), *tls, "--tls-ca-cert-file", str(ca)])
+        made = Secured(port, ca, other, own, own_key)
+        with redis.Redis.from_url(f"{made.url}&ssl_ca_certs={ca}", retry=Retry(NoBackoff(), 0)) as client:
+            until(client.ping, "Redis speaks TLS")
+        yield made
+
+
+# ---------------------------------------------------------------- Sentinel
+
+
+@dataclass
+class Watched:
+    """A master, its replica and three Sentinels that promote the replica 1 s after they lost the master."""
+
+    master: Node
+    replica: Node
+    sentinels: list[Node]
+
+    @property
+    def url(self) -> str:
+        return "redis+sentinel://" + ",".join(f"127.0.0.1:{node.port}" for node in self.sentinels) + "/kv"
+
+    def promoted(self) -> bool:
+        return bool(self.replica.client().info("replication")["role"] == "master")
+
+
+@contextmanager
+def sentinels() -> Iterator[Watched]:
+    with Servers() as servers:
+        first, second, *three = free_ports(5)
+        fast = ("--repl-diskless-sync-delay", "0")
+        master = servers.start(first, *fast)
+        replica = servers.start(second, *fast, "--replicaof", "127.0.0.1", str(first))
+        until(lambda: replica.client().info("replication")["master_link_status"] == "up", "the replica follows")
+        watched = Watched(master, replica, [servers.run(port, _sentinel(servers, port, first)) for port in three])
+        for node in watched.sentinels:
+            until(lambda node=node: _complete(node), "the Sentinels know each other")  # type: ignore[misc]
+        yield watched
+
+
+def _sentinel(servers: Servers, port: int, master: int) -> list[str]:
+    file = servers.folder / f"sentinel-{port}.conf"
+    lines = [f"port {port}", "bind 127.0.0.1", f"sentinel monitor kv 127.0.0.1 {master} 2"]
+    lines += ["sentinel down-after-milliseconds kv 1000", "sentinel failover-timeout kv 5000"]
+    file.write_text("\n".join([*lines, f"dir {servers.folder}"]) + "\n")
+    return [str(file), "--sentinel"]
+
+
+def _complete(node: Node) -> bool:
+    state = cast("dict[str, int]", node.client().sentinel_master("kv"))
+    return int(state["num-other-sentinels"]) == 2 and int(state["num-slaves"]) == 1
