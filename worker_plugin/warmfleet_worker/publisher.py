@@ -121,7 +121,7 @@ class WorkerPublisher:
     def _round(self) -> None:
         """Everything that is due now."""
         now = time.monotonic()
-        if not self._state.joined:
+        if not self._state.joined or (self._stream.moved and not self._state.acknowledged):
             self._join(now)
         self._stream.flush()  # what a failed round has left
         self._put_progress()
@@ -268,15 +268,26 @@ class WorkerPublisher:
             logger.warning("warmfleet: %s: %s", self._command_key, error)
             return
         if command.nonce != self._stream.nonce:
-            if self._state.acknowledged:
-                self._stop_for_good(f"another process has joined as {self.config.worker_id}")
-            return
-        self._update(acknowledged=True, applied=command.applied)
-        if command.id and command.id not in self._obeyed:
-            self._obeyed.append(command.id)
-            self._obey(command.do, command.id)
+            self._not_current(command.nonce)
+        else:
+            self._update(acknowledged=True, applied=command.applied)
+            if command.id and command.id not in self._obeyed:
+                self._obey(command.do, command.id)
+
+    def _not_current(self, nonce: str) -> None:
+        """The fleet takes another incarnation for this worker: an older one, for now or again, or a newer process."""
+        if not self._state.acknowledged:
+            self._stream.older.append(nonce)
+        elif nonce in self._stream.older:  # Redis failed over to a replica that had not heard of this one
+            logger.warning("warmfleet: Redis has lost the join of %s: joining again", self.config.worker_id)
+            self._update(joined=False, acknowledged=False)
+        else:
+            reason = f"another process has joined as {self.config.worker_id}"
+            logger.error("warmfleet: %s: this engine is no longer reported. Give each server its own id", reason)
+            self._update(stopped=reason, joined=False)
 
     def _obey(self, do: str, command: str) -> None:
+        self._obeyed.append(command)
         logger.info("warmfleet: told to %s", do)
         if do == "resync":
             self._snapshot = None  # the one under way has failed
@@ -286,7 +297,3 @@ class WorkerPublisher:
             self._update(joined=False, acknowledged=False)
         elif do == "drain":
             self._update(draining=True)
-
-    def _stop_for_good(self, reason: str) -> None:
-        logger.error("warmfleet: %s: this engine is no longer reported. Give each server its own id", reason)
-        self._update(stopped=reason, joined=False)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
+YOUNG_SECONDS = 60.0  # a join or an artifact this young may be lost in a failover of Redis: nobody would ask for it
 READY_SECONDS = 120.0  # a server that does not listen by then is announced all the same: the probe will tell
 
 
@@ -62,6 +63,7 @@ class ServerPublisher:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="warmfleet-server", daemon=True)
         self.joined = False
+        self._joined_at = 0.0
 
     def start(self) -> None:
         self._thread.start()
@@ -91,7 +93,7 @@ class ServerPublisher:
         self._leave()
 
     def _round(self) -> None:
-        if not self.joined:
+        if not self.joined or (self._stream.moved and time.monotonic() - self._joined_at < YOUNG_SECONDS):
             self._join()
         self._stream.flush()  # what a failed round has left
         self._stream.put("heartbeat")
@@ -118,7 +120,7 @@ class ServerPublisher:
                 }
             )
         )
-        self.joined = True
+        self.joined, self._joined_at = True, time.monotonic()
         logger.info("warmfleet: server %s joined %s as %s", config.server_id, config.model, config.url)
 
     def _leave(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,17 +102,27 @@ class StreamWriter:
         self.client = client
         self.key = key
         self.nonce = ""
+        self.older: deque[str] = deque(maxlen=64)  # nonces of this key that were current before
         self.number = 0  # of the last entry made
         self.lost_entries = 0
         self.lost_blocks = 0
         self._hello_key, self._hello_name = hello
         self._maxlen = maxlen
         self._pending: list[Entry] = []
+        self._joined_at: object = None
 
     @property
     def pending(self) -> int:
         """Entries that wait for Redis."""
         return len(self._pending)
+
+    @property
+    def moved(self) -> bool:
+        """Redis has failed over since the join, which may not have reached the new master."""
+        return self._joined_at != self._master()
+
+    def _master(self) -> object:
+        return getattr(self.client.connection_pool, "master_address", None)  # None: there is but one server
 
     def join(self, data: str) -> None:
         """Begin a new incarnation. Raises RedisError when Redis is away or refuses: call again."""
@@ -122,6 +133,8 @@ class StreamWriter:
         pipeline.xadd(self._hello_key, {b"s": self._hello_name}, maxlen=wire.HELLO_MAXLEN, approximate=True)
         pipeline.execute()
         self._pending.clear()  # of the incarnation that has just ended
+        self.older.append(self.nonce)
+        self._joined_at = self._master()
         self.nonce, self.number = nonce, number
 
     def put(self, operation: str, data: bytes | str = b"", blocks: int = 0) -> None:
