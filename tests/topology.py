@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self, cast
 import pytest
 import redis
 from redis.backoff import NoBackoff
+from redis.crc import key_slot
 from redis.retry import Retry
 from tests.conftest import redis7_binary
 
@@ -194,3 +195,51 @@ def _sentinel(servers: Servers, port: int, master: int) -> list[str]:
 def _complete(node: Node) -> bool:
     state = cast("dict[str, int]", node.client().sentinel_master("kv"))
     return int(state["num-other-sentinels"]) == 2 and int(state["num-slaves"]) == 1
+
+
+# ---------------------------------------------------------------- Cluster
+
+SLOTS = 16_384
+
+
+@dataclass
+class Clustered:
+    """Three masters, and one replica of the one that owns a tag's slot: it takes over 1 s after it lost its master."""
+
+    owner: Node
+    replica: Node
+    masters: list[Node]
+
+    @property
+    def url(self) -> str:
+        """Begins with a node that does not own the slot."""
+        others = [node for node in self.masters if node is not self.owner]
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in [*others, self.owner])
+
+    def promoted(self) -> bool:
+        return bool(self.replica.client().info("replication")["role"] == "master")
+
+
+@contextmanager
+def cluster(tag: str) -> Iterator[Clustered]:
+    with Servers() as servers:
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0")
+        nodes = [servers.start(port, *options, "--cluster-replica-validity-factor", "0") for port in free_ports(4)]
+        *masters, replica = nodes
+        for node in nodes:
+            until(node.client().ping, "a node answers")
+        share = -(-SLOTS // len(masters))
+        for number, node in enumerate(masters):
+            node.client().cluster("ADDSLOTSRANGE", number * share, min((number + 1) * share, SLOTS) - 1)
+            node.client().cluster("SET-CONFIG-EPOCH", number + 1)
+        for node in nodes[1:]:
+            nodes[0].client().cluster("MEET", "127.0.0.1", node.port)
+        owner = masters[key_slot(tag.encode()) // share]
+        name = owner.client().cluster("MYID")
+        for node in nodes:
+            until(lambda node=node: len(node.client().cluster("NODES")) == len(nodes), "the nodes know each other")  # type: ignore[misc]
+        replica.client().cluster("REPLICATE", name)
+        until(lambda: replica.client().info("replication")["master_link_status"] == "up", "the replica follows")
+        for node in nodes:
+            until(lambda node=node: node.client().cluster("INFO")["cluster_state"] == "ok", "the Cluster is up")  # type: ignore[misc]
+        yield Clustered(owner, replica, masters)

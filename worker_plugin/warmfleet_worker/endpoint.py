@@ -25,6 +25,7 @@ CLUSTER_SLOTS = 16_384
 DEFAULT_PORTS = {"single": 6379, "sentinel": 26379, "cluster": 6379}
 FILE_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 ASK_AGAIN_SECONDS = 0.05  # an answer is good for this long: a lost master costs one question, not one per connection
+LOOK_SECONDS = 1.0  # between two questions while all is well: a planned failover leaves the old master answering
 _NODE = re.compile(r"(\[[^\]@/]+\]|[^:\[\]/@\s]+)(?::(\d{1,5}))?\Z")
 
 

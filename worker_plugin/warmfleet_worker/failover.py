@@ -8,6 +8,7 @@ the same pool, asked ``CLUSTER SLOTS``. The routers have this in asyncio: ``warm
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -15,7 +16,7 @@ from redis.connection import ConnectionPool, SSLConnection, parse_url
 from redis.exceptions import AskError, ClusterDownError, RedisError
 from redis.sentinel import SentinelConnectionPool, SentinelManagedConnection
 
-from warmfleet_worker.endpoint import ASK_AGAIN_SECONDS, Address, Endpoint
+from warmfleet_worker.endpoint import ASK_AGAIN_SECONDS, LOOK_SECONDS, Address, Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +54,19 @@ class Locator:
     def close(self) -> None:
         for _, client in self._nodes:
             client.close()
+
+
+class MasterPool(SentinelConnectionPool):
+    """Asks once a second, too: connections to a master that was ours end then."""
+
+    _look_at = 0.0
+
+    def get_connection(self, *args: Any, **kwargs: Any) -> Any:
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_SECONDS
+            with suppress(redis.RedisError, OSError):  # the old answer stands
+                self.get_master_address()  # type: ignore[no-untyped-call]
+        return super().get_connection(*args, **kwargs)
 
 
 class MasterConnection(SentinelManagedConnection):
@@ -95,5 +109,5 @@ def master_client(endpoint: Endpoint, tag: str, **options: Any) -> redis.Redis:
     ]
     kind = MasterTLSConnection if base else MasterConnection
     locator = Locator(endpoint, tag, nodes)
-    pool = SentinelConnectionPool(endpoint.service, locator, connection_class=kind, **options)  # type: ignore[no-untyped-call]
+    pool = MasterPool(endpoint.service, locator, connection_class=kind, **options)  # type: ignore[no-untyped-call]
     return MasterRedis.from_pool(pool)

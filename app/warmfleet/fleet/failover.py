@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import redis.asyncio as aioredis
@@ -19,7 +20,7 @@ from redis.exceptions import AskError, ClusterDownError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from warmfleet_worker.endpoint import ASK_AGAIN_SECONDS, Address, Endpoint
+from warmfleet_worker.endpoint import ASK_AGAIN_SECONDS, LOOK_SECONDS, Address, Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,15 +72,34 @@ class Locator:
 
 
 class MasterPool(SentinelConnectionPool):
-    """After a call that failed, idle connections are not trusted either: a frozen master keeps them all open."""
+    """After a call that failed, idle connections are not trusted either: a frozen master keeps them all open.
+
+    Besides, somebody is asked once a second, beside the calls: connections to a master that was ours end then.
+    """
 
     doubted = False
+    _look_at = 0.0
+    _looking: asyncio.Task[None] | None = None
 
     async def get_connection(self, *args: Any, **kwargs: Any) -> Any:
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_SECONDS
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.create_task(self._look())
         if self.doubted:
             self.doubted = False
             await self.disconnect(inuse_connections=False)
         return await super().get_connection(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    async def _look(self) -> None:
+        with suppress(RedisError, OSError):  # the old answer stands
+            await self.get_master_address()  # type: ignore[no-untyped-call]
+
+    async def aclose(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
+        await super().aclose()
 
 
 class MasterConnection(SentinelManagedConnection):
