@@ -34,6 +34,7 @@ class Survival:
 
     url: str
     model: str
+    worker_url: str = ""  # if workers have a user of their own
     tracker: Tracker = field(default_factory=Tracker)
     answered: list[float] = field(default_factory=list)
     failures: list[tuple[float, str]] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Survival:
         url, model = self.url, self.model
         self.tracker.stored([os.urandom(8) for _ in range(2_000)])
         self.fleet = Fleet(connect(url, wire.model_tag(model)), model, Timeouts(request_s=0.25, upkeep_s=2.0))
+        url = self.worker_url or url
         config = PublisherConfig(url, model, WORKER, "w1", 0, SCHEME, 99_999, 32_768, "test")
         self.core = WorkerPublisher(config, self.tracker)
         self.half = ServerPublisher(ServerConfig(url, model, "w1", "http://127.0.0.1:9", ("m",), "test"))

@@ -32,10 +32,13 @@ class Node:
 
     port: int
     process: subprocess.Popen[bytes]
+    user: tuple[str | None, str | None] = (None, None)
 
     def client(self) -> redis.Redis:
         retry = Retry(NoBackoff(), 0)
-        return redis.Redis(port=self.port, retry=retry, socket_timeout=1, decode_responses=True)
+        name, password = self.user
+        options = {"retry": retry, "socket_timeout": 1, "decode_responses": True}
+        return redis.Redis(port=self.port, username=name, password=password, **options)  # type: ignore[arg-type]
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         self.process.send_signal(number)
@@ -82,15 +85,15 @@ class Servers:
             node.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def start(self, port: int, *options: str) -> Node:
+    def start(self, port: int, *options: str, user: tuple[str | None, str | None] = (None, None)) -> Node:
         """A data server; it may not be up yet."""
         home = self.folder / str(port)
         home.mkdir()
-        return self.run(port, [*QUIET, "--port", str(port), "--dir", str(home), *options])
+        return self.run(port, [*QUIET, "--port", str(port), "--dir", str(home), *options], user)
 
-    def run(self, port: int, arguments: list[str]) -> Node:
+    def run(self, port: int, arguments: list[str], user: tuple[str | None, str | None] = (None, None)) -> Node:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        node = Node(port, subprocess.Popen([redis7_binary(), *arguments], **quiet))  # type: ignore[call-overload]
+        node = Node(port, subprocess.Popen([redis7_binary(), *arguments], **quiet), user)  # type: ignore[call-overload]
         self.nodes.append(node)
         return node
 
@@ -121,9 +124,10 @@ def issue(folder: Path, ca: str, name: str) -> tuple[Path, Path]:
 
 @dataclass
 class Secured:
-    """A Redis that speaks only TLS and wants a client certificate of its own authority."""
+    """A Redis that speaks only TLS and wants a client certificate of its own authority; and a Sentinel like it."""
 
     port: int
+    sentinel: int
     ca: Path
     other_ca: Path
     certificate: Path
@@ -132,7 +136,15 @@ class Secured:
     @property
     def url(self) -> str:
         """Complete but for the authority."""
-        return f"rediss://127.0.0.1:{self.port}/0?ssl_certfile={self.certificate}&ssl_keyfile={self.key}"
+        return f"rediss://127.0.0.1:{self.port}/0?{self._options}"
+
+    @property
+    def sentinel_url(self) -> str:
+        return f"rediss+sentinel://127.0.0.1:{self.sentinel}/kv?{self._options}"
+
+    @property
+    def _options(self) -> str:
+        return f"ssl_certfile={self.certificate}&ssl_keyfile={self.key}"
 
 
 @contextmanager
@@ -142,10 +154,14 @@ def tls_server() -> Iterator[Secured]:
         ca, other = make_ca(folder, "ca"), make_ca(folder, "other")
         certificate, key = issue(folder, "ca", "redis")
         own, own_key = issue(folder, "ca", "client")
-        [port] = free_ports(1)
-        tls = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
-        servers.run(port, [*QUIET, "--port", "0", "--dir", str(folder), *tls, "--tls-ca-cert-file", str(ca)])
-        made = Secured(port, ca, other, own, own_key)
+        port, sentinel = free_ports(2)
+        tls = ["--port", "0", "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+        tls += ["--tls-ca-cert-file", str(ca), "--tls-replication", "yes", "--dir", str(folder)]
+        servers.run(port, [*QUIET, *tls, "--tls-port", str(port)])
+        file = folder / "sentinel.conf"
+        file.write_text(f"sentinel monitor kv 127.0.0.1 {port} 1\n")
+        servers.run(sentinel, [str(file), "--sentinel", *tls, "--tls-port", str(sentinel)])
+        made = Secured(port, sentinel, ca, other, own, own_key)
         with redis.Redis.from_url(f"{made.url}&ssl_ca_certs={ca}", retry=Retry(NoBackoff(), 0)) as client:
             until(client.ping, "Redis speaks TLS")
         yield made
@@ -164,30 +180,42 @@ class Watched:
 
     @property
     def url(self) -> str:
-        return "redis+sentinel://" + ",".join(f"127.0.0.1:{node.port}" for node in self.sentinels) + "/kv"
+        return self.url_of("")
+
+    def url_of(self, user: str) -> str:
+        return f"redis+sentinel://{user}" + ",".join(f"127.0.0.1:{node.port}" for node in self.sentinels) + "/kv"
 
     def promoted(self) -> bool:
         return bool(self.replica.client().info("replication")["role"] == "master")
 
 
 @contextmanager
-def sentinels() -> Iterator[Watched]:
+def sentinels(users: str = "") -> Iterator[Watched]:
+    """users: lines of an aclfile with `replica`, `sentinel` and `admin`, each with its name as its password."""
     with Servers() as servers:
         first, second, *three = free_ports(5)
-        fast = ("--repl-diskless-sync-delay", "0")
-        master = servers.start(first, *fast)
-        replica = servers.start(second, *fast, "--replicaof", "127.0.0.1", str(first))
+        options = ["--repl-diskless-sync-delay", "0"]
+        if users:
+            (servers.folder / "users.acl").write_text(users)
+            options += ["--aclfile", str(servers.folder / "users.acl"), "--masteruser", "replica"]
+            options += ["--masterauth", "replica"]
+        user = ("admin", "admin") if users else (None, None)
+        master = servers.start(first, *options, user=user)
+        replica = servers.start(second, *options, "--replicaof", "127.0.0.1", str(first), user=user)
         until(lambda: replica.client().info("replication")["master_link_status"] == "up", "the replica follows")
-        watched = Watched(master, replica, [servers.run(port, _sentinel(servers, port, first)) for port in three])
+        watched = Watched(
+            master, replica, [servers.run(port, _sentinel(servers, port, first, bool(users))) for port in three]
+        )
         for node in watched.sentinels:
             until(lambda node=node: _complete(node), "the Sentinels know each other")  # type: ignore[misc]
         yield watched
 
 
-def _sentinel(servers: Servers, port: int, master: int) -> list[str]:
+def _sentinel(servers: Servers, port: int, master: int, guarded: bool) -> list[str]:
     file = servers.folder / f"sentinel-{port}.conf"
     lines = [f"port {port}", "bind 127.0.0.1", f"sentinel monitor kv 127.0.0.1 {master} 2"]
     lines += ["sentinel down-after-milliseconds kv 1000", "sentinel failover-timeout kv 5000"]
+    lines += ["sentinel auth-user kv sentinel", "sentinel auth-pass kv sentinel"] if guarded else []
     file.write_text("\n".join([*lines, f"dir {servers.folder}"]) + "\n")
     return [str(file), "--sentinel"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.children import StackError
-from warmfleet.fleet.acl import router_rules, user, worker_rules
+from warmfleet.fleet.acl import REPLICA_RULES, SENTINEL_RULES, router_rules, user, worker_rules
 from warmfleet_worker.wire import WireError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def rules_of(options: argparse.Namespace) -> dict[str, Sequence[str]]:
     try:
         if not options.no_router:
             users |= {} if options.commands else {"admin": ADMIN_RULES}
+            users |= {"replica": REPLICA_RULES, "sentinel": SENTINEL_RULES} if options.sentinel else {}
             users["router"] = router_rules(options.models, cluster=options.cluster)
         for worker in options.worker:
             rules = worker_rules(options.models[0], worker, ranks=options.ranks, cluster=options.cluster)

@@ -175,6 +175,7 @@ def _acl(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=_count, default=1, help="data-parallel ranks of a worker (default %(default)s)")
     parser.add_argument("--no-router", action="store_true", help="workers only, to add to users that exist")
+    parser.add_argument("--sentinel", action="store_true", help="also users `replica` and `sentinel`, for Redis itself")
     parser.add_argument("--cluster", action="store_true", help="also what Redis Cluster takes: CLUSTER SLOTS")
     parser.add_argument("--commands", action="store_true", help="ACL SETUSER commands in place of an aclfile")
     parser.add_argument("--password-file", metavar="FILE", help="lines of `NAME PASSWORD` (default: generated)")

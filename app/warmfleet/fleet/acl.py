@@ -33,6 +33,12 @@ ROUTER_COMMANDS = (
 WORKER_COMMANDS = ("ping", "select")
 #: With Redis Cluster both ask where their slot is.
 CLUSTER_COMMANDS = ("cluster|slots",)
+#: What Redis itself needs where `default` is off: a replica at its master, a Sentinel at the servers it watches.
+REPLICA_RULES = ("+psync", "+replconf", "+ping")
+SENTINEL_RULES = (
+    *("allchannels", "+multi", "+slaveof", "+ping", "+exec", "+subscribe", "+config|rewrite", "+role", "+publish"),
+    *("+info", "+client|setname", "+client|kill", "+script|kill"),
+)
 
 
 def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:

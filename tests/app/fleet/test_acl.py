@@ -183,7 +183,8 @@ def test_nobody_comes_in_without_a_password(guarded: Guarded) -> None:
 # ------------------------------------------------ the whole way
 
 
-async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded) -> None:
+async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     tracker = Tracker()
     tracker.stored([os.urandom(8) for _ in range(600)])
     config = PublisherConfig(guarded.url("worker-w2"), MODEL, "w2.0", "w2", 0, SCHEME, 9_999, 32_768, "test")

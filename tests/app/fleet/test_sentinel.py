@@ -13,6 +13,8 @@ from tests.conftest import poll
 from tests.survival import SCHEME, Survival
 from tests.topology import free_ports, sentinels
 
+from warmfleet.cli.acl import lines, rules_of
+from warmfleet.cli.parser import build_parser
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet_worker import wire
@@ -34,6 +36,20 @@ async def test_a_failover_under_load(model: str, number: signal.Signals, monkeyp
             assert indexed_s < 10
             assert fleet.core.state.stopped is None
             await fleet.consistent(held)
+
+
+async def test_a_failover_where_everybody_has_least_rights(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The users of ``warmfleet acl --sentinel`` are enough for replication, promotion and both ways after it."""
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
+    users = rules_of(build_parser().parse_args(["acl", model, "--worker", "w1", "--sentinel"]))
+    with sentinels("\n".join(lines(users, {name: name for name in users}, commands=False)) + "\n") as watched:
+        router, worker = watched.url_of("router:router@"), watched.url_of("worker-w1:worker-w1@")
+        async with Survival(router, model, worker) as fleet:
+            held = await fleet.hold()
+            decided_s, indexed_s = await fleet.struck(watched.master.kill)
+            assert max(decided_s, indexed_s) < 10
+            await fleet.consistent(held)
+            assert "NOPERM" not in " ".join(why for _, why in fleet.failures)
 
 
 async def test_no_request_fails_meanwhile(model: str) -> None:

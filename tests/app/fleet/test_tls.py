@@ -38,9 +38,11 @@ def publisher(url: str, model: str, tracker: Tracker) -> WorkerPublisher:
     return WorkerPublisher(PublisherConfig(url, model, "w1.0", "w1", 0, SCHEME, 9_999, 32_768, "test"), tracker)
 
 
-@pytest.mark.parametrize("by", ["setting", "option"])
+@pytest.mark.parametrize("by", ["setting", "option", "sentinel"])
 async def test_both_ways_over_tls(secured: Secured, model: str, by: str) -> None:
-    url = with_ca(secured.url, str(secured.ca)) if by == "setting" else f"{secured.url}&ssl_ca_certs={secured.ca}"
+    url = f"{secured.url}&ssl_ca_certs={secured.ca}"
+    if by != "option":
+        url = with_ca(secured.sentinel_url if by == "sentinel" else secured.url, str(secured.ca))
     tracker = Tracker()
     tracker.stored([os.urandom(8) for _ in range(300)])
     core = publisher(url, model, tracker)
