@@ -50,7 +50,7 @@ def test_one_more_worker_as_commands(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_sentinel_and_cluster_add_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["acl", "m", "--worker", "w", "--sentinel", "--cluster"]) == 0
-    names = dict((line.split()[1], line) for line in capsys.readouterr().out.splitlines())
+    names = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()}
     assert list(names) == ["default", "admin", "replica", "sentinel", "router", "worker-w"]
     assert names["replica"].endswith(" +psync +replconf +ping")
     assert " ~" not in names["sentinel"]
