@@ -11,7 +11,7 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self
 
 import pytest
 import redis
@@ -221,8 +221,8 @@ def _sentinel(servers: Servers, port: int, master: int, guarded: bool) -> list[s
 
 
 def _complete(node: Node) -> bool:
-    state = cast("dict[str, int]", node.client().sentinel_master("kv"))
-    return int(state["num-other-sentinels"]) == 2 and int(state["num-slaves"]) == 1
+    state = node.client().info("sentinel")["master0"]
+    return bool((state["sentinels"], state["slaves"]) == (3, 1))
 
 
 # ---------------------------------------------------------------- Cluster
