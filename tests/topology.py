@@ -185,6 +185,12 @@ class Watched:
     def url_of(self, user: str) -> str:
         return f"redis+sentinel://{user}" + ",".join(f"127.0.0.1:{node.port}" for node in self.sentinels) + "/kv"
 
+    def agreed(self) -> bool:
+        """Every Sentinel names the replica as the master."""
+        question = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "kv")
+        named = [node.client().execute_command(*question)[1] for node in self.sentinels]  # type: ignore[no-untyped-call]
+        return named == [str(self.replica.port)] * len(named)
+
     def promoted(self) -> bool:
         return bool(self.replica.client().info("replication")["role"] == "master")
 
@@ -214,7 +220,7 @@ def sentinels(users: str = "") -> Iterator[Watched]:
 def _sentinel(servers: Servers, port: int, master: int, guarded: bool) -> list[str]:
     file = servers.folder / f"sentinel-{port}.conf"
     lines = [f"port {port}", "bind 127.0.0.1", f"sentinel monitor kv 127.0.0.1 {master} 2"]
-    lines += ["sentinel down-after-milliseconds kv 1000", "sentinel failover-timeout kv 5000"]
+    lines += ["sentinel down-after-milliseconds kv 1000", "sentinel failover-timeout kv 2000"]
     lines += ["sentinel auth-user kv sentinel", "sentinel auth-pass kv sentinel"] if guarded else []
     file.write_text("\n".join([*lines, f"dir {servers.folder}"]) + "\n")
     return [str(file), "--sentinel"]

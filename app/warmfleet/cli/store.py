@@ -56,22 +56,25 @@ def check_store(url: str) -> str:
     """``url`` with WARMFLEET_REDIS_CA in it. Raises StackError unless a store answers there."""
     try:
         complete = with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))
+        asyncio.run(_ping(complete))
     except EndpointError as error:
         raise StackError(str(error)) from error
-    if not _answers(complete):
-        raise StackError("the store named by --redis or WARMFLEET_REDIS_URL does not answer a PING")
+    except (RedisError, OSError) as error:
+        text = f"the store named by --redis or WARMFLEET_REDIS_URL does not answer a PING: {error}"
+        raise StackError(text) from error
     return complete
 
 
 def _answers(url: str) -> bool:
-    return asyncio.run(_ping(url))
+    with suppress(RedisError, OSError):
+        asyncio.run(_ping(url))
+        return True
+    return False
 
 
-async def _ping(url: str) -> bool:
+async def _ping(url: str) -> None:
     client = connect(url, timeout_s=1)
     try:
-        return bool(await client.ping())
-    except (RedisError, OSError):
-        return False
+        await client.ping()
     finally:
         await client.aclose()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from typing import Any, cast
 
 import pytest
 from tests.app.engine import engine
@@ -16,7 +17,7 @@ from tests.topology import free_ports, sentinels
 from warmfleet.cli.acl import lines, rules_of
 from warmfleet.cli.parser import build_parser
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet import Fleet, Timeouts, connect
 from warmfleet_worker import wire
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 from warmfleet_worker.server import ServerConfig, ServerPublisher
@@ -131,3 +132,22 @@ async def test_joins_that_the_old_master_kept_to_itself_are_made_again(
         assert core.state.joins == 2
         await asyncio.to_thread(half.stop, 5)
         await asyncio.to_thread(core.stop, 5)
+
+
+async def test_a_frozen_master_costs_one_call_however_many_connections_it_holds(model: str) -> None:
+    with sentinels() as watched:
+        fleet = Fleet(connect(watched.url), model, Timeouts(request_s=0.25))
+        await asyncio.gather(*(fleet.settle(f"wf-{number}", "finished") for number in range(30)))
+        idle = len(cast("Any", fleet.redis.connection_pool)._available_connections)
+        assert idle > 5
+        watched.master.kill(signal.SIGSTOP)
+        await poll(watched.agreed, 20)
+        failed = 0
+        while True:
+            try:
+                await fleet.settle("wf-after", "finished")
+                break
+            except FleetUnavailable:
+                failed += 1
+        assert failed <= 1
+        await fleet.close()

@@ -11,6 +11,8 @@ import pytest
 from tests.conftest import PATIENT, poll
 from tests.topology import tls_server
 
+from warmfleet.cli.children import StackError
+from warmfleet.cli.store import check_store
 from warmfleet.errors import BadArgument, FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import create_app
@@ -100,3 +102,14 @@ def test_settings_that_cannot_work_are_refused_at_start(url: str, ca: str, why: 
         create_app(Settings(models=("m",), redis_url=url, redis_ca=ca))
     with pytest.raises(EndpointError, match=why):
         publisher(with_ca(url, ca), "m", Tracker())
+
+
+def test_warmfleet_up_looks_for_the_store_with_tls(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMFLEET_REDIS_CA", str(secured.ca))
+    assert check_store(secured.url) == with_ca(secured.url, str(secured.ca))
+    assert check_store(secured.sentinel_url) == with_ca(secured.sentinel_url, str(secured.ca))
+    monkeypatch.setenv("WARMFLEET_REDIS_CA", str(secured.other_ca))
+    with pytest.raises(StackError, match="certificate verify failed"):
+        check_store(secured.url)
+    with pytest.raises(StackError, match="rediss"):
+        check_store("redis://127.0.0.1")
