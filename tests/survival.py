@@ -13,6 +13,7 @@ from tests.conftest import poll
 
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Ask, Chain, Fleet, Renewal, Timeouts, connect, new_reservation
+from warmfleet.fleet.reservations import Spans
 from warmfleet.maintenance import stop
 from warmfleet_worker import wire
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
 WORKER = "w1.0"
 HELD = 20
-LOST_SETTLES_S = 32.0  # a settle that the old master took and did not pass on: the lease expires, 30 s after it began
+SPANS = Spans(lease_ms=6_000)  # a settle that the old master took and did not pass on: the lease must expire
 
 
 @dataclass
@@ -39,11 +40,13 @@ class Survival:
     answered: list[float] = field(default_factory=list)
     failures: list[tuple[float, str]] = field(default_factory=list)
     unsettled: list[str] = field(default_factory=list)
+    held: list[Renewal] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
         url, model = self.url, self.model
         self.tracker.stored([os.urandom(8) for _ in range(2_000)])
-        self.fleet = Fleet(connect(url, wire.model_tag(model)), model, Timeouts(request_s=0.25, upkeep_s=2.0))
+        client, timeouts = connect(url, wire.model_tag(model)), Timeouts(request_s=0.25, upkeep_s=2.0)
+        self.fleet = Fleet(client, model, timeouts, spans=SPANS)
         url = self.worker_url or url
         config = PublisherConfig(url, model, WORKER, "w1", 0, SCHEME, 99_999, 32_768, "test")
         self.core = WorkerPublisher(config, self.tracker)
@@ -71,6 +74,7 @@ class Survival:
 
     async def _upkeep(self) -> None:
         await self.fleet.step()
+        await self.fleet.renew(self.held)
         for one in list(self.unsettled):
             await self.fleet.settle(one, "cancelled")
             self.unsettled.remove(one)
@@ -100,10 +104,10 @@ class Survival:
     def ask(self, reservation: str) -> Ask:
         return Ask(reservation, (Chain(SCHEME.scheme_id, 16, next(iter(self.tracker.table))),), 320, 640)
 
-    async def hold(self) -> list[Renewal]:
-        """Reservations that stay open."""
+    async def hold(self) -> None:
+        """Reservations that stay open, and are renewed."""
         decisions = [await self.fleet.decide(self.ask(new_reservation(1))) for _ in range(HELD)]
-        return [Renewal(one.reservation, WORKER, one.prefill_tokens, one.decode_tokens) for one in decisions]
+        self.held = [Renewal(one.reservation, WORKER, one.prefill_tokens, one.decode_tokens) for one in decisions]
 
     async def struck(self, strike: Callable[[], None]) -> tuple[float, float]:
         """Seconds after ``strike`` until decisions work again, and until the index equals the table again."""
@@ -132,20 +136,19 @@ class Survival:
                 return all(await pipe.execute())
         return False
 
-    async def consistent(self, held: list[Renewal]) -> None:
+    async def consistent(self) -> None:
         """What is booked is exactly what is open: first the held reservations, then, once they are settled, nothing."""
         await stop([self.requests])
         await poll(lambda: not self.unsettled, 10, "every outcome is told")
-        renewed, rebuilt, refused = await self.fleet.renew(held)
+        renewed, rebuilt, refused = await self.fleet.renew(self.held)
         assert (renewed + rebuilt, refused) == (HELD, 0)
-        total = [sum(one.prefill_tokens for one in held), 0, HELD]  # decode counts from the first token on
-        await poll(lambda: self._load(total, held), LOST_SETTLES_S, "only what is held is booked")
-        for one in held:
-            await self.fleet.settle(one.reservation, "finished")
-        await poll(lambda: self._load([0, 0, 0], []), 10, "nothing is booked")
+        total = [sum(one.prefill_tokens for one in self.held), 0, HELD]  # decode counts from the first token on
+        await poll(lambda: self._load(total), 15, "only what is held is booked")
+        self.unsettled += [one.reservation for one in self.held]
+        self.held = []
+        await poll(lambda: self._load([0, 0, 0]), 15, "nothing is booked")
 
-    async def _load(self, expected: list[int], held: list[Renewal]) -> bool:
-        await self.fleet.renew(held)
+    async def _load(self, expected: list[int]) -> bool:
         await self.fleet.reap()
         [view] = await self.fleet.workers()
         return [view.load.prefill_tokens, view.load.decode_tokens, view.load.in_flight] == expected

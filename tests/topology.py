@@ -185,6 +185,12 @@ class Watched:
     def url_of(self, user: str) -> str:
         return f"redis+sentinel://{user}" + ",".join(f"127.0.0.1:{node.port}" for node in self.sentinels) + "/kv"
 
+    def cut(self) -> None:
+        """The replica hears nothing more of the master, and cannot connect to it again."""
+        self.replica.client().config_set("masterauth", "wrong")
+        self.master.client().execute_command("CLIENT", "KILL", "TYPE", "replica")  # type: ignore[no-untyped-call]
+        until(lambda: self.replica.client().info("replication")["master_link_status"] == "down", "the link is cut")
+
     def agreed(self) -> bool:
         """Every Sentinel names the replica as the master."""
         question = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "kv")

@@ -19,14 +19,14 @@ async def test_a_failover_under_load(model: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     with cluster(wire.model_tag(model)) as made:
         async with Survival(made.url, model) as fleet:
-            held = await fleet.hold()
+            await fleet.hold()
             decided_s, indexed_s = await fleet.struck(made.owner.kill)
             print(f"decisions after {decided_s:.2f} s, index after {indexed_s:.2f} s")
             assert made.promoted()
             assert decided_s < 10
             assert indexed_s < 10
             assert fleet.core.state.stopped is None
-            await fleet.consistent(held)
+            await fleet.consistent()
 
 
 async def test_an_owner_that_gave_its_slot_away_is_left(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,10 +34,10 @@ async def test_an_owner_that_gave_its_slot_away_is_left(model: str, monkeypatch:
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     with cluster(wire.model_tag(model)) as made:
         async with Survival(made.url, model) as fleet:
-            held = await fleet.hold()
+            await fleet.hold()
             await asyncio.to_thread(made.replica.client().cluster, "FAILOVER")
             await poll(made.promoted, 10)
             count = len(fleet.answered)
             await poll(lambda: len(fleet.answered) > count + 20, 10, "decisions go on")
-            await fleet.consistent(held)
+            await fleet.consistent()
             assert made.replica.client().exists(fleet.fleet.keys.load)
