@@ -29,12 +29,21 @@ class Locator:
         self._endpoint = endpoint
         self._tag = tag
         self._nodes = list(nodes)
-        self._known: tuple[float, Address] | None = None
+        self._known: tuple[float, Address] | None = None  # good until then
 
     def discover_master(self, _service: str) -> Address:
-        """Raises ConnectionError if no node knows. Takes twice ``node_timeout_s`` for each that is silent."""
-        if self._known and time.monotonic() - self._known[0] < ASK_AGAIN_SECONDS:
+        """Raises ConnectionError if no node ever knew. Takes twice ``node_timeout_s`` for each that is silent."""
+        if self._known and time.monotonic() < self._known[0]:
             return self._known[1]
+        try:
+            self._known = (time.monotonic() + ASK_AGAIN_SECONDS, self._ask())
+        except redis.ConnectionError:
+            if self._known is None:
+                raise
+            self._known = (time.monotonic() + LOOK_SECONDS, self._known[1])  # nobody says that it is another
+        return self._known[1]
+
+    def _ask(self) -> Address:
         why = "none of them knows"
         for node in list(self._nodes):
             (host, port), client = node
@@ -47,7 +56,6 @@ class Locator:
             if found:
                 self._nodes.remove(node)
                 self._nodes.insert(0, node)
-                self._known = (time.monotonic(), found)
                 return found
         raise redis.ConnectionError(f"nobody says where the Redis master is; {why}")
 

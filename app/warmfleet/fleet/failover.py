@@ -36,17 +36,21 @@ class Locator:
         self._endpoint = endpoint
         self._tag = tag
         self._nodes = list(nodes)
-        self._known: tuple[float, Address] | None = None
+        self._known: tuple[float, Address] | None = None  # good until then
         self._asking = asyncio.Lock()
 
     async def discover_master(self, _service: str) -> Address:
-        """Raises ConnectionError if no node knows. Takes twice ``node_timeout_s`` for each that is silent."""
+        """Raises ConnectionError if no node ever knew. Takes twice ``node_timeout_s`` for each that is silent."""
         async with self._asking:
-            if self._known and time.monotonic() - self._known[0] < ASK_AGAIN_SECONDS:
+            if self._known and time.monotonic() < self._known[0]:
                 return self._known[1]
-            found = await self._ask()
-            self._known = (time.monotonic(), found)
-            return found
+            try:
+                self._known = (time.monotonic() + ASK_AGAIN_SECONDS, await self._ask())
+            except RedisConnectionError:
+                if self._known is None:
+                    raise
+                self._known = (time.monotonic() + LOOK_SECONDS, self._known[1])  # nobody says that it is another
+            return self._known[1]
 
     async def _ask(self) -> Address:
         why = "none of them knows"

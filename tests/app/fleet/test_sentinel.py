@@ -18,7 +18,7 @@ from warmfleet.cli.acl import lines, rules_of
 from warmfleet.cli.parser import build_parser
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, Timeouts, connect
-from warmfleet_worker import wire
+from warmfleet_worker import stream, wire
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 from warmfleet_worker.server import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
@@ -166,4 +166,21 @@ async def test_a_frozen_master_costs_one_call_however_many_connections_it_holds(
             except FleetUnavailable:
                 failed += 1
         assert failed <= 1
+        await fleet.close()
+
+
+async def test_without_sentinels_the_last_master_is_still_the_master(model: str) -> None:
+    with sentinels() as watched:
+        fleet = Fleet(connect(watched.url, timeout_s=2), model, Timeouts(request_s=2))
+        client = stream.connect(watched.url)
+        assert client.ping()
+        await fleet.settle("wf-1", "finished")
+        for sentinel in watched.sentinels:
+            sentinel.kill()
+        for _ in range(3):
+            await fleet.redis.connection_pool.disconnect()
+            client.connection_pool.disconnect()
+            assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+            assert client.ping()
+        client.close()
         await fleet.close()
