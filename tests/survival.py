@@ -57,7 +57,7 @@ class Survival:
         await poll(self._prove, 20, "the worker is there")
         self.requests = asyncio.create_task(self._for_ever(self._request, 0.005))
         self.churn = asyncio.create_task(self._for_ever(self._churn, 0.01))
-        self.tasks += [self.requests, self.churn]
+        self.tasks += [self.requests, self.churn, asyncio.create_task(self._for_ever(self._prove, 0.2))]
         return self
 
     async def __aexit__(self, *_: object) -> None:

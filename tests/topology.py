@@ -256,6 +256,20 @@ class Clustered:
         others = [node for node in self.masters if node is not self.owner]
         return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in [*others, self.owner])
 
+    def hand_over(self) -> None:
+        """A planned failover. An election may fail, and is then to be asked for again."""
+        asked = [0.0]
+
+        def promoted() -> bool:
+            if self.promoted():
+                return True
+            if time.monotonic() - asked[0] > 3:
+                asked[0] = time.monotonic()
+                self.replica.client().cluster("FAILOVER")
+            return False
+
+        until(promoted, "the replica owns the slot", 20)
+
     def promoted(self) -> bool:
         return bool(self.replica.client().info("replication")["role"] == "master")
 

@@ -35,8 +35,7 @@ async def test_an_owner_that_gave_its_slot_away_is_left(model: str, monkeypatch:
     with cluster(wire.model_tag(model)) as made:
         async with Survival(made.url, model) as fleet:
             await fleet.hold()
-            await asyncio.to_thread(made.replica.client().cluster, "FAILOVER")
-            await poll(made.promoted, 10)
+            await asyncio.to_thread(made.hand_over)
             count = len(fleet.answered)
             await poll(lambda: len(fleet.answered) > count + 20, 10, "decisions go on")
             await fleet.consistent()
