@@ -17,7 +17,7 @@ BENCHES = $(patsubst tests/bench/bench_%.py,%,$(wildcard tests/bench/bench_*.py)
 
 SOURCES := app worker_plugin loadtest tests
 PROJECTS := pyproject.toml worker_plugin/pyproject.toml
-OS_PACKAGES := redis-server haproxy lua-check
+OS_PACKAGES := redis-server haproxy lua-check openssl
 
 RUN_STAMP := $(VENV)/.run-ready
 DEV_STAMP := $(VENV)/.dev-ready

@@ -31,6 +31,8 @@ from warmfleet.route import Router
 from warmfleet.settings import Settings, unknown_variables
 from warmfleet.static import StaticWorkers
 from warmfleet.upstream import Addresses, Upstream
+from warmfleet_worker.endpoint import EndpointError, with_ca
+from warmfleet_worker.wire import model_tag
 
 if TYPE_CHECKING:
     import socket
@@ -127,7 +129,11 @@ class _Server(uvicorn.Server):
 
 
 def _pool(tag: str, settings: Settings) -> Pool:
-    fleet = Fleet(connect(settings.redis_url), tag, Timeouts(request_s=settings.decide_timeout_s))
+    try:
+        client = connect(with_ca(settings.redis_url, settings.redis_ca), model_tag(tag))
+    except EndpointError as error:
+        raise BadArgument(str(error)) from error
+    fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
     return Pool(tag, fleet, Fallback(settings.redis_retry_s))
 
 

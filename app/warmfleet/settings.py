@@ -25,6 +25,7 @@ class Settings:
     """Read with ``Settings.from_environment()``. Lists are separated by commas."""
 
     redis_url: str = _setting("redis://127.0.0.1:6379/0", "where the fleet meets")
+    redis_ca: str = _setting("", "PEM file of the authority that signed Redis' certificate; needs a `rediss` URL")
     models: tuple[str, ...] = _setting((), "model tags to serve, `name` or `name#pool`; required")
     host: str = _setting("127.0.0.1", "address to listen on; not open to the network unless asked")
     port: int = _setting(8080, "port to listen on")

@@ -48,7 +48,7 @@ class WorkerPublisher:
         self._load = load
         self._command_key = keys.command(config.worker_id)
         self._stream = StreamWriter(
-            connect(config.redis_url),
+            connect(config.redis_url, keys.tag),
             keys.events(wire.check_name(config.worker_id)),
             (keys.hello, f"events:{config.worker_id}"),
             wire.events_maxlen(config.capacity_blocks),
@@ -122,7 +122,7 @@ class WorkerPublisher:
     def _round(self) -> None:
         """Everything that is due now."""
         now = time.monotonic()
-        if not self._state.joined:
+        if not self._state.joined or (self._stream.moved and not self._state.acknowledged):
             self._join(now)
         self._stream.flush()  # what a failed round has left
         self._put_progress()
@@ -271,7 +271,6 @@ class WorkerPublisher:
             return
         self._update(acknowledged=True, applied=command.applied)
         if command.id and command.id not in self._obeyed:
-            self._obeyed.append(command.id)
             self._obey(command.do, command.id)
 
     def _not_taken(self, command: Command | None, now: float) -> None:
@@ -285,6 +284,7 @@ class WorkerPublisher:
             self._update(joined=False, acknowledged=False)
 
     def _obey(self, do: str, command: str) -> None:
+        self._obeyed.append(command)
         logger.info("warmfleet: told to %s", do)
         if do == "resync":
             self._snapshot = None  # the one under way has failed
@@ -294,7 +294,3 @@ class WorkerPublisher:
             self._update(joined=False, acknowledged=False)
         elif do == "drain":
             self._update(draining=True)
-
-    def _stop_for_good(self, reason: str) -> None:
-        logger.error("warmfleet: %s: this engine is no longer reported. Give each server its own id", reason)
-        self._update(stopped=reason, joined=False)
