@@ -278,7 +278,9 @@ class WorkerPublisher:
         if not self._state.acknowledged and now - self._joined_at < JOIN_AGAIN_SECONDS:
             return
         if command and command.joined > self._stream.joined and command.nonce not in self._stream.nonces:
-            self._stop_for_good(f"another process has joined as {self.config.worker_id}")
+            reason = f"another process has joined as {self.config.worker_id}"
+            logger.error("warmfleet: %s: this engine is no longer reported. Give each server its own id", reason)
+            self._update(stopped=reason, joined=False)
         else:
             logger.warning("warmfleet: the join of %s was lost: joining again", self.config.worker_id)
             self._update(joined=False, acknowledged=False)

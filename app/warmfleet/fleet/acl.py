@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 #: What ``redis.call`` in lua/ names: the server checks a script's calls one by one. A test compares.
 _SCRIPTS = """
     get set incr type unlink time
-    hget hset hdel hgetall hincrby hkeys hmget hsetnx hvals
-    sadd srem scard sinter sismember smembers smismember spop srandmember
+    hget hset hdel hgetall hincrby hkeys hlen hmget hsetnx hvals
+    sadd srem scard sscan sinter sismember smembers smismember spop srandmember
     zadd zrem zcard zcount zpopmin zrange zrangebyscore zrevrangebyscore zscore
     xlen xrange xtrim xinfo|stream
 """
