@@ -206,6 +206,7 @@ async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded, m
         assert await fleet.prove("w2.0", view.record["nonce"], "proven", "")
         await _requests(fleet, next(iter(tracker.table)))
         assert (await fleet.memory()).used > 0
+        await poll(lambda: _audited(fleet), what="a piece of the index is audited")
         assert core.state.errors == 0
     finally:
         core.stop(5)
@@ -217,6 +218,10 @@ async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded, m
     for _ in range(20):
         await fleet.step()
     await fleet.close()
+
+
+async def _audited(fleet: Fleet) -> int:
+    return (await fleet.audit(0.001)).blocks
 
 
 async def _settled_in(fleet: Fleet, tracker: Tracker) -> int:
