@@ -143,7 +143,7 @@ end
 -- Prefill of these is done: give its booking back as the first token would, and compare prediction with outcome. Of
 -- several prompts (their id begins wf--) each gives back its share; the lease keeps what is left of both.
 local function started(id, cached, prompt_tokens)
-  local lease = id:sub(-1) ~= "+" and call("HGET", LEASE, id) -- id+ holds a chain
+  local lease = call("HGET", LEASE, id)
   local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE_HEAD, lease or NO_LEASE)
   if not lease or stage == TOMBSTONE then return count("late") end
   if lease:sub(LEASE_BYTES + 1, LEASE_BYTES + length) ~= WORKER then return count("foreign") end

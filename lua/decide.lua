@@ -20,7 +20,7 @@ Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0
       prompt_tokens, prefill_tokens booked, decode_tokens, flags}
       or {DRY, worker_id, {worker_id, matched_tokens, speculative_tokens, load row, cost_s}...}
 Cost: O(workers + max_probes + checkpoints); at most 8 leases reaped
-Keys that depend on data: b:<hash>, x:<hash>, s:<slot>
+Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>
 --]]
 local alive_key, load_key, workers_key, servers_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local leases_key, lease_key, tick_key, counts_key = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
@@ -31,13 +31,14 @@ local pressure_price, decode_s = tonumber(ARGV[14]), tonumber(ARGV[15])
 
 local SUMS, LEASE = ">I4i4i4i4", ">I4I4I4I4I4I4BB" -- SUMS: the head of a load row
 local GRACE_GAP_MS, VERIFY_BLOCKS, STARTED, TOMBSTONE, APPROXIMATE, CLOSED = 1000, 2048, 1, 3, 16, 32
-local MAX_FORKS, PARTIAL = 8, 64
+local PARTIAL = 64
 local POLICIES = { cost = true, least_loaded = true, round_robin = true }
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
 local max, min, format, b, x = math.max, math.min, string.format, prefix .. "b:", prefix .. "x:"
 
 if id == "" or not POLICIES[policy] or not (prompt and decode_tokens and lease_ms and ttl_ms and max_probes and seed
-    and lambda and kappa and pressure_price and decode_s) or prompt < 1 or decode_tokens < 0 or #ARGV > 27 then
+    and lambda and kappa and pressure_price and decode_s) or #ARGV > 27
+    or not (prompt >= 1 and prompt < 2147483648 and decode_tokens >= 0 and decode_tokens < 2147483648) then
   return redis.error_reply("BAD_ARGUMENT decide: an id, a policy it knows and ten numbers, at most four chains")
 end
 
@@ -64,8 +65,9 @@ local now = time[1] * 1000 + floor(time[2] / 1000)
 for _, gone in ipairs(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, 8)) do
   local lease = call("HGET", lease_key, gone) or struct.pack(LEASE, 0, 0, 0, 0, 0, 0, TOMBSTONE, 0)
   call("ZREM", leases_key, gone)
-  call("HDEL", lease_key, gone, gone .. "+")
+  call("HDEL", lease_key, gone)
   local epoch, slot, prefill, decode, _, _, stage, length, at = unpack_from(LEASE, lease)
+  call("UNLINK", prefix .. "c:" .. format("%d", slot) .. ":" .. gone)
   local worker = sub(lease, at, at + length - 1)
   local row = stage <= STARTED and call("HGET", load_key, worker)
   if row and unpack_from(">I4", row) == epoch then
@@ -101,7 +103,7 @@ for k = 1, #all do
     use = band(flags, 139) ~= 3 and "no" or band(flags, 20) ~= 0 and "match" or "load"
     usable[flags] = use
   end
-  if use ~= "no" and (not alive or alive[sub(all[k], 51)]) then
+  if use ~= "no" and #all[k] > 50 and (not alive or alive[sub(all[k], 51)]) then
     if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
     local ahead, share = prefill + foreign, capacity > 0 and blocks / capacity or 0
     count, total_fill = count + 1, total_fill + share
@@ -118,9 +120,9 @@ if count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " wo
 
 -- 3 match: blocks that are confirmed (b:), then blocks that open reservations will make (x:), then tokens
 local flagged, slack, probes, confirmed, speculated, matched, chain_of = 0, 0.02 * prompt, max_probes, {}, {}, {}, {}
-local counted, orphaned = {}, {} -- who counts at block 1; whose checkpoints name a lease that ended
+local counted, node, replace, hops = {}, {}, {}, 8 * max_probes -- who counts at block 1; the others: follow
 
--- A chain's checkpoints above a block, deepest first: the last block n, the fork, powers of two down to 16, and 1.
+-- A chain's checkpoints above a block, deepest first: the last block n, its fork, powers of two down to 16, and 1.
 local function checkpoints(n, above, fork)
   local blocks, block, power = {}, n, 8192
   while block > above do
@@ -178,30 +180,42 @@ local function deepest(blocks, wanted, by_slot, holders_of)
   return depth
 end
 
--- Two chains part between checkpoints: where, tells the chain of the lease that made the checkpoint (or the trail that
--- the mirror of an approximate worker keeps); who parted there counts at the next block, so its chain is found too.
-local function follow(hashes, block, slot)
-  local whole, orphan, field = 0, false, format("%d", slot)
-  for _ = 1, MAX_FORKS do
-    local key = x .. sub(hashes, block * 8 - 7, block * 8)
-    local makes, maker, trail = unpack(call("HMGET", key, field, field .. "+", field .. "="))
+-- Two chains part between checkpoints: where, tells the chain (c:) of the lease that made the checkpoint, or the trail
+-- that the mirror of an approximate worker keeps; who parted there counts at the next block, so its chain is found too.
+-- A hash stands for all before it, so one of them tells whether two chains are still one. Starts at `block`, asks for
+-- blocks beyond `depth` only. Returns the last block that is known or being made, whether it is being made (not yet in
+-- the mirror), the node where a longer chain belongs, and whether that node has a maker to be replaced.
+local function follow(hashes, block, depth, slot)
+  local n, whole, making, parted, takes, field = #hashes / 8, depth, false, nil, false, format("%d", slot)
+  while hops > 0 do
+    hops = hops - 1
+    local makes, maker, trail = unpack(call("HMGET", x .. sub(hashes, block * 8 - 7, block * 8), field, field .. "+",
+      field .. "="))
     if not makes then break end
-    local chain = maker and call("HGET", lease_key, maker .. "+")
-    orphan = orphan or maker and not chain
-    local made = chain and sub(chain, block * 8 + 1) or trail or ""
-    local low, high = 0, min(#made, #hashes - block * 8) / 8
-    while low < high do
-      local middle = floor((low + high + 1) / 2)
-      if sub(made, 1, middle * 8) == sub(hashes, block * 8 + 1, (block + middle) * 8) then
-        low = middle
-      else
-        high = middle - 1
-      end
+    local chain = maker and prefix .. "c:" .. field .. ":" .. maker
+    local length, kept = chain and call("STRLEN", chain) / 8 or 0, trail and block + #trail / 8 or 0
+    local last, low = max(length, kept), max(block, min(whole, n))
+    local high = min(last, n)
+    local function same(at)
+      hops = hops - 1
+      local theirs = at <= kept and trail and sub(trail, (at - block) * 8 - 7, (at - block) * 8)
+        or call("GETRANGE", chain, at * 8 - 8, at * 8 - 1)
+      return theirs == sub(hashes, at * 8 - 7, at * 8)
     end
-    whole, block = block + low, block + low + 1
-    if whole * 8 >= #hashes then break end
+    if low < high and not same(low + 1) then high = low end
+    while low < high and hops > 0 do
+      local middle = floor((low + high + 1) / 2)
+      if same(middle) then low = middle else high = middle - 1 end
+    end
+    if low > whole then whole, making = low, low > kept end
+    -- A chain that ended here is lengthened where it begins, one that goes another way is left at the next block.
+    parted, takes = whole >= last and block or whole + 1, whole >= last or maker and length == 0
+    if whole >= n or whole < block then break end
+    block = whole + 1
   end
-  return whole, orphan
+  if parted and parted > n then parted = nil end
+  flagged = hops <= 0 and 1 or flagged
+  return whole, making, parted, takes
 end
 
 for c = 16, #ARGV, 3 do
@@ -231,8 +245,10 @@ for c = 16, #ARGV, 3 do
         return block == 1 and makers or call("HKEYS", x .. sub(hashes, block * 8 - 7, block * 8))
       end)
       for i, block in pairs(made) do
-        block, orphaned[i] = follow(hashes, block, unpack_from(">I4", all[place[i]], 17))
-        if block > (depth[i] or 0) then speculated[i], matched[i] = block, min(block * size, prompt) end
+        local own, slot = depth[i] or 0, unpack_from(">I4", all[place[i]], 17)
+        local whole, making, parted, takes = follow(hashes, block, own, slot)
+        node[i], replace[i] = parted, takes
+        if whole > own then matched[i], speculated[i] = min(whole * size, prompt), making and whole or nil end
       end
     end
     for i, block in pairs(depth) do
@@ -326,15 +342,14 @@ end
 call("ZREM", leases_key, id)
 if turn then call("HINCRBY", counts_key, "round_robin", 1) end
 local made, hashes, field = {}, c and ARGV[c + 2] or "", format("%d", slot)
-local fork = speculated[w] and speculated[w] * 8 < #hashes and speculated[w] + 1 or nil
-local blocks = checkpoints(#hashes / 8, confirmed[w] or 0, fork)
+local blocks = checkpoints(#hashes / 8, confirmed[w] or 0, node[w])
 if c and blocks[#blocks] ~= 1 then blocks[#blocks + 1] = 1 end
 for k = #blocks, 1, -1 do
   local hash = sub(hashes, blocks[k] * 8 - 7, blocks[k] * 8)
   made[#made + 1] = hash
   if not counted[w] then
     call("HSET", x .. hash, field, 1, field .. "+", id)
-  elseif call("HINCRBY", x .. hash, field, 1) == 1 or orphaned[w] then
+  elseif call("HINCRBY", x .. hash, field, 1) == 1 or replace[w] and blocks[k] == node[w] then
     call("HSET", x .. hash, field .. "+", id)
   end
 end
@@ -342,7 +357,8 @@ local epoch, prefill, decode, flight = unpack_from(SUMS, row)
 local uncached = prompt - own
 call("HSET", load_key, worker, struct.pack(SUMS, epoch, prefill + uncached, decode, flight + 1) .. sub(row, 17))
 local lease = struct.pack(LEASE, epoch, slot, uncached, decode_tokens, own, prompt, 0, #worker)
-call("HSET", lease_key, id, lease .. worker .. table.concat(made), id .. "+", hashes)
+call("HSET", lease_key, id, lease .. worker .. table.concat(made))
+if c then call("SET", prefix .. "c:" .. field .. ":" .. id, hashes) end
 call("ZADD", leases_key, now + lease_ms, id)
 return { "BOOKED", worker, own, speculated[w] and 1 or 0, flagged, format("%.6f", cost[w]), url_of(worker, flags),
   wait[w], prompt, uncached, decode_tokens, flags }

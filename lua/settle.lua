@@ -11,7 +11,7 @@ KEYS: load leases lease
 ARGV: prefix, id, outcome (started, finished, failed, cancelled), tombstone_ms, linger_ms
 Returns: {what happened}: STARTED, SETTLED, UNKNOWN (tombstone if failed or cancelled), SAME (nothing to do)
 Cost: O(log leases + checkpoints), at most 8 leases reaped
-Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>
+Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>
 --]]
 local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
 local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
@@ -47,9 +47,10 @@ local function release_load(lease)
   add_load(lease:sub(at, at + length - 1), epoch, -prefill, stage == STARTED and -decode or 0, -1)
 end
 
-local function release_speculation(lease)
+local function release_speculation(lease_id, lease)
   local _, slot, _, _, _, _, _, length, at = struct.unpack(">I4I4I4I4I4I4BB", lease)
   slot = string.format("%d", slot)
+  call("UNLINK", prefix .. "c:" .. slot .. ":" .. lease_id)
   for from = at + length, #lease, 8 do
     local key = prefix .. "x:" .. lease:sub(from, from + 7)
     if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. "+") end
@@ -58,7 +59,7 @@ end
 
 local function forget_lease(lease_id)
   call("ZREM", leases_key, lease_id)
-  call("HDEL", lease_key, lease_id, lease_id .. "+")
+  call("HDEL", lease_key, lease_id)
 end
 
 local function reap()
@@ -67,13 +68,13 @@ local function reap()
     forget_lease(lease_id)
     if lease then
       release_load(lease)
-      release_speculation(lease)
+      release_speculation(lease_id, lease)
     end
   end
 end
 
 -- An approximate worker keeps what it was sent, oldest prompt and deepest block given up first: its mirror. Each
--- checkpoint there keeps its own trail: the hashes up to the next one.
+-- checkpoint there keeps its own trail, the hashes up to the next one, and a longer chain lengthens it.
 local function mirror(lease)
   local _, slot, _, _, _, _, _, length, at = struct.unpack(">I4I4I4I4I4I4BB", lease)
   local row = call("HGET", load_key, lease:sub(at, at + length - 1))
@@ -82,14 +83,18 @@ local function mirror(lease)
   if row_slot ~= slot or bit.band(flags, APPROXIMATE) == 0 then return end
   slot = string.format("%d", slot)
   local lru, added, depth, here = prefix .. "lru:" .. slot, 0, 0, 1
-  local chain = call("HGET", lease_key, id .. "+") or ""
+  local chain = call("GET", prefix .. "c:" .. slot .. ":" .. id) or ""
   for from = at + length, #lease, 8 do
     local hash, there = lease:sub(from, from + 7), chain:find(lease:sub(from + 8, from + 15), here + 8, true)
+    local key, trail = prefix .. "x:" .. hash, chain:sub(here + 8, (there or 0) + 7)
     depth = depth + 1
     if call("ZADD", lru, string.format("%.0f", time[1] * 1000000 + time[2] - depth), hash) == 1 then
       added = added + 1
-      call("HINCRBY", prefix .. "x:" .. hash, slot, 1)
-      call("HSET", prefix .. "x:" .. hash, slot .. "=", chain:sub(here + 8, (there or 0) + 7))
+      call("HINCRBY", key, slot, 1)
+      call("HSET", key, slot .. "=", trail)
+    elseif #trail > call("HSTRLEN", key, slot .. "=") then
+      local kept = call("HGET", key, slot .. "=") or ""
+      if trail:sub(1, #kept) == kept then call("HSET", key, slot .. "=", trail) end
     end
     here = there or here
   end
@@ -137,7 +142,7 @@ if keep then
   if keep == LINGERING then call("ZADD", leases_key, now + linger_ms, id) end
 else
   forget_lease(id)
-  release_speculation(lease)
+  release_speculation(id, lease)
 end
 reap()
 return { keep == STARTED and "STARTED" or "SETTLED" }

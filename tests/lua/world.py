@@ -64,7 +64,7 @@ class World:
 
     async def leases(self) -> dict[str, Lease]:
         packed = await cast("Any", self.store.hgetall(self.keys.lease))
-        return {name.decode(): Lease.unpack(lease) for name, lease in packed.items() if name[-1:] != b"+"}
+        return {name.decode(): Lease.unpack(lease) for name, lease in packed.items()}
 
     async def hold(self, slot: int, hashes: bytes, depth: int | None = None) -> None:
         """Slot holds the first ``depth`` blocks (default all) of a chain: forward and reverse set."""

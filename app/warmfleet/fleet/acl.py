@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 #: What ``redis.call`` in lua/ names: the server checks a script's calls one by one. A test compares.
 _SCRIPTS = """
-    get set incr type unlink time
-    hget hset hdel hgetall hincrby hkeys hlen hmget hsetnx hvals
+    get getrange set strlen incr type unlink time
+    hget hset hdel hgetall hincrby hkeys hlen hmget hsetnx hstrlen hvals
     sadd srem scard sscan sinter sismember smembers smismember spop srandmember
     zadd zrem zcard zcount zpopmin zrange zrangebyscore zrevrangebyscore zscore
     xlen xrange xtrim xinfo|stream

@@ -1,0 +1,122 @@
+"""What counts as held or being made: never too much, not for ever too little, and never dear to find out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.lua.world import BLOCK, SCHEME, World
+
+from warmfleet.errors import BadArgument
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import Ask
+
+RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
+
+
+async def done(world: World, ask: Ask) -> None:
+    """A request from its decision to its end, after which its lease does not linger."""
+    await world.fleet.decide(ask)
+    await world.fleet.settle(ask.reservation, "finished")
+    await world.store.zadd(world.keys.leases, {ask.reservation: 1})
+    await world.fleet.settle("wf-nobody", "finished")
+
+
+async def matched_blocks(world: World, ask: Ask) -> dict[str, int]:
+    _, rows = await world.fleet.explain(ask)
+    return {row.worker_id: row.matched_tokens // BLOCK for row in rows}
+
+
+async def chains_left(world: World) -> list[bytes]:
+    pattern = world.keys.prefix.encode().replace(b"{", b"\\{") + b"c:*"
+    return [key async for key in world.store.scan_iter(match=pattern, count=1_000)]
+
+
+@pytest.mark.parametrize("parts_at", [0, 280])
+async def test_a_long_conversation_on_a_stock_engine_is_known_to_its_end(world: World, parts_at: int) -> None:
+    await world.ticked()
+    await world.fleet.register("stock", RECORD, 20_000, True)
+    if parts_at:
+        await done(world, world.ask(world.chain(400)[: 8 * 300]))
+    whole = world.chain(512)
+    sent = 0
+    for blocks in range(260, 511, 5):
+        ask = world.ask(whole[: 8 * blocks])
+        assert await matched_blocks(world, ask) == {"stock": sent}
+        await done(world, ask)
+        sent = blocks
+    assert await chains_left(world) == []
+
+
+async def test_kappa_is_not_charged_for_what_a_stock_engine_merely_holds(world: World) -> None:
+    await world.ticked()
+    await world.fleet.register("a", RECORD, 20_000, True)
+    chain = world.chain(200)
+    await done(world, world.ask(chain))
+    await world.fleet.register("b", RECORD, 20_000, True)
+    _, rows = await world.fleet.explain(world.ask(chain))
+    assert {row.worker_id: row.cost_s for row in rows}["b"] == pytest.approx(0.32, rel=0.01)
+
+
+async def test_an_open_request_does_not_hide_what_another_was_sent(world: World) -> None:
+    await world.ticked()
+    await world.fleet.register("a", RECORD, 20_000, True)
+    head = world.chain(50)
+    sent = world.chain(62, head=head)
+    await done(world, world.ask(sent))
+    longer = world.chain(63, head=sent)
+    await world.fleet.decide(world.ask(world.chain(60, head=head)))
+    assert await matched_blocks(world, world.ask(longer)) == {"a": 62}
+
+
+async def test_an_id_that_comes_again_elsewhere_gives_no_credit_here(world: World) -> None:
+    await world.workers(2)
+    head = world.chain(20)
+    chain = world.chain(100, head=head)
+    await world.fleet.decide(world.ask(chain, reservation="wf-x", exclude=("w2.0",)))
+    await world.fleet.decide(world.ask(world.chain(100, head=head), exclude=("w2.0",)))
+    await world.fleet.settle("wf-x", "failed")
+    await world.fleet.decide(world.ask(chain, reservation="wf-x", exclude=("w1.0",)))
+    assert (await matched_blocks(world, world.ask(chain)))["w1.0"] <= 20
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "1e300", "4294967296", "2147483648", "0"])
+async def test_numbers_that_no_row_can_hold_are_refused(world: World, number: str) -> None:
+    await world.workers(1)
+    with pytest.raises(BadArgument):
+        await world.fleet.decide(world.ask(b"", prompt_tokens=cast("Any", number)))
+
+
+async def test_a_row_without_a_name_is_nobody(world: World) -> None:
+    await world.workers(2)
+    await cast("Any", world.store.hset(world.keys.load, "w2.0", (await world.row(2)).pack("")))
+    assert {(await world.fleet.decide(world.ask(world.chain(30)))).worker_id for _ in range(4)} == {"w1.0"}
+
+
+@pytest.mark.parametrize("blocks", [625, 6_250])
+async def test_open_leases_of_everybody_on_one_chain_do_not_make_a_decision_dear(world: World, blocks: int) -> None:
+    """64 workers hold it and make more of it, one makes all: 100 ms if every chain were read and compared whole."""
+    names = await world.workers(65)
+    chain = world.chain(blocks)
+
+    async def only(number: int, hashes: bytes) -> None:
+        others = tuple(name for name in names if name != f"w{number}.0")
+        await world.fleet.decide(world.ask(hashes, exclude=others))
+
+    for number in range(1, 65):
+        await world.hold(number, chain)
+    for number in range(1, 65):
+        await only(number, world.chain(blocks + 5, head=chain))
+    await only(65, chain)
+    other = world.chain(blocks, head=chain[: 8 * (blocks // 2 + 40)])
+
+    async def cpu_s() -> float:
+        said: Any = await world.store.info("cpu")
+        return float(said["used_cpu_user"] + said["used_cpu_sys"])
+
+    for ask in (world.ask(chain), world.ask(other)):
+        before = await cpu_s()
+        for _ in range(50):
+            await world.fleet.explain(ask)
+        assert (await cpu_s() - before) / 50 < 0.003
