@@ -65,7 +65,13 @@ class UpstreamError(WarmfleetError):
 
 
 class UpstreamGone(UpstreamError):
+    """``refused``: the worker never took the request up. Otherwise the request itself may be what it died of."""
+
     code = "upstream_gone"
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 class FleetUnavailable(WarmfleetError):

@@ -28,6 +28,7 @@ logger = logging.getLogger("warmfleet.route")
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 TRIES = 4  # of different workers, before the first byte: half of a fleet may die at once
+DEATHS = 2  # of workers that had the request: it may be what they die of, so no third one gets it
 MAX_UNSETTLED = 10_000
 
 
@@ -79,6 +80,7 @@ class Router:
         self._count(shape)
         exclude = pool.suspects()
         gone: UpstreamGone | None = None
+        deaths = 0
         for attempt in range(1, TRIES + 1):
             trip = Trip(new_reservation(shape.prompts), pool, last=attempt == TRIES)
             try:
@@ -87,9 +89,12 @@ class Router:
                 return  # noqa: TRY300  the road goes straight down; an else would hide it
             except UpstreamGone as error:
                 trip.outcome, gone = "failed", error
-                if call.started or attempt == TRIES:
+                if call.started:
                     raise
                 pool.suspect(decision.worker_id)
+                deaths += not error.refused
+                if attempt == TRIES or deaths == DEATHS:
+                    raise
                 exclude = (*exclude, decision.worker_id)
                 self._metrics.retries.labels("another").inc()
             except NoWorker:
@@ -184,7 +189,7 @@ class Router:
         upstream = await pool.tries.begin(trip.reservation, decision.worker_id).headers(sent)
         try:
             if upstream.status in (502, 503) and not trip.last and len(pool.view.workers) > 1:
-                raise UpstreamGone(f"The worker answered {upstream.status}.")
+                raise UpstreamGone(f"The worker answered {upstream.status}.", refused=True)
             answer = Answer(
                 upstream, call.send, _answer_headers(call, decision, trip.word), self._settings.buffer_max_bytes
             )

@@ -49,6 +49,8 @@ class Try:
                 self._answer = await answer
         except TimeoutError as error:
             raise _gone() from error
+        finally:
+            self._limit = None  # it has been left: from here on there is nothing to reschedule
         return self._answer
 
     def quiet_s(self, now: float) -> float:
@@ -59,7 +61,7 @@ class Try:
         return now - self._received_at
 
     def give_up(self) -> bool:
-        """End the wait. False if it was ended before, or has not begun."""
+        """End the wait. False if it was ended before, has not begun, or ended by itself."""
         if self._answer is not None:
             content = self._answer.content
             if content.exception() is not None:

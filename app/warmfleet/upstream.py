@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from aiohttp import AddrInfoType
 
+#: What is raised before a byte of the request has left.
+NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: ours must go first
 DNS_CACHE_S = 10
 MAX_ADDRESSES = 4_096
@@ -129,11 +131,12 @@ class Upstream:
     async def post(self, base: str, path: str, body: bytes, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
         """Send ``body`` as it is and return when the answer's headers are there. Close the answer.
 
-        A connection from the pool that turns out dead is replaced once. Raises UpstreamGone if no byte came back.
+        A connection from the pool that turns out dead is replaced once. Raises UpstreamGone if no byte came back:
+        not ``refused`` if that first connection was dead, for it may have died of the request.
         """
         for attempt in (1, 2):
             used = SimpleNamespace(reused=False)
-            with upstream_errors():
+            with upstream_errors(sent_before=attempt == 2):
                 try:
                     return await self._session.post(
                         self._url(base, path), data=body, headers=headers, allow_redirects=False, trace_request_ctx=used
@@ -168,12 +171,16 @@ class Upstream:
 
 
 @contextmanager
-def upstream_errors() -> Iterator[None]:
-    """Translate what the client library raises: UpstreamGone before the answer, used around whole calls."""
+def upstream_errors(*, sent_before: bool = False) -> Iterator[None]:
+    """Translate what the client library raises: UpstreamGone before the answer, used around whole calls.
+
+    sent_before: this worker was sent the same request already, so it is never ``refused``.
+    """
     try:
         yield
     except (aiohttp.ClientConnectionError, OSError, TimeoutError) as error:
-        raise UpstreamGone(f"The worker does not answer: {type(error).__name__}") from error
+        refused = isinstance(error, NOT_CONNECTED) and not sent_before
+        raise UpstreamGone(f"The worker does not answer: {type(error).__name__}", refused=refused) from error
     except (aiohttp.ClientError, ValueError) as error:
         raise UpstreamError(f"The worker's answer cannot be read: {type(error).__name__}") from error
 

@@ -2,19 +2,113 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
-from typing import Any, cast
+import asyncio
+import json
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.app.engine import engine
-from tests.app.replica import replica
+from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, engine, reply, reset
+from tests.app.replica import Replica, replica
 from tests.conftest import poll, server, valkey_binary
 
 from warmfleet import prompt
 from warmfleet.fleet import Ask
 from warmfleet_worker.wire import reservation_of
 
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
 PROMPT = "a prompt that is long enough to have blocks of its own " * 20
+POISON = "the request that no engine survives"
+
+
+def poisoned(way: str) -> Answer:
+    """Serves all but POISON."""
+
+    async def answer(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if seen.json["prompt"] != POISON:
+            await answer_well(one, seen, writer)
+            return
+        if way == "headers":
+            writer.write(STREAM_HEAD)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        if way == "connection":
+            reset(writer)
+        else:
+            await one.die()
+
+    return answer
+
+
+@asynccontextmanager
+async def fleet_of(valkey_url: str, model: str, *answers: Answer) -> AsyncIterator[tuple[Replica, list[Engine]]]:
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(engine(model, answer)) for answer in answers]
+        urls = [one.url for one in engines]
+        router = await stack.enter_async_context(
+            replica(valkey_url, model, *urls, policy="round_robin", health_interval_s=60.0)
+        )
+        yield router, engines
+        await router.unloaded()
+
+
+def had_poison(engines: list[Engine]) -> int:
+    return sum(any(seen.json["prompt"] == POISON for seen in one.seen) for one in engines)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["fresh", "kept"])
+@pytest.mark.parametrize("way", ["process", "headers", "connection"])
+async def test_a_third_worker_is_never_asked_what_two_died_of(
+    valkey_url: str, model: str, way: str, kept: bool
+) -> None:
+    async with fleet_of(valkey_url, model, *[poisoned(way)] * 4) as (router, engines):
+        if kept:
+            while not all(one.seen for one in engines):
+                await router.post({"model": model, "prompt": PROMPT})
+        status, _, answer = await router.post({"model": model, "prompt": POISON, "stream": True})
+        assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
+        assert had_poison(engines) == 2
+        ids = [
+            s.headers["x-request-id"].partition(".")[0]
+            for one in engines
+            for s in one.seen
+            if s.json["prompt"] == POISON
+        ]
+        assert len(set(ids)) == 2
+        assert await router.metric('warmfleet_retries_total{where="another"}') == 1
+        status, _, _ = await router.post({"model": model, "prompt": PROMPT})
+        assert status == 200, "the others serve on"
+
+
+async def test_workers_that_refuse_are_no_deaths(valkey_url: str, model: str) -> None:
+    """Whichever is asked first: the one that answers is found, and at most one dies on the way."""
+
+    async def busy(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        reply(writer, b"{}", "503 Busy")
+
+    async with fleet_of(valkey_url, model, poisoned("process"), busy, answer_well, answer_well) as (router, engines):
+        await engines[2].die()
+        for number in range(8):
+            status, _, _ = await router.post({"model": model, "prompt": POISON if number else PROMPT})
+            assert status == 200
+
+
+async def test_three_refused_connections_are_gone_past(valkey_url: str, model: str) -> None:
+    async with fleet_of(valkey_url, model, *[answer_well] * 4) as (router, engines):
+        for one in engines[:3]:
+            await one.die()
+        status, _, _ = await router.post({"model": model, "prompt": PROMPT})
+        assert (status, len(engines[3].seen)) == (200, 1)
+
+
+async def test_refused_then_two_deaths_end_it(valkey_url: str, model: str) -> None:
+    async with fleet_of(valkey_url, model, *[poisoned("process")] * 4) as (router, engines):
+        await engines[0].die()
+        status, _, answer = await router.post({"model": model, "prompt": POISON})
+        assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
+        assert had_poison(engines) == 2
 
 
 async def test_half_of_the_fleet_dies_and_no_request_fails(valkey_url: str, model: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, chunk, engine, event, freezing
+from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, chunk, engine, event, freezing, reset
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
@@ -76,6 +76,18 @@ async def test_who_is_given_up_when(workers: list[WorkerView], needed_s: float |
     assert await looks(tries, workers, began + 30, 60) == 0
 
 
+async def test_a_failed_try_that_is_not_settled_yet_has_nothing_to_give_up() -> None:
+    async def refused() -> aiohttp.ClientResponse:
+        raise UpstreamGone("no connection", refused=True)
+
+    tries = Tries()
+    frozen = [worker("a", FROZEN), worker("b", WELL)]
+    await looks(tries, [worker("a", WELL), worker("b", WELL)], 0, GRACE_S)
+    with pytest.raises(UpstreamGone):
+        await tries.begin("wf-1", "a").headers(refused())
+    assert await looks(tries, frozen, GRACE_S + 1, 2 * QUIET_S) == 0
+
+
 async def test_an_outage_of_redis_begins_a_grace() -> None:
     tries = Tries()
     well, frozen = [worker("a", WELL), worker("b", WELL)], [worker("a", FROZEN), worker("b", WELL)]
@@ -126,6 +138,36 @@ async def test_frozen_before_the_first_byte_is_tried_elsewhere(valkey_url: str, 
         assert all(body.endswith(b"[DONE]\n\n") for body in bodies)
         assert len(good.seen) == 2
         assert await router.metric('warmfleet_retries_total{where="another"}') == 1
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("second", ["freezes", "dies"])
+async def test_a_third_worker_is_never_asked_what_froze_one(valkey_url: str, model: str, second: str) -> None:
+    asked: list[Engine] = []
+
+    async def poisoned(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        asked.append(one)
+        if one is not asked[0] and second == "dies":
+            reset(writer)
+        else:
+            await freezing(b"")(one, seen, writer)
+
+    async with (
+        engine(model, poisoned) as one,
+        engine(model, poisoned) as two,
+        engine(model, poisoned) as three,
+        replica(valkey_url, model, one.url, two.url, three.url, health_interval_s=60.0) as router,
+    ):
+        request = asyncio.create_task(router.post(BODY | {"model": model}))
+        for number in range(1 if second == "dies" else 2):
+            await poll(lambda number=number: len(asked) > number, what="it is sent")  # type: ignore[misc]
+            await let_expire(router, asked[number])
+        async with asyncio.timeout(10):
+            status, _, answer = await request
+        assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
+        assert len({one.url for one in asked}) == 2
+        assert await router.metric("warmfleet_given_up_total") == (1 if second == "dies" else 2)
+        await router.unloaded()
 
 
 @pytest.mark.usefixtures("impatient")
