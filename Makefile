@@ -17,7 +17,7 @@ BENCHES = $(patsubst tests/bench/bench_%.py,%,$(wildcard tests/bench/bench_*.py)
 
 SOURCES := app worker_plugin loadtest tests
 PROJECTS := pyproject.toml worker_plugin/pyproject.toml
-OS_PACKAGES := redis-server haproxy lua-check
+OS_PACKAGES := redis-server haproxy lua-check openssl
 
 RUN_STAMP := $(VENV)/.run-ready
 DEV_STAMP := $(VENV)/.dev-ready
@@ -46,7 +46,7 @@ format: $(DEV_STAMP) ## let ruff format the code and fix what it can
 	@$(VENV)/bin/ruff format $(SOURCES)
 	@$(VENV)/bin/ruff check --fix $(SOURCES)
 
-bench: $(DEV_STAMP) ## make -s bench NAME=decide (or apply): one JSON object as the last line
+bench: $(DEV_STAMP) ## make -s bench NAME=decide (or apply, sync, pace): one JSON object as the last line
 	@test -f "tests/bench/bench_$(NAME).py" || { echo "usage: make -s bench NAME=<name>, one of:" $(BENCHES) >&2; exit 2; }
 	@PYTHONPATH=app:worker_plugin:loadtest $(PY) -m tests.bench.bench_$(NAME) $(ARGS)
 

@@ -3,23 +3,24 @@ apply: what one worker's stream says inside its slots: stored, removed, chunk, h
 Stops before an entry that decides which slots those are, or that needs a verdict on the stream: apply_control's work.
 
 Guarantee: exactly once, whoever calls and how often: the cursor moves and what was applied is trimmed in this same
-call. A stream changes only its own worker's slots, record, row and leases.
+call. A stream changes only its own worker's slots, record, row and leases. While memory is short (tick says so) nothing
+is inserted and no digest compared; the row is PARTIAL until the index equals the engine's table again.
 
-KEYS: workers load alive cursor batch digest resync retired lease counts
+KEYS: workers load alive cursor batch digest resync retired lease counts tick
 ARGV: prefix, worker_id, max_blocks (an entry costs its bytes / 8)
 Returns: {entries, blocks, next}; blocks = hashes read; next: 0 nothing left, 1 call again, 2 call apply_control
 Cost: O(max_blocks), 0.3-0.45 ms cold at 128
 Keys that depend on data: events:<worker_id>, command:<worker_id>, b:<hash>, s:<slot>
 --]]
 local WORKERS, LOAD, ALIVE, CURSOR, BATCH = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local DIGEST, RESYNC, RETIRED, LEASE, COUNTS = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local DIGEST, RESYNC, RETIRED, LEASE, COUNTS, TICK = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local PREFIX, WORKER, MAX_BLOCKS = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local FIELD, SHADOW = "events:" .. WORKER, "~" .. WORKER
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
 local BLOCK, HELD = PREFIX .. "b:", PREFIX .. "s:"
 local ROW, LEASE_HEAD, LEASE_BYTES = ">I4i4i4i4I4I2I4I4I4I4I4I4I4", ">I4I4I4I4I4I4BB", 26
 local NO_LEASE = ("\0"):rep(LEASE_BYTES)
-local EPOCH, PREFILL, DECODE, SLOT, CAPACITY = 1, 2, 3, 5, 12 -- fields of the row
+local EPOCH, PREFILL, DECODE, SLOT, FLAGS, CAPACITY, PARTIAL = 1, 2, 3, 5, 6, 12, 64 -- fields of the row; a flag
 local BATCH_BLOCKS, PROGRESS_ITEMS, PAGE, TOMBSTONE, JSON_BYTES = 128, 64, 8, 3, 16384
 local FAR_FUTURE_MS, LAST_SEQUENCE, U32 = 3600000, 2 ^ 52, 2 ^ 32 -- for ids: see apply_control
 local CONTROL = { join = true, cleared = true, begin = true, ["end"] = true, leave = true }
@@ -30,6 +31,8 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw, packed = call("HGET", WORKERS, WORKER), call("HGET", LOAD, WORKER)
 local record = raw and packed and cjson.decode(raw)
 if not record or record.rejoin or call("TYPE", STREAM).ok ~= "stream" then return { 0, 0, 2 } end
+call("ZREM", RESYNC, "") -- after a write that takes no memory, a full Redis allows the others
+local short = (call("GET", TICK) or ""):match("^%d+ %d+ %d+ %d+ [1-9]") ~= nil
 local row = { struct.unpack(ROW, packed) }
 local last = tonumber(call("HGET", BATCH, WORKER) or "0")
 local sums = call("HMGET", DIGEST, WORKER, SHADOW)
@@ -87,8 +90,9 @@ local function packed_hashes(bytes) return bytes >= 0 and bytes % 8 == 0 and byt
 
 -- An honest engine never holds more than its capacity; twice that (a batch may add before it removes) is the bound.
 local function room(digest)
-  if digest[1] + BATCH_BLOCKS <= 2 * row[CAPACITY] + 8 * BATCH_BLOCKS then return true end
-  count("overflow")
+  if not short and digest[1] + BATCH_BLOCKS <= 2 * row[CAPACITY] + 8 * BATCH_BLOCKS then return true end
+  count(short and "partial" or "overflow")
+  if short then row[FLAGS], changed.row = bit.bor(row[FLAGS], PARTIAL), true end
   ask_resync()
   return false
 end
@@ -108,8 +112,9 @@ local operation = {} -- name -> function(data, time in ms): false if the data is
 function operation.stored(data) return block_event("SADD", 1, data) end
 function operation.removed(data) return block_event("SREM", -1, data) end
 
-function operation.chunk(data)
+function operation.chunk(data, time)
   if not packed_hashes(#data - 8) then return false end
+  seen = time -- its heartbeats wait behind many of these
   if not record.shadow or data:sub(1, 8) ~= record.snapshot then
     count("stale")
   elseif room(shadow) then
@@ -124,12 +129,14 @@ function operation.heartbeat(data, time)
   seen, changed.row = time, true
   row[9], row[10], row[11], row[13] = beat[4], beat[5], beat[3], beat[7]
   if beat[6] > 0 then row[8] = beat[6] end
-  if #beat == 7 or record.shadow then return true end
+  if #beat == 7 or record.shadow or short then return true end
+  local whole = bit.band(row[FLAGS], bit.bnot(PARTIAL))
   if beat[8] ~= live[1] or beat[9] ~= live[2] or beat[10] ~= live[3] then
-    count("mismatch")
+    if row[FLAGS] == whole then count("mismatch") end
     ask_resync()
-  elseif tonumber(call("ZSCORE", RESYNC, WORKER) or "1") <= 0 then
-    call("ZREM", RESYNC, WORKER) -- what was lost in the gap held no blocks
+  else
+    row[FLAGS] = whole
+    if tonumber(call("ZSCORE", RESYNC, WORKER) or "1") <= 0 then call("ZREM", RESYNC, WORKER) end -- it lost no blocks
   end
 end
 

@@ -19,7 +19,7 @@ local FIELD, SHADOW = "events:" .. WORKER, "~" .. WORKER
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
 local ROW = ">I4i4i4i4I4I2I4I4I4I4I4I4I4"
 local SLOT, FLAGS = 5, 6 -- fields of the row
-local SERVER, CLOSED, HOSTILE = 1, 32, 128
+local SERVER, CLOSED, PARTIAL, HOSTILE = 1, 32, 64, 128
 local SCHEMA, JSON_BYTES, U31 = 1, 4096, 2 ^ 31 - 1
 local FAR_FUTURE_MS, LAST_SEQUENCE = 3600000, 2 ^ 52 -- an id beyond these would block or outlive every later one
 
@@ -96,7 +96,7 @@ local function announced(data)
 end
 
 -- A new slot, nothing proved. The load stays: its reservations are still open.
-local function join(data, time, nonce, batch)
+local function join(data, time, nonce, batch, id)
   local fresh = announced(data)
   if not fresh then return count("malformed") end
   local same_process = record and record.nonce == nonce -- it was told to join again: its cache is not empty
@@ -105,7 +105,7 @@ local function join(data, time, nonce, batch)
   local flags = (server_ms >= now - TTL_MS and SERVER or 0) + (fresh.closed and CLOSED or 0)
   local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- never used twice: an old lease has another epoch
   row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0 }
-  record, command, last = fresh, {}, batch
+  record, command, last = fresh, { joined = id }, batch -- the writer compares: who reads a later one was replaced
   record.nonce = nonce
   new_slot()
   call("ZADD", ALIVE, time, WORKER)
@@ -150,11 +150,12 @@ control["end"] = function(data)
   call("HDEL", DIGEST, SHADOW)
   call("ZREM", RESYNC, WORKER)
   row[SLOT], record.slot, record.shadow, record.snapshot = record.shadow, record.shadow, nil, nil
+  row[FLAGS] = bit.band(row[FLAGS], bit.bnot(PARTIAL))
   count("resync")
 end
 
 -- One entry: "stop" if it is apply's. Batch numbers tell what was lost or came twice.
-local function enter(fields, time)
+local function enter(fields, time, id)
   local nonce, batch, name, data = fields[2], fields[4], fields[6], fields[8]
   local good = #fields == 8 and fields[1] == "n" and fields[3] == "b" and fields[5] == "o" and fields[7] == "d"
     and #nonce <= 64 and nonce:match("^[%w_-]+$") and #batch <= 14 and batch:match("^%d+$")
@@ -162,7 +163,7 @@ local function enter(fields, time)
   if mine and not control[name] then return "stop" end
   if not good then return count("malformed") end
   batch = tonumber(batch)
-  if name == "join" and not mine then return join(data, time, nonce, batch) end
+  if name == "join" and not mine then return join(data, time, nonce, batch, id) end
   if not mine then return count("nonce") end
   if batch <= last then return count("duplicate") end
   if batch ~= last + 1 then
@@ -173,6 +174,7 @@ local function enter(fields, time)
   control[name](data)
 end
 
+call("ZREM", RESYNC, "") -- after a write that takes no memory, a full Redis allows the others
 local kind = call("TYPE", STREAM).ok
 local cursor = call("HGET", CURSOR, FIELD) or "0-0"
 local entries, following, hostile = 0, 0, kind ~= "stream" and kind ~= "none"
@@ -187,7 +189,7 @@ for at, item in ipairs(page) do
   if at == 1 and (id_ms < tonumber(ms) or id_ms == tonumber(ms) and id_sequence <= tonumber(sequence)) then
     demand_rejoin("regress")
   end
-  if enter(item[2], math.min(id_ms, now)) == "stop" then
+  if enter(item[2], math.min(id_ms, now), item[1]) == "stop" then
     following = 1
     break
   end

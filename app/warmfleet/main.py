@@ -31,6 +31,8 @@ from warmfleet.route import Router
 from warmfleet.settings import Settings, unknown_variables
 from warmfleet.static import StaticWorkers
 from warmfleet.upstream import Addresses, Upstream
+from warmfleet_worker.endpoint import EndpointError, with_ca
+from warmfleet_worker.wire import model_tag
 
 if TYPE_CHECKING:
     import socket
@@ -42,6 +44,8 @@ logger = logging.getLogger("warmfleet")
 DRAIN_SETTLES_S = 2.0
 BACKLOG = 2_048
 CLEAR_INTERVAL_S = 1.0
+MEMORY_INTERVAL_S = 1.0
+AUDIT_LOOK_S = 1.0  # whether anybody is due
 TOKENIZER_THREADS = 2
 
 
@@ -125,7 +129,11 @@ class _Server(uvicorn.Server):
 
 
 def _pool(tag: str, settings: Settings) -> Pool:
-    fleet = Fleet(connect(settings.redis_url), tag, Timeouts(request_s=settings.decide_timeout_s))
+    try:
+        client = connect(with_ca(settings.redis_url, settings.redis_ca), model_tag(tag))
+    except EndpointError as error:
+        raise BadArgument(str(error)) from error
+    fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
     return Pool(tag, fleet, Fallback(settings.redis_retry_s))
 
 
@@ -140,8 +148,12 @@ async def _background(
         ("view", settings.view_interval_s, reader.refresh),
         ("probe", settings.view_interval_s, prober.round),
         ("renew", settings.renew_interval_s, partial(maintenance.renew, pools, metrics)),
+        ("memory", MEMORY_INTERVAL_S, maintenance.MemoryWatch(pools, metrics).look),
         ("clear", CLEAR_INTERVAL_S, partial(maintenance.clear, pools)),
     ]
+    if settings.audit_interval_s:
+        audit = partial(maintenance.audit, pools, settings, metrics)
+        work.append(("audit", AUDIT_LOOK_S, audit))
     if settings.static_workers:
         static = StaticWorkers(pools, upstream, settings)
         work.append(("health", settings.health_interval_s, static.round))

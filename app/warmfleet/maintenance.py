@@ -231,3 +231,57 @@ async def apply(pools: Pools, metrics: Metrics) -> None:
     """One round of the write path of every model; any number of replicas may do it at once."""
     for pool in pools.all:
         metrics.applied_blocks.inc(await pool.fleet.step())
+
+
+class MemoryWatch:
+    """Tells every model's next tick how full Redis is, and people what they should know about it."""
+
+    def __init__(self, pools: Pools, metrics: Metrics) -> None:
+        self._pools = pools
+        self._metrics = metrics
+        self._warned: set[tuple[str, str]] = set()
+        self._short: set[str] = set()
+
+    async def look(self) -> None:
+        """One reading for every model. Raises FleetUnavailable; then the next ticks know only whether writes pass."""
+        fullest = 0
+        for pool in self._pools.all:
+            try:
+                memory = await pool.fleet.memory()
+            except FleetUnavailable:
+                pool.fleet.used_permille = -1
+                raise
+            pool.fleet.used_permille = memory.used_permille
+            fullest = max(fullest, memory.used_permille)
+            self._warn(pool, memory.policy)
+            self._tell(pool)
+        self._metrics.memory_used_ratio.set(fullest / 1_000)
+        self._metrics.memory_short.set(len(self._short))
+
+    def _warn(self, pool: Pool, policy: str) -> None:
+        if policy != "noeviction" and (pool.tag, policy) not in self._warned:
+            self._warned.add((pool.tag, policy))
+            logger.warning("%s: maxmemory-policy is %s: Redis may drop the index; set noeviction", pool.tag, policy)
+
+    def _tell(self, pool: Pool) -> None:
+        if pool.fleet.short and pool.tag not in self._short:
+            self._short.add(pool.tag)
+            logger.error("%s: Redis is short of memory: new blocks are not indexed until it has room again", pool.tag)
+        elif not pool.fleet.short and pool.tag in self._short:
+            self._short.discard(pool.tag)
+            logger.warning("%s: Redis has room again: workers whose blocks were left out send them anew", pool.tag)
+
+
+async def audit(pools: Pools, settings: Settings, metrics: Metrics) -> None:
+    """Compare the index with its digests, a piece at a time, until nobody is due. One walk at a time for the fleet."""
+    for pool in pools.all:
+        walking = True
+        while walking:
+            step = await pool.fleet.audit(settings.audit_interval_s)
+            metrics.audited_blocks.inc(step.blocks)
+            if step.differs:
+                metrics.audit_mismatches.inc()
+                logger.error("%s: the index of a worker differed from its digest; it is sent anew", pool.tag)
+            walking = step.walking
+            if walking:
+                await asyncio.sleep(pool.fleet.pace.audit_gap_ms / 1000)

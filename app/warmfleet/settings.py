@@ -25,6 +25,7 @@ class Settings:
     """Read with ``Settings.from_environment()``. Lists are separated by commas."""
 
     redis_url: str = _setting("redis://127.0.0.1:6379/0", "where the fleet meets")
+    redis_ca: str = _setting("", "PEM file of the authority that signed Redis' certificate; needs a `rediss` URL")
     models: tuple[str, ...] = _setting((), "model tags to serve, `name` or `name#pool`; required")
     host: str = _setting("127.0.0.1", "address to listen on; not open to the network unless asked")
     port: int = _setting(8080, "port to listen on")
@@ -53,6 +54,7 @@ class Settings:
     apply_interval_s: float = _setting(0.05, "time between two rounds of applying worker events")
     view_interval_s: float = _setting(1.0, "time between two readings of the fleet's workers")
     renew_interval_s: float = _setting(10.0, "time between two renewals of open reservations, which live 30 s")
+    audit_interval_s: float = _setting(3600.0, "time between two audits of a worker's part of the index; 0 = none")
     health_interval_s: float = _setting(5.0, "time between two health checks of an approximate worker")
     probe_timeout_s: float = _setting(5.0, "a join probe's blocks must show in its worker's stream within this")
     inline_characters: int = _setting(2_000, "longer texts are tokenised in a thread; x50 with the fast engine")

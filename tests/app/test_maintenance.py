@@ -5,20 +5,28 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+import pytest
 from tests.app.engine import STREAM_HEAD, engine, event, freezing
 from tests.app.replica import replica
-from tests.conftest import poll
+from tests.conftest import poll, valkey_binary
+from tests.conftest import server as server_of
+from tests.lua.stream import Core, block, blocks
 
+from warmfleet import maintenance
 from warmfleet.errors import FleetUnavailable
+from warmfleet.fallback import Fallback
+from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.upkeep import Pace
 from warmfleet.main import _Server, server
 from warmfleet.maintenance import stop, supervise
 from warmfleet.metrics import Metrics
+from warmfleet.pool import Pool, Pools
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
-    import pytest
+    import redis.asyncio as aioredis
 
     from warmfleet.api import Health
 
@@ -85,3 +93,52 @@ async def test_long_streams_keep_their_reservation(valkey_url: str, model: str) 
             assert row.in_flight == 1
             assert row.decode_tokens > 250
         await router.unloaded()
+
+
+async def test_how_full_redis_is_reaches_the_next_tick_and_people(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    with server_of(valkey_binary()) as url:
+        async with connect(url, timeout_s=5) as client:
+            fleet, metrics = Fleet(client, model), Metrics()
+            fleet.pace = Pace(min_gap_ms=0, short_ms=0)
+            watch = maintenance.MemoryWatch(Pools([Pool(model, fleet, Fallback(1.0))]), metrics)
+            await client.config_set("maxmemory", (await fleet.memory()).used + 100_000)
+            await client.config_set("maxmemory-policy", "allkeys-lru")
+            for _ in range(2):
+                await watch.look()
+                await fleet.tick()
+            assert fleet.short
+            assert metrics.memory_used_ratio._value.get() > 0.85
+            assert metrics.memory_short._value.get() == 1
+            await client.config_set("maxmemory", 0)
+            await watch.look()
+            await fleet.tick()
+            await watch.look()
+            assert metrics.memory_short._value.get() == 0
+            assert len([line for line in caplog.messages if "maxmemory-policy is allkeys-lru" in line]) == 1
+            assert len([line for line in caplog.messages if "memory" in line or "room" in line]) == 3
+        fleet = Fleet(connect("unix:///nowhere/s"), model)
+        fleet.used_permille = 900
+        with pytest.raises(FleetUnavailable):
+            await maintenance.MemoryWatch(Pools([Pool(model, fleet, Fallback(1.0))]), metrics).look()
+        assert fleet.used_permille == -1
+
+
+async def test_an_audit_goes_on_to_its_end_and_is_counted(store: aioredis.Redis, fleet: Fleet) -> None:
+    core, metrics = Core(store, fleet), Metrics()
+    pools = Pools([Pool(fleet.keys.tag, fleet, Fallback(1.0))])
+    await core.join()
+    for start in range(0, 1000, 100):
+        await core.send("stored", blocks(*range(start, start + 100)))
+    await core.applied()
+    settings = Settings(models=("m",), audit_interval_s=0.001)
+    for seen in (1000.0, 1000.0):
+        await poll(lambda: _audited(pools, settings, metrics), what="an audit is due")
+        assert metrics.audited_blocks._value.get() >= seen
+    assert metrics.audit_mismatches._value.get() == 0
+    await cast("Any", store.srem(fleet.keys.block(block(5)), (await core.row()).slot))
+    await poll(lambda: _audited(pools, settings, metrics, differs=True), what="the next audit finds it")
+
+
+async def _audited(pools: Pools, settings: Settings, metrics: Metrics, *, differs: bool = False) -> bool:
+    await maintenance.audit(pools, settings, metrics)
+    return bool((metrics.audit_mismatches if differs else metrics.audited_blocks)._value.get())

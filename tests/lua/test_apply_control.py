@@ -29,7 +29,9 @@ async def test_join_makes_row_record_and_liveness(core: Core) -> None:
     assert row.epoch > 0
     assert record["scheme"] == SCHEME.as_dict()
     assert (record["nonce"], record["proof"], record["server_id"], record["rank"]) == ("n1", "pending", "s", 0)
-    assert await core.command() == {"nonce": "n1", "applied": 1}
+    command = await core.command()
+    assert abs(wire.entry_id(command.pop("joined"))[0] - time.time() * 1000) < 10_000
+    assert command == {"nonce": "n1", "applied": 1}
     assert abs(await core.alive_ms() - time.time() * 1000) < 10_000
     assert await core.store.xlen(core.stream) == 0
 

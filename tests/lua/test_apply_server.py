@@ -97,6 +97,24 @@ async def test_a_new_nonce_has_proved_nothing(server: Server, core: Core, fleet:
     assert (await core.record())["proof"] == "pending"
 
 
+async def test_a_process_whose_join_was_lost_finds_no_stream(server: Server, core: Core, fleet: Fleet) -> None:
+    """A failover, or MAXLEN while no router ran, has taken the join; the predecessor's stream and record are there."""
+    await server.join()
+    await server.applied()
+    server.nonce = "m2"
+    await server.send("heartbeat")
+    await server.applied()
+    assert await server.store.exists(server.stream), "its predecessor still lives: the later join counts, not this"
+    await server.store.zadd(fleet.keys.alive_servers, {"s": time.time() * 1000 - 20_000})
+    await server.send("heartbeat")
+    await server.applied()
+    assert not await server.store.exists(server.stream)
+    await server.join("m2")
+    await server.applied()
+    assert (await server.record())["nonce"] == "m2"
+    assert (await core.row()).flags & Flag.SERVER
+
+
 async def test_a_join_changes_only_its_own_workers(server: Server, store: aioredis.Redis, fleet: Fleet) -> None:
     others = [Core(store, fleet, "s", 1), Core(store, fleet, "s.0", 0), Core(store, fleet, "t", 0)]
     for other in others:

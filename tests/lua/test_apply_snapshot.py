@@ -34,6 +34,15 @@ async def test_a_snapshot_flips_as_a_whole(core: Core, fleet: Fleet) -> None:
     assert not await core.store.hexists(core.keys.digest, "~s.0")
 
 
+async def test_a_chunk_shows_that_its_worker_lives(core: Core) -> None:
+    await core.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
+    await core.applied()
+    await core.store.zadd(core.keys.alive, {"s.0": 5})
+    await core.send("chunk", NAME.encode() + blocks(1))
+    await core.applied()
+    assert await core.alive_ms() > 1e12
+
+
 async def test_an_empty_snapshot(core: Core) -> None:
     await core.send("stored", blocks(1))
     await core.snapshot([])

@@ -100,6 +100,23 @@ async def test_a_snapshot_never_runs_ahead_of_what_is_applied(fleet: Fleet, redi
     assert publisher.state.snapshots == 1
 
 
+async def test_a_join_that_a_failover_has_lost_is_made_again(fleet: Fleet, redis_url: str, model: str) -> None:
+    before = {"nonce": "0" * 16, "applied": 7, "id": None, "do": ""}  # of the process before this one
+    await fleet.redis.set(fleet.keys.command(WORKER), json.dumps(before))
+    tracker = Tracker()
+    tracker.stored(hashes(100))
+    with publishing(redis_url, model, tracker) as publisher:
+        async with upkeep(fleet):
+            await equal(fleet, tracker)
+            await poll(lambda: publisher.state.acknowledged)
+        await fleet.redis.set(fleet.keys.command(WORKER), json.dumps(before))
+        await poll(lambda: publisher.state.joins == 2)
+        assert publisher.state.stopped is None
+        async with upkeep(fleet):
+            await poll(lambda: publisher.state.acknowledged)
+            await equal(fleet, tracker)
+
+
 async def test_a_command_is_obeyed_once(fleet: Fleet, redis_url: str, model: str) -> None:
     tracker = Tracker()
     tracker.stored(hashes(10))

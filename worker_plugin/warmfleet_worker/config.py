@@ -87,6 +87,7 @@ class Command:
     applied: int
     id: str | None
     do: str
+    joined: tuple[int, int] = (0, 0)  # stream id of that process's join
 
     @classmethod
     def parse(cls, raw: object) -> Command:
@@ -94,8 +95,10 @@ class Command:
         try:
             value = json.loads(raw)  # type: ignore[arg-type]
             identity = value.get("id")
-            return cls(str(value["nonce"]), int(value["applied"]), identity and str(identity), str(value.get("do")))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            joined = wire.entry_id(value.get("joined", "0-0"))
+            named = identity and str(identity)
+            return cls(str(value["nonce"]), int(value["applied"]), named, str(value.get("do")), joined)
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"not a command: {error}") from error
 
 

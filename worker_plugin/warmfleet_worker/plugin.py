@@ -20,6 +20,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from warmfleet_worker.endpoint import with_ca
 from warmfleet_worker.guard import guarded
 from warmfleet_worker.server import default_server_id
 from warmfleet_worker.tracker import track, untrack
@@ -43,6 +44,7 @@ def register() -> None:
             logger.info("warmfleet: inactive: WARMFLEET_REDIS_URL is not set")
             return
         log_with_vllm()
+        redis_url = with_ca(redis_url, os.environ.get("WARMFLEET_REDIS_CA", ""))
         # The engine core inherits the environment of the API server: so both halves have the same name.
         os.environ.setdefault("WARMFLEET_WORKER_ID", default_server_id(sys.argv))
         hook_block_table()

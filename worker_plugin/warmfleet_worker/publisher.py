@@ -31,6 +31,7 @@ logger = logging.getLogger("warmfleet")
 DRAIN_RECORDS = 4_096  # transitions made into entries between two round trips
 BURST_CHUNKS = 32  # snapshot chunks (36 kB) in one round trip
 PROGRESS_QUEUE = 4_096
+JOIN_AGAIN_SECONDS = wire.WORKER_TTL_SECONDS  # nobody has taken notice of a join: it was lost, or the hint to it
 SELF_RESYNC_SECONDS = 2 * wire.HEARTBEAT_SECONDS  # events were lost and nobody asked for a snapshot: send one
 
 
@@ -47,7 +48,7 @@ class WorkerPublisher:
         self._load = load
         self._command_key = keys.command(config.worker_id)
         self._stream = StreamWriter(
-            connect(config.redis_url),
+            connect(config.redis_url, keys.tag),
             keys.events(wire.check_name(config.worker_id)),
             (keys.hello, f"events:{config.worker_id}"),
             wire.events_maxlen(config.capacity_blocks),
@@ -64,7 +65,7 @@ class WorkerPublisher:
         self._runs: deque[Run] = deque()  # drained, not yet numbered
         self._snapshot_wanted: tuple[str | None] | None = None  # (command id,)
         self._stale_since: float | None = None  # events were lost: the index cannot equal the table
-        self._lost_seen = 0
+        self._lost_seen, self._joined_at = 0, 0.0
         self._obeyed: deque[str] = deque(maxlen=64)
         self._told = Load()
         self._due = Due()
@@ -121,7 +122,7 @@ class WorkerPublisher:
     def _round(self) -> None:
         """Everything that is due now."""
         now = time.monotonic()
-        if not self._state.joined:
+        if not self._state.joined or (self._stream.moved and not self._state.acknowledged):
             self._join(now)
         self._stream.flush()  # what a failed round has left
         self._put_progress()
@@ -160,7 +161,7 @@ class WorkerPublisher:
         self._snapshot = None
         if self._cut() and self._snapshot_wanted is None:
             self._snapshot_wanted = (None,)
-        self._due = Due(heartbeat=now, command=now)
+        self._due, self._joined_at = Due(heartbeat=now, command=now), now
         logger.info("warmfleet: %s joined %s", self.config.worker_id, self.config.model)
 
     # ------------------------------------------------ events
@@ -260,23 +261,32 @@ class WorkerPublisher:
     def _read_command(self, now: float) -> None:
         raw = self._stream.client.get(self._command_key)
         self._due.after_command(now, sending=self._snapshot is not None, acknowledged=self._state.acknowledged)
-        if raw is None:
-            return
         try:
-            command = Command.parse(raw)
+            command = Command.parse(raw) if raw is not None else None
         except ValueError as error:
             logger.warning("warmfleet: %s: %s", self._command_key, error)
             return
-        if command.nonce != self._stream.nonce:
-            if self._state.acknowledged:
-                self._stop_for_good(f"another process has joined as {self.config.worker_id}")
+        if command is None or command.nonce != self._stream.nonce:
+            self._not_taken(command, now)
             return
         self._update(acknowledged=True, applied=command.applied)
         if command.id and command.id not in self._obeyed:
-            self._obeyed.append(command.id)
             self._obey(command.do, command.id)
 
+    def _not_taken(self, command: Command | None, now: float) -> None:
+        """The fleet has not read our join yet; or another process joined later; or Redis lost our join (a failover)."""
+        if not self._state.acknowledged and now - self._joined_at < JOIN_AGAIN_SECONDS:
+            return
+        if command and command.joined > self._stream.joined and command.nonce not in self._stream.nonces:
+            reason = f"another process has joined as {self.config.worker_id}"
+            logger.error("warmfleet: %s: this engine is no longer reported. Give each server its own id", reason)
+            self._update(stopped=reason, joined=False)
+        else:
+            logger.warning("warmfleet: the join of %s was lost: joining again", self.config.worker_id)
+            self._update(joined=False, acknowledged=False)
+
     def _obey(self, do: str, command: str) -> None:
+        self._obeyed.append(command)
         logger.info("warmfleet: told to %s", do)
         if do == "resync":
             self._snapshot = None  # the one under way has failed
@@ -286,7 +296,3 @@ class WorkerPublisher:
             self._update(joined=False, acknowledged=False)
         elif do == "drain":
             self._update(draining=True)
-
-    def _stop_for_good(self, reason: str) -> None:
-        logger.error("warmfleet: %s: this engine is no longer reported. Give each server its own id", reason)
-        self._update(stopped=reason, joined=False)

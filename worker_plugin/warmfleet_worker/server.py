@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from redis.exceptions import RedisError
 
 from warmfleet_worker import artifacts, wire
+from warmfleet_worker.endpoint import parse
 from warmfleet_worker.stream import Outage, Refused, StreamGone, StreamWriter, connect
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
+YOUNG_SECONDS = 60.0  # a join or an artifact this young may be lost in a failover of Redis: nobody would ask for it
 READY_SECONDS = 120.0  # a server that does not listen by then is announced all the same: the probe will tell
 
 
@@ -53,7 +55,7 @@ class ServerPublisher:
         self.config = config
         self._keys = keys
         self._stream = StreamWriter(
-            connect(config.redis_url),
+            connect(config.redis_url, keys.tag),
             keys.server(wire.check_name(config.server_id)),
             (keys.hello, f"server:{config.server_id}"),
             wire.SERVER_MAXLEN,
@@ -61,6 +63,7 @@ class ServerPublisher:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="warmfleet-server", daemon=True)
         self.joined = False
+        self._joined_at = 0.0
 
     def start(self) -> None:
         self._thread.start()
@@ -90,7 +93,7 @@ class ServerPublisher:
         self._leave()
 
     def _round(self) -> None:
-        if not self.joined:
+        if not self.joined or (self._stream.moved and time.monotonic() - self._joined_at < YOUNG_SECONDS):
             self._join()
         self._stream.flush()  # what a failed round has left
         self._stream.put("heartbeat")
@@ -102,7 +105,8 @@ class ServerPublisher:
         for name, content in config.artifacts.items():
             manifest[name], chunks = artifacts.split(content)
             for sha256, piece in chunks.items():  # one call each: none is long
-                self._stream.client.set(self._keys.artifact(config.server_id, sha256), piece, nx=True)
+                # SETNX: the one way to add without a right to overwrite
+                self._stream.client.setnx(self._keys.artifact(config.server_id, sha256), piece)
         self._stream.join(
             wire.dumps(
                 {
@@ -116,7 +120,7 @@ class ServerPublisher:
                 }
             )
         )
-        self.joined = True
+        self.joined, self._joined_at = True, time.monotonic()
         logger.info("warmfleet: server %s joined %s as %s", config.server_id, config.model, config.url)
 
     def _leave(self) -> None:
@@ -163,14 +167,13 @@ def worker_url(redis_url: str, host: str | None, port: int, *, tls: bool = False
 
 def redis_is_local(redis_url: str) -> bool:
     """Redis is reached through a unix socket or loopback, so the routers are on this machine."""
-    parts = urlsplit(redis_url)
-    return parts.scheme == "unix" or _is(parts.hostname or "localhost", "is_loopback")
+    return all(_is(host, "is_loopback") for host, _ in parse(redis_url).nodes)
 
 
 def outgoing_address(redis_url: str) -> str:
     """This machine's address on the way to Redis. Sends nothing: it only asks the routing table."""
-    parts = urlsplit(redis_url)
-    family, kind, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
+    host, port = parse(redis_url).nodes[0]
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])

@@ -11,15 +11,17 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from warmfleet_worker import wire
+from warmfleet_worker import endpoint, wire
+from warmfleet_worker.failover import master_client
 
 if TYPE_CHECKING:
     import threading
@@ -40,14 +42,20 @@ class Refused(Exception):  # noqa: N818 - the entry is kept, so nothing has gone
     """Redis answered with an error; what was not written is kept for the next try."""
 
 
-def connect(url: str) -> redis.Redis:
-    """A client for ``url`` (``redis://``, ``rediss://``, ``unix://``) that never retries by itself; connects on use."""
-    return redis.Redis.from_url(
-        url,
-        socket_timeout=SOCKET_TIMEOUT_SECONDS,
-        socket_connect_timeout=SOCKET_TIMEOUT_SECONDS,
-        retry=Retry(NoBackoff(), 0),
-    )
+def connect(url: str, tag: str = "") -> redis.Redis:
+    """A client for ``url`` (see ``endpoint``) that never retries by itself; connects on use. Raises EndpointError.
+
+    tag: the hash tag of all its keys; only a Cluster needs it.
+    """
+    where = endpoint.parse(url)
+    options: dict[str, Any] = {
+        "socket_timeout": SOCKET_TIMEOUT_SECONDS,
+        "socket_connect_timeout": SOCKET_TIMEOUT_SECONDS,
+        "retry": Retry(NoBackoff(), 0),
+    }
+    if where.kind != "single":
+        return master_client(where, tag, **options)
+    return redis.Redis.from_url(url, **options)
 
 
 class Outage:
@@ -63,7 +71,8 @@ class Outage:
         self.errors += 1
         if not self._wait:
             if isinstance(error, RedisError | Refused | OSError):
-                logger.warning("warmfleet: Redis is away or refuses: %s; will try again", error)
+                hint = " (see WARMFLEET_REDIS_CA)" if "CERTIFICATE" in str(error).upper() else ""
+                logger.warning("warmfleet: Redis is away or refuses: %s%s; will try again", error, hint)
             else:  # must not happen, hence the traceback
                 logger.error("warmfleet: unexpected error; will try again", exc_info=error)
         self._wait = min(2 * self._wait or BACKOFF_SECONDS[0], BACKOFF_SECONDS[1])
@@ -94,16 +103,27 @@ class StreamWriter:
         self.key = key
         self.nonce = ""
         self.number = 0  # of the last entry made
+        self.joined = (0, 0)  # id of the join
+        self.nonces: deque[str] = deque(maxlen=64)  # the latest of this process
         self.lost_entries = 0
         self.lost_blocks = 0
         self._hello_key, self._hello_name = hello
         self._maxlen = maxlen
         self._pending: list[Entry] = []
+        self._joined_at: object = None
 
     @property
     def pending(self) -> int:
         """Entries that wait for Redis."""
         return len(self._pending)
+
+    @property
+    def moved(self) -> bool:
+        """Redis has failed over since the join, which may not have reached the new master."""
+        return self._joined_at != self._master()
+
+    def _master(self) -> object:
+        return getattr(self.client.connection_pool, "master_address", None)  # None: there is but one server
 
     def join(self, data: str) -> None:
         """Begin a new incarnation. Raises RedisError when Redis is away or refuses: call again."""
@@ -112,9 +132,11 @@ class StreamWriter:
         fields = wire.entry(nonce, number, "join", data)
         pipeline.xadd(self.key, fields, maxlen=self._maxlen, approximate=True)  # type: ignore[arg-type]
         pipeline.xadd(self._hello_key, {b"s": self._hello_name}, maxlen=wire.HELLO_MAXLEN, approximate=True)
-        pipeline.execute()
+        self.joined = wire.entry_id(pipeline.execute()[0])
         self._pending.clear()  # of the incarnation that has just ended
+        self._joined_at = self._master()
         self.nonce, self.number = nonce, number
+        self.nonces.append(nonce)
 
     def put(self, operation: str, data: bytes | str = b"", blocks: int = 0) -> None:
         """Number an entry and keep it for ``flush``. The caller looks at ``pending``: it is bounded by MAX_PENDING."""

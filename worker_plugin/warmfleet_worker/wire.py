@@ -96,7 +96,7 @@ class Keys:
 SINGLE_KEYS = frozenset(
     {
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
-        *("cursor", "batch", "digest", "resync", "retired", "tick", "counts"),
+        *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
     }
 )
 
@@ -126,6 +126,12 @@ def entry(nonce: str, batch: int, operation: str, data: bytes | str = b"") -> di
 def dumps(value: Any) -> str:
     """Compact canonical JSON: the same value always gives the same bytes."""
     return json.dumps(value, separators=(",", ":"), sort_keys=True)
+
+
+def entry_id(text: bytes | str) -> tuple[int, int]:
+    """A stream id as numbers, which compare as Redis orders them."""
+    ms, _, sequence = (text.decode() if isinstance(text, bytes) else text).partition("-")
+    return int(ms), int(sequence)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ Warmfleet sends each request to the vLLM engine whose KV cache already holds its
   warmfleet demo                      shows what prefix-aware routing gains, then exits
   warmfleet workers                   the engines of a running fleet
   warmfleet explain --message "Hi"    why a request would go where
+  warmfleet acl MODEL                 Redis users with no more rights than they need
 """
 
 UP = """\
@@ -65,6 +66,26 @@ examples:
   curl ... | warmfleet explain -
 """
 
+ACL = """\
+Prints the Redis users of a fleet (Redis 7 or newer, Valkey): `router` may run the scripts on the keys of its models;
+`worker-ID` may only append to the streams of that worker, read its commands and add its artifacts. The lines hold
+digests; the passwords themselves appear once, on standard error. By default a whole aclfile is printed, with an
+`admin` for you and without the password-less user `default`.
+
+examples:
+  warmfleet acl Qwen/Qwen3-8B --worker gpu1 --worker gpu2 > users.acl
+                                       then: redis-server --aclfile users.acl
+  warmfleet acl Qwen/Qwen3-8B --worker gpu3 --no-router >> users.acl
+                                       one more worker; then ACL LOAD
+  warmfleet acl Qwen/Qwen3-8B --commands | redis-cli
+                                       into a running server, for as long as it runs
+  warmfleet acl model-a model-b#pool --password-file passwords
+                                       one router user for two models; your own passwords, lines of `NAME PASSWORD`
+
+Give a worker's ID to its server: WARMFLEET_WORKER_ID=gpu1
+WARMFLEET_REDIS_URL=rediss://worker-gpu1:PASSWORD@redis:6379. In URLs, % : / @ ? # of a password are written as %XX.
+"""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command; ``command`` names the subcommand."""
@@ -84,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--prompt", help="a completion request with this prompt")
     explain.add_argument("--model", help="model name (default: the first that the replica serves)")
     explain.add_argument("--json", action="store_true", help="print what the replica answered, unchanged")
+    _acl(_command(commands, "acl", "Redis users with least rights", ACL))
     for client in (workers, explain):
         client.add_argument("--url", default=DEFAULT_URL, help="address of a replica (default %(default)s)")
     return parser
@@ -144,6 +166,19 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=_count, default=4, help="simulated engines (default %(default)s)")
     parser.add_argument("--conversations", type=_count, default=16, help="in the comparison (default %(default)s)")
     parser.add_argument("--turns", type=_count, default=4, help="of each conversation (default %(default)s)")
+
+
+def _acl(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="model tag, as in WARMFLEET_MODELS")
+    parser.add_argument(
+        "--worker", metavar="ID", action="append", default=[], help="its WARMFLEET_WORKER_ID; repeatable"
+    )
+    parser.add_argument("--ranks", type=_count, default=1, help="data-parallel ranks of a worker (default %(default)s)")
+    parser.add_argument("--no-router", action="store_true", help="workers only, to add to users that exist")
+    parser.add_argument("--sentinel", action="store_true", help="also users `replica` and `sentinel`, for Redis itself")
+    parser.add_argument("--cluster", action="store_true", help="also what Redis Cluster takes: CLUSTER SLOTS")
+    parser.add_argument("--commands", action="store_true", help="ACL SETUSER commands in place of an aclfile")
+    parser.add_argument("--password-file", metavar="FILE", help="lines of `NAME PASSWORD` (default: generated)")
 
 
 def _version() -> str:

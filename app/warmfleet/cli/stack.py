@@ -109,7 +109,7 @@ class Stack:
             self.names, self.models = discover(plan.workers, plan.worker_api_key)
         self._children = Children(plan.logs)
         if plan.redis_url:
-            check_store(plan.redis_url)
+            self.redis_url = check_store(plan.redis_url)
             self._say("store     yours")
         else:
             self.redis_url = start_store(self._children)
@@ -141,6 +141,7 @@ class Stack:
         argv = [sys.executable, "-m", "warmfleet", "serve", "--host", plan.host, "--port", str(port)]
         environment = {
             "WARMFLEET_REDIS_URL": self.redis_url,
+            "WARMFLEET_REDIS_CA": "",  # in the URL already
             "WARMFLEET_MODELS": ",".join(self.models),
             "WARMFLEET_POLICY": plan.policy,
             "WARMFLEET_STATIC_WORKERS": ",".join(plan.workers),

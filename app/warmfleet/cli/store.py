@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import shutil
 import time
 from contextlib import suppress
@@ -13,6 +14,7 @@ from redis.exceptions import RedisError
 
 from warmfleet.cli.children import POLL_SECONDS, StackError
 from warmfleet.fleet import connect
+from warmfleet_worker.endpoint import EndpointError, with_ca
 
 if TYPE_CHECKING:
     from warmfleet.cli.children import Children
@@ -50,21 +52,29 @@ def start_store(children: Children) -> str:
     return url
 
 
-def check_store(url: str) -> None:
-    """Raise StackError unless a store answers at ``url``."""
-    if not _answers(url):
-        raise StackError("the store named by --redis or WARMFLEET_REDIS_URL does not answer a PING")
+def check_store(url: str) -> str:
+    """``url`` with WARMFLEET_REDIS_CA in it. Raises StackError unless a store answers there."""
+    try:
+        complete = with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))
+        asyncio.run(_ping(complete))
+    except EndpointError as error:
+        raise StackError(str(error)) from error
+    except (RedisError, OSError) as error:
+        text = f"the store named by --redis or WARMFLEET_REDIS_URL does not answer a PING: {error}"
+        raise StackError(text) from error
+    return complete
 
 
 def _answers(url: str) -> bool:
-    return asyncio.run(_ping(url))
+    with suppress(RedisError, OSError):
+        asyncio.run(_ping(url))
+        return True
+    return False
 
 
-async def _ping(url: str) -> bool:
+async def _ping(url: str) -> None:
     client = connect(url, timeout_s=1)
     try:
-        return bool(await client.ping())
-    except (RedisError, OSError):
-        return False
+        await client.ping()
     finally:
         await client.aclose()

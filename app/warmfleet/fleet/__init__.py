@@ -14,8 +14,8 @@ from warmfleet.fleet.reservations import (
     new_reservation,
 )
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
-from warmfleet.fleet.upkeep import Applied, Tick, Upkeep
-from warmfleet.fleet.views import Views, WorkerView
+from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
+from warmfleet.fleet.views import Memory, Views, WorkerView
 
 
 class Fleet(Reservations, Views, Upkeep):
@@ -29,6 +29,7 @@ __all__ = [
     "SCRIPT_KEYS",
     "Applied",
     "Ask",
+    "Audited",
     "Candidate",
     "Chain",
     "Decision",
@@ -36,6 +37,7 @@ __all__ = [
     "Fleet",
     "Lease",
     "LoadRow",
+    "Memory",
     "Renewal",
     "Reservations",
     "Stage",

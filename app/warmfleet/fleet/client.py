@@ -21,7 +21,9 @@ from warmfleet.errors import (
     SchemaMismatch,
     WarmfleetError,
 )
+from warmfleet.fleet.failover import master_client
 from warmfleet.fleet.patience import Patience
+from warmfleet_worker.endpoint import EndpointError, parse
 from warmfleet_worker.wire import Keys
 
 if TYPE_CHECKING:
@@ -37,13 +39,14 @@ SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
         "settle": "load leases lease",
         "renew": "load leases lease",
         "tick": "tick hello cursor alive alive_servers servers load resync retired counts",
-        "apply": "workers load alive cursor batch digest resync retired lease counts",
+        "apply": "workers load alive cursor batch digest resync retired lease counts tick",
         "apply_control": "workers load alive alive_servers cursor batch digest next_slot resync retired counts",
         "apply_server": "servers workers load alive_servers cursor counts",
         "prove": "workers load counts",
         "register": "workers load alive next_slot retired",
         "forget": "workers servers load alive alive_servers cursor batch digest resync retired",
         "collect": "retired",
+        "audit": "workers load digest resync counts audit audit_walk",
     }.items()
 }
 
@@ -56,6 +59,10 @@ ERROR_CODES: Mapping[str, type[WarmfleetError]] = {
 }
 
 
+#: A handshake takes longer than a connect. Calls have their own limits on top: only upkeep waits that long.
+TLS_CONNECT_S = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """Seconds until a call is given up: the request path falls back, upkeep only comes again."""
@@ -64,20 +71,26 @@ class Timeouts:
     upkeep_s: float = 2.0
 
 
-def connect(url: str, *, timeout_s: float = 0.25, max_connections: int = 256) -> aioredis.Redis:
-    """A client for ``url`` (``redis://``, ``rediss://``, ``unix://``); connects on first use.
+def connect(url: str, tag: str = "", *, timeout_s: float = 0.25, max_connections: int = 256) -> aioredis.Redis:
+    """A client for ``url`` (see ``warmfleet_worker.endpoint``); connects on first use. Raises BadArgument.
 
     No retries inside redis-py: a second send after a time-out would be a second decision. ``timeout_s`` bounds
-    the connect; each script has its own time limit on top of it.
+    the connect; each script has its own time limit on top of it. tag: the hash tag of all its keys (for a Cluster).
     """
-    return aioredis.Redis.from_url(
-        url,
-        socket_connect_timeout=timeout_s,
-        socket_timeout=max(timeout_s, Timeouts().upkeep_s),
-        retry=Retry(NoBackoff(), 0),
-        max_connections=max_connections,
-        decode_responses=False,
-    )
+    try:
+        where = parse(url)
+    except EndpointError as error:
+        raise BadArgument(str(error)) from error
+    options: dict[str, Any] = {
+        "socket_connect_timeout": max(timeout_s, TLS_CONNECT_S) if where.tls else timeout_s,
+        "socket_timeout": max(timeout_s, Timeouts().upkeep_s),
+        "retry": Retry(NoBackoff(), 0),
+        "max_connections": max_connections,
+        "decode_responses": False,
+    }
+    if where.kind != "single":
+        return master_client(where, tag, **options)
+    return aioredis.Redis.from_url(url, **options)
 
 
 @cache
@@ -97,6 +110,8 @@ def redis_errors() -> Iterator[None]:
             raise ERROR_CODES[code](text) from error
         raise FleetUnavailable(f"Redis refused the call: {error}") from error
     except (RedisError, OSError, TimeoutError) as error:
+        if "CERTIFICATE" in str(error).upper():
+            raise FleetUnavailable(f"TLS with Redis fails, see WARMFLEET_REDIS_CA: {error}") from error
         raise FleetUnavailable(f"Redis is away or slow: {type(error).__name__}: {error}") from error
 
 

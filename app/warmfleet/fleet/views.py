@@ -26,6 +26,20 @@ class BadArtifact(BadRequest):
     status, type, code = 502, "server_error", "bad_artifact"
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The server's memory in bytes; ``limit`` 0 = none. ``policy``: what it evicts at the limit."""
+
+    used: int
+    limit: int
+    policy: str
+
+    @property
+    def used_permille(self) -> int:
+        """Of the limit; 0 without one."""
+        return 1_000 * self.used // self.limit if self.limit else 0
+
+
 @dataclass(slots=True)
 class WorkerView:
     """One worker. ``routable`` = a decision may choose it now; ``heartbeat_age_s`` is None when it is not alive.
@@ -82,11 +96,12 @@ class Views(ScriptClient):
             found = await cast("Awaitable[dict[bytes, bytes]]", self.redis.hgetall(self.keys.counts))
         return {name.decode(): int(value) for name, value in found.items()}
 
-    async def memory(self) -> dict[str, int]:
-        """``used`` and ``limit`` of the server's memory in bytes; limit 0 = none."""
+    async def memory(self) -> Memory:
+        """What the server says of its memory. Raises FleetUnavailable."""
         with redis_errors():
             info = await self.redis.info("memory")
-        return {"used": int(info["used_memory"]), "limit": int(info.get("maxmemory", 0))}
+        policy = str(info.get("maxmemory_policy", ""))
+        return Memory(int(info["used_memory"]), int(info.get("maxmemory", 0)), policy)
 
     async def artifact(self, server_id: str, entry: dict[str, Any]) -> bytes:
         """The content of one manifest entry ``{sha256, bytes, chunks}``, checked piece by piece and as a whole.

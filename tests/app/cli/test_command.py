@@ -104,7 +104,7 @@ def replica(answers: dict[str, tuple[int, Any]]) -> Iterator[tuple[str, list[tup
         server.server_close()
 
 
-@pytest.mark.parametrize("command", ["", "up", "serve", "demo", "workers", "explain"])
+@pytest.mark.parametrize("command", ["", "up", "serve", "demo", "workers", "explain", "acl"])
 def test_help_of_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])

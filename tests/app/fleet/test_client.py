@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import redis.asyncio as aioredis
+from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.exceptions import ResponseError
 
 from warmfleet.errors import BadArgument, CancelledReservation, FleetUnavailable, NoWorker, SchemaMismatch
@@ -85,6 +86,16 @@ def test_error_codes(reply: str, error: type[Exception]) -> None:
 def test_a_script_that_is_not_there() -> None:
     with pytest.raises(FileNotFoundError):
         script_source("nothing")
+
+
+async def test_a_single_server_has_redis_pys_own_pool(valkey_url: str) -> None:
+    for url, kind in (
+        (valkey_url, UnixDomainSocketConnection),
+        ("redis://h", Connection),
+        ("rediss://h", SSLConnection),
+    ):
+        pool = cast("Any", connect(url).connection_pool)
+        assert (type(pool), type(pool.make_connection())) == (ConnectionPool, kind)
 
 
 async def test_no_retries_inside_redis_py(valkey_url: str) -> None:

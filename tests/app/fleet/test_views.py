@@ -59,8 +59,8 @@ async def test_counts_and_memory(world: World) -> None:
     await world.fleet.decide(world.ask(policy="round_robin"))
     assert await world.fleet.counts() == {"round_robin": 1}
     memory = await world.fleet.memory()
-    assert memory["used"] > 100_000
-    assert memory["limit"] == 0
+    assert memory.used > 100_000
+    assert (memory.limit, memory.policy, memory.used_permille) == (0, "noeviction", 0)
 
 
 # ---------------------------------------------------------------- artifacts

@@ -1,0 +1,79 @@
+"""``warmfleet acl``: Redis users with as few rights as routers and workers can live with."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from warmfleet.cli.children import StackError
+from warmfleet.fleet.acl import REPLICA_RULES, SENTINEL_RULES, router_rules, user, worker_rules
+from warmfleet_worker.wire import WireError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+PASSWORD_BYTES = 24  # random, hence safe although Redis keeps a plain SHA-256
+MAX_PASSWORD_FILE_BYTES = 1_048_576
+ADMIN_RULES = ("~*", "&*", "+@all")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Rules on standard output, generated passwords on standard error: ``> users.acl`` keeps the two apart."""
+    rules = rules_of(options)
+    given = read_passwords(options.password_file, list(rules)) if options.password_file else {}
+    passwords = given or {name: secrets.token_urlsafe(PASSWORD_BYTES) for name in rules}
+    for line in lines(rules, passwords, commands=options.commands):
+        print(line)
+    sys.stdout.flush()
+    if not given:
+        print("passwords (not kept anywhere, Redis gets their digests):", file=sys.stderr)
+        for name in rules:
+            print(f"  {name} {passwords[name]}", file=sys.stderr)
+    if options.commands:
+        print(
+            "user `default` is as it was: once you have an admin of your own, ACL SETUSER default off", file=sys.stderr
+        )
+    return 0
+
+
+def rules_of(options: argparse.Namespace) -> dict[str, Sequence[str]]:
+    """Rules by user name. Raises StackError for a name that keys may not have."""
+    if options.worker and len(options.models) > 1:
+        raise StackError("a worker belongs to one model: name one MODEL with --worker")
+    if options.no_router and not options.worker:
+        raise StackError("--no-router without --worker leaves nobody")
+    users: dict[str, Sequence[str]] = {}
+    try:
+        if not options.no_router:
+            users |= {} if options.commands else {"admin": ADMIN_RULES}
+            users |= {"replica": REPLICA_RULES, "sentinel": SENTINEL_RULES} if options.sentinel else {}
+            users["router"] = router_rules(options.models, cluster=options.cluster)
+        for worker in options.worker:
+            rules = worker_rules(options.models[0], worker, ranks=options.ranks, cluster=options.cluster)
+            users[f"worker-{worker}"] = rules
+    except WireError as error:
+        raise StackError(str(error)) from error
+    return users
+
+
+def lines(rules: dict[str, Sequence[str]], passwords: dict[str, str], *, commands: bool) -> list[str]:
+    """Of an aclfile, or commands for redis-cli. A whole aclfile turns the user off that everybody is by default."""
+    verb = "ACL SETUSER" if commands else "user"
+    closed = ["user default reset off"] if "admin" in rules else []
+    return closed + [f"{verb} {user(name, passwords[name], some)}" for name, some in rules.items()]
+
+
+def read_passwords(file: str, names: Sequence[str]) -> dict[str, str]:
+    """``name password`` on each line. Raises StackError if one of ``names`` has none."""
+    try:
+        with Path(file).open(encoding="utf-8") as source:
+            text = source.read(MAX_PASSWORD_FILE_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        raise StackError(f"--password-file {file}: {error}") from error
+    found = dict(line.split(maxsplit=1) for line in text.splitlines() if len(line.split(maxsplit=1)) == 2)
+    if missing := [name for name in names if name not in found]:
+        raise StackError(f"--password-file {file}: no line 'NAME PASSWORD' for {', '.join(missing)}")
+    return {name: found[name].strip() for name in names}

@@ -1,0 +1,75 @@
+"""Least privilege in Redis: the ACL rules of routers and workers, for Redis 7 or newer and Valkey.
+
+A router may do what its code and the scripts do, to the keys of its models. A worker may do with each key only the one
+thing it does with it, hence selectors (the brackets): flat rules would let ``XADD`` and ``SETNX`` loose on every key.
+Everything here is pure; ``warmfleet acl`` prints it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from warmfleet_worker.wire import Keys, check_name, worker_id_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+#: What ``redis.call`` in lua/ names: the server checks a script's calls one by one. A test compares.
+_SCRIPTS = """
+    get getrange set strlen incr type unlink time
+    hget hset hdel hgetall hincrby hkeys hlen hmget hsetnx hstrlen hvals
+    sadd srem scard sscan sinter sismember smembers smismember spop srandmember
+    zadd zrem zcard zcount zpopmin zrange zrangebyscore zrevrangebyscore zscore
+    xlen xrange xtrim xinfo|stream
+"""
+SCRIPT_COMMANDS = tuple(_SCRIPTS.split())
+#: What a router calls itself. No EVAL: a script is loaded once and then named by its digest.
+ROUTER_COMMANDS = (
+    *("ping", "select", "info", "time", "evalsha", "script|load"),
+    *("get", "hgetall", "smismember", "zcount", "zrange"),
+)
+#: What a worker calls whatever the key. AUTH and HELLO are always allowed.
+WORKER_COMMANDS = ("ping", "select")
+#: With Redis Cluster both ask where their slot is.
+CLUSTER_COMMANDS = ("cluster|slots",)
+#: What Redis itself needs where `default` is off: a replica at its master, a Sentinel at the servers it watches.
+REPLICA_RULES = ("+psync", "+replconf", "+ping")
+SENTINEL_RULES = (
+    *("allchannels", "+multi", "+slaveof", "+ping", "+exec", "+subscribe", "+config|rewrite", "+role", "+publish"),
+    *("+info", "+client|setname", "+client|kill", "+script|kill"),
+)
+
+
+def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
+    """Every command that routers need, on every key of these models and on no other. Raises WireError."""
+    allowed = sorted({*SCRIPT_COMMANDS, *ROUTER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ())})
+    keys = [f"~{Keys(model).prefix}*" for model in models]
+    return ["resetkeys", *keys, "resetchannels", "-@all", *(f"+{command}" for command in allowed)]
+
+
+def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = False) -> list[str]:
+    """One API server and its ``ranks`` engine cores: write own streams, read own commands, add artifacts.
+
+    Ranks are listed one by one: in a pattern, ``w1.*`` would also be the keys of a server named ``w1.0``.
+    Raises WireError for a name that the keys may not have.
+    """
+    keys = Keys(model)
+    workers = [worker_id_of(check_name(server_id), rank) for rank in range(ranks)]
+    streams = [*map(keys.events, workers), keys.server(server_id), keys.hello]
+    allowed = (*WORKER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ()))
+    return [
+        *("resetkeys", "resetchannels", "-@all", *(f"+{command}" for command in allowed)),
+        _selector("W", streams, "xadd"),
+        _selector("R", map(keys.command, workers), "get"),
+        _selector("W", [keys.artifact(server_id, "*")], "setnx"),
+    ]
+
+
+def user(name: str, password: str, rules: Sequence[str]) -> str:
+    """``<name> reset on #<digest> <rules>``: after ``user`` a line of an aclfile, after ``ACL SETUSER`` a command."""
+    return " ".join([name, "reset", "on", "#" + hashlib.sha256(password.encode()).hexdigest(), *rules])
+
+
+def _selector(access: str, keys: Iterable[str], command: str) -> str:
+    return "(" + " ".join(f"%{access}~{key}" for key in keys) + f" +{command})"

@@ -1,0 +1,86 @@
+"""``warmfleet acl``: what it prints where, and how it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from warmfleet.__main__ import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_rules_on_one_stream_and_passwords_on_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["acl", "m", "--worker", "w1"]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["user", name] for name in ("default", "admin", "router", "worker-w1")
+    ]
+    assert lines[0] == "user default reset off"
+    passwords = dict(line.split() for line in printed.err.splitlines() if line.startswith("  "))
+    assert list(passwords) == ["admin", "router", "worker-w1"]
+    for line, (name, password) in zip(lines[1:], passwords.items(), strict=True):
+        assert f"{name} reset on #{hashlib.sha256(password.encode()).hexdigest()} " in line
+        assert password not in printed.out
+
+
+def test_two_runs_have_different_passwords(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    for _ in range(2):
+        main(["acl", "m"])
+        seen.append(capsys.readouterr().err)
+    assert seen[0] != seen[1]
+
+
+def test_one_more_worker_as_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["acl", "a/b", "--worker", "w", "--no-router", "--commands", "--ranks", "2"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("ACL SETUSER worker-w reset on #")
+    assert line.endswith(
+        " resetkeys resetchannels -@all +ping +select"
+        " (%W~wf:{a~b}:events:w.0 %W~wf:{a~b}:events:w.1 %W~wf:{a~b}:server:w %W~wf:{a~b}:hello +xadd)"
+        " (%R~wf:{a~b}:command:w.0 %R~wf:{a~b}:command:w.1 +get)"
+        " (%W~wf:{a~b}:artifact:w:* +setnx)"
+    )
+
+
+def test_sentinel_and_cluster_add_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["acl", "m", "--worker", "w", "--sentinel", "--cluster"]) == 0
+    names = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()}
+    assert list(names) == ["default", "admin", "replica", "sentinel", "router", "worker-w"]
+    assert names["replica"].endswith(" +psync +replconf +ping")
+    assert " ~" not in names["sentinel"]
+    assert " +cluster|slots" in names["router"]
+    assert " +cluster|slots" in names["worker-w"]
+
+
+def test_own_passwords(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "passwords"
+    file.write_text("router a b c\nadmin x\nsomebody else\n\n")
+    assert main(["acl", "m", "n#pool", "--password-file", str(file)]) == 0
+    printed = capsys.readouterr()
+    assert hashlib.sha256(b"a b c").hexdigest() in printed.out
+    assert "~wf:{m}:* ~wf:{n#pool}:* " in printed.out
+    assert "password" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("m n --worker w", "one model"),
+        ("m --no-router", "leaves nobody"),
+        ("m --worker a:b", "not a name"),
+        ("m --worker *", "not a name"),
+        ("m* ", "not a name"),
+        ("m --password-file /nowhere", "/nowhere"),
+        ("m --password-file /dev/null", "for admin, router"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(line: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["acl", *line.split()]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, why in printed.err, len(printed.err.splitlines())) == ("", True, 1)

@@ -1,0 +1,265 @@
+"""What each Redis user of ``warmfleet acl`` may do, and above all what it may not, on both servers."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import redis
+from redis.exceptions import NoPermissionError
+from tests.app.engine import engine
+from tests.app.replica import replica
+from tests.conftest import PATIENT, poll, redis7_binary, server, valkey_binary
+
+from warmfleet.cli.acl import lines, rules_of
+from warmfleet.cli.parser import build_parser
+from warmfleet.fleet import Ask, Chain, Fleet, Renewal, connect
+from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS, WORKER_COMMANDS
+from warmfleet_worker import wire
+from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MODEL, OTHER = "org/model#pool", "other"
+KEYS, OTHERS = wire.Keys(MODEL), wire.Keys(OTHER)
+LUA = Path(__file__).parents[3] / "lua"
+SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
+
+
+def rules(line: str) -> dict[str, Any]:
+    return dict(rules_of(build_parser().parse_args(["acl", *line.split()])))
+
+
+@dataclass
+class Guarded:
+    """A server that only ``admin``, ``router`` (MODEL), ``worker-w1`` (two ranks) and ``worker-w2`` may use."""
+
+    socket: str
+
+    def url(self, name: str) -> str:
+        return f"unix://{name}:secret-{name}@{self.socket}"
+
+    def client(self, name: str) -> redis.Redis:
+        return redis.Redis.from_url(self.url(name))
+
+
+@pytest.fixture(scope="module", params=[valkey_binary, redis7_binary], ids=["valkey", "redis7"])
+def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """The lines of ``warmfleet acl`` as the server's own aclfile."""
+    users = rules(f"{MODEL} --worker w1 --worker w2 --ranks 2 --cluster")
+    file = tmp_path_factory.mktemp("acl") / "users.acl"
+    file.touch()
+    dangerous = ("--enable-module-command", "yes", "--enable-debug-command", "yes")  # so that the ACL must refuse them
+    with server(request.param(), "--aclfile", str(file), *dangerous) as url:
+        file.write_text("\n".join(lines(users, {name: f"secret-{name}" for name in users}, commands=False)) + "\n")
+        with redis.Redis.from_url(url) as client:
+            assert client.acl_load()
+        yield Guarded(url.removeprefix("unix://"))
+
+
+def attempt(client: redis.Redis, *words: object) -> str:
+    """``refused``, or what came of the command."""
+    try:
+        client.execute_command(*words)  # type: ignore[no-untyped-call]
+    except NoPermissionError:
+        return "refused"
+    except redis.RedisError as error:
+        return "refused" if "NOPERM" in str(error) else f"allowed, {error}"  # EXEC wraps it
+    return "allowed"
+
+
+# ------------------------------------------------ command by command
+
+
+@pytest.mark.parametrize("name", ["router", "worker-w1"])
+def test_every_command_that_is_not_listed_is_refused(guarded: Guarded, name: str) -> None:
+    allowed = {"cluster|slots"} | set(
+        (*SCRIPT_COMMANDS, *ROUTER_COMMANDS) if name == "router" else (*WORKER_COMMANDS, "xadd", "get", "setnx")
+    )
+    admin = guarded.client("admin")
+    admin.response_callbacks.clear()  # as the server says it
+    asked = []
+    with guarded.client(name) as client:
+        for command, arity in every_command(cast("list[Any]", admin.execute_command("COMMAND"))):  # type: ignore[no-untyped-call]
+            words = command.split("|")
+            answer = attempt(client, *words, *["x"] * (abs(arity) - len(words)))
+            if command not in allowed:
+                assert answer == "refused", command
+                asked.append(command)
+    assert len(asked) > 250
+    assert {"flushall", "config|set", "eval", "script|flush", "acl|setuser", "xread", "del", "keys", "scan"} < set(
+        asked
+    )
+    admin.close()
+
+
+def every_command(table: list[Any]) -> list[tuple[str, int]]:
+    """Names, subcommands as ``config|get``, and arity; but for those that everybody may use at any time."""
+    found = []
+    for entry in table:
+        name, arity, flags, subcommands = entry[0], entry[1], entry[2], entry[9] if len(entry) > 9 else []
+        if subcommands:
+            found += every_command(subcommands)
+        elif b"no_auth" not in flags and b"no-auth" not in flags and name not in (b"auth", b"hello", b"quit", b"reset"):
+            found.append((name.decode(), arity))
+    return found
+
+
+def test_the_list_is_what_the_scripts_call() -> None:
+    with server(valkey_binary()) as url, redis.Redis.from_url(url) as client:
+        known = {str(name) for name in client.command()}
+    text = "".join(path.read_text() for path in LUA.glob("*.lua"))
+    called = {word.lower() for word in re.findall(r'"([A-Z]{3,})"', text)} & known
+    assert called == {name.partition("|")[0] for name in SCRIPT_COMMANDS}
+
+
+# ------------------------------------------------ key by key
+
+STREAMS = [KEYS.events("w1.0"), KEYS.events("w1.1"), KEYS.server("w1"), KEYS.hello]
+COMMANDS = [KEYS.command("w1.0"), KEYS.command("w1.1")]
+ARTIFACTS = [KEYS.artifact("w1", "0" * 64)]
+#: Keys of the model that no worker has anything to do with, and keys of other workers and models.
+FOREIGN = [
+    *(getattr(KEYS, name) for name in sorted(wire.SINGLE_KEYS - {"hello"})),
+    *(KEYS.block(b"12345678").decode(), KEYS.speculative(b"12345678").decode(), KEYS.slot(7)),
+    *(KEYS.events("w2.0"), KEYS.events("w1.2"), KEYS.events("w1.0.0"), KEYS.events("w1"), KEYS.events("w1.0x")),
+    *(KEYS.server("w2"), KEYS.server("w1.0"), KEYS.command("w2.0"), KEYS.command("w1"), KEYS.command("w1.0.0")),
+    *(KEYS.artifact("w2", "0" * 64), KEYS.artifact("w1.0", "0" * 64), f"{KEYS.prefix}artifact:w1", KEYS.prefix, "x"),
+    *(OTHERS.events("w1.0"), OTHERS.server("w1"), OTHERS.hello, OTHERS.command("w1.0"), OTHERS.artifact("w1", "0")),
+]
+VERBS: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "XADD": (("MAXLEN", "~", "9", "*", "f", "v"), STREAMS),
+    "GET": ((), COMMANDS),
+    "SETNX": (("v",), ARTIFACTS),
+}
+
+
+@pytest.mark.parametrize("verb", list(VERBS))
+def test_a_worker_does_one_thing_with_each_of_its_keys(guarded: Guarded, verb: str) -> None:
+    arguments, own = VERBS[verb]
+    with guarded.client("worker-w1") as client:
+        for key in [*STREAMS, *COMMANDS, *ARTIFACTS, *FOREIGN]:
+            assert attempt(client, verb, key, *arguments) == ("allowed" if key in own else "refused"), key
+
+
+def test_an_artifact_is_never_overwritten(guarded: Guarded) -> None:
+    with guarded.client("worker-w2") as client:
+        key = KEYS.artifact("w2", "1" * 64)
+        assert (client.setnx(key, "first"), client.setnx(key, "second")) == (True, False)
+        assert attempt(client, "GET", key) == "refused"
+
+
+def test_a_router_has_the_keys_of_its_models_only(guarded: Guarded) -> None:
+    own = [key for key in [*STREAMS, *COMMANDS, *FOREIGN] if key.startswith(KEYS.prefix)]
+    with guarded.client("router") as client:
+        for key in [*own, *FOREIGN]:
+            answer = attempt(client, "TYPE", key)
+            assert answer == ("allowed" if key in own else "refused"), key
+        script = client.script_load("return redis.call('SET', ARGV[1], 'v')")
+        declared = [client.evalsha, script, 1, OTHERS.load, OTHERS.load]
+        assert attempt(client, "EVALSHA", *declared[1:]) == "refused"
+        with pytest.raises(redis.ResponseError, match=r"(?i)permission|can't access"):
+            client.evalsha(script, 1, KEYS.load + "-a", OTHERS.load)
+        assert client.evalsha(script, 1, KEYS.load + "-a", KEYS.load + "-a") == b"OK"
+        flush = client.script_load("return redis.call('FLUSHALL')")
+        with pytest.raises(redis.ResponseError, match=r"(?i)permission|can't run"):
+            client.evalsha(flush, 0)
+
+
+def test_nobody_comes_in_without_a_password(guarded: Guarded) -> None:
+    for url in (f"unix://{guarded.socket}", f"unix://router:wrong@{guarded.socket}"):
+        with redis.Redis.from_url(url) as client, pytest.raises(redis.AuthenticationError):
+            client.ping()
+
+
+# ------------------------------------------------ the whole way
+
+
+async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
+    tracker = Tracker()
+    tracker.stored([os.urandom(8) for _ in range(600)])
+    config = PublisherConfig(guarded.url("worker-w2"), MODEL, "w2.0", "w2", 0, SCHEME, 9_999, 32_768, "test")
+    core = WorkerPublisher(config, tracker)
+    files = {"tokenizer.json": os.urandom(200_000)}
+    half = ServerPublisher(
+        ServerConfig(guarded.url("worker-w2"), MODEL, "w2", "http://127.0.0.1:9", ("m",), "test", files)
+    )
+    fleet = Fleet(connect(guarded.url("router")), MODEL, timeouts=PATIENT)
+    core.start()
+    half.start()
+    try:
+        slot = await _settled_in(fleet, tracker)
+        assert await fleet.holds(slot, list(tracker.table)[:9]) == [True] * 9
+        tracker.removed(list(tracker.table)[:100])
+        [view] = await poll_workers(fleet, tracker)
+        manifest = view.server["artifacts"]["tokenizer.json"]
+        assert await fleet.artifact("w2", manifest) == files["tokenizer.json"]
+        assert await fleet.prove("w2.0", view.record["nonce"], "proven", "")
+        await _requests(fleet, next(iter(tracker.table)))
+        assert (await fleet.memory()).used > 0
+        await poll(lambda: _audited(fleet), what="a piece of the index is audited")
+        assert core.state.errors == 0
+    finally:
+        core.stop(5)
+        half.stop(5)
+    await fleet.step()
+    assert await fleet.register("static-1", {"scheme_id": 1, "url": "http://127.0.0.1:8", "models": ["m"]}, 99, True)
+    for worker in ("w2.0", "static-1"):
+        assert await fleet.forget(worker)
+    for _ in range(20):
+        await fleet.step()
+    await fleet.close()
+
+
+async def _audited(fleet: Fleet) -> int:
+    return (await fleet.audit(0.001)).blocks
+
+
+async def _settled_in(fleet: Fleet, tracker: Tracker) -> int:
+    [view] = await poll_workers(fleet, tracker)
+    return int(view.record["slot"])
+
+
+async def poll_workers(fleet: Fleet, tracker: Tracker) -> list[Any]:
+    """The one worker, once the index has as many blocks as its table and its server half is there."""
+
+    async def ready() -> list[Any]:
+        await fleet.step()
+        views = await fleet.workers()
+        return [view for view in views if view.load.blocks == len(tracker.table) and view.server]
+
+    return cast("list[Any]", await poll(ready))
+
+
+async def _requests(fleet: Fleet, block: bytes) -> None:
+    ask = Ask("wf-0aaaaaaaaaaaaaaaaaaaaa", (Chain(SCHEME.scheme_id, 16, block),), 32, 64)
+    decision = await fleet.decide(ask)
+    assert decision.matched_tokens == 16
+    assert (await fleet.explain(ask))[0] == "w2.0"
+    renewal = Renewal(ask.reservation, "w2.0", decision.prefill_tokens, decision.decode_tokens)
+    assert await fleet.renew([renewal]) == (1, 0, 0)
+    assert await fleet.settle(ask.reservation, "started") == "STARTED"
+    assert await fleet.settle(ask.reservation, "finished") == "SETTLED"
+    await fleet.redis.zadd(fleet.keys.leases, {ask.reservation: 1})  # expired
+    assert await fleet.reap() >= 1
+
+
+async def test_a_replica_serves_as_the_router_user(guarded: Guarded) -> None:
+    async with AsyncExitStack() as stack:
+        upstream = await stack.enter_async_context(engine("served"))
+        router = await stack.enter_async_context(replica(guarded.url("router"), MODEL, upstream.url))
+        for _ in range(3):
+            status, headers, _ = await router.post({"model": "served", "prompt": "some words " * 50})
+            assert (status, headers["x-warmfleet-reservation"]) == (200, "booked")
+        await router.unloaded()
+        _, page = await router.get("/metrics")
+        assert re.findall(rb"warmfleet_task_failures_total\S* [1-9].*", page) == []

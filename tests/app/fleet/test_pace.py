@@ -1,0 +1,170 @@
+"""Applying is paced: a share of Redis's time for all replicas together, the living first, requests in between."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.conftest import PATIENT, poll
+from tests.lua.stream import Core, block, blocks, held
+from tests.lua.world import World
+
+from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.upkeep import Pace
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+NAME = "5ea50001"
+
+
+@pytest.fixture
+async def fleet(store: aioredis.Redis, model: str) -> Fleet:
+    """Ticks whenever asked."""
+    fleet = Fleet(store, model, timeouts=PATIENT)
+    fleet.pace = Pace(min_gap_ms=0)
+    return fleet
+
+
+async def ticked_ago(fleet: Fleet, ms: int) -> None:
+    await fleet.redis.set(fleet.keys.tick, f"{int(time.time() * 1000) - ms} 0 0 0 0")
+
+
+async def write(core: Core, batches: int, each: int = 128) -> None:
+    """Join and ``batches`` full entries, in one round trip."""
+    await core.join()
+    pipe = core.store.pipeline(transaction=False)
+    for number in range(batches):
+        core.number += 1
+        data = blocks(*range(number * each, number * each + each))
+        pipe.xadd(core.stream, cast("dict[Any, Any]", wire.entry(core.nonce, core.number, "stored", data)))
+    await pipe.execute()
+
+
+# ---------------------------------------------------------------- what a tick grants
+
+
+async def test_a_tick_grants_a_share_of_the_time_since_the_last_one(fleet: Fleet) -> None:
+    for ago_ms, least_us, most_us in ((100, 30_000, 59_000), (0, 4_800, 29_000), (5_000, 60_000, 60_000)):
+        await ticked_ago(fleet, ago_ms)
+        assert least_us <= (await fleet.tick()).granted_us <= most_us
+    fleet.pace = replace(fleet.pace, min_gap_ms=60_000)
+    assert (await fleet.tick()).granted_us == 0
+
+
+async def test_many_replicas_are_granted_no_more_than_one(fleet: Fleet) -> None:
+    fleet.pace = replace(fleet.pace, min_gap_ms=20)
+    granted, start = 0, time.time()
+    await ticked_ago(fleet, 0)
+    while time.time() - start < 0.5:
+        ticks = await asyncio.gather(*(fleet.tick() for _ in range(8)))
+        granted += sum(tick.granted_us for tick in ticks)
+    assert 0.1 < granted / 1e6 / (time.time() - start) < 0.33
+
+
+async def test_a_backlog_that_would_keep_heartbeats_waiting_gets_twice_as_much(fleet: Fleet) -> None:
+    core = Core(fleet.redis, fleet)
+    for batches, granted_us in ((4_000, 60_000), (200, 120_000)):
+        await write(core, batches, each=1)
+        await ticked_ago(fleet, 5_000)
+        assert (await fleet.tick()).granted_us == granted_us
+
+
+# ---------------------------------------------------------------- what a step does with it
+
+
+async def test_a_step_ends_when_the_grant_is_spent(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = Core(store, fleet)
+    await write(core, 100)
+    await fleet.tick()
+    fleet.pace = replace(fleet.pace, block_us=50.0)
+    await ticked_ago(fleet, 100)
+    applied = await fleet.step()
+    assert 5 * 128 <= applied <= 10 * 128  # 30 ms of 6.5 ms each; 60 if the machine is slow
+    fleet.pace = replace(fleet.pace, block_us=1_000.0)
+    assert await fleet.step() == 128, "there is always something done"
+
+
+async def test_the_living_go_before_snapshots_that_fill(store: aioredis.Redis, fleet: Fleet) -> None:
+    filling, live = Core(store, fleet, "a"), Core(store, fleet, "b")
+    await filling.join()
+    await filling.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
+    await filling.applied()
+    for number in range(120):
+        await filling.send("chunk", NAME.encode() + block(number))
+    await write(live, 40)
+    await fleet.tick()
+    tick = await fleet.tick()
+    assert (tick.backlog, tick.snapshots) == (("events:b.0",), ("events:a.0",))
+    fleet.pace = replace(fleet.pace, max_blocks=4, call_us=1_000, entry_us=0, block_us=0.0)
+    await live.applied()
+    await write(live, 40, each=4)
+    await ticked_ago(fleet, 100)
+    before = await store.xlen(live.stream), await store.xlen(filling.stream)
+    await fleet.step()
+    done = before[0] - await store.xlen(live.stream), before[1] - await store.xlen(filling.stream)
+    assert done[0] >= 2 * done[1] > 0, "three quarters and one"
+    await live.applied()
+    await ticked_ago(fleet, 100)
+    await fleet.step()
+    assert before[1] - done[1] - await store.xlen(filling.stream) >= 25, "alone it gets everything"
+
+
+# ---------------------------------------------------------------- requests in between
+
+
+def decide_all_the_time(url: str, model: str, done: threading.Event, seconds: list[float]) -> None:
+    """What a router does meanwhile, with a client and a loop of its own."""
+
+    async def run() -> None:
+        async with connect(url, timeout_s=5) as client:
+            fleet = Fleet(client, model, timeouts=PATIENT)
+            world = World(client, fleet, seed=2)
+            while not done.is_set():
+                ask = replace(world.ask(world.chain(100)), reservation=f"wf-{len(seconds)}")
+                start = time.perf_counter()
+                await fleet.decide(ask)
+                seconds.append(time.perf_counter() - start)
+                await fleet.settle(ask.reservation, "cancelled")
+                await asyncio.sleep(0.002)
+
+    asyncio.run(run())
+
+
+async def test_decisions_are_prompt_while_a_backlog_is_worked_off(
+    store: aioredis.Redis, redis_url: str, fleet: Fleet, model: str
+) -> None:
+    world = World(store, fleet)
+    await world.workers(8)
+    await world.ticked(grace_ms=60_000)  # they have no API servers
+    cores = [Core(store, fleet, f"c{number}") for number in range(64)]
+    for core in cores:
+        await write(core, 16)
+    seconds: list[float] = []
+    fleet.pace, done = Pace(), threading.Event()
+    requests = threading.Thread(target=decide_all_the_time, args=(redis_url, model, done, seconds))
+    requests.start()
+    started, applied = time.monotonic(), 0
+
+    async def empty() -> bool:
+        nonlocal applied
+        applied += await fleet.step()
+        await asyncio.sleep(0.02)
+        return applied == 64 * 16 * 128
+
+    try:
+        await poll(empty, 60, "the backlog is worked off")
+    finally:
+        done.set()
+        requests.join()
+    spent_us = fleet._cost_us(64 * 16, 64 * 16, applied)
+    assert spent_us / 1e6 / (time.monotonic() - started) < 0.4, "no more than its share, by estimate"
+    assert len(seconds) > 50
+    assert statistics.quantiles(seconds, n=100)[98] < 0.05
+    assert await cores[63].holds() == held(*range(16 * 128))

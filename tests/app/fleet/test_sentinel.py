@@ -1,0 +1,186 @@
+"""A master dies under load; Sentinels promote its replica; routers and workers follow, and nothing stays booked."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import Any, cast
+
+import pytest
+from tests.app.engine import engine
+from tests.app.replica import replica
+from tests.conftest import poll
+from tests.survival import SCHEME, Survival
+from tests.topology import free_ports, sentinels
+
+from warmfleet.cli.acl import lines, rules_of
+from warmfleet.cli.parser import build_parser
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Fleet, Timeouts, connect
+from warmfleet_worker import stream, wire
+from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.tracker import Tracker
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_a_failover_under_load(model: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
+    with sentinels() as watched:
+        async with Survival(watched.url, model) as fleet:
+            await fleet.hold()
+            decided_s, indexed_s = await fleet.struck(lambda: watched.master.kill(number))
+            print(f"decisions after {decided_s:.2f} s, index after {indexed_s:.2f} s")
+            assert watched.promoted()
+            assert decided_s < 10
+            assert indexed_s < 10
+            assert fleet.core.state.stopped is None
+            await fleet.consistent()
+
+
+async def test_what_the_replica_had_not_heard_comes_right(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second of writes is lost: events, decisions and settles that the old master had acknowledged."""
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
+    with sentinels() as watched:
+        async with Survival(watched.url, model) as fleet:
+            watched.cut()
+            await fleet.hold()  # the new master will have to be told of them
+            count, number = len(fleet.answered), fleet.core.state.number
+            await poll(lambda: len(fleet.answered) > count + 30 and fleet.core.state.number > number + 5)
+            decided_s, indexed_s = await fleet.struck(watched.master.kill)
+            print(f"decisions after {decided_s:.2f} s, index after {indexed_s:.2f} s")
+            assert max(decided_s, indexed_s) < 10
+            assert {"gap", "resync"} <= (await fleet.fleet.counts()).keys()
+            await fleet.consistent()
+
+
+async def test_a_failover_where_everybody_has_least_rights(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The users of ``warmfleet acl --sentinel`` are enough for replication, promotion and both ways after it."""
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
+    users = rules_of(build_parser().parse_args(["acl", model, "--worker", "w1", "--sentinel"]))
+    with sentinels("\n".join(lines(users, {name: name for name in users}, commands=False)) + "\n") as watched:
+        router, worker = watched.url_of("router:router@"), watched.url_of("worker-w1:worker-w1@")
+        async with Survival(router, model, worker) as fleet:
+            await fleet.hold()
+            decided_s, indexed_s = await fleet.struck(watched.master.kill)
+            assert max(decided_s, indexed_s) < 10
+            await fleet.consistent()
+            assert "NOPERM" not in " ".join(why for _, why in fleet.failures)
+
+
+async def test_no_request_fails_meanwhile(model: str) -> None:
+    with sentinels() as watched:
+        async with engine(model) as upstream, replica(watched.url, model, upstream.url) as router:
+            seen: list[str] = []
+
+            async def ask() -> str:
+                status, headers, _ = await router.post({"model": model, "prompt": "some words " * 50})
+                assert status == 200
+                seen.append(headers["x-warmfleet-reservation"])
+                return seen[-1]
+
+            assert await ask() == "booked"
+            watched.master.kill()
+            started = time.monotonic()
+            await poll(lambda: ask_is(ask, "fallback"), 10, "Redis is away")
+            await poll(lambda: ask_is(ask, "booked"), 10, "Redis is back")
+            print(f"booked again after {time.monotonic() - started:.2f} s, {len(seen)} requests")
+            await router.unloaded()
+
+
+async def ask_is(ask: object, what: str) -> bool:
+    return bool(await ask() == what)  # type: ignore[operator]
+
+
+async def test_sentinels_that_are_away_or_know_nothing(model: str) -> None:
+    [nobody] = free_ports(1)
+    with sentinels() as watched:
+        for sentinel in watched.sentinels[:2]:
+            sentinel.kill()
+        one = watched.sentinels[2].port
+        fleet = Fleet(connect(watched.url.replace("//", f"//127.0.0.1:{nobody},"), timeout_s=2), model)
+        assert await fleet.counts() == {}  # the last of four knows
+        await fleet.close()
+        for url, why in ((f"127.0.0.1:{one}/other", "none of them knows"), (f"127.0.0.1:{nobody}/kv", str(nobody))):
+            fleet = Fleet(connect(f"redis+sentinel://{url}"), model)
+            with pytest.raises(FleetUnavailable, match=why):
+                await fleet.counts()
+            await fleet.close()
+
+
+async def test_scripts_that_the_new_master_does_not_know_are_loaded(model: str) -> None:
+    with sentinels() as watched:
+        fleet = Fleet(connect(watched.url, timeout_s=2), model)
+        assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+        watched.replica.client().script_flush()  # a replica has no scripts, but a promoted one may be older
+        watched.master.kill()
+
+        async def settled() -> bool:
+            try:
+                return await fleet.settle("wf-2", "finished") == "UNKNOWN"
+            except FleetUnavailable:
+                return False
+
+        await poll(settled)
+        assert watched.promoted()
+        await fleet.close()
+
+
+async def test_joins_that_the_old_master_kept_to_itself_are_made_again(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams of before are there, so nothing is nil: only the change of master says that something may be lost."""
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
+    with sentinels() as watched:
+        half = ServerPublisher(
+            ServerConfig(watched.url, model, "w1", "http://127.0.0.1:9", ("m",), "test", {"tokenizer.json": b"{}"})
+        )
+        tracker = Tracker()
+        core = WorkerPublisher(PublisherConfig(watched.url, model, "w1.0", "w1", 0, SCHEME, 999, 999, "test"), tracker)
+        half.start()
+        core.start()
+        await poll(lambda: half.joined and core.state.joined)  # and nobody applies
+        nonces = half._stream.nonce, core._stream.nonce
+        watched.sentinels[0].client().execute_command("SENTINEL", "FAILOVER", "kv")  # type: ignore[no-untyped-call]
+        await poll(lambda: half._stream.nonce != nonces[0] and core._stream.nonce != nonces[1], 15)
+        assert watched.promoted()
+        assert core.state.joins == 2
+        await asyncio.to_thread(half.stop, 5)
+        await asyncio.to_thread(core.stop, 5)
+
+
+async def test_a_frozen_master_costs_one_call_however_many_connections_it_holds(model: str) -> None:
+    with sentinels() as watched:
+        fleet = Fleet(connect(watched.url), model, Timeouts(request_s=0.25))
+        await asyncio.gather(*(fleet.settle(f"wf-{number}", "finished") for number in range(30)))
+        idle = len(cast("Any", fleet.redis.connection_pool)._available_connections)
+        assert idle > 5
+        watched.master.kill(signal.SIGSTOP)
+        await poll(watched.agreed, 20)
+        failed = 0
+        while True:
+            try:
+                await fleet.settle("wf-after", "finished")
+                break
+            except FleetUnavailable:
+                failed += 1
+        assert failed <= 1
+        await fleet.close()
+
+
+async def test_without_sentinels_the_last_master_is_still_the_master(model: str) -> None:
+    with sentinels() as watched:
+        fleet = Fleet(connect(watched.url, timeout_s=2), model, Timeouts(request_s=2))
+        client = stream.connect(watched.url)
+        assert client.ping()
+        await fleet.settle("wf-1", "finished")
+        for sentinel in watched.sentinels:
+            sentinel.kill()
+        for _ in range(3):
+            await fleet.redis.connection_pool.disconnect()
+            client.connection_pool.disconnect()
+            assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+            assert client.ping()
+        client.close()
+        await fleet.close()

@@ -1,0 +1,151 @@
+"""What upkeep does to decisions: ``python -m tests.bench.bench_pace`` prints one JSON object as its last line.
+
+64 workers write a backlog each; a child process applies it as a router does, while this one decides (chains of 625
+blocks, one request after another with 1 ms in between). Three times: with no backlog, with the backlog at the usual
+share, and with the whole of Redis's time granted. decide_ms is what the router waits, on this machine, with everything
+else that runs on it. audit: one worker's slot walked to its end; CPU time of a call from the scheduler's clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import random
+import shutil
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import redis
+from tests.conftest import PATIENT, server, valkey_binary
+from tests.lua.stream import Core
+from tests.lua.world import World
+
+from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.upkeep import Pace
+from warmfleet_worker import wire
+
+WORKERS, CHAIN_BLOCKS, IDLE_S = 64, 625, 5.0
+
+
+async def write(store: Any, fleet: Fleet, batches: int) -> list[Core]:
+    """Every worker joins and stores ``batches`` times 128 blocks."""
+    cores, rng = [Core(store, fleet, f"c{number}") for number in range(WORKERS)], random.Random(1)
+    for core in cores:
+        await core.join(capacity_blocks=1_000_000)
+        pipe = store.pipeline(transaction=False)
+        for _ in range(batches):
+            core.number += 1
+            pipe.xadd(core.stream, wire.entry(core.nonce, core.number, "stored", rng.randbytes(8 * wire.BATCH_BLOCKS)))
+        await pipe.execute()
+    return cores
+
+
+def upkeep(url: str, model: str, share_permille: int, answer: Any) -> None:
+    """A router's rounds until the backlog is gone; sends (blocks, seconds)."""
+
+    async def run() -> None:
+        async with connect(url, timeout_s=5) as client:
+            fleet = Fleet(client, model, timeouts=PATIENT)
+            fleet.pace = replace(Pace(), share_permille=share_permille)
+            blocks, start, quiet = 0, time.perf_counter(), 0
+            while quiet < 3:
+                applied = await fleet.step()
+                blocks, quiet = blocks + applied, 0 if applied else quiet + 1
+                await asyncio.sleep(0.05)
+            answer.put((blocks, time.perf_counter() - start - 0.15))
+
+    asyncio.run(run())
+
+
+async def decide_while(url: str, model: str, share_permille: int, batches: int) -> dict[str, Any]:
+    async with connect(url, timeout_s=5) as store:
+        fleet = Fleet(store, model, timeouts=PATIENT)
+        world, answer = World(store, fleet), multiprocessing.get_context("spawn").Queue()
+        await world.workers(8)
+        await world.ticked(grace_ms=600_000)
+        await write(store, fleet, batches)
+        waits, end = [], time.perf_counter() + IDLE_S
+        child = multiprocessing.get_context("spawn").Process(target=upkeep, args=(url, model, share_permille, answer))
+        if batches:
+            child.start()
+        while answer.empty() if batches else time.perf_counter() < end:
+            ask = world.ask(world.chain(CHAIN_BLOCKS))
+            start = time.perf_counter()
+            await fleet.decide(ask)
+            waits.append(1_000 * (time.perf_counter() - start))
+            await fleet.settle(ask.reservation, "cancelled")
+            await asyncio.sleep(0.001)
+        blocks, seconds = answer.get() if batches else (0, IDLE_S)
+        if batches:
+            child.join()
+            assert blocks == WORKERS * batches * wire.BATCH_BLOCKS, f"only {blocks} blocks were applied"
+        cuts = statistics.quantiles(waits, n=1000)
+        return {
+            "decide_ms": {"p50": round(cuts[499], 3), "p99": round(cuts[989], 3), "p999": round(cuts[998], 3)},
+            "decisions": len(waits),
+            "applied_per_s": round(blocks / seconds),
+        }
+
+
+def ran_ms(schedstat: Path) -> float:
+    """How long a thread has run."""
+    return int(schedstat.read_text().split()[0]) / 1e6
+
+
+async def audit(url: str, model: str, blocks: int) -> dict[str, Any]:
+    """CPU time of the calls of one walk over ``blocks`` blocks."""
+    async with connect(url, timeout_s=5) as store:
+        fleet = Fleet(store, model, timeouts=PATIENT)
+        fleet.pace = replace(Pace(), audit_gap_ms=0)
+        core, rng = Core(store, fleet), random.Random(3)
+        await core.join(capacity_blocks=blocks)
+        for _ in range(blocks // wire.BATCH_BLOCKS):
+            await core.send("stored", rng.randbytes(8 * wire.BATCH_BLOCKS))
+            await fleet.apply(core.worker_id)
+        await core.applied()
+        await fleet.audit(3600)
+        await store.zadd(fleet.keys.audit, {core.worker_id: 1})
+        process = (await store.info("server"))["process_id"]
+        clock, calls, total = Path(f"/proc/{process}/schedstat"), [], 0
+        walking = True
+        while walking:
+            before = ran_ms(clock)
+            step = await fleet.audit(3600)
+            calls.append(ran_ms(clock) - before)
+            walking, total = step.walking, total + step.blocks
+            assert not step.differs
+        return {
+            "blocks": total,
+            "calls": len(calls),
+            "call_ms": {"mean": round(statistics.mean(calls), 3), "longest": round(max(calls), 3)},
+            "us_per_block": round(1_000 * sum(calls) / total, 3),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=128, help="of 128 blocks, per worker")
+    parser.add_argument("--audit", type=int, default=100_000, help="blocks of the slot that is walked")
+    parser.add_argument("--server", help="binary; default: redis-server, else the embedded Valkey")
+    options = parser.parse_args()
+    with server(options.server or shutil.which("redis-server") or valkey_binary()) as url:
+        made: dict[str, Any] = {"audit": asyncio.run(audit(url, "bench-audit", options.audit))}
+        for name, share, batches in (
+            ("idle", 300, 0),
+            ("paced", 300, options.batches),
+            ("all", 1_000, options.batches),
+        ):
+            made[name] = asyncio.run(decide_while(url, f"bench-{name}", share, batches))
+        with redis.Redis.from_url(url) as client:
+            info: Any = client.info("server")
+        made["server"] = info.get("valkey_version") or info["redis_version"]
+        print(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main()

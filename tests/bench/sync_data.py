@@ -1,0 +1,41 @@
+"""What the workers of ``bench_sync`` hold: the same bytes in every process that asks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+TENANTS, HEAD, TAIL = 20, 62, 563  # blocks: a chain is a tenant's head and a worker's own tail, 10,000 tokens in all
+MISSES = 0.1
+
+
+@dataclass
+class Data:
+    """Half of a worker's table stays as it is, prompts are made of it; the other half slides over a ring."""
+
+    workers: int
+    entries: int  # per worker
+    heads: list[bytes] = field(default_factory=list)
+    fixed: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = random.Random("heads")
+        self.heads = [rng.randbytes(8 * HEAD) for _ in range(TENANTS)]
+        self.fixed = [random.Random(f"fixed {worker}").randbytes(4 * self.entries) for worker in range(self.workers)]
+
+    def held_heads(self, worker: int) -> bytes:
+        """Every other worker has seen every other tenant."""
+        return b"".join(head for tenant, head in enumerate(self.heads) if (tenant + worker) % 2)
+
+    def ring(self, worker: int) -> bytes:
+        """Twice as much as is held of it."""
+        return random.Random(f"ring {worker}").randbytes(8 * self.entries)
+
+    def chain(self, rng: random.Random) -> bytes:
+        """A prompt: nine of ten were seen by one worker, with a head that others share."""
+        if rng.random() < MISSES:
+            return rng.randbytes(8 * (HEAD + TAIL))
+        worker = rng.randrange(self.workers)
+        tenant = rng.choice([number for number in range(TENANTS) if (number + worker) % 2])
+        start = TAIL * rng.randrange(max(1, self.entries // 2 // TAIL))
+        return self.heads[tenant] + self.fixed[worker][8 * start : 8 * (start + TAIL)]

@@ -1,0 +1,126 @@
+"""The load generator of ``bench_sync``, a process of its own: decides at random moments, whatever the answers do.
+
+Open loop over one connection: a request is sent when it is due, also while earlier ones wait, and its latency counts
+from when it was due. ``lag`` is how late it was sent: if that is not small, this process was the bottleneck.
+Prints one JSON object: latencies and lags in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import select
+import socket
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import hiredis
+import redis
+from tests.bench.sync_data import Data
+from tests.lua.stream import SCHEME
+
+from warmfleet.fleet import SCRIPT_KEYS, Ask, Chain, Fleet, connect
+from warmfleet.fleet.client import script_source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WARM_UP_S = 1.0
+ANSWER_S = 0.5  # a reservation is settled so much later
+CHAINS = 2_000
+
+
+class Load:
+    """Sends what is due, reads what is there, never waits for an answer."""
+
+    def __init__(self, path: str, model: str, data: Data, seed: int) -> None:
+        self.fleet = Fleet(connect(f"unix://{path}"), model)
+        with redis.Redis(unix_socket_path=path) as client:
+            self.shas = {name: str(client.script_load(script_source(name))) for name in ("decide", "settle")}
+        self.rng, self.seed = random.Random(seed), seed
+        self.chains = [data.chain(self.rng) for _ in range(CHAINS)]
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(path)
+        self.reader = hiredis.Reader()
+        self.waiting: deque[tuple[float, str]] = deque()  # (when it was due, reservation); settles have none
+        self.settles: deque[tuple[float, str]] = deque()
+        self.latencies: list[float] = []
+        self.lags: list[float] = []
+        self.matched = self.refused = 0
+
+    def run(self, rate: float, seconds: float) -> dict[str, Any]:
+        begin = time.perf_counter()
+        due, counts_from, end = begin, begin + WARM_UP_S, begin + WARM_UP_S + seconds
+        while due < end or self.waiting:
+            now = time.perf_counter()
+            while due <= now and due < end:
+                self._decide(due)
+                if due >= counts_from:
+                    self.lags.append(time.perf_counter() - due)
+                due += self.rng.expovariate(rate)
+            while self.settles and self.settles[0][0] <= now:
+                self._send("settle", "", now, (self.fleet._prefix, self.settles.popleft()[1], "finished", 60_000, 500))
+            pause = min(due if due < end else end + 1, self.settles[0][0] if self.settles else end + 1)
+            readable, _, _ = select.select([self.socket], [], [], max(0.0, pause - time.perf_counter()))
+            if readable:
+                self._read(counts_from)
+        busy = time.process_time() / (time.perf_counter() - begin)
+        answer = {"latencies_us": _micros(self.latencies), "lags_us": _micros(self.lags), "busy": round(busy, 3)}
+        return answer | {"matched_share": self.matched / max(1, len(self.latencies)), "refused": self.refused}
+
+    def _decide(self, due: float) -> None:
+        chain = self.rng.choice(self.chains)
+        reservation, prompt = f"wf-{self.seed}-{len(self.lags)}-{self.rng.random()}", len(chain) * 2 + 5
+        ask = Ask(reservation, (Chain(SCHEME.scheme_id, 16, chain),), prompt, prompt + 300)
+        self._send("decide", reservation, due, self.fleet._ask_args(ask, dry=False))
+
+    def _send(self, script: str, reservation: str, due: float, args: Any) -> None:
+        keys = [getattr(self.fleet.keys, key) for key in SCRIPT_KEYS[script]]
+        texts = [arg if isinstance(arg, bytes) else str(arg) for arg in args]
+        self.socket.sendall(hiredis.pack_command(("EVALSHA", self.shas[script], str(len(keys)), *keys, *texts)))
+        self.waiting.append((due, reservation))
+
+    def _read(self, counts_from: float) -> None:
+        self.reader.feed(self.socket.recv(262_144))
+        now = time.perf_counter()
+        while (answer := self.reader.gets()) is not False:
+            due, reservation = self.waiting.popleft()
+            if not reservation:
+                continue
+            if isinstance(answer, Exception):
+                self.refused += 1
+                continue
+            self.settles.append((now + ANSWER_S, reservation))
+            if due >= counts_from:
+                self.latencies.append(now - due)
+                self.matched += answer[2] > 0
+
+
+def _micros(values: list[float]) -> list[int]:
+    return [round(value * 1e6) for value in values]
+
+
+def lines() -> Iterator[dict[str, Any]]:
+    """One job a line on standard input."""
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", help="of the server's socket")
+    parser.add_argument("model")
+    parser.add_argument("workers", type=int)
+    parser.add_argument("entries", type=int)
+    options = parser.parse_args()
+    data = Data(options.workers, options.entries)
+    for number, job in enumerate(lines()):
+        load = Load(options.path, options.model, data, number)
+        print(json.dumps(load.run(job["rate"], job["seconds"])), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""Real publishers, real scripts and a real server of their own; and what can go wrong between them, step by step."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from redis.exceptions import RedisError
+from tests.lua.process import Process
+from tests.lua.stream import SCHEME, block
+
+from warmfleet.errors import CancelledReservation, NoWorker
+from warmfleet.fleet import Ask, Chain, Fleet, Renewal
+from warmfleet.fleet.upkeep import Pace
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+NAMES = ("a.0", "b.0", "c.0")
+NUMBERS = 61  # blocks that exist: workers' tables overlap
+FOREIGN_SLOT = 999_999_999  # somebody else's entries, on the same blocks
+RESERVATIONS = 6
+HOUR_MS = 3_600_000
+PACE = Pace(min_gap_ms=0, max_entries=3, max_blocks=24, applies=12, collects=2)
+
+
+class World:
+    """One store, two appliers, three workers. Every method without ``_`` is a step: (worker, two small numbers)."""
+
+    def __init__(self, store: Any, fleets: list[Fleet], queue: int) -> None:
+        self.store, self.fleets, self.queue = store, fleets, queue
+        self.keys = fleets[0].keys
+        self.processes: dict[str, list[Process]] = {name: [] for name in NAMES}
+        self.dead: dict[str, Process] = {}
+        self.saved: list[tuple[bytes, bytes]] | None = None
+        self.cancelled: set[str] = set()
+        self.commands: dict[str, dict[str, Any]] = {}  # that were lost
+        self.turn = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        """A server without any data but somebody else's."""
+        self.store.flushall()
+        self.cancelled.clear()
+        pipe = self.store.pipeline(transaction=False)
+        for number in range(0, NUMBERS, 3):
+            pipe.sadd(self.keys.block(block(number)), FOREIGN_SLOT)
+            pipe.sadd(self.keys.slot(FOREIGN_SLOT), block(number))
+        pipe.execute()
+
+    def _now_ms(self) -> int:
+        seconds, micros = self.store.time()
+        return int(seconds * 1000 + micros // 1000)
+
+    def _one(self, name: str, which: int) -> Process | None:
+        """The newest process of that name, or (one time in four) its oldest."""
+        living = self.processes[name]
+        return living[0 if which % 4 == 3 else -1] if living else None
+
+    def _start(self, name: str, table: Iterable[bytes] = ()) -> None:
+        process = Process(self.store, name, self.queue)
+        process.tracker.stored(table)
+        self.processes[name].append(process)
+        process.round()
+
+    async def step(self, action: str, who: int, a: int, b: int) -> None:
+        await getattr(self, action)(NAMES[who % 3], a, b)
+
+    # ------------------------------------------------ what engines do
+
+    async def stored(self, name: str, a: int, b: int) -> None:
+        if process := self._one(name, b):
+            process.tracker.stored(_span(a, b))
+
+    async def removed(self, name: str, a: int, b: int) -> None:
+        if process := self._one(name, b):
+            process.tracker.removed(_span(a, b))
+
+    async def cleared(self, name: str, a: int, b: int) -> None:
+        if process := self._one(name, b):
+            process.tracker.cleared()
+
+    async def round(self, name: str, a: int, b: int) -> None:
+        if process := self._one(name, b):
+            process.round()
+
+    async def beat(self, name: str, a: int, b: int) -> None:
+        if process := self._one(name, b):
+            process.round(beat=True)
+
+    async def listen(self, name: str, a: int, b: int) -> None:
+        if process := self._one(name, b):
+            process.round(listen=True)
+
+    async def snapshot(self, name: str, a: int, b: int) -> None:
+        """One that nobody asked for; it may meet another one half-way."""
+        if process := self._one(name, b):
+            process.publisher._snapshot_wanted = (None,)
+            process.publisher._snapshot = None
+            process.round()
+
+    async def server(self, name: str, a: int, b: int) -> None:
+        """The other half of the worker says that it is there."""
+        stream, told = self.keys.server(name[:-2]), {"schema": wire.SCHEMA, "server_id": name[:-2]}
+        told |= {"url": "http://10.0.0.1:8000", "models": ["m"], "artifacts": {}, "facts": {}, "version": "1"}
+        self.store.xadd(stream, wire.entry("s1", 1, "join", wire.dumps(told)))
+        self.store.xadd(self.keys.hello, {"s": f"server:{name[:-2]}"})
+        await self.fleets[1].apply_server(name[:-2])
+        if process := self._one(name, 0):
+            await self.fleets[1].prove(name, process.stream.nonce, "proven", "")
+
+    # ------------------------------------------------ what routers do
+
+    async def apply(self, name: str, a: int, b: int) -> None:
+        for _ in range(a % 3 + 1):
+            self.turn += 1
+            await self.fleets[self.turn % 2].apply(name)
+
+    async def upkeep(self, name: str, a: int, b: int) -> None:
+        await self.fleets[a % 2].step()
+
+    async def collect(self, name: str, a: int, b: int) -> None:
+        await self.fleets[1].collect(a + 1)
+
+    async def forget(self, name: str, a: int, b: int) -> None:
+        await self.fleets[0].forget(name, HOUR_MS if b % 2 else 0)
+
+    async def decide(self, name: str, a: int, b: int) -> None:
+        reservation, hashes = f"wf-{b % RESERVATIONS}", b"".join(block(number) for number in range(a))
+        ask = Ask(reservation, (Chain(SCHEME.scheme_id, 16, hashes),), len(hashes) * 2 + 1, 100)
+        try:
+            await self.fleets[a % 2].decide(ask)
+        except CancelledReservation:
+            assert reservation in self.cancelled
+        except NoWorker:
+            assert reservation not in self.cancelled
+        else:
+            assert reservation not in self.cancelled, "it was cancelled before it was booked"
+
+    async def settle(self, name: str, a: int, b: int) -> None:
+        outcome = ("started", "finished", "failed", "cancelled")[a % 4]
+        reservation = f"wf-{b % RESERVATIONS}"
+        told = await self.fleets[1].settle(reservation, cast("Any", outcome))
+        if told == "UNKNOWN" and outcome in ("failed", "cancelled"):
+            self.cancelled.add(reservation)
+
+    async def renew(self, name: str, a: int, b: int) -> None:
+        reservation = f"wf-{b % RESERVATIONS}"
+        answer = await self.fleets[0].renew([Renewal(reservation, name, 30, 40, started=a % 2 == 1)])
+        assert reservation not in self.cancelled or answer == (0, 0, 1)
+
+    async def expire(self, name: str, a: int, b: int) -> None:
+        if self.store.zadd(self.keys.leases, {f"wf-{b % RESERVATIONS}": 1}, xx=True, ch=True):
+            self.cancelled.discard(f"wf-{b % RESERVATIONS}")
+            await self.fleets[0].settle("nobody", "finished")
+
+    # ------------------------------------------------ processes come and go
+
+    async def restart(self, name: str, a: int, b: int) -> None:
+        """Killed, and another one starts with an empty cache; odd: with blocks that it found on its disk."""
+        self._kill(name)
+        self._start(name, _span(a, b) if b % 2 else ())
+
+    async def vanish(self, name: str, a: int, b: int) -> None:
+        self._kill(name)
+
+    async def leave(self, name: str, a: int, b: int) -> None:
+        for process in self.processes[name]:
+            process.publisher._stopping.set()
+            process.round()
+        self._kill(name)
+
+    async def twin(self, name: str, a: int, b: int) -> None:
+        """A second process takes the name while the first still runs."""
+        if len(self.processes[name]) < 3:
+            self._start(name, _span(a, b))
+
+    async def late(self, name: str, a: int, b: int) -> None:
+        """What a dead process had sent arrives after its successor's entries."""
+        if name in self.dead:
+            self._resend(name, self.dead[name], a)
+
+    def _kill(self, name: str) -> None:
+        for process in self.processes[name]:
+            self.dead[name] = process
+        self.processes[name].clear()
+
+    # ------------------------------------------------ what happens to streams
+
+    async def repeated(self, name: str, a: int, b: int) -> None:
+        if process := self._one(name, b):
+            self._resend(name, process, a)
+
+    def _resend(self, name: str, process: Process, count: int) -> None:
+        with suppress(RedisError):
+            for fields in list(process.sent)[-(count % 8 + 1) :]:
+                self.store.xadd(self.keys.events(name), fields, nomkstream=True)
+
+    def _unread(self, name: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        stream = self.keys.events(name)
+        return list(self.store.xrange(stream)) if self.store.type(stream) == b"stream" else []
+
+    async def lost(self, name: str, a: int, b: int) -> None:
+        if entries := self._unread(name):
+            self.store.xdel(self.keys.events(name), entries[a % len(entries)][0])
+
+    async def swapped(self, name: str, a: int, b: int) -> None:
+        last = self._unread(name)[-(a % 3 + 2) :]
+        if any(fields.get(b"o") == b"join" for _, fields in last):
+            return  # who joined last is who the worker is: known limit
+        with suppress(RedisError):
+            for entry_id, _ in last:
+                self.store.xdel(self.keys.events(name), entry_id)
+            for _, fields in reversed(last):
+                self.store.xadd(self.keys.events(name), fields)
+
+    async def trimmed(self, name: str, a: int, b: int) -> None:
+        if entries := self._unread(name):
+            self.store.xtrim(self.keys.events(name), maxlen=a % len(entries), approximate=False)
+
+    async def deleted(self, name: str, a: int, b: int) -> None:
+        self.store.delete(self.keys.events(name))
+
+    async def recreated(self, name: str, a: int, b: int) -> None:
+        """With ids lower than those that were applied."""
+        if entries := self._unread(name):
+            self.store.delete(self.keys.events(name))
+            for number, (_, fields) in enumerate(entries):
+                self.store.xadd(self.keys.events(name), fields, id=f"{a + 1}-{number + 1}")
+
+    async def forged(self, name: str, a: int, b: int) -> None:
+        """A worker that breaks the rules: another type, ids near the end of time, another's name in its join."""
+        stream, process, now = self.keys.events(name), self._one(name, 0), self._now_ms()
+        if a % 6 in (0, 3, 4, 5) and not self.store.hexists(self.keys.cursor, f"events:{name}"):
+            return  # refused and unheard of, the writer can do nothing: known limit
+        if a % 6 == 0:
+            self.store.set(stream, "no stream")
+            return
+        ids = ["*", f"{now + 600_000}-0", f"{now + 2 * HOUR_MS}-0", f"{now}-{2**64 - 2}", f"{2**64 - 1}-{2**64 - 1}"]
+        if process:
+            process.forged = process.stream.nonce
+        nonce, number = (process.stream.nonce, process.stream.number + 1) if process else ("nobody", 1)
+        fields = wire.entry(nonce or "n", number, "stored", b"".join(_span(a, b)))
+        with suppress(RedisError):
+            self.store.xadd(stream, fields, id=ids[a % 6 - 1])
+
+    async def command(self, name: str, a: int, b: int) -> None:
+        """A command to send a snapshot is lost, or comes again."""
+        key = self.keys.command(name)
+        current, old = json.loads(self.store.get(key) or "{}"), self.commands.get(name)
+        if current.get("do") == "resync":
+            self.commands[name] = current
+            self.store.set(key, json.dumps({field: current[field] for field in current if field not in ("id", "do")}))
+        elif old and current and "do" not in current:
+            self.store.set(key, json.dumps(current | {"id": old["id"], "do": "resync"}))
+
+    # ------------------------------------------------ what happens to the server
+
+    async def save(self, name: str, a: int, b: int) -> None:
+        """Remember the state: what a replica that lags behind has."""
+        keys = self.store.keys("*")
+        pipe = self.store.pipeline(transaction=False)
+        for key in keys:
+            pipe.dump(key)
+        self.saved = list(zip(keys, pipe.execute(), strict=True))
+
+    async def failover(self, name: str, a: int, b: int) -> None:
+        """The replica takes over: everything is as it was; or, if there is none, empty."""
+        if self.saved is None:
+            self._reset()
+            return
+        self.store.flushall()
+        pipe = self.store.pipeline(transaction=False)
+        for key, value in self.saved:
+            pipe.restore(key, 0, value)
+        pipe.execute()
+        leases = self.store.hgetall(self.keys.lease)
+        self.cancelled = {name.decode() for name, lease in leases.items() if name[-1:] != b"+" and lease[24] == 3}
+
+    async def emptied(self, name: str, a: int, b: int) -> None:
+        self._reset()
+
+    async def clock(self, name: str, a: int, b: int) -> None:
+        """The server's clock has stepped, or nobody has ticked for long: what ``tick`` remembers is off."""
+        now = self._now_ms()
+        last = (now - 600_000, now + 600_000, now - 900, 1)[a % 4]
+        self.store.set(self.keys.tick, f"{last} {last + 15_000 if b % 2 else 0} 0 {b}")
+
+    async def aged(self, name: str, a: int, b: int) -> None:
+        """Nothing was heard of the worker for a while."""
+        self.store.zadd(self.keys.alive, {name: self._now_ms() - (20_000 if a % 2 else 700_000)}, xx=True)
+
+
+def _span(a: int, b: int) -> list[bytes]:
+    """Up to 20 blocks from number ``a`` on, next to each other or some apart."""
+    return [block((a + i * (b % 3 + 1)) % NUMBERS) for i in range(b + 1)]

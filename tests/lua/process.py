@@ -1,0 +1,81 @@
+"""An engine core with its real publisher, run by hand: one round when a test says so, and no waiting."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from redis.exceptions import RedisError
+from tests.lua.stream import SCHEME
+
+from warmfleet_worker import publisher, tracker, wire
+from warmfleet_worker.config import Due
+from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.stream import Refused, StreamGone
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """Batches of 8 and snapshots of 2 chunks a round: a table of 60 blocks has all that one of a million has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "BATCH_BLOCKS", 8)
+        patch.setattr(tracker, "BATCH_BLOCKS", 8)
+        patch.setattr(publisher, "BURST_CHUNKS", 2)
+        patch.setattr(wire, "UNACKNOWLEDGED_ENTRIES", 6)
+        yield
+
+
+class Process:
+    """One engine core: its table, its real publisher, run by hand instead of by its thread."""
+
+    def __init__(self, store: Any, worker_id: str, queue: int) -> None:
+        self.tracker = tracker.Tracker(queue)
+        config = PublisherConfig("redis://unused", "chaos", worker_id, worker_id[:-2], 0, SCHEME, 1000, 4096, "1")
+        self.publisher = WorkerPublisher(config, self.tracker)
+        self.stream = self.publisher._stream
+        self.stream.client = store
+        self.forged = ""  # under this nonce somebody has written besides it
+        self.sent: deque[dict[bytes, bytes]] = deque(maxlen=8)
+        put = self.stream.put
+
+        def noting(operation: str, data: bytes | str = b"", blocks: int = 0) -> None:
+            put(operation, data, blocks)
+            self.sent.append(wire.entry(self.stream.nonce, self.stream.number, operation, data))
+
+        setattr(self.stream, "put", noting)  # noqa: B010 - mypy knows that it is a method
+
+    @property
+    def running(self) -> bool:
+        return self.publisher.state.stopped is None
+
+    @property
+    def table(self) -> set[bytes]:
+        return set(self.tracker.table)
+
+    @property
+    def busy(self) -> bool:
+        """A snapshot is wanted or under way."""
+        return self.running and (self.publisher._snapshot is not None or self.publisher._snapshot_wanted is not None)
+
+    def round(self, *, beat: bool = False, listen: bool = False) -> None:
+        """What the thread does between two waits; heartbeat and command only if asked for."""
+        if not self.running:
+            return
+        self.publisher._due = Due(heartbeat=0 if beat else math.inf, load=math.inf, command=0 if listen else math.inf)
+        try:
+            self.publisher._round()
+        except StreamGone:
+            self.publisher._update(joined=False, acknowledged=False)
+        except (RedisError, Refused):
+            pass  # kept, and sent again in the next round
+
+    def half_a_minute_passes(self) -> None:
+        if self.publisher._stale_since is not None:
+            self.publisher._stale_since -= 30
+        self.publisher._joined_at -= 30

@@ -1,0 +1,318 @@
+"""Full memory: what every script does at the limit, and how an index that was left partial becomes whole again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from redis.exceptions import ResponseError
+from tests.conftest import PATIENT, poll, redis7_binary, server, valkey_binary
+from tests.lua.stream import SCHEME, Core, blocks, digest_of, held
+from tests.lua.world import READY, World
+
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import SCRIPT_KEYS, Flag, Fleet, Renewal, connect
+from warmfleet.fleet.upkeep import Pace
+from warmfleet_worker import wire
+from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+    import redis.asyncio as aioredis
+
+MB = 2**20
+LUA = Path(__file__).parents[2] / "lua"
+
+
+@pytest.fixture(params=["valkey", "redis7"])
+async def own_store(request: pytest.FixtureRequest) -> AsyncIterator[aioredis.Redis]:
+    """A server of this test's own, without a limit to begin with."""
+    with server(valkey_binary() if request.param == "valkey" else redis7_binary()) as url:
+        async with connect(url, timeout_s=5) as client:
+            yield client
+
+
+@pytest.fixture
+def own_fleet(own_store: aioredis.Redis, model: str) -> Fleet:
+    fleet = Fleet(own_store, model, timeouts=PATIENT)
+    fleet.pace = Pace(min_gap_ms=0, short_ms=300)
+    return fleet
+
+
+async def memory_is(fleet: Fleet, *, short: bool) -> None:
+    """As the last tick left it."""
+    now = int(time.time() * 1000)
+    await fleet.redis.set(fleet.keys.tick, f"{now} 0 0 0 {now if short else 0}")
+
+
+# ---------------------------------------------------------------- at the limit
+
+WRITES_REFUSED = {"prove", "register", "audit"}
+
+
+async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
+    """A call of every script that has something to write."""
+    store, core, world = fleet.redis, Core(fleet.redis, fleet), World(fleet.redis, fleet)
+    await world.workers(2)
+    await core.join()
+    await core.send("stored", blocks(*range(300, 400)))
+    await core.applied()
+    await core.send("removed", blocks(*range(300, 310)))
+    control = Core(store, fleet, "t")
+    await control.join()
+    await control.send("stored", blocks(1))
+    await control.applied()
+    await control.send("cleared")
+    entry = cast("dict[Any, Any]", wire.entry("m1", 1, "join", wire.dumps({"schema": wire.SCHEMA})))
+    await store.xadd(fleet.keys.server("s"), entry)
+    ask, known, gone = world.ask(world.chain(10)), world.ask(), world.ask()
+    for one in (known, gone):
+        await fleet.decide(one)
+    await fleet.audit(3600)
+    await store.zadd(fleet.keys.audit, {"s.0": 1, "t.0": 2})
+    await cast("Any", store.sadd(fleet.keys.retired, 77))
+    await cast("Any", store.sadd(fleet.keys.slot(77), b"8 bytes."))
+    renewal = Renewal(known.reservation, "w1.0", 1, 101)
+    return {
+        "decide": lambda: fleet.decide(ask),
+        "settle": lambda: fleet.settle(gone.reservation, "failed"),
+        "renew": lambda: fleet.renew([renewal]),
+        "tick": fleet.tick,
+        "apply": lambda: fleet.apply("s.0"),
+        "apply_control": lambda: fleet.apply("t.0"),
+        "apply_server": lambda: fleet.apply_server("s"),
+        "collect": fleet.collect,
+        "forget": lambda: fleet.forget("w2.0"),
+        "prove": lambda: fleet.prove("s.0", "n1", "proven", ""),
+        "register": lambda: fleet.register("plain", {"scheme_id": 1}, 10, healthy=True),
+        "audit": lambda: fleet.audit(3600),
+    }
+
+
+async def test_what_every_script_does_at_the_limit(own_store: aioredis.Redis, own_fleet: Fleet) -> None:
+    calls = await prepared(own_fleet)
+    assert set(calls) == set(SCRIPT_KEYS)
+    await own_store.config_set("maxmemory", 1)
+    for name, call in calls.items():
+        if name in WRITES_REFUSED:
+            with pytest.raises(FleetUnavailable, match="used memory"):
+                await call()
+        else:
+            assert await call() is not None, name
+    slots = {int(slot) for slot in await cast("Any", own_store.smembers(own_fleet.keys.retired))}
+    assert slots, "what was cleared and forgotten at the limit is retired"
+    assert await own_store.xlen(own_fleet.keys.events("s.0")) == 0
+    assert len(await Core(own_store, own_fleet).holds()) == 90
+    with pytest.raises(ResponseError):
+        await own_store.xadd("a stream", {"a": "b"})
+
+
+def test_the_readme_says_the_same() -> None:
+    section = (LUA / "README.md").read_text().partition("## Full memory")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    said = {name: "refused" in what for names, what in rows for name in re.findall(r"`(\w+)`", names)}
+    assert said == {name: name in WRITES_REFUSED for name in SCRIPT_KEYS}
+
+
+async def test_while_writes_are_refused_nobody_expires(own_store: aioredis.Redis, own_fleet: Fleet) -> None:
+    world = World(own_store, own_fleet)
+    await world.worker(1, age_ms=60_000)
+    await memory_is(own_fleet, short=False)
+    assert not (await own_fleet.tick()).grace
+    await own_store.config_set("maxmemory", 1)
+    tick = await own_fleet.tick()
+    assert (tick.grace, tick.short, tick.forget) == (True, True, ())
+    assert (await own_fleet.decide(world.ask())).worker_id == "w1.0"
+
+
+# ---------------------------------------------------------------- hysteresis
+
+
+@pytest.mark.parametrize(
+    ("readings", "short"),
+    [
+        ([849], [False]),
+        ([850, 800, 751, 749, 800], [True, True, True, False, False]),
+        ([900, -1, 100], [True, False, False]),  # nobody can read it, and writes pass
+        ([0, -1], [False, False]),
+    ],
+)
+async def test_between_the_marks_nothing_changes(fleet: Fleet, readings: list[int], short: list[bool]) -> None:
+    fleet.pace = Pace(min_gap_ms=0, short_ms=0)
+    seen = []
+    for reading in readings:
+        fleet.used_permille = reading
+        seen.append((await fleet.tick()).short)
+    assert seen == short
+
+
+async def test_short_lasts_a_while(fleet: Fleet) -> None:
+    fleet.pace, fleet.used_permille = Pace(min_gap_ms=0, short_ms=60_000), 900
+    assert (await fleet.tick()).short
+    fleet.used_permille = 100
+    assert (await fleet.tick()).short
+    fleet.pace = Pace(min_gap_ms=60_000)
+    assert (await fleet.tick()).short, "a tick that is skipped knows, too"
+    fleet.pace = Pace(min_gap_ms=0, short_ms=0)
+    assert not (await fleet.tick()).short
+
+
+# ---------------------------------------------------------------- one worker
+
+
+async def test_while_memory_is_short_nothing_is_inserted_and_the_rest_goes_on(core: Core, fleet: Fleet) -> None:
+    await core.send("stored", blocks(1, 2, 3))
+    await core.applied()
+    await memory_is(fleet, short=True)
+    await core.send("stored", blocks(4))
+    await core.send("removed", blocks(1))
+    await core.heartbeat(digest_of(2, 3, 4), speed_tps=1234)
+    await core.applied()
+    row = await core.row()
+    assert await core.holds() == held(2, 3)
+    assert row.flags & Flag.PARTIAL
+    assert row.speed_tps == 1234
+    assert await fleet.counts() == {"partial": 1}
+    assert (await core.command()).get("do") is None
+    await fleet.tick()
+    assert (await core.command()).get("do") is None, "no snapshot is asked for that there is no room for"
+
+
+async def test_when_there_is_room_again_a_snapshot_makes_it_whole(core: Core, fleet: Fleet) -> None:
+    fleet.pace = Pace(min_gap_ms=0, short_ms=0)
+    await memory_is(fleet, short=True)
+    await core.send("stored", blocks(1, 2))
+    await core.applied()
+    await memory_is(fleet, short=False)
+    await core.heartbeat(digest_of(1, 2))
+    await core.applied()
+    assert (await core.row()).flags & Flag.PARTIAL
+    assert cast("float", await core.waiting()) < 0
+    await fleet.tick()
+    command = await core.command()
+    assert command["do"] == "resync"
+    await core.snapshot([1, 2], command=command["id"])
+    await core.heartbeat(digest_of(1, 2))
+    await core.applied()
+    assert await core.holds() == held(1, 2)
+    assert not (await core.row()).flags & Flag.PARTIAL
+    assert await fleet.counts() == {"partial": 1, "resync": 1}
+
+
+async def test_what_was_left_out_and_evicted_since_needs_no_snapshot(core: Core, fleet: Fleet) -> None:
+    await memory_is(fleet, short=True)
+    await core.send("stored", blocks(1, 2))
+    await core.send("removed", blocks(1, 2))
+    await core.applied()
+    await memory_is(fleet, short=False)
+    await core.heartbeat(digest_of())
+    await core.applied()
+    assert not (await core.row()).flags & Flag.PARTIAL
+    assert await core.waiting() is None
+
+
+async def test_a_snapshot_that_does_not_fit_is_given_up(core: Core, fleet: Fleet) -> None:
+    name = "5ea50001"
+    await core.send("stored", blocks(1))
+    await core.send("begin", wire.dumps({"snapshot": name, "command": None}))
+    await core.send("chunk", name.encode() + blocks(2, 3))
+    await core.applied()
+    shadow = (await core.record())["shadow"]
+    await memory_is(fleet, short=True)
+    await core.send("chunk", name.encode() + blocks(4))
+    await core.send("chunk", name.encode() + blocks(5))
+    await core.end(digest_of(2, 3, 4, 5), name)
+    await core.applied()
+    assert await core.retired() == {shadow}
+    assert cast("float", await core.waiting()) < 0
+    assert await core.holds() == held(1)
+    assert await fleet.counts() == {"partial": 1, "stale": 2}
+
+
+async def test_a_partial_winner_is_verified(world: World) -> None:
+    """Blocks that were left out are holes; a set with holes may look deeper than it is."""
+    await world.ticked()
+    await world.worker(1, flags=READY | Flag.PARTIAL)
+    chain = world.chain(10)
+    await world.hold(1, chain)
+    await world.drop(1, chain[4 * 8 : 5 * 8])
+    assert (await world.fleet.decide(world.ask(chain))).matched_tokens == 4 * 16
+
+
+# ---------------------------------------------------------------- a server with a limit
+
+
+@contextmanager
+def publishing(url: str, model: str, tracker: Tracker) -> Iterator[WorkerPublisher]:
+    config = PublisherConfig(url, model, "w1.0", "w1", 0, SCHEME, 200_000, 32_768, "test-1")
+    publisher = WorkerPublisher(config, tracker)
+    publisher.start()
+    try:
+        yield publisher
+    finally:
+        publisher.stop(5)
+
+
+class Drive:
+    """Upkeep with a reading of the memory before each step, and a record of when it was called short."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.spells: list[bool] = [False]
+
+    async def step(self) -> None:
+        self.fleet.used_permille = (await self.fleet.memory()).used_permille
+        await self.fleet.step()
+        if self.fleet.short != self.spells[-1]:
+            self.spells.append(self.fleet.short)
+        await asyncio.sleep(0.005)
+
+    async def until(self, check: Callable[[], Awaitable[bool]], what: str) -> None:
+        async def stepped() -> bool:
+            await self.step()
+            return await check()
+
+        await poll(stepped, 30, what)
+
+
+async def test_over_the_limit_and_back(
+    own_store: aioredis.Redis, own_fleet: Fleet, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.1)
+    tracker, drive, core = Tracker(), Drive(own_fleet), Core(own_store, own_fleet, "w1")
+    limit = (await own_fleet.memory()).used + 6 * MB
+    await own_store.config_set("maxmemory", limit)
+    url = f"unix://{own_store.connection_pool.connection_kwargs['path']}"
+
+    async def flagged() -> bool:
+        tracker.stored([os.urandom(8) for _ in range(1_000)])
+        found = await cast("Any", own_store.hget(own_fleet.keys.load, "w1.0"))
+        return bool(found and (await core.row()).flags & Flag.PARTIAL)
+
+    async def whole() -> bool:
+        held_now = await cast("Any", own_store.smembers(own_fleet.keys.slot((await core.row()).slot)))
+        return not (await core.row()).flags & Flag.PARTIAL and held_now == set(tracker.table)
+
+    with publishing(url, model, tracker) as publisher:
+        await drive.until(flagged, "memory is short")
+        size = (await core.row()).slot, await cast("Any", own_store.scard(own_fleet.keys.slot((await core.row()).slot)))
+        tracker.stored([os.urandom(8) for _ in range(5_000)])
+        for _ in range(40):
+            await drive.step()
+        now = (await core.row()).slot, await cast("Any", own_store.scard(own_fleet.keys.slot((await core.row()).slot)))
+        assert now == size, "nothing is inserted, and no snapshot takes its place"
+        assert (await own_fleet.memory()).used_permille < 950
+        tracker.removed(list(tracker.table)[: len(tracker.table) * 2 // 3])
+        await drive.until(whole, "the index equals the table")
+        assert publisher.state.dropped == 0
+    assert drive.spells == [False, True, False], "one spell, no swinging"
+    assert (await own_fleet.counts())["resync"] >= 1
+    await core.holds()  # both directions agree

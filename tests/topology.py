@@ -1,0 +1,299 @@
+"""Real servers on loopback ports: with TLS, behind Sentinels, as a Cluster. Every process is killed at the end."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.retry import Retry
+from tests.conftest import redis7_binary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+QUIET = ("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction", "--bind", "127.0.0.1")
+
+
+@dataclass
+class Node:
+    """One process and its port."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    user: tuple[str | None, str | None] = (None, None)
+
+    def client(self) -> redis.Redis:
+        retry = Retry(NoBackoff(), 0)
+        name, password = self.user
+        options = {"retry": retry, "socket_timeout": 1, "decode_responses": True}
+        return redis.Redis(port=self.port, username=name, password=password, **options)  # type: ignore[arg-type]
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, with room for a Cluster's bus 10,000 above."""
+    with ExitStack() as stack:
+        found: list[int] = []
+        while len(found) < count:
+            one = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            if (port := one.getsockname()[1]) < 55_000:
+                found.append(port)
+        return found
+
+
+def until(true: Callable[[], object], what: str, seconds: float = 15.0) -> None:
+    """Poll ``true``, for which an error is a no; fails the test after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(redis.RedisError, OSError):
+            if true():
+                return
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds} s: {what}")
+        time.sleep(0.02)
+
+
+@dataclass
+class Servers:
+    """A folder and what was started in it."""
+
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="wf-topology-")))
+    nodes: list[Node] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.process.kill()
+            node.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start(self, port: int, *options: str, user: tuple[str | None, str | None] = (None, None)) -> Node:
+        """A data server; it may not be up yet."""
+        home = self.folder / str(port)
+        home.mkdir()
+        return self.run(port, [*QUIET, "--port", str(port), "--dir", str(home), *options], user)
+
+    def run(self, port: int, arguments: list[str], user: tuple[str | None, str | None] = (None, None)) -> Node:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        node = Node(port, subprocess.Popen([redis7_binary(), *arguments], **quiet), user)  # type: ignore[call-overload]
+        self.nodes.append(node)
+        return node
+
+
+# ---------------------------------------------------------------- TLS
+
+
+def openssl(folder: Path, line: str) -> None:
+    subprocess.run(["openssl", *line.split()], cwd=folder, check=True, capture_output=True)
+
+
+def make_ca(folder: Path, name: str) -> Path:
+    """A certificate authority: ``name.pem`` and its key."""
+    new = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    openssl(folder, f"req {new} -subj /CN={name} -keyout {name}.key -out {name}.pem")
+    return folder / f"{name}.pem"
+
+
+def issue(folder: Path, ca: str, name: str) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 and its key, signed by ``ca``."""
+    new = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    openssl(folder, f"req {new} -subj /CN={name} -keyout {name}.key -out {name}.csr")
+    (folder / "san").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
+    sign = f"-CA {ca}.pem -CAkey {ca}.key -CAcreateserial -days 2 -extfile san"
+    openssl(folder, f"x509 -req -in {name}.csr {sign} -out {name}.pem")
+    return folder / f"{name}.pem", folder / f"{name}.key"
+
+
+@dataclass
+class Secured:
+    """A Redis that speaks only TLS and wants a client certificate of its own authority; and a Sentinel like it."""
+
+    port: int
+    sentinel: int
+    ca: Path
+    other_ca: Path
+    certificate: Path
+    key: Path
+
+    @property
+    def url(self) -> str:
+        """Complete but for the authority."""
+        return f"rediss://127.0.0.1:{self.port}/0?{self._options}"
+
+    @property
+    def sentinel_url(self) -> str:
+        return f"rediss+sentinel://127.0.0.1:{self.sentinel}/kv?{self._options}"
+
+    @property
+    def _options(self) -> str:
+        return f"ssl_certfile={self.certificate}&ssl_keyfile={self.key}"
+
+
+@contextmanager
+def tls_server() -> Iterator[Secured]:
+    with Servers() as servers:
+        folder = servers.folder
+        ca, other = make_ca(folder, "ca"), make_ca(folder, "other")
+        certificate, key = issue(folder, "ca", "redis")
+        own, own_key = issue(folder, "ca", "client")
+        port, sentinel = free_ports(2)
+        tls = ["--port", "0", "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+        tls += ["--tls-ca-cert-file", str(ca), "--tls-replication", "yes", "--dir", str(folder)]
+        servers.run(port, [*QUIET, *tls, "--tls-port", str(port)])
+        file = folder / "sentinel.conf"
+        file.write_text(f"sentinel monitor kv 127.0.0.1 {port} 1\n")
+        servers.run(sentinel, [str(file), "--sentinel", *tls, "--tls-port", str(sentinel)])
+        made = Secured(port, sentinel, ca, other, own, own_key)
+        with redis.Redis.from_url(f"{made.url}&ssl_ca_certs={ca}", retry=Retry(NoBackoff(), 0)) as client:
+            until(client.ping, "Redis speaks TLS")
+        yield made
+
+
+# ---------------------------------------------------------------- Sentinel
+
+
+@dataclass
+class Watched:
+    """A master, its replica and three Sentinels that promote the replica 1 s after they lost the master."""
+
+    master: Node
+    replica: Node
+    sentinels: list[Node]
+
+    @property
+    def url(self) -> str:
+        return self.url_of("")
+
+    def url_of(self, user: str) -> str:
+        return f"redis+sentinel://{user}" + ",".join(f"127.0.0.1:{node.port}" for node in self.sentinels) + "/kv"
+
+    def cut(self) -> None:
+        """The replica hears nothing more of the master, and cannot connect to it again."""
+        self.replica.client().config_set("masterauth", "wrong")
+        self.master.client().execute_command("CLIENT", "KILL", "TYPE", "replica")  # type: ignore[no-untyped-call]
+        until(lambda: self.replica.client().info("replication")["master_link_status"] == "down", "the link is cut")
+
+    def agreed(self) -> bool:
+        """Every Sentinel names the replica as the master."""
+        question = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "kv")
+        named = [node.client().execute_command(*question)[1] for node in self.sentinels]  # type: ignore[no-untyped-call]
+        return named == [str(self.replica.port)] * len(named)
+
+    def promoted(self) -> bool:
+        return bool(self.replica.client().info("replication")["role"] == "master")
+
+
+@contextmanager
+def sentinels(users: str = "") -> Iterator[Watched]:
+    """users: lines of an aclfile with `replica`, `sentinel` and `admin`, each with its name as its password."""
+    with Servers() as servers:
+        first, second, *three = free_ports(5)
+        options = ["--repl-diskless-sync-delay", "0"]
+        if users:
+            (servers.folder / "users.acl").write_text(users)
+            options += ["--aclfile", str(servers.folder / "users.acl"), "--masteruser", "replica"]
+            options += ["--masterauth", "replica"]
+        user = ("admin", "admin") if users else (None, None)
+        master = servers.start(first, *options, user=user)
+        replica = servers.start(second, *options, "--replicaof", "127.0.0.1", str(first), user=user)
+        until(lambda: replica.client().info("replication")["master_link_status"] == "up", "the replica follows")
+        watched = Watched(
+            master, replica, [servers.run(port, _sentinel(servers, port, first, bool(users))) for port in three]
+        )
+        for node in watched.sentinels:
+            until(lambda node=node: _complete(node), "the Sentinels know each other")  # type: ignore[misc]
+        yield watched
+
+
+def _sentinel(servers: Servers, port: int, master: int, guarded: bool) -> list[str]:
+    file = servers.folder / f"sentinel-{port}.conf"
+    lines = [f"port {port}", "bind 127.0.0.1", f"sentinel monitor kv 127.0.0.1 {master} 2"]
+    lines += ["sentinel down-after-milliseconds kv 1000", "sentinel failover-timeout kv 2000"]
+    lines += ["sentinel auth-user kv sentinel", "sentinel auth-pass kv sentinel"] if guarded else []
+    file.write_text("\n".join([*lines, f"dir {servers.folder}"]) + "\n")
+    return [str(file), "--sentinel"]
+
+
+def _complete(node: Node) -> bool:
+    state = node.client().info("sentinel")["master0"]
+    return bool((state["sentinels"], state["slaves"]) == (3, 1))
+
+
+# ---------------------------------------------------------------- Cluster
+
+SLOTS = 16_384
+
+
+@dataclass
+class Clustered:
+    """Three masters, and one replica of the one that owns a tag's slot: it takes over 1 s after it lost its master."""
+
+    owner: Node
+    replica: Node
+    masters: list[Node]
+
+    @property
+    def url(self) -> str:
+        """Begins with a node that does not own the slot."""
+        others = [node for node in self.masters if node is not self.owner]
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in [*others, self.owner])
+
+    def hand_over(self) -> None:
+        """A planned failover. An election may fail, and is then to be asked for again."""
+        asked = [0.0]
+
+        def promoted() -> bool:
+            if self.promoted():
+                return True
+            if time.monotonic() - asked[0] > 3:
+                asked[0] = time.monotonic()
+                self.replica.client().cluster("FAILOVER")
+            return False
+
+        until(promoted, "the replica owns the slot", 20)
+
+    def promoted(self) -> bool:
+        return bool(self.replica.client().info("replication")["role"] == "master")
+
+
+@contextmanager
+def cluster(tag: str) -> Iterator[Clustered]:
+    with Servers() as servers:
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0")
+        nodes = [servers.start(port, *options, "--cluster-replica-validity-factor", "0") for port in free_ports(4)]
+        *masters, replica = nodes
+        for node in nodes:
+            until(node.client().ping, "a node answers")
+        share = -(-SLOTS // len(masters))
+        for number, node in enumerate(masters):
+            node.client().cluster("ADDSLOTSRANGE", number * share, min((number + 1) * share, SLOTS) - 1)
+            node.client().cluster("SET-CONFIG-EPOCH", number + 1)
+        for node in nodes[1:]:
+            nodes[0].client().cluster("MEET", "127.0.0.1", node.port)
+        owner = masters[key_slot(tag.encode()) // share]
+        name = owner.client().cluster("MYID")
+        for node in nodes:
+            until(lambda node=node: len(node.client().cluster("NODES")) == len(nodes), "the nodes know each other")  # type: ignore[misc]
+        replica.client().cluster("REPLICATE", name)
+        until(lambda: replica.client().info("replication")["master_link_status"] == "up", "the replica follows")
+        for node in nodes:
+            until(lambda node=node: node.client().cluster("INFO")["cluster_state"] == "ok", "the Cluster is up")  # type: ignore[misc]
+        yield Clustered(owner, replica, masters)
