@@ -42,6 +42,7 @@ class Turn:
     predicted: int
     cached: int
     prompt_tokens: int
+    reservation: str
     text: str
 
 
@@ -75,6 +76,7 @@ async def ask(url: str, messages: list[dict[str, str]]) -> Turn:
         int(answer.headers["x-warmfleet-matched-tokens"]),
         usage["prompt_tokens_details"]["cached_tokens"],
         usage["prompt_tokens"],
+        answer.headers["x-warmfleet-reservation"],
         answer.json()["choices"][0]["message"]["content"],
     )
 
