@@ -17,6 +17,7 @@ import jinja2
 from warmfleet.agreement import Agreement
 from warmfleet.blocks import TEXT_SCHEME, Hasher
 from warmfleet.errors import FleetUnavailable, WarmfleetError
+from warmfleet.fleet import RENEW_AT_ONCE
 from warmfleet.pool import Pool, Pools, view_of
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError, dumps
 
@@ -35,7 +36,6 @@ LOAD_RETRY_S = 10.0
 LOG_EVERY_S = 10.0
 STOP_AGAIN_S = 0.2
 MAX_FAILED_LOADS = 256
-RENEW_AT_ONCE = 200
 
 Key = TypeVar("Key")
 
@@ -205,7 +205,9 @@ def _in_words(scheme: Scheme) -> str:
 async def renew(pools: Pools, metrics: Metrics) -> None:
     """Keep the reservations of running requests; rebuild those that Redis lost."""
     for pool in pools.all:
-        for batch in batched(list(pool.open), RENEW_AT_ONCE):
+        reservations = list(pool.open)
+        for start in range(0, len(reservations), RENEW_AT_ONCE):
+            batch = reservations[start : start + RENEW_AT_ONCE]
             sent = [one for one in batch if one in pool.open]
             counts = await pool.fleet.renew([pool.open[one] for one in sent])
             for ended in (one for one in sent if one not in pool.open):  # while we renewed: it may be booked anew
@@ -221,10 +223,6 @@ async def clear(pools: Pools) -> None:
             await pool.fleet.settle(reservation, outcome)
             pool.unsettled.pop(reservation, None)
         await pool.fleet.reap()
-
-
-def batched(items: Sequence[str], size: int) -> list[Sequence[str]]:
-    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 async def apply(pools: Pools, metrics: Metrics) -> None:

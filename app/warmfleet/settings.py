@@ -37,7 +37,11 @@ class Settings:
         ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "100.64.0.0/10", "fc00::/7", "::1/128"),
         "address ranges that announced URLs may point to: a forged join must not send requests elsewhere",
     )
-    decide_timeout_s: float = _setting(0.05, "longest wait for a decision; then the fallback chooses")
+    decide_timeout_s: float = _setting(
+        0.05,
+        "longest wait for a decision, counted while the event loop is on time (at most 1 s more); "
+        "then the fallback chooses",
+    )
     redis_retry_s: float = _setting(1.0, "after two failed decisions, Redis is not asked again for this long")
     connect_timeout_s: float = _setting(2.0, "longest wait for a connection to a worker; then another is tried")
     allowed_fields: tuple[str, ...] = _setting(

@@ -206,11 +206,11 @@ def parser() -> argparse.ArgumentParser:
         else:
             command.add_argument("--url", required=True)
             command.add_argument("--model", required=True)
-            command.add_argument("--rate", type=float, action="append", help="requests per second of the mixed load")
-            command.add_argument("--seconds", type=float, default=90.0, help="of each mixed load")
             command.add_argument("--seed", type=int, default=1 if name == "measure" else 100)
         if name == "check":
             command.add_argument("--costs", required=True, help="what fit wrote, or a preset")
+            command.add_argument("--rate", type=float, action="append", help="requests per second of the mixed load")
+            command.add_argument("--seconds", type=float, default=90.0, help="of each mixed load")
         else:
             command.add_argument("--out", type=Path, required=True)
         command.add_argument("--block-size", type=int, default=32, help="as vLLM was started (default %(default)s)")
@@ -230,10 +230,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out.write_text(json.dumps({"costs": asdict(costs)}, indent=1) + "\n")
         print(args.out.read_text())
         return 0
-    mixes = [Mix(rate, args.seconds, args.seed + index) for index, rate in enumerate(args.rate or [1.0])]
     if args.command == "measure":
         args.out.write_text(json.dumps(uvloop.run(measure(args.url, args.model, args.seed)), indent=1))
         return 0
+    mixes = [Mix(rate, args.seconds, args.seed + index) for index, rate in enumerate(args.rate or [1.0])]
     config = _config(load_costs(args.costs), limits, args.blocks)
     lines = uvloop.run(check(args.url, args.model, config, mixes))
     for line in lines:

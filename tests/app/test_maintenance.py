@@ -17,7 +17,7 @@ from tests.lua.stream import Core, block, blocks
 from warmfleet import maintenance
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fallback import Fallback
-from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet import RENEW_AT_ONCE, Fleet, Renewal, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.main import _Server, server
 from warmfleet.maintenance import stop, supervise
@@ -93,6 +93,18 @@ async def test_long_streams_keep_their_reservation(valkey_url: str, model: str) 
             assert row.in_flight == 1
             assert row.decode_tokens > 250
         await router.unloaded()
+
+
+async def test_more_than_one_call_takes_are_renewed(model: str, valkey_url: str) -> None:
+    async with connect(valkey_url, timeout_s=5) as client:
+        fleet, metrics = Fleet(client, model), Metrics()
+        record = {"scheme_id": 7, "url": "http://127.0.0.1:1", "models": [model]}
+        await fleet.register("w.0", record, 10, healthy=True)
+        pool, count = Pool(model, fleet, Fallback(1.0)), RENEW_AT_ONCE + 3
+        pool.open = {f"wf-{number}": Renewal(f"wf-{number}", "w.0", 1, 1) for number in range(count)}
+        await maintenance.renew(Pools([pool]), metrics)
+        assert [worker.load.in_flight for worker in await fleet.workers()] == [count]
+        assert metrics.renewed.labels("rebuilt")._value.get() == count
 
 
 async def test_how_full_redis_is_reaches_the_next_tick_and_people(model: str, caplog: pytest.LogCaptureFixture) -> None:

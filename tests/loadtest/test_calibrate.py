@@ -81,7 +81,7 @@ async def test_measuring_and_checking_over_http() -> None:
         samples = await calibrate.measure(up.url, "demo", 0)
         (line,) = await calibrate.check(up.url, "demo", config, [Mix(20.0, 3.0, 2)])
     assert [sample[0] for sample in samples["decode"]] == [streams for streams, _context in calibrate.STREAMS]
-    assert all(sample[2] >= 0.0039 for sample in samples["decode"])
+    assert all(sample[2] >= 0.003 for sample in samples["decode"])  # 4 ms, less what a late first chunk hides
     assert line["real_hit"] == pytest.approx(line["sim_hit"], abs=0.05)
     assert line["real_errors"] == line["sim_errors"] == 0
     assert {"p50_error", "p90_error", "real_p50_ms", "sim_p90_ms"} <= set(line)

@@ -10,7 +10,7 @@ import pytest
 from tests.lua.world import READY, SCHEME, World
 
 from warmfleet.errors import BadArgument, NoWorker
-from warmfleet.fleet import Flag, LoadRow, Renewal
+from warmfleet.fleet import RENEW_AT_ONCE, Flag, LoadRow, Renewal
 
 RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
 
@@ -55,11 +55,13 @@ async def test_what_has_ended_is_not_renewed(world: World) -> None:
     assert (await world.row(1)).in_flight == 0
 
 
-async def test_many_are_renewed_in_slices(world: World) -> None:
+async def test_a_call_renews_so_many_and_no_more(world: World) -> None:
     await world.workers(1)
-    renewals = [Renewal(f"wf-{number}", "w1.0", 1, 1) for number in range(450)]
-    assert await world.fleet.renew(renewals) == (0, 450, 0)
-    assert (await world.row(1)).in_flight == 450
+    renewals = [Renewal(f"wf-{number}", "w1.0", 1, 1) for number in range(RENEW_AT_ONCE + 1)]
+    assert await world.fleet.renew(renewals[:-1]) == (0, RENEW_AT_ONCE, 0)
+    with pytest.raises(BadArgument):
+        await world.fleet.renew(renewals)
+    assert (await world.row(1)).in_flight == RENEW_AT_ONCE
     assert await world.fleet.renew([]) == (0, 0, 0)
 
 

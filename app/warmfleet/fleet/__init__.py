@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from warmfleet.fleet.client import SCRIPT_KEYS, Timeouts, connect
 from warmfleet.fleet.reservations import (
+    RENEW_AT_ONCE,
     Ask,
     Candidate,
     Chain,
@@ -26,6 +27,7 @@ class Fleet(Reservations, Views, Upkeep):
 
 
 __all__ = [
+    "RENEW_AT_ONCE",
     "SCRIPT_KEYS",
     "Applied",
     "Ask",

@@ -194,15 +194,12 @@ class Reservations(ScriptClient):
         return expired
 
     async def renew(self, renewals: Sequence[Renewal]) -> tuple[int, int, int]:
-        """Keep open reservations alive; returns (renewed, rebuilt after Redis lost them, refused)."""
-        totals = [0, 0, 0]
-        for start in range(0, len(renewals), RENEW_AT_ONCE):
-            args: list[Any] = [self.spans.lease_ms]
-            for one in renewals[start : start + RENEW_AT_ONCE]:
-                args += [one.reservation, one.worker_id, one.prefill_tokens, one.decode_tokens, int(one.started)]
-            answer = await self.run("renew", *args)
-            totals = [total + more for total, more in zip(totals, answer, strict=True)]
-        return totals[0], totals[1], totals[2]
+        """Keep at most RENEW_AT_ONCE reservations alive; returns (renewed, rebuilt after Redis lost them, refused)."""
+        args: list[Any] = [self.spans.lease_ms]
+        for one in renewals:
+            args += [one.reservation, one.worker_id, one.prefill_tokens, one.decode_tokens, int(one.started)]
+        renewed, rebuilt, refused = await self.run("renew", *args)
+        return renewed, rebuilt, refused
 
     def _ask_args(self, ask: Ask, dry: bool) -> list[Any]:
         if not ask.reservation:
