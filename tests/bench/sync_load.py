@@ -26,7 +26,7 @@ from warmfleet.fleet import SCRIPT_KEYS, Ask, Chain, Fleet, connect
 from warmfleet.fleet.client import script_source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 WARM_UP_S = 1.0
 ANSWER_S = 0.5  # a reservation is settled so much later
@@ -41,7 +41,8 @@ class Load:
         with redis.Redis(unix_socket_path=path) as client:
             self.shas = {name: str(client.script_load(script_source(name))) for name in ("decide", "settle")}
         self.rng, self.seed = random.Random(seed), seed
-        self.chains = [data.chain(self.rng) for _ in range(CHAINS)]
+        self.asks = [self._ask(data.chain(self.rng)) for _ in range(CHAINS)]
+        self.asked = 0
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.connect(path)
         self.reader = hiredis.Reader()
@@ -62,7 +63,8 @@ class Load:
                     self.lags.append(time.perf_counter() - due)
                 due += self.rng.expovariate(rate)
             while self.settles and self.settles[0][0] <= now:
-                self._send("settle", "", now, (self.fleet._prefix, self.settles.popleft()[1], "finished", 60_000, 500))
+                settle = (self.fleet._prefix, self.settles.popleft()[1], "finished", 60_000, 500)
+                self._send(self._words("settle", settle), "", now)
             pause = min(due if due < end else end + 1, self.settles[0][0] if self.settles else end + 1)
             readable, _, _ = select.select([self.socket], [], [], max(0.0, pause - time.perf_counter()))
             if readable:
@@ -71,16 +73,25 @@ class Load:
         answer = {"latencies_us": _micros(self.latencies), "lags_us": _micros(self.lags), "busy": round(busy, 3)}
         return answer | {"matched_share": self.matched / max(1, len(self.latencies)), "refused": self.refused}
 
-    def _decide(self, due: float) -> None:
-        chain = self.rng.choice(self.chains)
-        reservation, prompt = f"wf-{self.seed}-{len(self.lags)}-{self.rng.random()}", len(chain) * 2 + 5
-        ask = Ask(reservation, (Chain(SCHEME.scheme_id, 16, chain),), prompt, prompt + 300)
-        self._send("decide", reservation, due, self.fleet._ask_args(ask, dry=False))
+    def _ask(self, chain: bytes) -> list[str | bytes]:
+        """All words of a decision but its reservation, made beforehand: what is late here would count as Redis'."""
+        prompt = len(chain) * 2 + 5
+        ask = Ask("?", (Chain(SCHEME.scheme_id, 16, chain),), prompt, prompt + 300, seed=self.rng.randrange(1, 2**31))
+        return self._words("decide", self.fleet._ask_args(ask, dry=False))
 
-    def _send(self, script: str, reservation: str, due: float, args: Any) -> None:
+    def _decide(self, due: float) -> None:
+        words, self.asked = self.rng.choice(self.asks), self.asked + 1
+        words[words.index("?")] = reservation = f"wf-{self.seed}-{self.asked}"
+        self._send(words, reservation, due)
+        words[words.index(reservation)] = "?"
+
+    def _words(self, script: str, args: Iterable[Any]) -> list[str | bytes]:
         keys = [getattr(self.fleet.keys, key) for key in SCRIPT_KEYS[script]]
         texts = [arg if isinstance(arg, bytes) else str(arg) for arg in args]
-        self.socket.sendall(hiredis.pack_command(("EVALSHA", self.shas[script], str(len(keys)), *keys, *texts)))
+        return ["EVALSHA", self.shas[script], str(len(keys)), *keys, *texts]
+
+    def _send(self, words: list[str | bytes], reservation: str, due: float) -> None:
+        self.socket.sendall(hiredis.pack_command(tuple(words)))  # type: ignore[arg-type]
         self.waiting.append((due, reservation))
 
     def _read(self, counts_from: float) -> None:

@@ -1,0 +1,126 @@
+"""How much one Redis core can follow: ``python -m tests.bench.bench_follow`` prints one JSON object as its last line.
+
+64, 256 and 1,024 workers flush what their engines did in 100 ms: so many blocks stored and as many removed, as engines
+do whose caches are full. Flushes are written and then applied to their end; what counts is the CPU time of the server's
+main thread, so other work on the machine hardly does. ``live``: every flush is applied by itself. ``behind``: ten of a
+worker's together, as they are when applying lags by a second, which costs decisions next to nothing.
+``share_...``: of a core, XADDs and all, by blocks stored a second and worker. ``flush_us`` and ``pair_us``: what a
+flush costs whatever is in it, and a block stored with a block removed, which stand for one block's tokens of prefill.
+``prefill_tokens_per_s``: what all engines together may compute, by block size, until a whole core only follows
+(``behind``); applying is paced to 30 % of it, twice that while much is waiting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from typing import Any
+
+from tests.bench.sync_data import Data
+from tests.bench.sync_fleet import Worker, send
+from tests.conftest import PATIENT, server, valkey_binary
+
+from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.upkeep import Pace
+from warmfleet_worker import wire
+
+BLOCK_TOKENS = (16, 32, 64, 128, 256)
+RATES = (250, 2_000)  # blocks stored a second and worker
+FLUSHES = 10  # of each worker
+TOGETHER = {"live": 1, "behind": FLUSHES}
+ENTRIES = 6_000  # blocks that a worker holds; what is applied depends little on it
+
+
+class Rounds:
+    """A fleet of so many workers on a server of its own."""
+
+    def __init__(self, url: str, workers: int) -> None:
+        self.fleet = Fleet(connect(url, timeout_s=30), "bench", timeouts=PATIENT)
+        self.fleet.pace = replace(Pace(), min_gap_ms=0, share_permille=1000, applies=10_000)
+        data = Data(workers, ENTRIES)
+        self.workers = [Worker(self.fleet, data, number) for number in range(workers)]
+
+    async def fill(self) -> None:
+        for worker in self.workers:
+            await send(self.fleet, [worker.join(), *worker.fill()])
+            while (await self.fleet.apply(worker.worker_id)).more:
+                pass
+
+    async def cost_s(self, rate: int, together: int) -> float:
+        """CPU seconds of the server for one flush of all at ``rate`` blocks stored a second and worker."""
+        before = await self._cpu_s()
+        for _ in range(FLUSHES // together):
+            for _ in range(together):
+                for worker in self.workers:
+                    await send(self.fleet, worker.slide(round(rate * wire.FLUSH_SECONDS)))
+            await self._apply()
+        return (await self._cpu_s() - before) / FLUSHES
+
+    async def _apply(self) -> None:
+        """Until every stream is empty, and no longer: idle ticks are not what is measured. A tick looks at so many."""
+        looked = 0
+        while looked < len(self.workers):
+            tick = await self.fleet.tick()
+            looked = 0 if tick.backlog or tick.snapshots else looked + self.fleet.pace.max_streams
+            await self.fleet._drain(replace(tick, granted_us=10**9))
+
+    async def _cpu_s(self) -> float:
+        info: Any = await self.fleet.redis.info("cpu")
+        return float(info["used_cpu_user_main_thread"]) + float(info["used_cpu_sys_main_thread"])
+
+    async def check(self) -> None:
+        """Nothing was lost: each index has the digest that its worker published, and no protocol event was counted."""
+        views = await self.fleet.workers()
+        assert len(views) == len(self.workers)
+        for view in views:
+            number = int(view.worker_id.split("-")[1].split(".")[0])
+            assert view.load.blocks == self.workers[number].digest.count, view.worker_id
+        assert await self.fleet.counts() == {}
+
+
+async def measure(url: str, workers: int) -> dict[str, Any]:
+    bench = Rounds(url, workers)
+    await bench.fill()
+    found: dict[str, Any] = {}
+    for name, together in TOGETHER.items():
+        costs = {rate: await bench.cost_s(rate, together) for rate in RATES}
+        found[name] = summary(workers, costs)
+    for worker in bench.workers:
+        await send(bench.fleet, [worker.heartbeat()])
+    await bench._apply()
+    await bench.check()
+    await bench.fleet.close()
+    return found
+
+
+def summary(workers: int, costs: dict[int, float]) -> dict[str, Any]:
+    """costs: rate -> CPU seconds of one flush of all workers, of which there are ten a second."""
+    low, high = RATES
+    pair_s = (costs[high] - costs[low]) / (workers * (high - low) * wire.FLUSH_SECONDS)
+    flush_s = costs[low] / workers - low * wire.FLUSH_SECONDS * pair_s
+    most = max(0.0, 1 - workers * flush_s / wire.FLUSH_SECONDS) / pair_s
+    found: dict[str, Any] = {f"share_{rate}": round(costs[rate] / wire.FLUSH_SECONDS, 3) for rate in RATES}
+    found |= {"flush_us": round(flush_s * 1e6, 1), "pair_us": round(pair_s * 1e6, 2)}
+    return found | {"prefill_tokens_per_s": {size: round(most * size) for size in BLOCK_TOKENS}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, action="append", help="may be given again; default 64, 256, 1,024")
+    parser.add_argument("--server", default=os.environ.get("WARMFLEET_BENCH_SERVER"), help="path of redis or valkey")
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
+    for workers in options.workers or (64, 256, 1024):
+        with server(options.server or shutil.which("redis-server") or valkey_binary()) as url:
+            found[str(workers)] = asyncio.run(measure(url, workers))
+        print(workers, "workers:", found[str(workers)], file=sys.stderr, flush=True)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
