@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from warmfleet import api, maintenance
 from warmfleet.api import Application, Health, Proxy, SmallEndpoints
+from warmfleet.checks import HealthChecks
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import Fleet, Timeouts, connect
@@ -149,6 +150,7 @@ async def _background(
         ("probe", settings.view_interval_s, prober.round),
         ("renew", settings.renew_interval_s, partial(maintenance.renew, pools, metrics)),
         ("memory", MEMORY_INTERVAL_S, maintenance.MemoryWatch(pools, metrics).look),
+        ("check", settings.health_interval_s, HealthChecks(pools, upstream, settings, metrics).round),
         ("clear", CLEAR_INTERVAL_S, partial(maintenance.clear, pools)),
     ]
     if settings.audit_interval_s:

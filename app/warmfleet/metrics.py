@@ -29,6 +29,7 @@ class Metrics:
         self.retries = self._counter("retries", "Second tries: same worker (stale connection) or another", "where")
         self.stream_errors = self._counter("stream_errors", "Answers cut off after their first byte")
         self.given_up = self._counter("given_up", "Waits for a worker that fell silent, ended here")
+        self.health_checks = self._counter("health_checks", "Servers asked while heartbeats tell nothing", "result")
         self.in_flight = self._gauge("in_flight", "Requests being served")
         self.task_failures = self._counter("task_failures", "Background rounds that failed", "task")
         self.applied_blocks = self._counter("applied_blocks", "Block events that this replica applied")

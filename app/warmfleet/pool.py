@@ -103,10 +103,10 @@ class Pool:
         young = time.monotonic() - self._last_routable.read_at < LAST_KNOWN_S
         return self._last_routable.workers if young else self.view.workers
 
-    def suspect(self, worker_id: str) -> None:
-        """Pass this worker over for a moment: a request just failed there."""
-        if len(self._suspects) < MAX_SUSPECTS:
-            self._suspects[worker_id] = time.monotonic() + SUSPECT_S
+    def suspect(self, worker_id: str, seconds: float = SUSPECT_S) -> None:
+        """Pass this worker over for a moment: a request just failed there, or it did not answer a check."""
+        if worker_id in self._suspects or len(self._suspects) < MAX_SUSPECTS:
+            self._suspects[worker_id] = max(self._suspects.get(worker_id, 0.0), time.monotonic() + seconds)
 
     def suspects(self) -> tuple[str, ...]:
         if not self._suspects:

@@ -59,7 +59,9 @@ class Settings:
     view_interval_s: float = _setting(1.0, "time between two readings of the fleet's workers")
     renew_interval_s: float = _setting(10.0, "time between two renewals of open reservations, which live 30 s")
     audit_interval_s: float = _setting(3600.0, "time between two audits of a worker's part of the index; 0 = none")
-    health_interval_s: float = _setting(5.0, "time between two health checks of an approximate worker")
+    health_interval_s: float = _setting(
+        5.0, "time between two health checks of an approximate worker; of all while heartbeats are not heard"
+    )
     probe_timeout_s: float = _setting(5.0, "a join probe's blocks must show in its worker's stream within this")
     inline_characters: int = _setting(2_000, "longer texts are tokenised in a thread; x50 with the fast engine")
     mirror_checkpoints: int = _setting(20_000, "checkpoints remembered for one approximate worker")

@@ -79,6 +79,7 @@ class Upkeep(ScriptClient):
     pace = Pace()
     used_permille = -1  # of the server's memory limit, as last read; -1: not known
     short = False  # what the last tick said: memory is short
+    grace = False  # and: heartbeats could not be heard, so nobody expires
 
     async def tick(self) -> Tick:
         """Who has a backlog, who is to be forgotten; commands snapshots. Cheap and gated: call it often."""
@@ -87,7 +88,7 @@ class Upkeep(ScriptClient):
         memory = (self.used_permille, pace.short_ms)
         answer = await self._upkeep("tick", *limits, *memory, pace.share_permille)
         ran, grace, retired, short, granted_us, *names = answer
-        self.short = bool(short)
+        self.short, self.grace = bool(short), bool(grace)
         kinds: dict[str, list[str]] = {"events": [], "server": [], "snapshot": [], "forget": []}
         for name in names:
             kind, _, rest = name.decode().partition(":")
