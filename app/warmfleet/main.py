@@ -33,7 +33,7 @@ from warmfleet.settings import Settings, unknown_variables
 from warmfleet.static import StaticWorkers
 from warmfleet.upstream import Addresses, Upstream
 from warmfleet_worker.endpoint import EndpointError, with_ca
-from warmfleet_worker.wire import model_tag
+from warmfleet_worker.wire import WireError, model_tag
 
 if TYPE_CHECKING:
     import socket
@@ -134,6 +134,8 @@ def _pool(tag: str, settings: Settings) -> Pool:
         client = connect(with_ca(settings.redis_url, settings.redis_ca), model_tag(tag))
     except EndpointError as error:
         raise BadArgument(str(error)) from error
+    except WireError as error:
+        raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
     return Pool(tag, fleet, Fallback(settings.redis_retry_s))
 

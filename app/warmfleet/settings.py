@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from warmfleet.errors import BadArgument
 
@@ -14,6 +15,19 @@ if TYPE_CHECKING:
 PREFIX = "WARMFLEET_"
 #: Variables with our prefix that belong to workers (worker_plugin/README.md) or to the command line.
 FOREIGN = frozenset({"WARMFLEET_MODEL", "WARMFLEET_WORKER_ID", "WARMFLEET_WORKER_URL"})
+
+
+def engine_url(text: str) -> str:
+    """The base URL of an engine: what comes before ``/v1``. Raises BadArgument."""
+    url = text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment:
+        raise BadArgument(f"{text!r} is not the URL of an engine, such as http://10.0.0.7:8000")
+    return url
 
 
 def _setting(default: Any, why: str) -> Any:
@@ -76,6 +90,8 @@ class Settings:
             name = PREFIX + item.name.upper()
             if name in environment:
                 values[item.name] = _cast(name, environment[name], item.default)
+        if "static_workers" in values:
+            values["static_workers"] = tuple(map(engine_url, values["static_workers"]))
         settings = cls(**values)
         if settings.policy not in ("cost", "least_loaded", "round_robin"):
             raise BadArgument(f"{PREFIX}POLICY={settings.policy!r}: known are cost, least_loaded, round_robin")

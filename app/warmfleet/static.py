@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.static")
 
 CHECK_TIMEOUT_S = 3.0
+NAME_CHARACTERS = 64
 MIN_CHECKPOINTS = 256
 BLOCKS_PER_CHECKPOINT = 16  # a long chain has one for about 20 blocks
 _BLOCK_SIZE = re.compile(rb'cache_config_info\{[^}]*\bblock_size="(\d+)"')
@@ -117,7 +119,10 @@ class StaticWorkers:
 
 
 def worker_id(url: str) -> str:
-    """The name of a static worker: host and port."""
+    """The name of a static worker: host and port; what these do not tell apart, a digest of the URL does."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")[-64:]
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")
+    if len(name) > NAME_CHARACTERS or parts.path.strip("/"):
+        name = f"{name[-(NAME_CHARACTERS - 9) :]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    return name

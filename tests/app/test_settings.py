@@ -12,7 +12,7 @@ from warmfleet import errors
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.main import create_app
 from warmfleet.metrics import Metrics
-from warmfleet.settings import PREFIX, Settings, unknown_variables
+from warmfleet.settings import PREFIX, Settings, engine_url, unknown_variables
 
 README = Path(__file__).parents[2] / "app" / "README.md"
 
@@ -42,6 +42,24 @@ def test_typing_errors_are_noticed() -> None:
 def test_no_models_no_start() -> None:
     with pytest.raises(BadArgument, match="WARMFLEET_MODELS"):
         create_app(Settings())
+
+
+def test_a_model_that_keys_cannot_name_is_refused() -> None:
+    with pytest.raises(BadArgument, match=r"WARMFLEET_MODELS='a\{b'"):
+        create_app(Settings(models=("a{b",)))
+
+
+@pytest.mark.parametrize("text", ["http://h:8000/v1/", "http://h:8000", " http://h:8000/v1"])
+def test_an_engine_is_named_by_what_comes_before_v1(text: str) -> None:
+    assert engine_url(text) == "http://h:8000"
+
+
+@pytest.mark.parametrize("text", ["h:8000", "ftp://h", "http://", "http://h:x", "http://h?a=1", "http://[::1"])
+def test_what_is_no_url_of_an_engine_is_refused(text: str) -> None:
+    with pytest.raises(BadArgument, match="is not the URL of an engine"):
+        engine_url(text)
+    with pytest.raises(BadArgument, match="is not the URL of an engine"):
+        Settings.from_environment({"WARMFLEET_STATIC_WORKERS": f"http://a:1,{text}"})
 
 
 def test_every_setting_is_in_the_readme() -> None:

@@ -11,6 +11,7 @@ from warmfleet.errors import UpstreamError, UpstreamGone
 from warmfleet.settings import Settings
 from warmfleet.static import worker_id
 from warmfleet.upstream import TCP_OPTIONS, Addresses, Upstream
+from warmfleet_worker.wire import check_name
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,9 @@ async def test_connections_notice_a_machine_that_vanished(model: str) -> None:
 )
 def test_static_workers_are_named_by_host_and_port(url: str, name: str) -> None:
     assert worker_id(url) == name
+
+
+def test_static_workers_that_host_and_port_do_not_tell_apart_have_names_of_their_own() -> None:
+    urls = ["http://gpu1:8000/a", "http://gpu1:8000/b", *(f"http://{first * 60}.{'x' * 60}:8000" for first in "ab")]
+    names = {check_name(worker_id(url)) for url in urls}
+    assert len(names) == len(urls)

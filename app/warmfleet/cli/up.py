@@ -13,6 +13,7 @@ from warmfleet.cli.children import StackError
 from warmfleet.cli.engines import EngineOptions
 from warmfleet.cli.stack import Plan, Stack
 from warmfleet.cli.watch import AnswerWatch
+from warmfleet.settings import engine_url
 
 if TYPE_CHECKING:
     import argparse
@@ -59,7 +60,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         host=options.host,
         port=options.port,
         redis_url=options.redis,
-        workers=tuple(url.rstrip("/") for url in options.worker),
+        workers=tuple(map(engine_url, options.worker)),
         worker_api_key=options.worker_api_key,
         tokenizer=options.tokenizer or "",
         logs=Path(options.logs) if options.logs else None,
