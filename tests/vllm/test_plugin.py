@@ -154,7 +154,7 @@ async def test_the_index_is_the_table_under_eviction(reported: Reported, vllm_fl
     evicted = 12 * 1_500 // BLOCK_TOKENS - len(table)
     assert evicted > 200
     after = await vllm_fleet.counts()
-    trouble = ("gap", "mismatch", "resync", "malformed", "nonce", "interleaved")
+    trouble = ("gap", "mismatch", "resync_gap", "resync_digest", "malformed", "nonce", "interleaved")
     assert [after.get(name, 0) - before.get(name, 0) for name in trouble] == [0] * len(trouble)
 
 

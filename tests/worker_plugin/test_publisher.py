@@ -41,7 +41,7 @@ async def test_the_index_follows_the_table(fleet: Fleet, redis_url: str, model: 
     counts = await fleet.counts()
     assert publisher.state.joins == 1
     assert publisher.state.snapshots == publisher.state.dropped == 0
-    assert not {"gap", "mismatch", "malformed", "resync"} & counts.keys()
+    assert not {"gap", "mismatch", "malformed", "resync_gap", "resync_digest"} & counts.keys()
 
 
 async def test_a_table_that_is_there_at_join_comes_as_a_snapshot(fleet: Fleet, redis_url: str, model: str) -> None:
@@ -52,7 +52,7 @@ async def test_a_table_that_is_there_at_join_comes_as_a_snapshot(fleet: Fleet, r
             await asyncio.to_thread(churn, tracker, 20)
             await equal(fleet, tracker)
     assert publisher.state.snapshots == 1
-    assert (await fleet.counts())["resync"] == 1
+    assert (await fleet.counts())["resync_join"] == 1
 
 
 async def test_overflow_is_counted_and_healed(fleet: Fleet, redis_url: str, model: str) -> None:
@@ -69,7 +69,7 @@ async def test_overflow_is_counted_and_healed(fleet: Fleet, redis_url: str, mode
     assert publisher.state.dropped == tracker.dropped
     counts = await fleet.counts()
     assert counts["gap"] >= 1
-    assert counts["resync"] >= 1
+    assert counts["resync_gap"] >= 1
 
 
 async def test_lost_events_are_healed_even_if_nobody_asks(

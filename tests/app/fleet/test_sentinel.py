@@ -51,7 +51,7 @@ async def test_what_the_replica_had_not_heard_comes_right(model: str, monkeypatc
             decided_s, indexed_s = await fleet.struck(watched.master.kill)
             print(f"decisions after {decided_s:.2f} s, index after {indexed_s:.2f} s")
             assert max(decided_s, indexed_s) < 10
-            assert {"gap", "resync"} <= (await fleet.fleet.counts()).keys()
+            assert {"gap", "resync_gap"} <= (await fleet.fleet.counts()).keys()
             await fleet.consistent()
 
 
