@@ -195,7 +195,7 @@ async def test_an_idle_reset_is_seen_at_once(reported: Reported, vllm_fleet: Fle
     async def cleared() -> bool:
         return [entry[b"o"] for entry in await stream(vllm_fleet, engine.worker_id)][-1:] == [b"cleared"]
 
-    await poll(cleared, 2)  # no request follows
+    await poll(cleared)  # no request follows
     await fresh(reported, vllm_fleet)
     await asyncio.to_thread(engine.complete, words(500, 7))
     assert len(await same(reported, vllm_fleet)) > 10  # the new table is followed, too

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,5 +22,4 @@ def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
 def own_server() -> Iterator[Server]:
     server = Server()
     yield server
-    server.kill()
-    shutil.rmtree(server.folder)
+    server.remove()

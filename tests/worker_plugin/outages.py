@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -39,6 +40,10 @@ class Server:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+    def remove(self) -> None:
+        self.kill()
+        shutil.rmtree(self.folder)
 
 
 @contextmanager

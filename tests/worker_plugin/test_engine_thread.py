@@ -15,7 +15,7 @@ import pytest
 import redis
 from tests.conftest import poll
 from tests.worker_plugin.engine_thread import HELD
-from tests.worker_plugin.outages import STALL_SECONDS, refusing, slow
+from tests.worker_plugin.outages import STALL_SECONDS, Server, refusing, slow
 from tests.worker_plugin.publishing import record, upkeep
 
 from warmfleet.fleet import Fleet
@@ -24,9 +24,7 @@ from warmfleet_worker import wire
 from warmfleet_worker.stream import MAX_PENDING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.worker_plugin.outages import Server
+    from collections.abc import Iterator, Sequence
 
 LIMIT = 2_000  # records in the engine's queue: 0.1 s of what it does
 OUTAGE_SECONDS = 1.5
@@ -129,15 +127,26 @@ async def _equal(fleet: Fleet, table: set[bytes]) -> bool:
     return bool(slot) and await cast("Any", fleet.redis.smembers(fleet.keys.slot(slot))) == table
 
 
-TROUBLES = ("absent", "away", "frozen", "slow", "OOM", "READONLY", "NOPERM", "BUSY")
+async def together(model: str, hows: Sequence[str], seconds: float) -> None:
+    """Each on a server of its own: all of them mostly wait."""
+    with ExitStack() as stack:
+        servers = [Server() for _ in hows]
+        for server in servers:
+            stack.callback(server.remove)
+        async with asyncio.TaskGroup() as group:
+            for server, how in zip(servers, hows, strict=True):
+                group.create_task(endured(server, model, how, seconds))
 
 
-@pytest.mark.parametrize("how", TROUBLES)
-async def test_the_engine_never_notices(own_server: Server, model: str, how: str) -> None:
-    await endured(own_server, model, how, OUTAGE_SECONDS)
+TROUBLES = [("absent", "away", "frozen", "slow"), ("OOM", "READONLY", "NOPERM", "BUSY")]
+
+
+@pytest.mark.parametrize("hows", TROUBLES, ids=["away", "refusing"])
+async def test_the_engine_never_notices(model: str, hows: Sequence[str]) -> None:
+    await together(model, hows, OUTAGE_SECONDS)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", TROUBLES)
-async def test_the_engine_never_notices_for_a_minute(own_server: Server, model: str, how: str) -> None:
-    await endured(own_server, model, how, 60.0)
+@pytest.mark.parametrize("hows", TROUBLES, ids=["away", "refusing"])
+async def test_the_engine_never_notices_for_a_minute(model: str, hows: Sequence[str]) -> None:
+    await together(model, hows, 60.0)

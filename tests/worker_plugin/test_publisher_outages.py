@@ -51,7 +51,7 @@ async def test_an_outage_that_fills_the_queue_is_healed(own_server: Server, mode
             await asyncio.to_thread(tracker.stored, hashes(5_000))
             begin = time.monotonic()
             tracker.removed(list(tracker.table)[:10])
-            assert time.monotonic() - begin < 0.1  # the engine's side never waits
+            assert time.monotonic() - begin < 1.0  # the engine's side never waits; the publisher waits for 2 s
             await poll(lambda: publisher.state.errors > 0)
             own_server.process.send_signal(18)
             await equal(fleet, tracker)
