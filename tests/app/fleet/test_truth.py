@@ -180,6 +180,7 @@ async def test_the_lag_of_many_streams(store: aioredis.Redis, fleet: Fleet) -> N
         await store.delete(stream)
         await store.xadd(stream, fields, id=f"{at}-0")
         await core.heartbeat()
+    await store.set(cores[1].stream, "no stream")  # for apply to judge
     found = (await fleet.truth(await fleet.workers())).workers
     for number, core in enumerate(cores):
         one = found[core.worker_id]
