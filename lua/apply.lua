@@ -39,6 +39,8 @@ local sums = call("HMGET", DIGEST, WORKER, SHADOW)
 local live = { struct.unpack(">I4I4I4", sums[1] or string.rep("\0", 12)) }
 local shadow = { struct.unpack(">I4I4I4", sums[2] or string.rep("\0", 12)) }
 local changed, blocks, seen = {}, 0, nil
+local truth = record.truth or {}
+record.truth = truth
 
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 
@@ -57,7 +59,10 @@ local function parse_list(data)
 end
 
 -- Wait for a snapshot from now on. One already commanded keeps its turn, unless it had begun and is now spoilt.
-local function ask_resync()
+local function ask_resync(cause)
+  if not truth.cause or truth.cause == "join" then
+    truth.cause, truth.found, changed.record = cause, (truth.found or 0) + 1, true
+  end
   if record.shadow then
     call("SADD", RETIRED, record.shadow)
     call("HDEL", DIGEST, SHADOW)
@@ -67,6 +72,7 @@ local function ask_resync()
     call("ZADD", RESYNC, "NX", -now, WORKER)
   end
 end
+local function lost(cause) count(cause) ask_resync(cause) end
 
 -- Write (SADD, sign 1) or erase (SREM, sign -1) packed hashes from `first` on. Only a real change moves the digest.
 local function change(verb, sign, data, first, slot, digest)
@@ -91,17 +97,15 @@ local function packed_hashes(bytes) return bytes >= 0 and bytes % 8 == 0 and byt
 -- An honest engine never holds more than its capacity; twice that (a batch may add before it removes) is the bound.
 local function room(digest)
   if not short and digest[1] + BATCH_BLOCKS <= 2 * row[CAPACITY] + 8 * BATCH_BLOCKS then return true end
-  count(short and "partial" or "overflow")
   if short then row[FLAGS], changed.row = bit.bor(row[FLAGS], PARTIAL), true end
-  ask_resync()
+  lost(short and "partial" or "overflow")
   return false
 end
 
 local function block_event(verb, sign, data)
   if not packed_hashes(#data) then return false end
   if record.shadow then -- a plugin sends these after `end`: what came so far is no longer one cut
-    count("interleaved")
-    ask_resync()
+    lost("interleaved")
   end
   if sign > 0 and not room(live) then return true end
   change(verb, sign, data, 1, row[SLOT], live)
@@ -130,13 +134,16 @@ function operation.heartbeat(data, time)
   row[9], row[10], row[11], row[13] = beat[4], beat[5], beat[3], beat[7]
   if beat[6] > 0 then row[8] = beat[6] end
   if #beat == 7 or record.shadow or short then return true end
+  if math.abs(time - (truth.checked or 0)) >= 1000 then truth.checked, changed.record = time, true end
   local whole = bit.band(row[FLAGS], bit.bnot(PARTIAL))
   if beat[8] ~= live[1] or beat[9] ~= live[2] or beat[10] ~= live[3] then
     if row[FLAGS] == whole then count("mismatch") end
-    ask_resync()
+    ask_resync("digest")
   else
     row[FLAGS] = whole
-    if tonumber(call("ZSCORE", RESYNC, WORKER) or "1") <= 0 then call("ZREM", RESYNC, WORKER) end -- it lost no blocks
+    local waits = tonumber(call("ZSCORE", RESYNC, WORKER) or "0")
+    if waits < 0 then call("ZREM", RESYNC, WORKER) end -- it lost no blocks
+    if waits <= 0 and truth.cause then truth.cause, truth.healed, changed.record = nil, truth.found, true end
   end
 end
 
@@ -179,10 +186,7 @@ end
 -- One entry of the current nonce. Batch numbers tell what was lost or came twice.
 local function apply(batch, name, data, time)
   if batch <= last then return count("duplicate") end
-  if batch ~= last + 1 then
-    count("gap")
-    ask_resync()
-  end
+  if batch ~= last + 1 then lost("gap") end
   last = batch
   if not operation[name] or operation[name](data, time) == false then count("malformed") end
 end

@@ -29,6 +29,7 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw, packed = call("HGET", WORKERS, WORKER), call("HGET", LOAD, WORKER)
 local row = packed and { struct.unpack(ROW, packed) }
 local record = row and raw and cjson.decode(raw) or nil
+local truth = record and record.truth or {}
 local last = tonumber(call("HGET", BATCH, WORKER) or "0")
 local command = cjson.decode(call("GET", COMMAND) or "{}")
 
@@ -60,15 +61,22 @@ local function new_slot()
   call("HDEL", DIGEST, WORKER)
 end
 
+local function diverged(cause)
+  if not truth.cause or truth.cause == "join" then truth.cause, truth.found = cause, (truth.found or 0) + 1 end
+end
+
 -- Wait for a snapshot from now on. One already commanded keeps its turn, unless it had begun and is now spoilt.
-local function ask_resync()
+local function ask_resync(cause)
+  diverged(cause)
   if drop_shadow() then call("ZADD", RESYNC, -now, WORKER) else call("ZADD", RESYNC, "NX", -now, WORKER) end
 end
+local function lost(cause) count(cause) ask_resync(cause) end
 
 local function demand_rejoin(reason)
   count(reason)
   if not record then return end
   drop_shadow()
+  diverged("rejoin")
   record.rejoin = true
   command.id, command["do"] = redis.sha1hex(WORKER .. clock[1] .. clock[2]):sub(1, 8), "rejoin"
 end
@@ -106,11 +114,11 @@ local function join(data, time, nonce, batch, id)
   local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- never used twice: an old lease has another epoch
   row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0 }
   record, command, last = fresh, { joined = id }, batch -- the writer compares: who reads a later one was replaced
-  record.nonce = nonce
+  record.nonce, truth.cause = nonce, truth.cause or "join"
   new_slot()
   call("ZADD", ALIVE, time, WORKER)
   call("ZREM", RESYNC, WORKER)
-  if same_process then ask_resync() end
+  if same_process then ask_resync("rejoin") end
 end
 
 local control = {} -- of the current nonce, except join
@@ -141,17 +149,17 @@ control["end"] = function(data)
   if done.snapshot ~= record.snapshot then return count("stale") end
   local digest = call("HGET", DIGEST, SHADOW) or string.rep("\0", 12)
   local blocks, high, low = struct.unpack(">I4I4I4", digest)
-  if done.count ~= blocks or done.high ~= high or done.low ~= low then
-    count("spoilt")
-    return ask_resync()
-  end
+  if done.count ~= blocks or done.high ~= high or done.low ~= low then return lost("spoilt") end
   call("SADD", RETIRED, row[SLOT])
   call("HSET", DIGEST, WORKER, digest)
   call("HDEL", DIGEST, SHADOW)
   call("ZREM", RESYNC, WORKER)
   row[SLOT], record.slot, record.shadow, record.snapshot = record.shadow, record.shadow, nil, nil
   row[FLAGS] = bit.band(row[FLAGS], bit.bnot(PARTIAL))
-  count("resync")
+  local cause, of = truth.cause or "worker", truth.resyncs or {}
+  of[cause] = (of[cause] or 0) + 1
+  truth.cause, truth.healed, truth.checked, truth.resyncs = nil, truth.found, now, of
+  count("resync_" .. cause)
 end
 
 -- One entry: "stop" if it is apply's. Batch numbers tell what was lost or came twice.
@@ -166,10 +174,7 @@ local function enter(fields, time, id)
   if name == "join" and not mine then return join(data, time, nonce, batch, id) end
   if not mine then return count("nonce") end
   if batch <= last then return count("duplicate") end
-  if batch ~= last + 1 then
-    count("gap")
-    ask_resync()
-  end
+  if batch ~= last + 1 then lost("gap") end
   last = batch
   control[name](data)
 end
@@ -206,6 +211,7 @@ elseif entries > 0 then
   call("XTRIM", STREAM, "MINID", string.format("%.0f-%.0f", ms, sequence + 1))
 end
 if record then
+  record.truth = truth
   call("HSET", CURSOR, FIELD, cursor)
   call("HSET", LOAD, WORKER, struct.pack(ROW, unpack(row, 1, 13)) .. WORKER)
   call("HSET", WORKERS, WORKER, cjson.encode(record))

@@ -55,6 +55,12 @@ local function alarm(worker, digest)
   local count, high, low = struct.unpack(SUMS, digest)
   call("HSET", DIGEST, worker, struct.pack(SUMS, count, (high + 1) % U32, low))
   call("ZADD", RESYNC, "NX", -now, worker)
+  local record = cjson.decode(call("HGET", WORKERS, worker))
+  local truth = record.truth or {}
+  if not truth.cause or truth.cause == "join" then
+    record.truth, truth.cause, truth.found = truth, "audit", (truth.found or 0) + 1
+    call("HSET", WORKERS, worker, cjson.encode(record))
+  end
   finish(worker, "audit_mismatch")
 end
 

@@ -121,7 +121,8 @@ local function forgettable(stream, seen)
   if info.err then return true end
   local of = {}
   for i = 1, #info, 2 do of[info[i]] = info[i + 1] end
-  return of.length == 0 and tonumber(of["last-generated-id"]:match("^%d+")) < now - FORGET_MS
+  local said = tonumber(of["last-generated-id"]:match("^%d+")) -- in the future: nobody can write to it any more
+  return of.length == 0 and (said < now - FORGET_MS or said > now + FORGET_MS)
 end
 
 local function once_a_second()

@@ -31,6 +31,7 @@ from warmfleet.prompt import PATHS
 from warmfleet.route import Router
 from warmfleet.settings import Settings, unknown_variables
 from warmfleet.static import StaticWorkers
+from warmfleet.truth import TruthWatch
 from warmfleet.upstream import Addresses, Upstream
 from warmfleet_worker.endpoint import EndpointError, with_ca
 from warmfleet_worker.wire import WireError, model_tag
@@ -149,6 +150,7 @@ async def _background(
     work: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
         ("apply", settings.apply_interval_s, partial(maintenance.apply, pools, metrics)),
         ("view", settings.view_interval_s, reader.refresh),
+        ("truth", settings.view_interval_s, TruthWatch(pools, metrics).look),
         ("probe", settings.view_interval_s, prober.round),
         ("renew", settings.renew_interval_s, partial(maintenance.renew, pools, metrics)),
         ("memory", MEMORY_INTERVAL_S, maintenance.MemoryWatch(pools, metrics).look),

@@ -242,7 +242,7 @@ class MemoryWatch:
 
     async def look(self) -> None:
         """One reading for every model. Raises FleetUnavailable; then the next ticks know only whether writes pass."""
-        fullest = 0
+        fullest = used = 0
         for pool in self._pools.all:
             try:
                 memory = await pool.fleet.memory()
@@ -250,10 +250,11 @@ class MemoryWatch:
                 pool.fleet.used_permille = -1
                 raise
             pool.fleet.used_permille = memory.used_permille
-            fullest = max(fullest, memory.used_permille)
+            fullest, used = max(fullest, memory.used_permille), max(used, memory.used)
             self._warn(pool, memory.policy)
             self._tell(pool)
         self._metrics.memory_used_ratio.set(fullest / 1_000)
+        self._metrics.memory_used_bytes.set(used)
         self._metrics.memory_short.set(len(self._short))
 
     def _warn(self, pool: Pool, policy: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Ask, WorkerView
+from warmfleet.fleet import Ask, Memory, Truth, WorkerTruth, WorkerView
 
 if TYPE_CHECKING:
     from warmfleet.pool import Pool, Pools
@@ -28,9 +28,10 @@ def models(pools: Pools) -> list[dict[str, Any]]:
 
 async def workers(pool: Pool) -> dict[str, Any]:
     """Every worker of one model, as Redis has it now; from the last reading while Redis is away."""
-    fresh = True
+    fresh, truth, memory = True, Truth(), Memory(0, 0, "")
     try:
         found = await pool.fleet.workers()
+        truth, memory = await pool.fleet.truth(found), await pool.fleet.memory()
     except FleetUnavailable:
         found, fresh = list(pool.view.workers), False
     known = pool.view.identity
@@ -38,11 +39,19 @@ async def workers(pool: Pool) -> dict[str, Any]:
         "model": pool.tag,
         "fresh": fresh,
         "identity": known.kind if known else "text" if pool.view.text else "none",
-        "workers": [_worker(worker) for worker in found],
+        "index": {
+            "entries": truth.entries,
+            "retired_slots": truth.retired_slots,
+            "memory_used_bytes": memory.used,
+            "memory_limit_bytes": memory.limit,
+            "counts": truth.counts,
+        },
+        "workers": [_worker(worker, truth.workers.get(worker.worker_id)) for worker in found],
     }
 
 
-def _worker(worker: WorkerView) -> dict[str, Any]:
+def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
+    """truth: None for approximate workers, and while Redis is away."""
     return {
         "worker_id": worker.worker_id,
         "url": worker.url,
@@ -54,6 +63,7 @@ def _worker(worker: WorkerView) -> dict[str, Any]:
         "scheme": worker.record.get("scheme"),
         "heartbeat_age_s": worker.heartbeat_age_s,
         "load": asdict(worker.load),
+        "truth": asdict(truth) if truth else None,
     }
 
 

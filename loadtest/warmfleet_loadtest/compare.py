@@ -67,20 +67,22 @@ def stack(plan: StackPlan) -> Iterator[tuple[str, ...]]:
         store = f"unix://{folder / 'store.sock'}"
         argv = [_store_binary(), "--port", "0", "--unixsocket", str(folder / "store.sock"), "--dir", str(folder)]
         argv += ["--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction"]
-        exits.enter_context(_process(argv, folder / "store.log"))
-        _wait(lambda: (folder / "store.sock").exists(), "the store", folder / "store.log")
+        process = exits.enter_context(_process(argv, folder / "store.log"))
+        _wait(lambda: (folder / "store.sock").exists(), "the store", process, folder / "store.log")
         first, *ports = _free_ports(1 + plan.replicas)
         argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", "0", "--count", str(plan.engines)]
         argv += ["--model", MODEL, "--redis", store, "--blocks", str(plan.blocks), "--worker-id", f"sim-{first}"]
         argv += ["--step-time", plan.step_time, "--mode", plan.mode]
         exits.enter_context(_process(argv, folder / "engines.log"))
         urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
+        replicas = []
         for number, port in enumerate(ports):
             argv = [sys.executable, "-m", "warmfleet", "serve", "--port", str(port), "--policy", plan.policy]
             log = folder / f"replica{number}.log"
-            exits.enter_context(_process([*argv, "--redis", store, "--models", MODEL], log))
+            replicas.append(exits.enter_context(_process([*argv, "--redis", store, "--models", MODEL], log)))
         for number, url in enumerate(urls):
-            _wait(partial(_sees, url, plan.engines), f"replica {number}", folder / f"replica{number}.log")
+            log = folder / f"replica{number}.log"
+            _wait(partial(_sees, url, plan.engines), f"replica {number}", replicas[number], log)
         yield urls
 
 
@@ -131,12 +133,14 @@ def _process(argv: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
-def _wait(ready: Callable[[], object], what: str, log: Path) -> None:
+def _wait(ready: Callable[[], object], what: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while not ready():
-        if time.monotonic() > deadline:
+        status = process.poll()
+        if status is not None or time.monotonic() > deadline:
+            why = f"ended with {status}" if status is not None else f"is not ready after {READY_SECONDS:.0f} s"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-            raise StackError(f"{what} is not ready after {READY_SECONDS:.0f} s:\n{tail}")
+            raise StackError(f"{what} {why}:\n{tail}")
         time.sleep(0.05)
 
 

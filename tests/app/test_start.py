@@ -29,7 +29,7 @@ async def test_requests_wait_for_the_first_reading_of_a_slow_redis(valkey_url: s
 
 
 async def test_without_redis_all_wait_together_and_not_for_long(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "FIRST_READING_S", 0.5)
+    monkeypatch.setattr(pool, "FIRST_READING_S", 1.0)
     async with replica("unix:///nowhere/at/all", model) as started:
 
         async def ask(name: str) -> float:
@@ -41,8 +41,8 @@ async def test_without_redis_all_wait_together_and_not_for_long(model: str, monk
             return time.monotonic() - began
 
         early = asyncio.create_task(ask(model))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.6)
         late = await ask("an adapter of it, perhaps")
-        assert 0.4 < await early < 2
-        assert late < 0.4
-        assert await ask(model) < 0.2
+        assert 0.9 < await early < 5
+        assert late < 0.9, "it waited with the first one, not as long again"
+        assert await ask(model) < 0.9

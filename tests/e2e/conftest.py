@@ -19,17 +19,30 @@ if TYPE_CHECKING:
     from warmfleet.cli.stack import Member
 
 
+#: With every core taken a decision falls back after the default 50 ms; what is tested here is not that.
+PATIENT = {"WARMFLEET_DECIDE_TIMEOUT_S": "2"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patience() -> Iterator[None]:
+    """Every replica of these tests waits for its decisions."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in PATIENT.items():
+            patch.setenv(name, value)
+        yield
+
+
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    """Four engines and two replicas for the whole session: for tests that kill nothing."""
+    """Four engines and two replicas for the whole session: for tests that leave them as they were."""
     with Stack(Plan(engines=EngineOptions(count=4, blocks=BLOCKS))) as running:
         yield running
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fragile_stack() -> Iterator[Stack]:
-    """Two engines and two replicas for one test, which may kill them."""
-    with Stack(Plan(engines=EngineOptions(count=2))) as running:
+    """Three engines and two replicas for tests that kill one of them each."""
+    with Stack(Plan(engines=EngineOptions(count=3))) as running:
         yield running
 
 

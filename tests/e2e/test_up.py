@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 from tests.conftest import server, valkey_binary
-from tests.e2e.conftest import chat, wait_until
+from tests.e2e.conftest import PATIENT, chat, wait_until
 
 from warmfleet.cli.ports import free_port
 from warmfleet.fleet import Fleet, connect
@@ -33,7 +33,7 @@ SOURCES = os.pathsep.join(str(ROOT / folder) for folder in ("app", "worker_plugi
 
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
-    return kept | {"PYTHONPATH": SOURCES, "PYTHONUNBUFFERED": "1"}
+    return kept | PATIENT | {"PYTHONPATH": SOURCES, "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass

@@ -168,7 +168,7 @@ async def test_eight_engines_are_cheap() -> None:
         await engine.start("127.0.0.1", 0)
     urls = tuple(f"http://127.0.0.1:{engine.port}" for engine in engines)
     before, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-    replies, _client = await replay(generate(120, 1), Target(urls, "demo", speed=20 / 3))
+    replies, _client = await replay(generate(60, 1), Target(urls, "demo", speed=20 / 3))
     after, wall = resource.getrusage(resource.RUSAGE_SELF), time.monotonic() - began
     for engine in engines:
         await engine.stop()

@@ -203,12 +203,12 @@ class World:
         return list(self.store.xrange(stream)) if self.store.type(stream) == b"stream" else []
 
     async def lost(self, name: str, a: int, b: int) -> None:
-        if entries := self._unread(name):
+        if (entries := self._unread(name)) and not self._exhausted(entries):
             self.store.xdel(self.keys.events(name), entries[a % len(entries)][0])
 
     async def swapped(self, name: str, a: int, b: int) -> None:
         last = self._unread(name)[-(a % 3 + 2) :]
-        if any(fields.get(b"o") == b"join" for _, fields in last):
+        if self._exhausted(last) or any(fields.get(b"o") == b"join" for _, fields in last):
             return  # who joined last is who the worker is: known limit
         with suppress(RedisError):
             for entry_id, _ in last:
@@ -216,8 +216,12 @@ class World:
             for _, fields in reversed(last):
                 self.store.xadd(self.keys.events(name), fields)
 
+    def _exhausted(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> bool:
+        """Without its last entry only `forget` would end the writer's silence: known limit."""
+        return bool(entries) and int(entries[-1][0].split(b"-")[0]) > self._now_ms() + HOUR_MS
+
     async def trimmed(self, name: str, a: int, b: int) -> None:
-        if entries := self._unread(name):
+        if (entries := self._unread(name)) and not self._exhausted(entries):
             self.store.xtrim(self.keys.events(name), maxlen=a % len(entries), approximate=False)
 
     async def deleted(self, name: str, a: int, b: int) -> None:

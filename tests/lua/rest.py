@@ -96,6 +96,9 @@ def wrong(world: World) -> str:
             return f"the index of {name} is not its table"
         if world.store.zscore(world.keys.resync, name) is not None:
             return f"{name} still waits for a snapshot"
+        truth = json.loads(world.store.hget(world.keys.workers, name))["truth"]
+        if truth.get("cause", "join") != "join" or truth.get("healed", 0) != truth.get("found", 0):
+            return f"{name} is right, and is said to differ: {truth}"
     return ""
 
 
@@ -116,6 +119,7 @@ def check_noticed(world: World) -> None:
         pipe.hget(world.keys.digest, name).hget(world.keys.workers, name)
         batch, waiting, digest, raw = pipe.execute()
         record = json.loads(raw)
+        assert waiting is None or waiting > 0 or record["truth"].get("cause"), f"{name} waits, and nobody can say why"
         if int(batch) != process.stream.number or waiting is not None or record.get("rejoin") or unread(world, name):
             continue
         published = process.publisher._digest.as_list()

@@ -28,7 +28,7 @@ async def test_a_snapshot_flips_as_a_whole(core: Core, fleet: Fleet) -> None:
     assert await core.holds() == held(*range(2, 302))
     assert await core.digest() == digest_of(*range(2, 302))
     assert await core.retired() == {old}
-    assert await fleet.counts() == {"resync": 1}
+    assert await fleet.counts() == {"resync_join": 1}
     assert "shadow" not in await core.record()
     assert await core.waiting() is None
     assert not await core.store.hexists(core.keys.digest, "~s.0")
@@ -107,7 +107,7 @@ async def test_a_snapshot_after_an_abandoned_one_starts_from_nothing(core: Core,
     await core.snapshot([5, 6])
     await core.applied()
     assert await core.holds() == held(5, 6)
-    assert await fleet.counts() == {"interleaved": 1, "resync": 1}
+    assert await fleet.counts() == {"interleaved": 1, "resync_interleaved": 1}
 
 
 async def test_chunks_of_another_snapshot_are_dropped(core: Core, fleet: Fleet) -> None:
@@ -117,7 +117,7 @@ async def test_chunks_of_another_snapshot_are_dropped(core: Core, fleet: Fleet) 
     await core.end(digest_of(2))
     await core.applied()
     assert await core.holds() == held(2)
-    assert await fleet.counts() == {"stale": 1, "resync": 1}
+    assert await fleet.counts() == {"stale": 1, "resync_join": 1}
 
 
 async def test_a_snapshot_beyond_the_capacity_is_abandoned(core: Core, fleet: Fleet) -> None:
@@ -151,4 +151,4 @@ async def test_heartbeats_within_a_snapshot_compare_nothing(core: Core, fleet: F
     await core.end(digest_of(2))
     await core.applied()
     assert await core.holds() == held(2)
-    assert await fleet.counts() == {"resync": 1}
+    assert await fleet.counts() == {"resync_join": 1}

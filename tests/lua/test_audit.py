@@ -241,7 +241,7 @@ async def test_changes_during_a_walk_are_no_difference(core: Core, fleet: Fleet,
             assert not life.differs, f"seed {seed}, turn {turn}"
         walked += life.walked
     assert walked > 5_000
-    assert set(await fleet.counts()) <= {"audit_moved", "resync"}
+    assert set(await fleet.counts()) <= {"audit_moved", "resync_join", "resync_worker"}
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "extra"])

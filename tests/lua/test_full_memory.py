@@ -93,6 +93,7 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
         "forget": lambda: fleet.forget("w2.0"),
         "prove": lambda: fleet.prove("s.0", "n1", "proven", ""),
         "register": lambda: fleet.register("plain", {"scheme_id": 1}, 10, healthy=True),
+        "lag": lambda: fleet.truth([]),
         "audit": lambda: fleet.audit(3600),
     }
 
@@ -204,7 +205,7 @@ async def test_when_there_is_room_again_a_snapshot_makes_it_whole(core: Core, fl
     await core.applied()
     assert await core.holds() == held(1, 2)
     assert not (await core.row()).flags & Flag.PARTIAL
-    assert await fleet.counts() == {"partial": 1, "resync": 1}
+    assert await fleet.counts() == {"partial": 1, "resync_partial": 1}
 
 
 async def test_what_was_left_out_and_evicted_since_needs_no_snapshot(core: Core, fleet: Fleet) -> None:
@@ -314,5 +315,5 @@ async def test_over_the_limit_and_back(
         await drive.until(whole, "the index equals the table")
         assert publisher.state.dropped == 0
     assert drive.spells == [False, True, False], "one spell, no swinging"
-    assert (await own_fleet.counts())["resync"] >= 1
+    assert (await own_fleet.counts())["resync_partial"] >= 1
     await core.holds()  # both directions agree

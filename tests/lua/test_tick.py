@@ -267,6 +267,16 @@ async def test_one_that_said_goodbye_is_due_as_late_as_any_other(store: aioredis
     assert (await slow_tick(fleet)).forget == ("s.0",)
 
 
+async def test_a_stream_that_nobody_can_write_to_any_more_keeps_nobody(store: aioredis.Redis, fleet: Fleet) -> None:
+    """Once its worker is forgotten the stream is gone; the writer notices, and joins."""
+    core = await silent_worker(store, fleet)
+    end = 2**64 - 1
+    await cast("Any", store).execute_command("XADD", core.stream, "MAXLEN", 0, f"{end}-{end}", "a", "b")
+    assert (await slow_tick(fleet)).forget == ("s.0",)
+    assert await fleet.forget("s.0", 600_000)
+    assert not await store.exists(core.stream)
+
+
 async def test_an_approximate_worker_that_its_router_calls_unhealthy_stays(store: aioredis.Redis, fleet: Fleet) -> None:
     await fleet.register("ap", {"scheme_id": 1, "url": "http://x", "models": ["m"]}, 100, healthy=True)
     await store.zrem(fleet.keys.alive, "ap")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: The base model's name in every key of this folder's tests.
 TAG = "tiny"
-#: Blocks of 32 tokens: three prompts of 2,000 tokens do not fit at once.
+#: Blocks of 32 tokens: two conversations of 2,000 tokens fit, not three.
 BLOCKS = 160
 
 
@@ -30,15 +30,21 @@ class Reported:
 
 
 @pytest.fixture(scope="session")
-def reported() -> Iterator[Reported]:
-    """Real vLLM with the plugin by its entry point alone. It has been up for a while: begin with ``fresh``."""
+def vllm_store() -> Iterator[str]:
+    """URL of the Valkey that the engines report to."""
     if not (VENV / "bin" / "vllm").exists() or not MODEL.exists():
         pytest.fail("real vLLM is not installed here: run `make vllm`")
     with server(valkey_binary()) as redis_url:
-        goodbye = ("--shutdown-timeout", "10")  # else vLLM kills its engine core
-        options = EngineOptions(redis_url=redis_url, model_tag=TAG, blocks=BLOCKS, arguments=goodbye)
-        with running(options) as [engine]:
-            yield Reported(engine, redis_url)
+        yield redis_url
+
+
+@pytest.fixture(scope="session")
+def reported(vllm_store: str) -> Iterator[Reported]:
+    """Real vLLM with the plugin by its entry point alone. It has been up for a while: begin with ``fresh``."""
+    goodbye = ("--shutdown-timeout", "10")  # else vLLM kills its engine core
+    options = EngineOptions(redis_url=vllm_store, model_tag=TAG, blocks=BLOCKS, arguments=goodbye)
+    with running(options) as [engine]:
+        yield Reported(engine, vllm_store)
 
 
 @pytest.fixture

@@ -103,6 +103,11 @@ class VllmEngine:
             self.process.wait()
             self.process = None
 
+    def remove(self) -> None:
+        """Stop it, and leave nothing behind."""
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     # ------------------------------------------------ requests
 
     def complete(self, prompt: str | list[int], request_id: str | None = None, **more: Any) -> dict[str, Any]:
@@ -186,5 +191,4 @@ def running(*options: EngineOptions) -> Iterator[list[VllmEngine]]:
         yield engines
     finally:
         for engine in engines:
-            engine.stop()
-            shutil.rmtree(engine.folder, ignore_errors=True)
+            engine.remove()

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 READY_SECONDS = 90.0
+#: Engines take every core for seconds; after the default 50 ms a decision falls back, and nothing is predicted.
+PATIENT_SECONDS = "2"
 
 
 @contextmanager
@@ -23,6 +25,7 @@ def replicas(redis_url: str, count: int = 2, engines: int = 2, policy: str = "co
     """Start ``count`` replicas; yields their base URLs once each knows the tokenizer and ``engines`` proven workers."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
     kept |= {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_MODELS": SERVED_NAME, "WARMFLEET_POLICY": policy}
+    kept["WARMFLEET_DECIDE_TIMEOUT_S"] = PATIENT_SECONDS
     kept["PYTHONPATH"] = os.pathsep.join(sys.path)
     processes, urls = [], []
     try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.conftest import poll, server, valkey_binary
-from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine, running
+from tests.conftest import poll
+from tests.vllm.conftest import BLOCKS
+from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine
 from tests.vllm.replicas import replicas
 
 from warmfleet.fleet import Fleet
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 pytestmark = pytest.mark.vllm
-
-BLOCKS = 160  # of 32 tokens: two conversations of 2,000 tokens, not three
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,24 @@ class Turn:
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[Real]:
-    with ExitStack() as stack:
-        redis_url = stack.enter_context(server(valkey_binary()))
-        options = [EngineOptions(redis_url=redis_url, worker_id=f"vllm-{name}", blocks=BLOCKS) for name in "ab"]
-        engines = stack.enter_context(running(*options))
-        urls = stack.enter_context(replicas(redis_url))
-        yield Real(urls, {engine.worker_id: engine for engine in engines}, redis_url)
+def real(vllm_store: str, request: pytest.FixtureRequest) -> Iterator[Real]:
+    """The session's engine and, for this module, a second one; they start at the same time."""
+    second = VllmEngine(EngineOptions(redis_url=vllm_store, worker_id="vllm-b", blocks=BLOCKS))
+    try:
+        second.start()
+        first = request.getfixturevalue("reported").engine
+        second.wait()
+        with replicas(vllm_store) as urls:
+            yield Real(urls, {engine.worker_id: engine for engine in (first, second)}, vllm_store)
+    finally:
+        second.remove()
+        asyncio.run(_forget(vllm_store, second.worker_id))
+
+
+async def _forget(redis_url: str, worker_id: str) -> None:
+    fleet = Fleet(connect(redis_url, timeout_s=5), SERVED_NAME)
+    await fleet.forget(worker_id)
+    await fleet.close()
 
 
 @pytest.fixture

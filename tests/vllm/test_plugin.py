@@ -154,7 +154,7 @@ async def test_the_index_is_the_table_under_eviction(reported: Reported, vllm_fl
     evicted = 12 * 1_500 // BLOCK_TOKENS - len(table)
     assert evicted > 200
     after = await vllm_fleet.counts()
-    trouble = ("gap", "mismatch", "resync", "malformed", "nonce", "interleaved")
+    trouble = ("gap", "mismatch", "resync_gap", "resync_digest", "malformed", "nonce", "interleaved")
     assert [after.get(name, 0) - before.get(name, 0) for name in trouble] == [0] * len(trouble)
 
 
@@ -195,7 +195,7 @@ async def test_an_idle_reset_is_seen_at_once(reported: Reported, vllm_fleet: Fle
     async def cleared() -> bool:
         return [entry[b"o"] for entry in await stream(vllm_fleet, engine.worker_id)][-1:] == [b"cleared"]
 
-    await poll(cleared, 2)  # no request follows
+    await poll(cleared)  # no request follows
     await fresh(reported, vllm_fleet)
     await asyncio.to_thread(engine.complete, words(500, 7))
     assert len(await same(reported, vllm_fleet)) > 10  # the new table is followed, too

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from tests.e2e.conftest import wait_until
 from tests.vllm.engine import SERVED_NAME, EngineOptions, running
+from tests.vllm.replicas import PATIENT_SECONDS
 
 from warmfleet.cli.stack import Plan, Stack
 
@@ -43,7 +44,8 @@ def serving(stack: Stack, worker_id: str, engines: list[VllmEngine]) -> VllmEngi
     return engine
 
 
-def test_later_turns_stay_and_move_without_an_error_when_the_engine_dies() -> None:
+def test_later_turns_stay_and_move_without_an_error_when_the_engine_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMFLEET_DECIDE_TIMEOUT_S", PATIENT_SECONDS)
     options = [EngineOptions(worker_id=f"stock-{name}", arguments=("--api-key", KEY)) for name in "ab"]
     with running(*options) as engines:
         plan = Plan(workers=tuple(engine.url for engine in engines), worker_api_key=KEY)

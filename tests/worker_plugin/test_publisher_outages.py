@@ -3,58 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
-import tempfile
-import threading
 import time
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import redis
-from tests.conftest import poll, valkey_binary, wait_for_server
+from tests.conftest import poll
+from tests.worker_plugin.outages import Server, refusing
 from tests.worker_plugin.publishing import churn, equal, hashes, publishing, upkeep
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
 from warmfleet_worker.tracker import Tracker
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
 pytestmark = pytest.mark.usefixtures("short_periods")
-
-
-class Server:
-    """A private Valkey at a fixed address, to be killed and started again."""
-
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="wf-redis-"))
-        self.url = f"unix://{self.folder}/s"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        options = ["--port", "0", "--unixsocket", f"{self.folder}/s", "--save", "", "--dir", str(self.folder)]
-        options += ["--busy-reply-threshold", "50", "--enable-debug-command", "yes"]
-        self.process = subprocess.Popen([valkey_binary(), *options], stdout=subprocess.DEVNULL)
-        wait_for_server(self.url, self.process)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-
-@pytest.fixture
-def own_server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.kill()
-    shutil.rmtree(server.folder)
 
 
 async def test_redis_is_absent_killed_and_comes_back_empty(own_server: Server, model: str) -> None:
@@ -90,42 +51,12 @@ async def test_an_outage_that_fills_the_queue_is_healed(own_server: Server, mode
             await asyncio.to_thread(tracker.stored, hashes(5_000))
             begin = time.monotonic()
             tracker.removed(list(tracker.table)[:10])
-            assert time.monotonic() - begin < 0.1  # the engine's side never waits
+            assert time.monotonic() - begin < 1.0  # the engine's side never waits; the publisher waits for 2 s
             await poll(lambda: publisher.state.errors > 0)
             own_server.process.send_signal(18)
             await equal(fleet, tracker)
     assert publisher.state.dropped > 3_000
     await fleet.close()
-
-
-@contextmanager
-def refusing(client: redis.Redis, how: str) -> Iterator[None]:
-    """Make the server refuse writes with OOM, READONLY, NOPERM or BUSY."""
-    thread: threading.Thread | None = None
-    if how == "OOM":
-        client.config_set("maxmemory", 1)
-    elif how == "READONLY":
-        client.replicaof("127.0.0.1", 1)
-    elif how == "NOPERM":
-        client.acl_setuser("default", commands=["-xadd"])
-    else:
-        thread = threading.Thread(target=_endless_script, args=(client,))
-        thread.start()
-    yield
-    if how == "OOM":
-        client.config_set("maxmemory", 0)
-    elif how == "READONLY":
-        client.replicaof("NO", "ONE")
-    elif how == "NOPERM":
-        client.acl_setuser("default", commands=["+xadd"])
-    elif thread is not None:
-        client.script_kill()
-        thread.join()
-
-
-def _endless_script(client: redis.Redis) -> None:
-    with pytest.raises(redis.ResponseError, match="killed"):
-        client.eval("while true do end", 0)
 
 
 @pytest.mark.parametrize("how", ["OOM", "READONLY", "NOPERM", "BUSY"])

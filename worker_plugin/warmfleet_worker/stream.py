@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-BACKOFF_SECONDS = (0.1, 5.0)
+BACKOFF_SECONDS = (0.1, 3.0)  # with jitter and the resync that may follow, less than one slow-path period
 SOCKET_TIMEOUT_SECONDS = 2.0
 MAX_PENDING = 64  # entries made and not yet answered for
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 HEADER = (
     "WORKER", "URL", "STATE", "PROOF", "SLOT", "BLOCKS", "CAPACITY", "IN FLIGHT", "PREFILL", "DECODE", "TOKENS/S",
-    "SEEN",
+    "SEEN", "LAG", "DIGEST", "HEALED", "RESYNCS",
 )  # fmt: skip
 
 
@@ -24,12 +24,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def render(answer: dict[str, Any]) -> str:
-    """One table per model. PREFILL, DECODE: tokens booked by open requests. SEEN: age of the last heartbeat."""
+    """One table per model.
+
+    PREFILL, DECODE: tokens booked by open requests. SEEN: age of the last heartbeat. LAG: entries that nobody applied,
+    and the age of the oldest. DIGEST: age of the last one compared. HEALED: of the divergences found, and the cause of
+    the open one. RESYNCS: snapshots taken over, by cause.
+    """
     parts = []
     for model in answer["models"]:
         title = f"{model['model']}  (prompts identified: {model['identity']})"
         if not model["fresh"]:
             title += "  the store does not answer: this is the last reading"
+        else:
+            title += "  " + _index(model["index"])
         body = table(HEADER, [_row(worker) for worker in model["workers"]]) if model["workers"] else "no workers"
         reasons = [f"{worker['worker_id']}: {worker['reason']}" for worker in model["workers"] if worker["reason"]]
         parts.append("\n".join([title, body, *reasons]))
@@ -50,5 +57,24 @@ def _row(worker: dict[str, Any]) -> tuple[object, ...]:
         load["prefill_tokens"] + load["foreign_prefill_tokens"],
         load["decode_tokens"] + load["foreign_decode_tokens"],
         load["speed_tps"],
-        "never" if age is None else f"{age:.1f} s",
+        _age(age),
+        *_truth(worker["truth"]),
     )
+
+
+def _truth(truth: dict[str, Any] | None) -> tuple[str, ...]:
+    if truth is None:
+        return ("-",) * 4
+    healed = f"{truth['healed']} of {truth['found']}" + (f", {truth['cause']}" if truth["cause"] else "")
+    resyncs = " ".join(f"{cause} {count}" for cause, count in sorted(truth["resyncs"].items()))
+    return f"{truth['lag_batches']}, {_age(truth['lag_s'])}", _age(truth["digest_age_s"]), healed, resyncs or "-"
+
+
+def _age(seconds: float | None) -> str:
+    return "never" if seconds is None else f"{seconds:.1f} s"
+
+
+def _index(index: dict[str, Any]) -> str:
+    used, limit = (index[name] / 2**20 for name in ("memory_used_bytes", "memory_limit_bytes"))
+    memory = f"{used:.0f} MiB" + (f" of {limit:.0f}" if limit else "")
+    return f"index: {index['entries']} entries, {index['retired_slots']} retired slots; memory {memory}"

@@ -15,11 +15,12 @@ from warmfleet.fleet.reservations import (
     new_reservation,
 )
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
+from warmfleet.fleet.truth import Truth, Truths, WorkerTruth
 from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
 from warmfleet.fleet.views import Memory, Views, WorkerView
 
 
-class Fleet(Reservations, Views, Upkeep):
+class Fleet(Reservations, Views, Truths, Upkeep):
     """Everything that routers do with one model's keys. Closing it closes the client that it was given."""
 
     async def close(self) -> None:
@@ -45,9 +46,11 @@ __all__ = [
     "Stage",
     "Tick",
     "Timeouts",
+    "Truth",
     "Upkeep",
     "Views",
     "Weights",
+    "WorkerTruth",
     "WorkerView",
     "connect",
     "new_reservation",

@@ -46,6 +46,7 @@ SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
         "register": "workers load alive next_slot retired",
         "forget": "workers servers load alive alive_servers cursor batch digest resync retired",
         "collect": "retired",
+        "lag": "cursor",
         "audit": "workers load digest resync counts audit audit_walk",
     }.items()
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import socket
 import threading
 from contextlib import closing, contextmanager
@@ -38,6 +39,15 @@ LOAD = dict.fromkeys(
     ),
     7,
 )
+TRUTH = {
+    "lag_batches": 17,
+    "lag_s": 1.25,
+    "digest_age_s": None,
+    "cause": "gap",
+    "found": 3,
+    "healed": 2,
+    "resyncs": {"join": 1, "gap": 2},
+}
 WORKER = {
     "worker_id": "sim-1.0",
     "url": "http://127.0.0.1:9",
@@ -46,8 +56,16 @@ WORKER = {
     "reason": "it does not answer",
     "heartbeat_age_s": None,
     "load": LOAD,
+    "truth": TRUTH,
 }
-FLEET = {"models": [{"model": "demo", "fresh": False, "identity": "exact", "workers": [WORKER]}]}
+INDEX = {
+    "entries": 1234,
+    "retired_slots": 2,
+    "memory_used_bytes": 3 * 2**20,
+    "memory_limit_bytes": 8 * 2**20,
+    "counts": {},
+}
+FLEET = {"models": [{"model": "demo", "fresh": False, "identity": "exact", "index": INDEX, "workers": [WORKER]}]}
 CANDIDATE = {
     "worker_id": "sim-1.0",
     "matched_tokens": 32,
@@ -134,6 +152,15 @@ class TestWorkers:
         assert "sim-1.0: it does not answer" in printed
         assert "never" in printed
         assert "14" in printed, "booked and foreign tokens together"
+        assert re.search(r"17, 1\.2 s +never +2 of 3, gap +gap 2 join 1$", printed, re.MULTILINE)
+
+    def test_the_title_says_what_the_index_is(self) -> None:
+        model = FLEET["models"][0] | {"fresh": True}
+        assert "index: 1234 entries, 2 retired slots; memory 3 MiB of 8" in workers.render({"models": [model]})
+        at_rest = TRUTH | {"found": 0, "healed": 0, "cause": "", "resyncs": {}}
+        for truth, said in ((None, "never +- +- +- +-$"), (at_rest, "0 of 0 +-$")):
+            one = WORKER | {"truth": truth}
+            assert re.search(said, workers.render({"models": [model | {"workers": [one]}]}), re.MULTILINE)
 
     def test_json_is_passed_through(self, capsys: pytest.CaptureFixture[str]) -> None:
         with replica({"/workers": (200, FLEET)}) as (url, _):

@@ -206,6 +206,7 @@ async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded, m
         assert await fleet.prove("w2.0", view.record["nonce"], "proven", "")
         await _requests(fleet, next(iter(tracker.table)))
         assert (await fleet.memory()).used > 0
+        assert (await fleet.truth(await fleet.workers())).entries > 0
         await poll(lambda: _audited(fleet), what="a piece of the index is audited")
         assert core.state.errors == 0
     finally:

@@ -166,5 +166,6 @@ async def test_decisions_are_prompt_while_a_backlog_is_worked_off(
     spent_us = fleet._cost_us(64 * 16, 64 * 16, applied)
     assert spent_us / 1e6 / (time.monotonic() - started) < 0.4, "no more than its share, by estimate"
     assert len(seconds) > 50
-    assert statistics.quantiles(seconds, n=100)[98] < 0.05
+    assert statistics.median(seconds) < 0.02
+    assert statistics.quantiles(seconds, n=100)[98] < 0.25, "of a machine that may be busy with other work"
     assert await cores[63].holds() == held(*range(16 * 128))

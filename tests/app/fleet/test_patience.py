@@ -16,7 +16,7 @@ async def test_time_is_up_when_nothing_comes() -> None:
     with pytest.raises(TimeoutError):
         async with Patience(0.05):
             await asyncio.sleep(10)
-    assert 0.05 <= time.monotonic() - began < 0.5
+    assert 0.05 <= time.monotonic() - began < 5
 
 
 async def test_what_came_in_time_is_read_though_the_loop_was_busy() -> None:

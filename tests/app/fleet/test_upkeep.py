@@ -117,7 +117,7 @@ async def test_steps_heal_a_worker_that_lost_events(store: aioredis.Redis, fleet
     await fleet.step()
     assert await core.holds() == held(1, 2)
     assert await core.waiting() is None
-    assert await fleet.counts() == {"mismatch": 1, "resync": 1}
+    assert await fleet.counts() == {"mismatch": 1, "resync_digest": 1}
 
 
 async def test_a_step_forgets_who_is_long_gone(store: aioredis.Redis, fleet: Fleet) -> None:

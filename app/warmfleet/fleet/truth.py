@@ -1,0 +1,103 @@
+"""How true the index is: how far apply is behind each worker, what diverged and was healed, how much there is."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.fleet.client import ScriptClient, redis_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from warmfleet.fleet.views import WorkerView
+
+LAGS_AT_ONCE = 64
+FILLING = "join"  # the one cause that is no divergence: the index of a new incarnation is empty
+_DIGEST_COUNT = struct.Struct(">I")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTruth:
+    """The index of one worker against the engine's table.
+
+    lag: entries of its stream that nobody has applied, and the age of the oldest. digest_age_s: since the last digest
+    was compared; None: never. cause: why a snapshot is awaited; empty: they are equal as far as anybody knows.
+    found, healed: divergences; resyncs: snapshots taken over, by cause.
+    """
+
+    lag_batches: int = 0
+    lag_s: float = 0.0
+    digest_age_s: float | None = None
+    cause: str = ""
+    found: int = 0
+    healed: int = 0
+    resyncs: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def diverged(self) -> bool:
+        return self.cause not in ("", FILLING)
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """One model. entries: (block, worker) pairs in the index. retired_slots: still to be collected. counts: ``counts``.
+
+    workers: by worker_id, without approximate ones.
+    """
+
+    entries: int = 0
+    retired_slots: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    workers: Mapping[str, WorkerTruth] = field(default_factory=dict)
+
+
+class Truths(ScriptClient):
+    """Reads only."""
+
+    async def truth(self, workers: Sequence[WorkerView]) -> Truth:
+        """Of these workers, as Redis has it now. Raises FleetUnavailable."""
+        keys = self.keys
+        with redis_errors():
+            async with self.redis.pipeline(transaction=False) as pipe:
+                pipe.hvals(keys.digest)
+                pipe.scard(keys.retired)
+                pipe.hgetall(keys.counts)
+                pipe.time()
+                digests, retired, counts, (seconds, micros) = await pipe.execute()
+        lags, now_ms = await self._lags(), seconds * 1_000 + micros / 1_000
+        return Truth(
+            entries=sum(_DIGEST_COUNT.unpack_from(digest)[0] for digest in digests),
+            retired_slots=retired,
+            counts={name.decode(): int(value) for name, value in counts.items()},
+            workers={
+                worker.worker_id: _worker(worker.record.get("truth") or {}, lags.get(worker.worker_id, (0, 0)), now_ms)
+                for worker in workers
+                if worker.proof != "approximate"
+            },
+        )
+
+    async def _lags(self) -> dict[str, tuple[int, int]]:
+        """Of the workers whose stream is not empty: (entries, age of the oldest in ms)."""
+        lags: dict[str, tuple[int, int]] = {}
+        start, streams = 0, 1
+        while start < streams:
+            answer = await self.run("lag", self._prefix, start, LAGS_AT_ONCE, timeout_s=self.timeouts.upkeep_s)
+            streams, start = answer[0], start + LAGS_AT_ONCE
+            for at in range(1, len(answer), 3):
+                lags[answer[at].decode()] = (answer[at + 1], answer[at + 2])
+        return lags
+
+
+def _worker(told: Mapping[str, Any], lag: tuple[int, int], now_ms: float) -> WorkerTruth:
+    checked = told.get("checked")
+    return WorkerTruth(
+        lag_batches=lag[0],
+        lag_s=lag[1] / 1_000,
+        digest_age_s=None if checked is None else max(0.0, (now_ms - checked) / 1_000),
+        cause=str(told.get("cause", "")),
+        found=int(told.get("found", 0)),
+        healed=int(told.get("healed", 0)),
+        resyncs=dict(told.get("resyncs") or {}),
+    )
