@@ -69,8 +69,9 @@ def pytest_in(folder: Path, *tests: str) -> tuple[int, str]:
     """Exit status and output of these tests with the sources of ``folder``."""
     path = os.pathsep.join(str(folder / name) for name in ("app", "worker_plugin", "loadtest", ""))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--timeout={LIMIT_S}", *tests]
+    environment, limit_s = os.environ | {"PYTHONPATH": path}, LIMIT_S * max(8, len(tests))
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=limit_s
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -18,6 +18,7 @@ from tests.survival import WORKER, Survival
 
 from warmfleet.fleet import Flag, Fleet, connect
 from warmfleet.fleet.upkeep import Pace
+from warmfleet.maintenance import stop
 from warmfleet_worker import wire
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 from warmfleet_worker.tracker import Tracker
@@ -84,7 +85,7 @@ async def test_no_router_for_ten_minutes(
         await dead.join()
         await poll(lambda: dead.record(), 10, "it has joined")
         routers = [task for task in survival.tasks if task is not survival.churn]
-        await asyncio.gather(*(end(task) for task in routers))
+        await stop(routers)
         await asyncio.sleep(span.seconds + 0.5)
         assert min(await ages_s(fleet, WORKER, "dead.0")) > span.pace.forget_ms / 1000
 
@@ -95,16 +96,11 @@ async def test_no_router_for_ten_minutes(
         survival.tasks += [asyncio.create_task(survival._for_ever(survival._upkeep, span.step_s))]
         await poll(lambda: heard_of(fleet), 20, "its heartbeats are read")
         assert (await fleet.decide(survival.ask("wf-second"))).worker_id == WORKER
-        await end(survival.churn)
+        await stop([survival.churn])
         await poll(survival.equal, 30, "the index equals the table")
         assert (survival.core.state.joins, survival.core.state.stopped) == (1, None)
         await poll(lambda: gone(dead), 40, "who was dead all the time is forgotten")
         assert (await ages_s(fleet, WORKER))[0] < span.pace.ttl_ms / 1000
-
-
-async def end(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
 
 
 async def heard_of(fleet: Fleet) -> bool:
