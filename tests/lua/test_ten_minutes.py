@@ -81,6 +81,7 @@ async def test_no_router_for_ten_minutes(
     async with Survival(own_url, model) as survival:
         fleet, limits = survival.fleet, replace(survival.fleet.spans, worker_ttl_ms=span.pace.ttl_ms)
         fleet.pace, fleet.spans = span.pace, limits
+        await own_store.set(fleet.keys.tick, f"{int(time.time() * 1000)} 0 0")  # the grace of a first tick is over
         dead = Core(own_store, fleet, "dead")
         await dead.join()
         await poll(lambda: dead.record(), 10, "it has joined")
