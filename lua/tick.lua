@@ -22,7 +22,7 @@ local PREFIX, MIN_GAP_MS, TTL_MS = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local FORGET_MS, MAX_STREAMS, USED = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local SHORT_MS, SHARE, SHORT_FROM, SHORT_TO, SERVER, APPROXIMATE = tonumber(ARGV[7]), tonumber(ARGV[8]), 850, 750, 1, 16
 local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- so many entries take the usual share about 4 s
-local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, HELLOS, FORGETS = 1000, 2, 30000, 64, 8
+local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, HELLOS, FORGETS, FAR_FUTURE_MS = 1000, 2, 30000, 64, 8, 3600000
 
 local call = redis.call
 local clock = call("TIME")
@@ -45,6 +45,14 @@ local grace = grace_until > now
 local answer = { 1, grace and 1 or 0, call("SCARD", RETIRED), short > 0 and 1 or 0, 0 }
 answer[5] = SHARE * math.max(LEAST_MS, math.min(KEPT_MS, last and now - last or KEPT_MS))
 
+-- Length and time of the last id of a stream; nil if it is none.
+local function stream_of(key)
+  local info, of = redis.pcall("XINFO", "STREAM", key), {}
+  if info.err then return end
+  for i = 1, #info, 2 do of[info[i]] = info[i + 1] end
+  return of.length, tonumber(of["last-generated-id"]:match("^%d+"))
+end
+
 -- New names. A forged hello changes nothing: a name counts only if its stream is there.
 local function greet()
   local kind = call("TYPE", HELLO).ok
@@ -56,8 +64,14 @@ local function greet()
     local name = field == "s" and (stream:match("^events:(.+)$") or stream:match("^server:(.+)$"))
     if not name or #name > 64 or not name:match("^[%w._-]+$") then
       call("HINCRBY", COUNTS, "malformed", 1)
-    elseif call("TYPE", PREFIX .. stream).ok == "stream" then
-      call("HSETNX", CURSOR, stream, "0-0")
+    else
+      local length, ms = stream_of(PREFIX .. stream)
+      if length == 0 and ms > now + FAR_FUTURE_MS then -- its ids are used up, and it holds nothing for apply to judge
+        call("HINCRBY", COUNTS, "hostile", 1)
+        call("UNLINK", PREFIX .. stream)
+      elseif call("EXISTS", PREFIX .. stream) == 1 then -- a wrong type, too
+        call("HSETNX", CURSOR, stream, "0-0")
+      end
     end
   end
   local ms, sequence = (page[#page] or { "0-0" })[1]:match("^(%d+)-(%d+)$")
@@ -117,12 +131,9 @@ end
 -- Silent for forget_ms, nothing unread in its stream. Who said goodbye is silent since its last entry.
 local function forgettable(stream, seen)
   if seen and seen > now - FORGET_MS then return false end
-  local info = redis.pcall("XINFO", "STREAM", PREFIX .. stream)
-  if info.err then return true end
-  local of = {}
-  for i = 1, #info, 2 do of[info[i]] = info[i + 1] end
-  local said = tonumber(of["last-generated-id"]:match("^%d+")) -- in the future: nobody can write to it any more
-  return of.length == 0 and (said < now - FORGET_MS or said > now + FORGET_MS)
+  local length, ms = stream_of(PREFIX .. stream)
+  if length ~= 0 then return not length end
+  return ms < now - FORGET_MS or ms > now + FORGET_MS -- in the future: nobody can write to it any more
 end
 
 local function once_a_second()

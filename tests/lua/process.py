@@ -42,13 +42,18 @@ class Process:
         self.stream.client = store
         self.forged = ""  # under this nonce somebody has written besides it
         self.sent: deque[dict[bytes, bytes]] = deque(maxlen=8)
-        put = self.stream.put
+        put, join = self.stream.put, self.stream.join
+
+        def noting_join(data: str) -> None:
+            join(data)
+            self.sent.append(wire.entry(self.stream.nonce, self.stream.number, "join", data))
 
         def noting(operation: str, data: bytes | str = b"", blocks: int = 0) -> None:
             put(operation, data, blocks)
             self.sent.append(wire.entry(self.stream.nonce, self.stream.number, operation, data))
 
-        setattr(self.stream, "put", noting)  # noqa: B010 - mypy knows that it is a method
+        setattr(self.stream, "put", noting)  # noqa: B010 - mypy knows that they are methods
+        setattr(self.stream, "join", noting_join)  # noqa: B010
 
     @property
     def running(self) -> bool:
@@ -79,3 +84,4 @@ class Process:
         if self.publisher._stale_since is not None:
             self.publisher._stale_since -= 30
         self.publisher._joined_at -= 30
+        self.publisher._rival.since -= 8  # twice that is a TTL: who lives has written in between

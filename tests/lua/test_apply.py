@@ -190,6 +190,7 @@ async def test_a_gap_within_a_snapshot_drops_it(core: Core, fleet: Fleet) -> Non
     await core.applied()
     assert await core.holds() == held(1)
     assert await fleet.counts() == {"gap": 1, "stale": 2}
+    assert len(await core.retired()) == 1
     assert cast("float", await core.waiting()) < 0
 
 

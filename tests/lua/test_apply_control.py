@@ -87,6 +87,22 @@ async def test_another_nonce_is_dropped_and_counted(core: Core, fleet: Fleet) ->
     assert await core.store.zscore(core.keys.alive, "s.0")
 
 
+async def test_a_predecessor_cannot_clear_or_say_goodbye(core: Core, fleet: Fleet) -> None:
+    """Right after the join of its successor, before anything of that is applied."""
+    dead = Core(core.store, fleet)
+    dead.number = core.number
+    core.number = 0
+    await core.join("n2")
+    for operation in ("cleared", "leave"):
+        await dead.send(operation)
+    await core.send("stored", blocks(1))
+    await core.applied()
+    assert len(await core.retired()) == 1, "only the slot of the predecessor"
+    assert await core.alive_ms()
+    assert await core.holds() == held(1)
+    assert await fleet.counts() == {"nonce": 2}
+
+
 async def test_a_stream_without_a_join_is_dropped_whole(store: aioredis.Redis, fleet: Fleet) -> None:
     core = Core(store, fleet)
     await core.send("stored", blocks(1))
@@ -178,8 +194,10 @@ async def test_an_id_that_would_outlive_all_others_is_hostile(core: Core, fleet:
 
 
 async def test_the_same_process_rejoining_gets_an_empty_slot_and_is_due_for_a_snapshot(core: Core) -> None:
-    await core.send("stored", blocks(1), at="18446744073709551615-1")
+    await core.send("stored", blocks(1))
+    await core.send("stored", blocks(2), at="18446744073709551615-1")
     await core.applied()
+    assert await core.holds() == held(1)
     await core.join()
     await core.applied()
     assert await core.holds() == set()

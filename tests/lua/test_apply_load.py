@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -54,6 +55,15 @@ async def test_a_wrong_digest_asks_for_a_snapshot_once(core: Core, fleet: Fleet)
     assert await fleet.counts() == {"mismatch": 2}
     assert first == await core.waiting()
     assert cast("float", first) < 0
+
+
+@pytest.mark.parametrize("change", [{"count": 2}, {"high": 1}, {"low": 1}], ids=str)
+async def test_each_part_of_a_digest_counts(core: Core, fleet: Fleet, change: dict[str, int]) -> None:
+    await core.send("stored", blocks(1))
+    await core.heartbeat(replace(digest_of(1), **change))
+    await core.applied()
+    assert await fleet.counts() == {"mismatch": 1}
+    assert cast("float", await core.waiting()) < 0
 
 
 async def test_leave_takes_the_worker_out_of_alive_and_a_heartbeat_puts_it_back(core: Core) -> None:

@@ -142,6 +142,13 @@ async def test_heartbeat_and_leave(server: Server, core: Core) -> None:
     assert (await server.record())["nonce"] == "m1"
 
 
+async def test_a_heartbeat_from_the_future_was_seen_now(server: Server) -> None:
+    await server.join()
+    await server.send("heartbeat", at=f"{int(time.time() * 1000) + 600_000}-0")
+    await server.applied()
+    assert cast("float", await server.alive_ms()) < time.time() * 1000 + 10_000
+
+
 async def test_another_nonce_is_dropped_and_counted(server: Server, fleet: Fleet) -> None:
     await server.join()
     server.nonce = "old"

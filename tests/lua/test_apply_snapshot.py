@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+import pytest
 from tests.lua.stream import Core, blocks, digest_of, held
 
 from warmfleet_worker import wire
@@ -89,6 +91,41 @@ async def test_a_snapshot_that_does_not_add_up_is_dropped(core: Core, fleet: Fle
     assert cast("float", await core.waiting()) < 0
 
 
+@pytest.mark.parametrize("change", [{"count": 1}, {"high": 1}, {"low": 1}], ids=str)
+async def test_each_part_of_an_end_counts(core: Core, fleet: Fleet, change: dict[str, int]) -> None:
+    await core.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
+    await core.send("chunk", NAME.encode() + blocks(2, 3))
+    await core.end(replace(digest_of(2, 3), **change))
+    await core.applied()
+    assert await core.holds() == set()
+    assert await fleet.counts() == {"spoilt": 1}
+
+
+async def test_the_end_of_another_snapshot_ends_nothing(core: Core, fleet: Fleet) -> None:
+    await core.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
+    await core.send("chunk", NAME.encode() + blocks(2))
+    await core.end(digest_of(2), "0000000a")
+    await core.applied()
+    assert await core.holds() == set()
+    await core.end(digest_of(2))
+    await core.applied()
+    assert await core.holds() == held(2)
+    assert await fleet.counts() == {"stale": 1, "resync_join": 1}
+
+
+async def test_a_gap_before_the_end_drops_the_snapshot(core: Core, fleet: Fleet) -> None:
+    """What is lost may be events that belong before it: the digest would agree, the table would not."""
+    await core.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
+    await core.send("chunk", NAME.encode() + blocks(2))
+    core.number += 1
+    await core.end(digest_of(2))
+    await core.applied()
+    assert await core.holds() == set()
+    assert len(await core.retired()) == 1
+    assert await fleet.counts() == {"gap": 1, "stale": 1}
+    assert cast("float", await core.waiting()) < 0
+
+
 async def test_stored_within_a_snapshot_abandons_it(core: Core, fleet: Fleet) -> None:
     await core.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
     await core.send("chunk", NAME.encode() + blocks(2))
@@ -135,12 +172,13 @@ async def test_cleared_within_a_snapshot_drops_it_and_the_live_slot(core: Core, 
     await core.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
     await core.send("chunk", NAME.encode() + blocks(2))
     await core.send("cleared")
-    await core.end(digest_of(2))
+    await core.send("chunk", NAME.encode() + blocks(3))
+    await core.end(digest_of(2, 3))
     await core.applied()
     assert await core.holds() == set()
     assert len(await core.retired()) == 2
     assert await core.waiting() is None
-    assert await fleet.counts() == {"stale": 1}
+    assert await fleet.counts() == {"stale": 2}
 
 
 async def test_heartbeats_within_a_snapshot_compare_nothing(core: Core, fleet: Fleet) -> None:

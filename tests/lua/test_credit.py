@@ -15,14 +15,6 @@ if TYPE_CHECKING:
 RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
 
 
-async def done(world: World, ask: Ask) -> None:
-    """A request from its decision to its end, after which its lease does not linger."""
-    await world.fleet.decide(ask)
-    await world.fleet.settle(ask.reservation, "finished")
-    await world.store.zadd(world.keys.leases, {ask.reservation: 1})
-    await world.fleet.settle("wf-nobody", "finished")
-
-
 async def matched_blocks(world: World, ask: Ask) -> dict[str, int]:
     _, rows = await world.fleet.explain(ask)
     return {row.worker_id: row.matched_tokens // BLOCK for row in rows}
@@ -38,13 +30,13 @@ async def test_a_long_conversation_on_a_stock_engine_is_known_to_its_end(world: 
     await world.ticked()
     await world.fleet.register("stock", RECORD, 20_000, True)
     if parts_at:
-        await done(world, world.ask(world.chain(400)[: 8 * 300]))
+        await world.done(world.ask(world.chain(400)[: 8 * 300]))
     whole = world.chain(512)
     sent = 0
     for blocks in range(260, 511, 5):
         ask = world.ask(whole[: 8 * blocks])
         assert await matched_blocks(world, ask) == {"stock": sent}
-        await done(world, ask)
+        await world.done(ask)
         sent = blocks
     assert await chains_left(world) == []
 
@@ -53,7 +45,7 @@ async def test_kappa_is_not_charged_for_what_a_stock_engine_merely_holds(world: 
     await world.ticked()
     await world.fleet.register("a", RECORD, 20_000, True)
     chain = world.chain(200)
-    await done(world, world.ask(chain))
+    await world.done(world.ask(chain))
     await world.fleet.register("b", RECORD, 20_000, True)
     _, rows = await world.fleet.explain(world.ask(chain))
     assert {row.worker_id: row.cost_s for row in rows}["b"] == pytest.approx(0.32, rel=0.01)
@@ -64,7 +56,7 @@ async def test_an_open_request_does_not_hide_what_another_was_sent(world: World)
     await world.fleet.register("a", RECORD, 20_000, True)
     head = world.chain(50)
     sent = world.chain(62, head=head)
-    await done(world, world.ask(sent))
+    await world.done(world.ask(sent))
     longer = world.chain(63, head=sent)
     await world.fleet.decide(world.ask(world.chain(60, head=head)))
     assert await matched_blocks(world, world.ask(longer)) == {"a": 62}

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from redis.exceptions import ResponseError
-from tests.conftest import PATIENT, poll, redis7_binary, server, valkey_binary
-from tests.lua.stream import SCHEME, Core, blocks, digest_of, held
+from tests.conftest import PATIENT, redis7_binary, server, valkey_binary
+from tests.lua.stream import Core, blocks, digest_of, held
 from tests.lua.world import READY, World
 
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import SCRIPT_KEYS, Flag, Fleet, Renewal, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker import wire
-from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
-from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     import redis.asyncio as aioredis
 
@@ -183,8 +178,21 @@ async def test_while_memory_is_short_nothing_is_inserted_and_the_rest_goes_on(co
     assert row.speed_tps == 1234
     assert await fleet.counts() == {"partial": 1}
     assert (await core.command()).get("do") is None
-    await fleet.tick()
+    fleet.pace = Pace(min_gap_ms=0)
+    assert (await fleet.tick()).ran
     assert (await core.command()).get("do") is None, "no snapshot is asked for that there is no room for"
+
+
+async def test_while_memory_is_short_no_digest_is_compared(core: Core, fleet: Fleet) -> None:
+    await memory_is(fleet, short=True)
+    await core.heartbeat(digest_of(1))
+    await core.applied()
+    assert await fleet.counts() == {}
+    assert await core.waiting() is None
+    await memory_is(fleet, short=False)
+    await core.heartbeat(digest_of(1))
+    await core.applied()
+    assert await fleet.counts() == {"mismatch": 1}
 
 
 async def test_when_there_is_room_again_a_snapshot_makes_it_whole(core: Core, fleet: Fleet) -> None:
@@ -246,74 +254,3 @@ async def test_a_partial_winner_is_verified(world: World) -> None:
     await world.hold(1, chain)
     await world.drop(1, chain[4 * 8 : 5 * 8])
     assert (await world.fleet.decide(world.ask(chain))).matched_tokens == 4 * 16
-
-
-# ---------------------------------------------------------------- a server with a limit
-
-
-@contextmanager
-def publishing(url: str, model: str, tracker: Tracker) -> Iterator[WorkerPublisher]:
-    config = PublisherConfig(url, model, "w1.0", "w1", 0, SCHEME, 200_000, 32_768, "test-1")
-    publisher = WorkerPublisher(config, tracker)
-    publisher.start()
-    try:
-        yield publisher
-    finally:
-        publisher.stop(5)
-
-
-class Drive:
-    """Upkeep with a reading of the memory before each step, and a record of when it was called short."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
-        self.spells: list[bool] = [False]
-
-    async def step(self) -> None:
-        self.fleet.used_permille = (await self.fleet.memory()).used_permille
-        await self.fleet.step()
-        if self.fleet.short != self.spells[-1]:
-            self.spells.append(self.fleet.short)
-        await asyncio.sleep(0.005)
-
-    async def until(self, check: Callable[[], Awaitable[bool]], what: str) -> None:
-        async def stepped() -> bool:
-            await self.step()
-            return await check()
-
-        await poll(stepped, 30, what)
-
-
-async def test_over_the_limit_and_back(
-    own_store: aioredis.Redis, own_fleet: Fleet, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.1)
-    tracker, drive, core = Tracker(), Drive(own_fleet), Core(own_store, own_fleet, "w1")
-    limit = (await own_fleet.memory()).used + 6 * MB
-    await own_store.config_set("maxmemory", limit)
-    url = f"unix://{own_store.connection_pool.connection_kwargs['path']}"
-
-    async def flagged() -> bool:
-        tracker.stored([os.urandom(8) for _ in range(1_000)])
-        found = await cast("Any", own_store.hget(own_fleet.keys.load, "w1.0"))
-        return bool(found and (await core.row()).flags & Flag.PARTIAL)
-
-    async def whole() -> bool:
-        held_now = await cast("Any", own_store.smembers(own_fleet.keys.slot((await core.row()).slot)))
-        return not (await core.row()).flags & Flag.PARTIAL and held_now == set(tracker.table)
-
-    with publishing(url, model, tracker) as publisher:
-        await drive.until(flagged, "memory is short")
-        size = (await core.row()).slot, await cast("Any", own_store.scard(own_fleet.keys.slot((await core.row()).slot)))
-        tracker.stored([os.urandom(8) for _ in range(5_000)])
-        for _ in range(40):
-            await drive.step()
-        now = (await core.row()).slot, await cast("Any", own_store.scard(own_fleet.keys.slot((await core.row()).slot)))
-        assert now == size, "nothing is inserted, and no snapshot takes its place"
-        assert (await own_fleet.memory()).used_permille < 950
-        tracker.removed(list(tracker.table)[: len(tracker.table) * 2 // 3])
-        await drive.until(whole, "the index equals the table")
-        assert publisher.state.dropped == 0
-    assert drive.spells == [False, True, False], "one spell, no swinging"
-    assert (await own_fleet.counts())["resync_partial"] >= 1
-    await core.holds()  # both directions agree

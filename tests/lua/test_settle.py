@@ -57,8 +57,7 @@ async def test_what_finished_made_lingers_and_then_goes(store: aioredis.Redis, m
     _, rows = await world.fleet.explain(Ask("wf-next", ask.chains, ask.prompt_tokens, 0))
     assert {row.worker_id: row.matched_tokens for row in rows} == {"w1.0": 1_600, "w2.0": 0}
     assert (await world.fleet.decide(ask)).outcome == "known"
-    await world.store.zadd(world.keys.leases, {ask.reservation: 1})
-    await world.fleet.settle("wf-nobody", "finished")
+    await world.expire(ask.reservation)
     assert await world.leases() == {}
     assert await world.speculation() == {}
     assert await load(world) == (0, 0, 0)
@@ -164,11 +163,7 @@ async def test_a_mirror_knows_where_conversations_part(world: World) -> None:
     head = world.chain(70)
     turns = [world.chain(120, head=head), world.chain(110, head=head)]
     for turn in turns:
-        ask = world.ask(turn)
-        await world.fleet.decide(ask)
-        await world.fleet.settle(ask.reservation, "finished")
-        await world.store.zadd(world.keys.leases, {ask.reservation: 1})
-    await world.fleet.settle("wf-nobody", "finished")
+        await world.done(world.ask(turn))
     assert await world.leases() == {}
     for turn in turns:
         decision = await world.fleet.decide(world.ask(world.chain(150, head=turn)))
@@ -180,11 +175,7 @@ async def test_the_mirror_keeps_its_bound_and_gives_up_the_oldest_and_deepest(wo
     made = (1, 16, 32, 64, 70)
     chains = [world.chain(70) for _ in range(3)]
     for chain in chains:
-        ask = world.ask(chain)
-        await world.fleet.decide(ask)
-        await world.fleet.settle(ask.reservation, "finished")
-        await world.store.zadd(world.keys.leases, {ask.reservation: 1})
-    await world.fleet.settle("wf-nobody", "finished")
+        await world.done(world.ask(chain))
     kept = await mirror(world, slot)
     assert len(kept) == 10
     assert set(kept) == {chain[8 * at - 8 : 8 * at] for chain in chains[1:] for at in made}

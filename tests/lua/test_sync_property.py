@@ -139,6 +139,9 @@ CASES: dict[str, Script] = {
     "a dead process's entries after its successor's": [
         *[("stored", 0, 1, 9), ("round", 0, 0, 0), ("restart", 0, 5, 5), ("late", 0, 7, 0), ("late", 0, 7, 0)],
     ],
+    "a dead process's join after its successor's": [
+        *[("round", 0, 0, 0), ("restart", 0, 5, 5), ("quiet", 0, 0, 0), ("late", 0, 7, 0), ("apply", 0, 2, 0)],
+    ],
     "two processes write in turn under one name": [
         *[("twin", 0, 5, 9), *[("stored", 0, 20, 3), ("round", 0, 0, 3), ("stored", 0, 30, 2), ("round", 0, 0, 2)] * 3],
     ],

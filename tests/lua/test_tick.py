@@ -93,10 +93,11 @@ async def test_hello_names_streams_that_exist(store: aioredis.Redis, fleet: Flee
     assert (await fleet.tick()).backlog == ("server:s",)
 
 
-@pytest.mark.parametrize("name", ["events:nobody", "events:a b", "events:", "tick", "events:" + "x" * 65, "load:s.0"])
+@pytest.mark.parametrize("name", ["events:a b", "events:", "events:" + "x" * 65, "load:s.0", "x:events:s.0"])
 async def test_a_forged_hello_changes_nothing(store: aioredis.Redis, fleet: Fleet, name: str) -> None:
-    await store.set(fleet.keys.events("value"), "no stream")
-    for stream in (name, "events:value"):
+    for stream in (name, "events:x"):
+        await store.xadd(fleet.keys.prefix + stream, {"a": "stream"})
+    for stream in (name, "events:nobody", "tick"):
         await store.xadd(fleet.keys.hello, {"s": stream})
     await store.xadd(fleet.keys.hello, {"t": "events:x"})
     assert (await fleet.tick()).backlog == ()

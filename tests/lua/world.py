@@ -76,6 +76,17 @@ class World:
             pipe.sadd(self.keys.slot(slot), *blocks)
         await pipe.execute()
 
+    async def done(self, ask: Ask) -> None:
+        """A request from its decision to its end, after which its lease does not linger."""
+        await self.fleet.decide(ask)
+        await self.fleet.settle(ask.reservation, "finished")
+        await self.expire(ask.reservation)
+
+    async def expire(self, reservation: str) -> None:
+        """Its lease has run out, and somebody noticed."""
+        await self.store.zadd(self.keys.leases, {reservation: 1})
+        await self.fleet.settle("wf-nobody", "finished")
+
     async def drop(self, slot: int, one: bytes) -> None:
         await cast("Any", self.store.srem(self.keys.block(one), slot))
         await cast("Any", self.store.srem(self.keys.slot(slot), one))

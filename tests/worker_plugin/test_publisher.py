@@ -167,24 +167,6 @@ async def test_told_to_drain_it_says_so(fleet: Fleet, redis_url: str, model: str
         await poll(lambda: publisher.state.draining)
 
 
-async def test_of_two_processes_with_one_name_the_later_stays(fleet: Fleet, redis_url: str, model: str) -> None:
-    first, second = Tracker(), Tracker()
-    first.stored(hashes(300))
-    second.stored(hashes(200))
-    async with upkeep(fleet):
-        with publishing(redis_url, model, first) as old:
-            await equal(fleet, first)
-            await poll(lambda: old.state.acknowledged)
-            with publishing(redis_url, model, second) as new:
-                await poll(lambda: old.state.stopped)
-                assert WORKER in str(old.state.stopped)
-                await poll(lambda: not old._thread.is_alive())
-                await asyncio.to_thread(churn, second, 10)
-                await equal(fleet, second)
-                assert new.state.stopped is None
-                assert new.state.joins == 1
-
-
 async def test_a_lost_stream_is_joined_again(fleet: Fleet, redis_url: str, model: str) -> None:
     tracker = Tracker()
     tracker.stored(hashes(1_000))

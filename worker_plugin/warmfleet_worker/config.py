@@ -103,6 +103,26 @@ class Command:
 
 
 @dataclass(slots=True)
+class Rival:
+    """Another process that has joined later under our name. It may be dead, and only its join came late."""
+
+    nonce: str = ""
+    applied: int = 0
+    since: float = 0.0  # when we first read of it
+
+    def writes(self, command: Command, now: float) -> bool:
+        """Something of it was applied after a heartbeat's time: what a dead one had sent has come by then."""
+        if command.nonce != self.nonce:
+            self.nonce, self.applied, self.since = command.nonce, command.applied, now
+        moved, self.applied = command.applied != self.applied, command.applied
+        return moved and now - self.since >= wire.HEARTBEAT_SECONDS
+
+    def silent(self, now: float) -> bool:
+        """It has had a whole TTL to write."""
+        return now - self.since >= wire.WORKER_TTL_SECONDS
+
+
+@dataclass(slots=True)
 class Due:
     """When what is next, in monotonic seconds."""
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from warmfleet_worker import wire
-from warmfleet_worker.config import LOAD_CHECK_SECONDS, Command, Due, Load, PublisherConfig, PublisherState
+from warmfleet_worker.config import LOAD_CHECK_SECONDS, Command, Due, Load, PublisherConfig, PublisherState, Rival
 from warmfleet_worker.snapshot import Snapshot
 from warmfleet_worker.stream import MAX_PENDING, Outage, StreamGone, StreamWriter, connect
 
@@ -31,7 +31,6 @@ logger = logging.getLogger("warmfleet")
 DRAIN_RECORDS = 4_096  # transitions made into entries between two round trips
 BURST_CHUNKS = 32  # snapshot chunks (36 kB) in one round trip
 PROGRESS_QUEUE = 4_096
-JOIN_AGAIN_SECONDS = wire.WORKER_TTL_SECONDS  # nobody has taken notice of a join: it was lost, or the hint to it
 SELF_RESYNC_SECONDS = 2 * wire.HEARTBEAT_SECONDS  # events were lost and nobody asked for a snapshot: send one
 
 
@@ -67,8 +66,7 @@ class WorkerPublisher:
         self._stale_since: float | None = None  # events were lost: the index cannot equal the table
         self._lost_seen, self._joined_at = 0, 0.0
         self._obeyed: deque[str] = deque(maxlen=64)
-        self._told = Load()
-        self._due = Due()
+        self._told, self._due, self._rival = Load(), Due(), Rival()
 
     # ------------------------------------------------ any thread
 
@@ -161,7 +159,7 @@ class WorkerPublisher:
         self._snapshot = None
         if self._cut() and self._snapshot_wanted is None:
             self._snapshot_wanted = (None,)
-        self._due, self._joined_at = Due(heartbeat=now, command=now), now
+        self._due, self._joined_at, self._rival = Due(heartbeat=now, command=now), now, Rival()
         logger.info("warmfleet: %s joined %s", self.config.worker_id, self.config.model)
 
     # ------------------------------------------------ events
@@ -274,16 +272,19 @@ class WorkerPublisher:
             self._obey(command.do, command.id)
 
     def _not_taken(self, command: Command | None, now: float) -> None:
-        """The fleet has not read our join yet; or another process joined later; or Redis lost our join (a failover)."""
-        if not self._state.acknowledged and now - self._joined_at < JOIN_AGAIN_SECONDS:
-            return
-        if command and command.joined > self._stream.joined and command.nonce not in self._stream.nonces:
-            reason = f"another process has joined as {self.config.worker_id}"
-            logger.error("warmfleet: %s: this engine is no longer reported. Give each server its own id", reason)
-            self._update(stopped=reason, joined=False)
-        else:
-            logger.warning("warmfleet: the join of %s was lost: joining again", self.config.worker_id)
-            self._update(joined=False, acknowledged=False)
+        """The fleet has not read our join yet; another process joined later, alive or not; or Redis lost our join."""
+        if command and command.joined > self._stream.joined:
+            if self._rival.writes(command, now):
+                reason = f"another process has joined as {self.config.worker_id}"
+                logger.error("warmfleet: %s: this engine is no longer reported. Give each server its own id", reason)
+                self._update(stopped=reason, joined=False)
+                return
+            if not self._rival.silent(now):
+                return
+        elif not self._state.acknowledged and now - self._joined_at < wire.WORKER_TTL_SECONDS:
+            return  # else it was lost, or the hint to it
+        logger.warning("warmfleet: the join of %s was lost: joining again", self.config.worker_id)
+        self._update(joined=False, acknowledged=False)
 
     def _obey(self, do: str, command: str) -> None:
         self._obeyed.append(command)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import random
 import secrets
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +31,11 @@ logger = logging.getLogger("warmfleet")
 BACKOFF_SECONDS = (0.1, 3.0)  # with jitter and the resync that may follow, less than one slow-path period
 SOCKET_TIMEOUT_SECONDS = 2.0
 MAX_PENDING = 64  # entries made and not yet answered for
+BROKEN = ("WRONGTYPE", "The stream has exhausted")  # what Redis says of a key that no writer can use again
 
 
 class StreamGone(Exception):  # noqa: N818 - not an error: Redis came back empty, or the fleet forgot this worker
-    """The stream does not exist any more: join again."""
+    """The stream does not exist any more, or something else does in its place: join again."""
 
 
 class Refused(Exception):  # noqa: N818 - the entry is kept, so nothing has gone wrong yet
@@ -104,7 +104,6 @@ class StreamWriter:
         self.nonce = ""
         self.number = 0  # of the last entry made
         self.joined = (0, 0)  # id of the join
-        self.nonces: deque[str] = deque(maxlen=64)  # the latest of this process
         self.lost_entries = 0
         self.lost_blocks = 0
         self._hello_key, self._hello_name = hello
@@ -136,7 +135,6 @@ class StreamWriter:
         self._pending.clear()  # of the incarnation that has just ended
         self._joined_at = self._master()
         self.nonce, self.number = nonce, number
-        self.nonces.append(nonce)
 
     def put(self, operation: str, data: bytes | str = b"", blocks: int = 0) -> None:
         """Number an entry and keep it for ``flush``. The caller looks at ``pending``: it is bounded by MAX_PENDING."""
@@ -161,7 +159,7 @@ class StreamWriter:
         self._settle(pipeline.execute(raise_on_error=False))
 
     def _settle(self, answers: Sequence[object]) -> None:
-        if any(answer is None for answer in answers):
+        if any(answer is None or _no_stream(answer) for answer in answers):
             raise StreamGone(self.key)
         written = [not isinstance(answer, RedisError) for answer in answers]
         last = max((index for index, ok in enumerate(written) if ok), default=-1)
@@ -175,3 +173,8 @@ class StreamWriter:
 
     def close(self) -> None:
         self.client.close()
+
+
+def _no_stream(answer: object) -> bool:
+    """What is there takes no entry any more, now or later. A join is refused, too, but its hint to routers is not."""
+    return isinstance(answer, RedisError) and any(broken in str(answer) for broken in BROKEN)

@@ -1,0 +1,79 @@
+"""A key in place of the stream that takes no entry: it is deleted, and the worker and its server are there again."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import pytest
+from redis.exceptions import ResponseError
+from tests.conftest import poll
+from tests.worker_plugin.publishing import WORKER, equal, hashes, publishing, upkeep
+
+from warmfleet_worker import stream
+from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+    from warmfleet.fleet import Fleet
+
+LAST = "18446744073709551615-18446744073709551615"
+KINDS = ["string", "last id", "last id, emptied", "next year, emptied"]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(short_periods: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "BACKOFF_SECONDS", (0.05, 0.2))
+
+
+async def plant(store: aioredis.Redis, key: str, kind: str) -> None:
+    """What a forger could leave there, and be it with a right to XADD only."""
+    if kind == "string":
+        await store.set(key, "no stream")
+        return
+    at = LAST if "last" in kind else f"{int(time.time() + 366 * 86_400) * 1000}-0"
+    await store.xadd(key, {"a": "b"}, id=at, maxlen=0 if "emptied" in kind else None, approximate=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_name_that_nobody_has_heard_of(fleet: Fleet, redis_url: str, model: str, kind: str) -> None:
+    await plant(fleet.redis, fleet.keys.events(WORKER), kind)
+    tracker = Tracker()
+    tracker.stored(hashes(100))
+    with publishing(redis_url, model, tracker):
+        async with upkeep(fleet):
+            await equal(fleet, tracker)
+    assert (await fleet.counts())["hostile"] >= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_worker_that_reports_already(fleet: Fleet, redis_url: str, model: str, kind: str) -> None:
+    """Redis has come back empty but for this."""
+    tracker = Tracker()
+    tracker.stored(hashes(100))
+    with publishing(redis_url, model, tracker) as publisher:
+        async with upkeep(fleet):
+            await equal(fleet, tracker)
+            await poll(lambda: publisher.state.acknowledged)
+        await fleet.redis.delete(*[key async for key in fleet.redis.scan_iter(f"{fleet.keys.prefix}*")])
+        with suppress(ResponseError):  # the worker was faster, and has joined again
+            await plant(fleet.redis, fleet.keys.events(WORKER), kind)
+        tracker.stored(hashes(100))
+        async with upkeep(fleet):
+            await equal(fleet, tracker)
+            assert publisher.state.stopped is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_that_nobody_has_heard_of(fleet: Fleet, redis_url: str, model: str, kind: str) -> None:
+    await plant(fleet.redis, fleet.keys.server("w1"), kind)
+    half = ServerPublisher(ServerConfig(redis_url, model, "w1", "http://10.0.0.1:9", ("m",), "test"))
+    half.start()
+    try:
+        async with upkeep(fleet):
+            await poll(lambda: fleet.redis.hexists(fleet.keys.servers, "w1"))
+    finally:
+        half.stop(5)
