@@ -69,7 +69,7 @@ local function greet()
       if length == 0 and ms > now + FAR_FUTURE_MS then -- its ids are used up, and it holds nothing for apply to judge
         call("HINCRBY", COUNTS, "hostile", 1)
         call("UNLINK", PREFIX .. stream)
-      elseif call("EXISTS", PREFIX .. stream) == 1 then -- a wrong type, too
+      elseif call("TYPE", PREFIX .. stream).ok ~= "none" then -- a wrong type, too
         call("HSETNX", CURSOR, stream, "0-0")
       end
     end

@@ -71,8 +71,7 @@ async def test_a_dead_process_that_had_sent_more_than_a_join(fleet: Fleet, redis
         with publishing(redis_url, model, tracker) as living:
             await equal(fleet, tracker)
             nonce = await late_join(fleet, redis_url, model)
-            await poll(lambda: taken(fleet, nonce), 5)
-            await asyncio.sleep(0.1)
+            await poll(lambda: living._rival.nonce == nonce, 5)
             late = wire.entry(nonce, 2, "stored", b"".join(hashes(3)))
             await fleet.redis.xadd(fleet.keys.events(WORKER), late)  # type: ignore[arg-type]
             await equal(fleet, tracker)

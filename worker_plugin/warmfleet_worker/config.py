@@ -107,15 +107,17 @@ class Rival:
     """Another process that has joined later under our name. It may be dead, and only its join came late."""
 
     nonce: str = ""
-    applied: int = 0
     since: float = 0.0  # when we first read of it
+    applied: int = 0
+    read: float = 0.0  # when that was its applied number
 
     def writes(self, command: Command, now: float) -> bool:
-        """Something of it was applied after a heartbeat's time: what a dead one had sent has come by then."""
+        """Something of it was applied later than a heartbeat's time: what a dead one had sent has come by then."""
         if command.nonce != self.nonce:
-            self.nonce, self.applied, self.since = command.nonce, command.applied, now
-        moved, self.applied = command.applied != self.applied, command.applied
-        return moved and now - self.since >= wire.HEARTBEAT_SECONDS
+            self.nonce, self.since, self.applied, self.read = command.nonce, now, command.applied, now
+        late = self.read - self.since >= wire.HEARTBEAT_SECONDS
+        moved, self.applied, self.read = command.applied != self.applied, command.applied, now
+        return moved and late
 
     def silent(self, now: float) -> bool:
         """It has had a whole TTL to write."""
