@@ -55,7 +55,7 @@ class Load:
     failures: list[str] = field(default_factory=list)
 
     async def run(self) -> None:
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # the replicas close theirs after 5 s
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
             await asyncio.gather(*[self._client(random.Random(number)) for number in range(CLIENTS)])
@@ -118,7 +118,7 @@ class Load:
                 else:
                     text = await streamed(answer)
         except (aiohttp.ClientError, ConnectionError) as error:
-            if replica.deaths != deaths or replica.process.poll() is not None:
+            if replica.deaths != deaths or replica.killed:
                 raise Cut from error
             raise Failed(f"{type(error).__name__}: {error}, but the replica lives") from error
         self.outcomes["answered"] += 1

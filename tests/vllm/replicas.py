@@ -19,7 +19,7 @@ READY_SECONDS = 90.0
 
 
 class Replica:
-    """One process, on the same port each time it starts. ``deaths`` counts its ``kill``s, also one under way."""
+    """One process, on the same port each time it starts. ``deaths`` counts its ``kill``s; ``killed``: since one began."""
 
     def __init__(self, redis_url: str, policy: str = "cost") -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
@@ -32,10 +32,11 @@ class Replica:
 
     def start(self) -> None:
         argv = [sys.executable, "-m", "warmfleet", "serve", "--host", "127.0.0.1", "--port", str(self._port)]
-        quiet = subprocess.DEVNULL
+        quiet, self.killed = subprocess.DEVNULL, False
         self.process = subprocess.Popen(argv, env=self._environment, stdout=quiet, stderr=quiet)
 
     def kill(self) -> None:
+        self.killed = True
         self.deaths += 1
         self.process.kill()
         self.process.wait()

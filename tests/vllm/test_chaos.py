@@ -58,6 +58,7 @@ async def test_predictions_and_index_under_chaos(tmp_path: Path) -> None:
             await asyncio.sleep(PERIOD_S)
             await index_is_the_tables(fleet, engines)
             await nothing_is_left(fleet)
+            print("\ncounted in Redis since it last came back:", await fleet.counts())
         finally:
             await fleet.close()
     journals = {one: Engine.of(tmp_path / f"{one}.journal") for one in engines}
