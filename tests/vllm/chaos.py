@@ -106,7 +106,8 @@ class Load:
         try:
             async with self._session.post(f"{replica.url}/v1/chat/completions", json=body) as answer:
                 if answer.status != 200:
-                    raise Failed(f"{answer.status}: {(await answer.text())[:300]}")
+                    why = f"{answer.status} of {replica.url} at {time.monotonic():.1f}: {await answer.text()}"
+                    raise Failed(why[:300])
                 self.words[answer.headers["x-warmfleet-reservation"]] += 1
                 if not body["stream"]:
                     text = str((await answer.json())["choices"][0]["message"]["content"])

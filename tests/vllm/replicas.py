@@ -19,7 +19,7 @@ READY_SECONDS = 90.0
 
 
 class Replica:
-    """One process, on the same port each time it starts. ``deaths`` counts its ``kill``s; ``killed``: since one began."""
+    """One process, on the same port each time it starts. ``deaths`` counts its ``kill``s; ``killed``: one has begun."""
 
     def __init__(self, redis_url: str, policy: str = "cost") -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}

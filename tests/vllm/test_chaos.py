@@ -65,6 +65,7 @@ async def test_predictions_and_index_under_chaos(tmp_path: Path) -> None:
     index = Index.of(server)
     verdict = Judge(index, journals, chaos.strikes).verdict()
     report(load, seconds, verdict, journals)
+    print("strikes:", chaos.strikes)
     assert load.failures == []
     assert (len(chaos.lost), len(chaos.replica_lost)) == (2, 3)
     told = {s.reservation: s.cached for e in journals.values() for s in e.stays.values() if s.ran is not None}
