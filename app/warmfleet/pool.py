@@ -81,6 +81,7 @@ class Pool:
         self.read = asyncio.Event()
         self._suspects: dict[str, float] = {}
         self._last_routable = View()
+        self._none_since = 0.0  # first of the readings without anybody routable, with no gap between them
 
     @property
     def contacted(self) -> bool:
@@ -93,14 +94,20 @@ class Pool:
 
     def show(self, view: View) -> None:
         """Take a new reading."""
-        self.view = view
+        before, self.view = self.view, view
         self.read.set()
         if any(worker.routable for worker in view.workers):
             self._last_routable = view
+        elif before is self._last_routable or view.read_at - before.read_at > LAST_KNOWN_S:
+            self._none_since = view.read_at
 
     def last_known(self) -> Sequence[WorkerView]:
-        """Workers for when no decision can be had: of the last reading, or the last that had any, if it is young."""
-        young = time.monotonic() - self._last_routable.read_at < LAST_KNOWN_S
+        """Workers for when no decision can be had: of the last reading that had any, unless none had for too long.
+
+        What counts is time with Redis: when it comes back after an outage, empty or with heartbeats of an old dump,
+        nobody is routable until the workers have been heard.
+        """
+        young = time.monotonic() - self._none_since < LAST_KNOWN_S
         return self._last_routable.workers if young else self.view.workers
 
     def suspect(self, worker_id: str, seconds: float = SUSPECT_S) -> None:

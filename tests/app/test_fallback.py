@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,12 @@ from tests.conftest import poll
 
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import LoadRow, WorkerView
+from warmfleet.pool import LAST_KNOWN_S, Pool, View
 
 if TYPE_CHECKING:
     import asyncio
+
+    from warmfleet.fleet import Fleet
 
 
 def worker(name: str, *, routable: bool = True) -> WorkerView:
@@ -55,6 +59,24 @@ def test_prefixes_spread_and_a_lost_worker_moves_only_its_own() -> None:
 
 def test_nobody_to_choose() -> None:
     assert Fallback(1.0).choose([worker("a", routable=False)], b"x") is None
+
+
+async def test_what_was_known_does_not_age_while_redis_is_away(fleet: Fleet) -> None:
+    """Redis comes back empty, or with heartbeats of an old dump: nobody is routable until the workers are heard."""
+    pool, now = Pool("m", fleet, Fallback(1.0)), time.monotonic()
+    pool.show(View((worker("a"),), read_at=now - 600))
+    assert pool.last_known() == (worker("a"),)
+    for age, workers in ((3.0, ()), (0.0, (worker("a", routable=False),))):
+        pool.show(View(workers, read_at=now - age))
+        assert pool.last_known() == (worker("a"),)
+
+
+async def test_who_stays_unroutable_is_not_known_for_ever(fleet: Fleet) -> None:
+    pool, now = Pool("m", fleet, Fallback(1.0)), time.monotonic()
+    pool.show(View((worker("a"),), read_at=now - LAST_KNOWN_S - 2))
+    for age in (LAST_KNOWN_S + 1, 1.0, 0.0):
+        pool.show(View((), read_at=now - age))
+    assert pool.last_known() == ()
 
 
 def test_redis_is_asked_again_after_a_while() -> None:

@@ -20,38 +20,65 @@ READY_SECONDS = 90.0
 PATIENT_SECONDS = "2"
 
 
+class Replica:
+    """One process, on the same port each time it starts. ``deaths`` counts its ``kill``s; ``killed``: one has begun."""
+
+    def __init__(self, redis_url: str, policy: str = "cost", **settings: str) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
+        kept |= {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_MODELS": SERVED_NAME, "WARMFLEET_POLICY": policy}
+        self._environment = kept | settings | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.deaths = 0
+        self.start()
+
+    def start(self) -> None:
+        argv = [sys.executable, "-m", "warmfleet", "serve", "--host", "127.0.0.1", "--port", str(self._port)]
+        quiet, self.killed = subprocess.DEVNULL, False
+        self.process = subprocess.Popen(argv, env=self._environment, stdout=quiet, stderr=quiet)
+
+    def kill(self) -> None:
+        self.killed = True
+        self.deaths += 1
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def proven(self) -> int:
+        """Workers that it knows the identity of and may match; -1 while it would route by load."""
+        try:
+            models = httpx.get(f"{self.url}/workers", timeout=5).json()["models"]
+        except (httpx.HTTPError, ValueError, KeyError):
+            return -1
+        if any(model["identity"] == "none" for model in models):
+            return -1
+        return sum(w["routable"] and w["proof"] == "proven" for model in models for w in model["workers"])
+
+
+@contextmanager
+def running_replicas(
+    redis_url: str, count: int = 2, engines: int = 2, policy: str = "cost", **settings: str
+) -> Iterator[list[Replica]]:
+    """Start ``count`` replicas; yields them once each knows the tokenizer and ``engines`` proven workers."""
+    started: list[Replica] = []
+    try:
+        started += [Replica(redis_url, policy, **settings) for _ in range(count)]
+        deadline = time.monotonic() + READY_SECONDS
+        while not all(one.proven == engines for one in started):
+            if time.monotonic() > deadline or any(one.process.poll() is not None for one in started):
+                raise RuntimeError(f"replicas not ready: {[one.proven for one in started]} of {engines} workers proven")
+            time.sleep(0.2)
+        yield started
+    finally:
+        for one in started:
+            one.process.terminate()
+        for one in started:
+            one.process.wait(20)
+
+
 @contextmanager
 def replicas(redis_url: str, count: int = 2, engines: int = 2, policy: str = "cost") -> Iterator[list[str]]:
-    """Start ``count`` replicas; yields their base URLs once each knows the tokenizer and ``engines`` proven workers."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
-    kept |= {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_MODELS": SERVED_NAME, "WARMFLEET_POLICY": policy}
-    kept["WARMFLEET_DECIDE_TIMEOUT_S"] = PATIENT_SECONDS
-    kept["PYTHONPATH"] = os.pathsep.join(sys.path)
-    processes, urls = [], []
-    try:
-        for _ in range(count):
-            port = free_port()
-            argv = [sys.executable, "-m", "warmfleet", "serve", "--host", "127.0.0.1", "--port", str(port)]
-            processes.append(subprocess.Popen(argv, env=kept, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-            urls.append(f"http://127.0.0.1:{port}")
-        deadline = time.monotonic() + READY_SECONDS
-        while not all(_proven(url) == engines for url in urls):
-            if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
-                raise RuntimeError(f"replicas not ready: {[_proven(url) for url in urls]} of {engines} workers proven")
-            time.sleep(0.2)
-        yield urls
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(20)
-
-
-def _proven(url: str) -> int:
-    try:
-        models = httpx.get(f"{url}/workers", timeout=5).json()["models"]
-    except (httpx.HTTPError, ValueError, KeyError):
-        return -1
-    if any(model["identity"] == "none" for model in models):
-        return -1  # it would route by load
-    return sum(w["routable"] and w["proof"] == "proven" for model in models for w in model["workers"])
+    """``running_replicas`` for tests that kill none: their base URLs."""
+    patient = {"WARMFLEET_DECIDE_TIMEOUT_S": PATIENT_SECONDS}
+    with running_replicas(redis_url, count, engines, policy, **patient) as started:
+        yield [one.url for one in started]

@@ -1,4 +1,5 @@
-"""A second, independent general plugin of vLLM, for tests only: tells the engine's own block table on a unix socket.
+"""A second, independent general plugin of vLLM, for tests only: tells the engine's own block table on a unix socket
+and, if asked to, keeps a journal of what the engine core does.
 
 It shares no code with warmfleet_worker: it reads ``BlockPool.cached_block_hash_to_block`` directly.
 """
@@ -8,6 +9,7 @@ import json
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 
 
@@ -26,6 +28,9 @@ def register() -> None:
         original(self, *args, **kwargs)
         pool = self.kv_cache_manager.block_pool
         threading.Thread(target=serve, args=(path, pool), name="engine-truth", daemon=True).start()
+        journal = os.environ.get("ENGINE_TRUTH_JOURNAL")
+        if journal:
+            Journal(Path(journal), pool, float(os.environ.get("ENGINE_TRUTH_STEP_S", "0"))).keep(self)
 
     init.tells_the_truth = True  # type: ignore[attr-defined]
     Scheduler.__init__ = init
@@ -42,3 +47,62 @@ def serve(path: str, pool) -> None:  # type: ignore[no-untyped-def]
             with client:
                 keys = list(pool.cached_block_hash_to_block._cache)
                 client.sendall(json.dumps([bytes(key).hex() for key in keys]).encode())
+
+
+class Journal:
+    """One JSON line for everything, in the engine's own order: [CLOCK_MONOTONIC seconds, what, ...].
+
+    ``table`` appeared, gone: block hashes, told before anything that depends on them. ``add`` id, tokens, chain: a
+    request came. ``look`` id, tokens: so many are cached, now. ``run`` ids: these are scheduled, with what their last
+    look found. ``preempt`` id; ``end`` id, status.
+    """
+
+    def __init__(self, path: Path, pool, step_s: float) -> None:  # type: ignore[no-untyped-def]
+        self.file = path.open("w", buffering=1)
+        self.pool = pool
+        self.step_s = step_s  # added to a step: a model that is slow without taking the machine's CPU from the others
+        self.held: set[bytes] = set()
+
+    def note(self, *what: object) -> None:
+        table = set(self.pool.cached_block_hash_to_block._cache)
+        if table != self.held:
+            changes = [[key[-12:-4].hex() for key in keys] for keys in (table - self.held, self.held - table)]
+            self.held = table
+            self.note("table", *changes)
+        self.file.write(json.dumps([time.monotonic(), *what]) + "\n")
+
+    def keep(self, scheduler) -> None:  # type: ignore[no-untyped-def]
+        """Write down what this scheduler does from now on. All of it happens on the engine's thread."""
+
+        def around(owner, name, before=None, after=None) -> None:  # type: ignore[no-untyped-def]
+            original = getattr(owner, name)
+
+            @functools.wraps(original)
+            def hook(*args, **kwargs):  # type: ignore[no-untyped-def]
+                if before:
+                    before(*args)
+                result = original(*args, **kwargs)
+                if after:
+                    after(result, *args)
+                return result
+
+            setattr(owner, name, hook)
+
+        def looked(found, request) -> None:  # type: ignore[no-untyped-def]
+            if not request.num_preemptions:
+                self.note("look", request.request_id, found[1])
+
+        def scheduled(output, *_) -> None:  # type: ignore[no-untyped-def]
+            self.note("run", [one.req_id for one in output.scheduled_new_reqs])
+            if output.total_num_scheduled_tokens:
+                time.sleep(self.step_s)
+
+        def came(request) -> None:  # type: ignore[no-untyped-def]
+            chain = [bytes(one)[-8:].hex() for one in request.block_hashes]
+            self.note("add", request.request_id, request.num_tokens, chain)
+
+        around(scheduler, "add_request", before=came)
+        around(scheduler.kv_cache_manager, "get_computed_blocks", after=looked)
+        around(scheduler, "schedule", after=scheduled)
+        around(scheduler, "_preempt_request", before=lambda one, *_: self.note("preempt", one.request_id))
+        around(scheduler, "_free_request", before=lambda one, *_: self.note("end", one.request_id, one.status.name))

@@ -1,0 +1,223 @@
+"""What was true when: the index as the witness saw it, an engine as its journal tells it. None of it is under test."""
+
+from __future__ import annotations
+
+import json
+import struct
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from tests.vllm.engine import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+    from pathlib import Path
+
+    from tests.vllm.witness import MortalRedis
+
+from warmfleet_worker.wire import reservation_of
+
+TICK_GAP_S = 0.25  # between two ticks of a fleet that is well: 0.025 to 0.05
+LEASE = struct.Struct(">IIIIIIBB")
+
+
+class Spells:
+    """When things were there. Times may be seconds or positions in a log; they never go back."""
+
+    def __init__(self) -> None:
+        self._changes: defaultdict[Hashable, tuple[list[float], list[bool]]] = defaultdict(lambda: ([], []))
+
+    def change(self, what: Hashable, when: float, *, there: bool) -> None:
+        times, states = self._changes[what]
+        if not states or states[-1] != there:
+            times.append(when)
+            states.append(there)
+
+    def last(self, what: Hashable, when: float) -> tuple[bool, float | None]:
+        """Whether it was there at ``when``, and since when it was so; None: it had never been there."""
+        times, states = self._changes.get(what, ([], []))
+        at = bisect_right(times, when) - 1
+        return (states[at], times[at]) if at >= 0 else (False, None)
+
+    def there(self, what: Hashable, when: float) -> bool:
+        return self.last(what, when)[0]
+
+    def all_gone(self, when: float) -> None:
+        for what in list(self._changes):
+            self.change(what, when, there=False)
+
+
+@dataclass(frozen=True)
+class Booking:
+    """A decision as Redis executed it. place: its position in the log; at: seconds; matched: blocks predicted."""
+
+    reservation: str
+    place: int
+    at: float
+    slot: int
+    worker_id: str
+    matched: int
+    chain: tuple[bytes, ...]
+
+
+@dataclass
+class Index:
+    """blocks: (slot, hash) by place. leases: reservation ids by place. restored: leases that a dump brought back."""
+
+    blocks: Spells = field(default_factory=Spells)
+    leases: Spells = field(default_factory=Spells)
+    restored: set[str] = field(default_factory=set)
+    bookings: dict[str, Booking] = field(default_factory=dict)
+    makers: defaultdict[tuple[int, bytes], list[Booking]] = field(default_factory=lambda: defaultdict(list))
+    progress: dict[str, int] = field(default_factory=dict)  # reservation -> cached tokens, as the plugin reported it
+    ticks: list[float] = field(default_factory=list)  # seconds
+    place: int = 0
+
+    @classmethod
+    def of(cls, server: MortalRedis) -> Index:
+        index = cls()
+        for life in server.lives:
+            index.blocks.all_gone(index.place)
+            index.leases.all_gone(index.place)
+            for slot, hashes in life.held.items():
+                for one in hashes:
+                    index.blocks.change((slot, one), index.place, there=True)
+            for lease in life.leases:
+                index.leases.change(lease, index.place, there=True)
+            index.restored |= life.leases
+            asked: list[bytes] = []
+            for at, command in server.commands(life):
+                index.place += 1
+                if command[0] == b"EVALSHA":
+                    asked = command[11:] if command[2] == b"8" else []  # ARGV of decide
+                    if command[3].endswith(b":tick"):
+                        index.ticks.append(at)
+                elif command[0] == b"XADD":
+                    index._progress(json.loads(command[-1]))
+                elif command[1].endswith(b":lease"):
+                    index._lease(at, command, asked)
+                else:
+                    _, _, block = command[1].partition(b":b:")
+                    index.blocks.change((int(command[2]), block), index.place, there=command[0] == b"SADD")
+        return index
+
+    def _progress(self, items: list[tuple[str, int, int]]) -> None:
+        self.progress.update({reservation: cached for reservation, cached, _ in items})
+
+    def _lease(self, at: float, command: list[bytes], asked: list[bytes]) -> None:
+        reservation = command[2].decode()
+        self.leases.change(reservation, self.place, there=command[0] == b"HSET")
+        if command[0] == b"HSET" and asked and asked[1] == command[2] and reservation not in self.bookings:
+            _, slot, _, _, matched, _, _, length = LEASE.unpack_from(command[3])
+            worker = command[3][LEASE.size : LEASE.size + length].decode()
+            chain = split(asked[17]) if len(asked) > 17 else ()
+            made = Booking(reservation, self.place, at, slot, worker, matched // BLOCK_TOKENS, chain)
+            self.bookings[reservation] = made
+            for one in chain:
+                self.makers[slot, one].append(made)
+
+    def stalled(self, begin: float, end: float) -> float:
+        """Seconds between the two in which no replica ran its upkeep: dead, or starved of CPU, or Redis was."""
+        ticks = self.ticks[bisect_right(self.ticks, begin) : bisect_right(self.ticks, end)]
+        gaps = [later - tick for tick, later in pairwise([begin, *ticks, end])]
+        return sum(gap for gap in gaps if gap > TICK_GAP_S)
+
+    def makers_of(self, booking: Booking, block: bytes) -> list[Booking]:
+        """Who else was to make ``block`` there, by an open reservation, when ``booking`` was made; the latest first."""
+        return [
+            one
+            for one in reversed(self.makers[booking.slot, block])
+            if one.place < booking.place and self.leases.there(one.reservation, booking.place)
+        ]
+
+
+@dataclass
+class Stay:
+    """One request of the fleet in an engine, by the engine's journal. cached: blocks, when it was first scheduled."""
+
+    reservation: str
+    came: float
+    chain: tuple[bytes, ...]
+    looked: float = 0.0
+    cached: int = 0
+    ran: float | None = None
+    preempted: float | None = None
+    ended: float | None = None
+
+
+@dataclass
+class Engine:
+    """One engine's journal. blocks: hashes by seconds."""
+
+    blocks: Spells = field(default_factory=Spells)
+    stays: dict[str, Stay] = field(default_factory=dict)
+    flights: list[tuple[float, int]] = field(default_factory=list)  # seconds, +1 came or -1 ended
+    table: set[bytes] = field(default_factory=set)
+    preemptions: int = 0
+
+    @classmethod
+    def of(cls, journal: Path) -> Engine:
+        engine = cls()
+        ids: dict[str, Stay] = {}
+        with journal.open() as lines:
+            for line in lines:
+                at, what, *rest = json.loads(line)
+                if what == "table":
+                    engine._changed(at, *rest)
+                elif what == "add":
+                    engine._came(at, ids, *rest)
+                elif what == "run":
+                    for one in rest[0]:
+                        if one in ids and ids[one].ran is None:
+                            ids[one].ran = at
+                elif rest[0] in ids:
+                    engine._noted(ids[rest[0]], at, what, rest)
+        return engine
+
+    def _changed(self, at: float, appeared: list[str], gone: list[str]) -> None:
+        for there, hashes in ((True, appeared), (False, gone)):
+            for one in map(bytes.fromhex, hashes):
+                self.blocks.change(one, at, there=there)
+        self.table = (self.table | set(map(bytes.fromhex, appeared))) - set(map(bytes.fromhex, gone))
+
+    def _came(self, at: float, ids: dict[str, Stay], request_id: str, tokens: int, chain: list[str]) -> None:
+        ours = reservation_of(request_id)
+        name = ours[0] if ours else request_id
+        usable = chain[: (tokens - 1) // BLOCK_TOKENS]  # an engine computes the last token, always
+        ids[request_id] = Stay(name, at, tuple(map(bytes.fromhex, usable)))
+        self.flights.append((at, 1))
+        if ours:
+            self.stays[name] = ids[request_id]
+
+    def _noted(self, stay: Stay, at: float, what: str, rest: Sequence[object]) -> None:
+        if what == "look" and stay.ran is None:
+            stay.looked, stay.cached = at, int(str(rest[1])) // BLOCK_TOKENS
+            held = next((n for n, one in enumerate(stay.chain) if one not in self.table), len(stay.chain))
+            assert stay.cached == held, f"{stay.reservation}: found {stay.cached} blocks, the table has {held}"
+        elif what == "preempt":
+            stay.preempted = at
+            self.preemptions += 1
+        elif what == "end":
+            stay.ended = at
+            self.flights.append((at, -1))
+
+
+def split(packed: bytes) -> tuple[bytes, ...]:
+    return tuple(packed[at : at + 8] for at in range(0, len(packed), 8))
+
+
+class Concurrency:
+    """Requests that were in any engine, running or waiting, at a moment."""
+
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        self._times, self._counts, count = [0.0], [0], 0
+        for at, change in sorted(flight for engine in engines for flight in engine.flights):
+            count += change
+            self._times.append(at)
+            self._counts.append(count)
+
+    def at(self, when: float) -> int:
+        return self._counts[bisect_right(self._times, when) - 1]

@@ -1,0 +1,109 @@
+"""The judge of the chaos test: each cause needs its evidence, and without it a wrong prediction stays unexplained."""
+
+from __future__ import annotations
+
+import pytest
+from tests.vllm.causes import Judge, Strikes
+from tests.vllm.history import Booking, Engine, Index, Stay
+
+CHAIN = tuple(bytes([n] * 8) for n in range(4))
+LAST = CHAIN[3]
+PLACE = 10  # of the decision in Redis' log
+AT = 100.0  # the decision
+LOOKED = 100.5  # the engine
+
+
+class Case:
+    """One decision on worker w, slot 1, that predicted the whole chain; what else is true the tests say."""
+
+    def __init__(self, cached: int, matched: int = 4) -> None:
+        self.index, self.engine, self.strikes = Index(), Engine(), Strikes()
+        self.index.ticks = [90 + n / 20 for n in range(300)]
+        self._request("r", PLACE, AT, matched)
+        self.engine.stays["r"] = Stay("r", AT, CHAIN, LOOKED, cached, LOOKED)
+
+    def _request(self, name: str, place: int, at: float, matched: int) -> None:
+        made = Booking(name, place, at, 1, "w", matched, CHAIN)
+        self.index.bookings[name] = made
+        for one in CHAIN:
+            self.index.makers[1, one].append(made)
+
+    def indexed(self, *, there: bool = True) -> Case:
+        self.index.blocks.change((1, LAST), PLACE - 1, there=there)
+        return self
+
+    def block(self, appeared: float, gone: float | None = None) -> Case:
+        self.engine.blocks.change(LAST, appeared, there=True)
+        if gone is not None:
+            self.engine.blocks.change(LAST, gone, there=False)
+        return self
+
+    def maker(self, ran: float | None, ended: float | None, preempted: float | None = None) -> Case:
+        self._request("m", 5, 98.0, 0)
+        self.index.leases.change("m", 5, there=True)
+        self.engine.stays["m"] = Stay("m", 98.0, CHAIN, ran or 0.0, 0, ran, preempted, ended)
+        return self
+
+    def struck(self, **strikes: list[float]) -> Case:
+        self.strikes = Strikes(**strikes)
+        return self
+
+    def stalled(self) -> Case:
+        self.index.ticks = [one for one in self.index.ticks if not 97.5 < one < 99.5]
+        return self
+
+    @property
+    def cause(self) -> str:
+        engines = {"w": self.engine}
+        return Judge(self.index, engines, self.strikes)._cause(self.index.bookings["r"], self.engine.stays["r"], "w")
+
+
+@pytest.mark.parametrize(
+    ("case", "cause"),
+    [
+        (Case(4), "exact"),
+        (Case(3).indexed().block(50, gone=100.2), "short: evicted while it waited"),
+        (Case(3).indexed().block(50, gone=99.8), "short: eviction not yet reported"),
+        (Case(3).indexed().block(50, gone=98.0), "short: unexplained"),
+        (Case(3).indexed().block(50, gone=98.0).stalled(), "short: eviction not yet reported"),
+        (Case(3).indexed().block(50, gone=98.0).struck(redis_back=[95.0]), "short: Redis had just come back"),
+        (Case(3).indexed().block(50, gone=98.0).struck(redis_back=[80.0]), "short: unexplained"),
+        (Case(3).indexed(), "short: unexplained"),
+        (Case(3), "short: unexplained"),
+        (Case(3).maker(ran=None, ended=None), "short: its maker waits, too"),
+        (Case(3).maker(ran=None, ended=100.1), "short: its maker was cancelled"),
+        (Case(3).maker(ran=99.0, ended=None), "short: its maker is at it"),
+        (Case(3).maker(ran=99.0, ended=None, preempted=99.5), "short: its maker was preempted"),
+        (Case(3).maker(ran=98.1, ended=99.5).block(98.1, gone=99.7), "short: evicted, credit lingered"),
+        (Case(3).maker(ran=98.1, ended=98.2).block(98.1, gone=98.3), "short: unexplained"),
+        (
+            Case(3).maker(ran=98.1, ended=98.4).block(98.1, gone=98.5).struck(replica_lost=[98.2]),
+            "short: credit of a lost outcome",
+        ),
+        (Case(4, matched=3).block(100.2), "over: made while it waited"),
+        (Case(4, matched=3).block(99.9), "over: block not yet reported"),
+        (Case(4, matched=3).block(98.0), "over: unexplained"),
+        (Case(4, matched=3).block(99.9).indexed(), "over: was in the index: unexplained"),
+        (Case(4, matched=3), "over: not in the table: unexplained"),
+    ],
+)
+def test_a_cause_needs_its_evidence(case: Case, cause: str) -> None:
+    assert case.cause == cause
+
+
+def test_another_prompt_is_never_explained() -> None:
+    case = Case(4)
+    case.engine.stays["r"].chain = CHAIN[:2]
+    assert case.cause == "another prompt: unexplained"
+
+
+def test_a_request_that_the_witness_did_not_see_is_unexplained_unless_redis_died_then() -> None:
+    case = Case(4)
+    del case.index.bookings["r"]
+    for strikes, cause in (
+        (Strikes(redis_lost=[99.5]), "decided as Redis was killed"),
+        (Strikes(redis_lost=[90.0]), "no decision: unexplained"),
+    ):
+        verdict = Judge(case.index, {"w": case.engine}, strikes).verdict()
+        assert dict(verdict.causes) == {cause: 1}
+        assert bool(verdict.odd) == ("unexplained" in cause)

@@ -1,0 +1,130 @@
+"""Real engines under eviction pressure, Redis killed twice, a replica three times: does the index ever lie?
+
+    pytest -m long tests/vllm/test_chaos.py -s                       # 3,000 requests
+    CHAOS_REQUESTS=600 pytest -m long tests/vllm/test_chaos.py -s    # enough to develop with
+
+The witness (MONITOR) says what the index held at each decision, the engines' journals what they held and found when
+they scheduled. Every difference must have a cause that both show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.conftest import poll
+from tests.vllm.causes import CROWD, Judge
+from tests.vllm.chaos import Chaos, Load
+from tests.vllm.engine import ROOT, SERVED_NAME, TRUTH, EngineOptions, VllmEngine, running
+from tests.vllm.history import Engine, Index
+from tests.vllm.replicas import running_replicas
+from tests.vllm.witness import MortalRedis
+
+from warmfleet.fleet import Fleet
+from warmfleet.fleet.client import connect
+from warmfleet_worker.wire import HEARTBEAT_SECONDS, Keys
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.vllm.causes import Verdict
+
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
+
+REQUESTS = int(os.environ.get("CHAOS_REQUESTS", "3000"))
+BLOCKS = 192  # of 32 tokens: about a third of what the clients' conversations fill
+STEP_S = "0.05"  # as a larger model's: so many requests are concurrent, and the machine is not starved of CPU
+PERIOD_S = HEARTBEAT_SECONDS + 1.0  # after it the index must be right, without any help
+
+
+@pytest.mark.timeout(3_600)
+async def test_predictions_and_index_under_chaos(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(MortalRedis(Keys(SERVED_NAME)))
+        options = [engine_options(name, server, tmp_path) for name in ("vllm-a", "vllm-b")]
+        engines = {one.worker_id: one for one in stack.enter_context(running(*options))}
+        replicas = stack.enter_context(running_replicas(server.url))
+        load = Load(list(replicas), REQUESTS)
+        chaos = Chaos(load, server, replicas)
+        begun = time.monotonic()
+        await asyncio.gather(load.run(), chaos.run())
+        seconds = time.monotonic() - begun
+        fleet = Fleet(connect(server.url, timeout_s=5), SERVED_NAME)
+        try:
+            await asyncio.sleep(PERIOD_S)
+            await index_is_the_tables(fleet, engines)
+            await nothing_is_left(fleet)
+            print("\ncounted in Redis since it last came back:", await fleet.counts())
+        finally:
+            await fleet.close()
+    journals = {one: Engine.of(tmp_path / f"{one}.journal") for one in engines}
+    index = Index.of(server)
+    verdict = Judge(index, journals, chaos.strikes).verdict()
+    report(load, seconds, verdict, journals)
+    print("strikes:", chaos.strikes)
+    assert load.failures == []
+    assert (len(chaos.lost), len(chaos.replica_lost)) == (2, 3)
+    told = {s.reservation: s.cached for e in journals.values() for s in e.stays.values() if s.ran is not None}
+    assert {one: cached // 32 for one, cached in index.progress.items()}.items() <= told.items()
+    assert verdict.odd == []
+    assert verdict.compared > REQUESTS / 2, "decisions without Redis predict nothing: they must be few"
+    assert verdict.crowded.total() > verdict.compared / 2, f"fewer than {CROWD} concurrent requests"
+
+
+def engine_options(name: str, server: MortalRedis, folder: Path) -> EngineOptions:
+    environment = {
+        "ENGINE_TRUTH_JOURNAL": str(folder / f"{name}.0.journal"),
+        "ENGINE_TRUTH_STEP_S": STEP_S,
+        "PYTHONPATH": os.pathsep.join((str(TRUTH), str(ROOT / "worker_plugin"))),  # the plugin of this working tree
+    }
+    return EngineOptions(redis_url=server.url, worker_id=name, blocks=BLOCKS, environment=environment)
+
+
+async def index_is_the_tables(fleet: Fleet, engines: dict[str, VllmEngine]) -> None:
+    """Entry by entry, in both directions, and nothing else is in there."""
+    keys, store = fleet.keys, fleet.redis
+    views = {view.worker_id: view for view in await fleet.workers()}
+    assert views.keys() == engines.keys()
+    tables = {one: {key[-12:-4] for key in await asyncio.to_thread(engines[one].table)} for one in engines}
+    assert min(map(len, tables.values())) > BLOCKS / 2
+    expected: dict[bytes, set[bytes]] = {}
+    for worker_id, view in views.items():
+        slot = view.record["slot"]
+        assert await store.smembers(keys.slot(slot)) == tables[worker_id], worker_id
+        for one in tables[worker_id]:
+            expected.setdefault(keys.block(one), set()).add(str(slot).encode())
+    forward = {key async for key in store.scan_iter(keys.prefix + "b:*", 1_000)}
+    assert forward == expected.keys()
+    for key, slots in expected.items():
+        assert await store.smembers(key) == slots
+    slots = {keys.slot(view.record["slot"]).encode() for view in views.values()}
+    assert {key async for key in store.scan_iter(keys.prefix + "s:*", 1_000)} == slots, "old slots are collected"
+
+
+async def nothing_is_left(fleet: Fleet) -> None:
+    """No load, no reservation, no credit: a killed replica's expire after 30 s, a tombstone after 60."""
+    keys, store = fleet.keys, fleet.redis
+
+    async def empty() -> bool:
+        loads = [view.load for view in await fleet.workers()]
+        booked = sum(one.in_flight + one.prefill_tokens + one.decode_tokens for one in loads)
+        return not booked and not await store.hlen(keys.lease) and not await store.zcard(keys.leases)
+
+    await poll(empty, 75, "no reservation is left")
+    credit = [key for name in "xc" async for key in store.scan_iter(f"{keys.prefix}{name}:*", 1_000)]
+    assert credit == []
+
+
+def report(load: Load, seconds: float, verdict: Verdict, journals: dict[str, Engine]) -> None:
+    lags = sorted(verdict.lags) or [0.0]
+    print(f"\n{load.total} requests in {seconds:.0f} s, {load.total / seconds:.1f} a second")
+    print("clients:", dict(load.outcomes), "reservations:", dict(load.words))
+    print("preempted:", sum(one.preemptions for one in journals.values()))
+    print(verdict.table())
+    print(f"not yet reported: {len(lags)}, p50 {lags[len(lags) // 2]:.3f} s, longest {lags[-1]:.3f} s")
+    for one in [*verdict.odd[:10], *load.failures[:10]]:
+        print("!", one)
