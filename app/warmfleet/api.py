@@ -214,8 +214,8 @@ class SmallEndpoints:
         return JSONResponse({"status": "alive"})
 
     async def readyz(self, _request: HTTPRequest) -> Response:
-        """Ready once every model's fleet was read; stays so while Redis is away; not while draining."""
-        reason = "draining" if self._health.draining else "" if self._pools.contacted else "no contact with Redis yet"
+        """Ready once there is what requests need; stays so whatever goes away; not while draining."""
+        reason = "draining" if self._health.draining else self._pools.unready()
         return JSONResponse({"status": reason or "ready"}, status_code=503 if reason else 200)
 
     async def metrics(self, _request: HTTPRequest) -> Response:

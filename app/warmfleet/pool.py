@@ -13,6 +13,7 @@ from warmfleet import blocks, identity, prompt
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.silence import Tries
+from warmfleet_worker.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -87,6 +88,14 @@ class Pool:
     def contacted(self) -> bool:
         """The fleet was read at least once."""
         return self.read.is_set()
+
+    @property
+    def usable(self) -> bool:
+        """Some worker is routable, and prompts can be identified as far as the workers let them be."""
+        view = self.view
+        brought = any(worker.server for worker in view.workers)
+        known = view.identity is not None or view.text or not brought
+        return known and any(worker.routable for worker in view.workers)
 
     @property
     def view_age_s(self) -> float:
@@ -167,6 +176,16 @@ class Pools:
     def __init__(self, pools: Sequence[Pool]) -> None:
         self.all = tuple(pools)
         self._patience_ends: float | None = None
+        self._ready_at = float("inf")
+
+    def unready(self) -> str:
+        """What a new replica still lacks; "" once it had it all, or after a TTL: then the fleet lacks it."""
+        if not self.contacted:
+            return "no contact with Redis yet"
+        now = time.monotonic()
+        wait = 0.0 if all(pool.usable for pool in self.all) else WORKER_TTL_SECONDS
+        self._ready_at = min(self._ready_at, now + wait)
+        return "" if self._ready_at <= now else "no worker is routable yet, or its tokenizer is not loaded"
 
     async def find(self, model: str) -> Pool:
         """The pool that serves ``model``; waits for the first reading if that is still to come.

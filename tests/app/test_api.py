@@ -54,10 +54,10 @@ async def test_errors_name_the_field(well: tuple[Replica, Engine], model: str) -
 async def test_no_worker_is_a_503_with_a_reason(valkey_url: str, model: str) -> None:
     async with replica(valkey_url, model) as router:
 
-        async def ready() -> bool:
-            return (await router.get("/readyz"))[0] == 200
+        async def told() -> bool:
+            return b"no worker is routable yet" in (await router.get("/readyz"))[1]
 
-        await poll(ready)
+        await poll(told)
         status, headers, body = await router.post(BODY | {"model": model})
         assert (status, error_of(body)["code"], headers["retry-after"]) == (503, "no_worker", "1")
 
