@@ -85,8 +85,30 @@ class Judge:
                 verdict.crowded[cause] += concurrent.at(stay.looked) >= CROWD
                 verdict.blocks[cause] += abs(booking.matched - stay.cached) if booking else 0
                 if cause.endswith("unexplained"):
-                    verdict.odd.append(f"{cause} at {stay.looked:.3f}: {booking} {stay}")
+                    verdict.odd.append(f"{cause}: {self._evidence(booking, stay, engine)}")
         return verdict
+
+    def _evidence(self, booking: Booking | None, stay: Stay, engine: Engine) -> str:
+        """All that is known of one request, for a person to judge."""
+        if booking is None or booking.chain != stay.chain or booking.matched == stay.cached:
+            return f"{booking} {stay}"
+        block = booking.chain[min(booking.matched, stay.cached)]
+        makers = [
+            (
+                one.reservation,
+                one.at,
+                one.matched,
+                made and (made.came, made.ran, made.preempted, made.ended, made.cached),
+            )
+            for one in self._index.makers_of(booking, block)
+            for made in [engine.stays.get(one.reservation)]
+        ]
+        return (
+            f"{booking.reservation} decided {booking.at:.3f} slot {booking.slot} matched {booking.matched} of"
+            f" {len(booking.chain)}, looked {stay.looked:.3f} cached {stay.cached}; block {block.hex()}: engine"
+            f" {engine.blocks.last(block, stay.looked)}, index"
+            f" {self._index.blocks.there((booking.slot, block), booking.place)}; makers {makers}"
+        )
 
     def _unwitnessed(self, stay: Stay) -> str:
         """MONITOR's last lines die with the server."""
