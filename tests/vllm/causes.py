@@ -178,6 +178,8 @@ class Judge:
             return "short: its maker was cancelled"
         if gone is not None and self._recent(gone, booking.at):
             return "short: evicted, credit lingered"
+        if (gone is None or gone < made.ran) and booking.at - ended <= REPORT_S:
+            return "short: its maker was cancelled"  # before it made this block; its replica had not said so yet
         return "short: credit of a lost outcome" if self._lost(maker, ended, booking) else ""
 
     def _lost(self, maker: Booking, ended: float | None, booking: Booking) -> bool:
