@@ -110,10 +110,22 @@ class OpenAIUser(User):
     def on_start(self) -> None:
         self.random = random.Random(f"{self.kind}-{id(self)}-{time.time_ns()}")
         self.url = urlsplit(str(self.host))
-        connection = self._connect()
-        connection.request("GET", "/v1/models")
-        self.model = json.load(connection.getresponse())["data"][0]["id"]
-        connection.close()
+        self.model = self._first_model()
+
+    def _first_model(self) -> str:
+        """As patient as a request: a replica may be killed just as a user arrives."""
+        for left in reversed(range(TRIES)):
+            connection = self._connect()
+            try:
+                connection.request("GET", "/v1/models")
+                return str(json.load(connection.getresponse())["data"][0]["id"])
+            except (OSError, http.client.HTTPException):
+                self.environment.tally.broken.append((time.time(), "retried"))
+                if not left:
+                    raise
+            finally:
+                connection.close()
+        raise AssertionError("unreachable")
 
     def ask(self, messages: list[dict[str, str]]) -> str:
         """The whole answer, or an empty string after a failure (which Locust then counts)."""

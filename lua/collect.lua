@@ -11,22 +11,26 @@ Cost: O(max_blocks)
 Keys that depend on data: b:<hash>, s:<slot>, x:<hash>, lru:<slot>
 --]]
 local RETIRED, PREFIX, MAX_BLOCKS = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local SLOT_BLOCKS = 8 -- what ending a slot costs, in blocks: small ones go many at a time
 local call = redis.call
 
-local slot = call("SRANDMEMBER", RETIRED)
-if not slot then return { 0, 0 } end
-local hashes = call("SPOP", PREFIX .. "s:" .. slot, MAX_BLOCKS)
-for _, hash in ipairs(hashes) do call("SREM", PREFIX .. "b:" .. hash, slot) end
-local room = MAX_BLOCKS - #hashes
-local mirrored = room > 0 and call("ZPOPMIN", PREFIX .. "lru:" .. slot, room) or {}
-for i = 1, #mirrored, 2 do -- the mirror of an approximate worker: one count of its own per checkpoint
-  local key = PREFIX .. "x:" .. mirrored[i]
-  call("HDEL", key, slot .. "=")
-  if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. "+") end
-end
-local removed = #hashes + #mirrored / 2
-if removed < MAX_BLOCKS then
+local room, removed = MAX_BLOCKS, 0
+while room > 0 do
+  local slot = call("SRANDMEMBER", RETIRED)
+  if not slot then break end
+  local hashes = call("SPOP", PREFIX .. "s:" .. slot, room)
+  for _, hash in ipairs(hashes) do call("SREM", PREFIX .. "b:" .. hash, slot) end
+  local mirrored = room > #hashes and call("ZPOPMIN", PREFIX .. "lru:" .. slot, room - #hashes) or {}
+  for i = 1, #mirrored, 2 do -- the mirror of an approximate worker: one count of its own per checkpoint
+    local key = PREFIX .. "x:" .. mirrored[i]
+    call("HDEL", key, slot .. "=")
+    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. "+") end
+  end
+  local taken = #hashes + #mirrored / 2
+  removed = removed + taken
+  if taken >= room then break end -- it may hold more
   call("UNLINK", PREFIX .. "s:" .. slot, PREFIX .. "lru:" .. slot)
   call("SREM", RETIRED, slot)
+  room = room - taken - SLOT_BLOCKS
 end
 return { removed, call("SCARD", RETIRED) }

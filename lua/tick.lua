@@ -36,6 +36,12 @@ if skip then return { 0, grace_until > now and 1 or 0, 0, short > 0 and 1 or 0, 
 local full = (redis.pcall("SET", TICK, before).err or ""):find("OOM", 1, true)
 call("ZREM", RESYNC, "") -- after a write that takes no memory, the others are allowed
 if full or not last or last > now or now - last > GRACE_AFTER_MS then grace_until = now + TTL_MS end
+if last and last > now then -- the clock has stepped back: nothing was heard, commanded or short later than now
+  for _, key in ipairs({ ALIVE, ALIVE_SERVERS, RESYNC }) do
+    for _, name in ipairs(call("ZRANGEBYSCORE", key, "(" .. now, "+inf")) do call("ZADD", key, "XX", now, name) end
+  end
+  short = math.min(short, now)
+end
 if full or USED >= SHORT_FROM then
   short = short > 0 and short or now
 elseif USED < SHORT_TO and now - short >= SHORT_MS then
@@ -59,6 +65,11 @@ local function greet()
   if kind == "none" then return end
   if kind ~= "stream" then return call("UNLINK", HELLO) end
   local page = call("XRANGE", HELLO, "-", "+", "COUNT", HELLOS)
+  if not page[1] then
+    local _, said = stream_of(HELLO)
+    if said > now + FAR_FUTURE_MS then call("UNLINK", HELLO) end -- nobody could write to it any more
+    return
+  end
   for _, item in ipairs(page) do
     local field, stream = item[2][1], item[2][2]
     local name = field == "s" and (stream:match("^events:(.+)$") or stream:match("^server:(.+)$"))
@@ -74,10 +85,10 @@ local function greet()
       end
     end
   end
-  local ms, sequence = (page[#page] or { "0-0" })[1]:match("^(%d+)-(%d+)$")
-  if page[1] and tonumber(sequence) < 2 ^ 52 then
+  local ms, sequence = page[#page][1]:match("^(%d+)-(%d+)$")
+  if tonumber(sequence) < 2 ^ 52 then
     call("XTRIM", HELLO, "MINID", string.format("%s-%.0f", ms, sequence + 1))
-  elseif page[1] then
+  else
     call("UNLINK", HELLO) -- ids as good as exhausted
   end
 end
@@ -109,6 +120,8 @@ local function command_resyncs()
       filling = filling + 1
     elseif alive then
       waiting[#waiting + 1] = worker
+    elseif not grace then
+      call("ZREM", RESYNC, worker) -- should it come back, its digest asks anew; till then it would stand in the way
     end
   end
   for i = 1, math.min(#waiting, SHADOWS_AT_ONCE - filling) do

@@ -31,7 +31,9 @@ class HealthChecks:
     def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
         self._pools = pools
         self._upstream = upstream
-        self._pass_over_s = settings.health_interval_s + 2 * CHECK_TIMEOUT_S  # until the next round has its result
+        self._pass_over_s = (
+            settings.health_interval_s + 2 * CHECK_TIMEOUT_S
+        )  # until the next round, if that is not long
         self._metrics = metrics
         self._silent: dict[str, frozenset[str]] = {}  # tag -> URLs that did not answer
 

@@ -121,7 +121,8 @@ class LocustStack:
             return False
         workers = [worker for model in body["models"] for worker in model["workers"]]
         proven = [worker for worker in workers if worker["routable"] and worker["proof"] == "proven"]
-        return len(proven) == ENGINES
+        ready = _get(f"http://127.0.0.1:{self._ports[place]}/readyz")  # else haproxy would take it for down
+        return len(proven) == ENGINES and ready is not None
 
     def _await(self, name: str, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_S

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from tests.lua.stream import SHA, Core, block, blocks, held
 
@@ -115,6 +115,19 @@ async def test_collect_is_bounded_and_leaves_live_slots_alone(store: aioredis.Re
     assert await other.holds() == held(1, 2, 3)
     members = await store.smembers(fleet.keys.block(block(1)))
     assert len(members) == 1
+
+
+async def test_small_slots_go_many_at_a_time(store: aioredis.Redis, fleet: Fleet) -> None:
+    """Who begins snapshots without end retires a slot with each: they must not come faster than they go."""
+    for slot in range(1, 101):
+        await cast("Any", store.sadd(fleet.keys.retired, slot))
+        await cast("Any", store.sadd(fleet.keys.slot(slot), block(slot)))
+        await cast("Any", store.sadd(fleet.keys.block(block(slot)), slot))
+    removed, left = await fleet.collect(128)
+    assert (removed, left) == (15, 85)  # 15 x (1 + 8) blocks' worth
+    await fleet.step()
+    assert await cast("Any", store.scard(fleet.keys.retired)) == 0
+    assert not [key async for key in store.scan_iter(fleet.keys.prefix + "[bs]:*")]
 
 
 async def test_the_mirror_of_an_approximate_worker_is_collected(store: aioredis.Redis, fleet: Fleet) -> None:

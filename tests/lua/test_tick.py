@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -116,6 +117,42 @@ async def test_hello_is_read_in_pieces_and_survives_misuse(store: aioredis.Redis
     await fleet.tick()
     await Core(store, fleet).join()
     assert (await fleet.tick()).backlog == ("events:s.0",)
+
+
+async def test_a_hello_whose_ids_are_used_up_is_deleted_though_it_is_empty(store: aioredis.Redis, fleet: Fleet) -> None:
+    last = "18446744073709551615-18446744073709551615"
+    await cast("Any", store).execute_command("XADD", fleet.keys.hello, "MAXLEN", "=", "0", last, "s", "x")
+    assert await store.xlen(fleet.keys.hello) == 0
+    await fleet.tick()
+    await Core(store, fleet).join()
+    assert (await fleet.tick()).backlog == ("events:s.0",)
+
+
+async def test_a_clock_that_stepped_back_leaves_nothing_in_the_future(store: aioredis.Redis, fleet: Fleet) -> None:
+    """Else the dead would be alive, and what was commanded under way, until the clock has caught up."""
+    await worker(store, fleet)
+    now = (await store.time())[0] * 1000
+    later, keys = now + 3_600_000, (fleet.keys.alive, fleet.keys.alive_servers, fleet.keys.resync)
+    for key in keys:
+        await store.zadd(key, {"s.0": later})
+    await store.set(fleet.keys.tick, f"{later} 0 0 0 {later}")
+    fleet.used_permille = 100
+    await fleet.tick()
+    for key in keys:
+        assert now <= cast("float", await store.zscore(key, "s.0")) <= now + 60_000
+    assert int(cast("bytes", await store.get(fleet.keys.tick)).split()[4]) <= now + 60_000
+
+
+async def test_the_dead_do_not_stand_in_the_way_of_a_resync(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await worker(store, fleet)
+    now = (await store.time())[0] * 1000
+    await store.set(fleet.keys.tick, f"{now - 100} 0 0")  # no grace
+    await store.zadd(fleet.keys.resync, {f"dead-{number}.0": -now + 100_000 for number in range(64)})
+    await store.zadd(fleet.keys.resync, {core.worker_id: -now})
+    await fleet.tick()
+    await fleet.tick()
+    assert await store.zcard(fleet.keys.resync) == 1
+    assert json.loads(cast("bytes", await store.get(fleet.keys.command(core.worker_id))))["do"] == "resync"
 
 
 async def test_a_known_cursor_is_not_reset_by_hello(store: aioredis.Redis, fleet: Fleet) -> None:

@@ -131,7 +131,12 @@ class StreamWriter:
         fields = wire.entry(nonce, number, "join", data)
         pipeline.xadd(self.key, fields, maxlen=self._maxlen, approximate=True)  # type: ignore[arg-type]
         pipeline.xadd(self._hello_key, {b"s": self._hello_name}, maxlen=wire.HELLO_MAXLEN, approximate=True)
-        self.joined = wire.entry_id(pipeline.execute()[0])
+        joined, _hint = pipeline.execute(
+            raise_on_error=False
+        )  # without the hint nobody takes notice: joined again then
+        if isinstance(joined, RedisError):
+            raise joined
+        self.joined = wire.entry_id(joined)
         self._pending.clear()  # of the incarnation that has just ended
         self._joined_at = self._master()
         self.nonce, self.number = nonce, number

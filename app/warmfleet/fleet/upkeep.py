@@ -116,7 +116,7 @@ class Upkeep(ScriptClient):
         return Applied(entries, 0, bool(more), self._cost_us(1, entries, 0))
 
     async def collect(self, max_blocks: int | None = None) -> tuple[int, int]:
-        """Remove entries of one retired slot: (removed, slots left)."""
+        """Remove entries of retired slots: (removed, slots left)."""
         removed, left = await self._upkeep("collect", max_blocks or self.pace.max_blocks)
         return removed, left
 
@@ -143,8 +143,10 @@ class Upkeep(ScriptClient):
         except FleetUnavailable:
             await self.collect()  # whatever was refused: this makes room
             raise
-        left = tick.retired
-        for _ in range(self.pace.collects if left else 0):
+        left = (
+            tick.retired
+        )  # the more there are the more go, so that they cannot be made faster than they are collected
+        for _ in range(min(max(self.pace.collects, left // self.pace.collects), self.pace.applies) if left else 0):
             _, left = await self.collect()
             if not left:
                 break
