@@ -14,20 +14,23 @@ import random
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from tokenizers import Tokenizer
 
 from warmfleet import chat
 from warmfleet.chat import NotReproducible
-from warmfleet.template import ChatTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Executor
 
+    from warmfleet.approval import Template, Templates
+    from warmfleet.chat import Format, Message
     from warmfleet.prompt import Request
+    from warmfleet.template import ChatTemplate
 
 logger = logging.getLogger("warmfleet.identity")
 
@@ -39,6 +42,8 @@ FAST_FACTOR = 50  # how much longer a text may be inline with the fast engine
 PROBES = 300
 
 Ids = list[int]
+Made = TypeVar("Made")
+Rendering = tuple["list[Message]", dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ class Identity:
     kind = "exact"
 
     def __init__(
-        self, encoder: Encoder, template: ChatTemplate | None, facts: Mapping[str, Any], executor: Executor
+        self, encoder: Encoder, template: ChatTemplate | Template | None, facts: Mapping[str, Any], executor: Executor
     ) -> None:
         self.key = ""
         self.loras: Mapping[str, str] = facts.get("loras") or {}
@@ -144,6 +149,9 @@ class Identity:
 
         Texts longer than ``inline_characters`` (of the slow engine) go to the executor, large chats as a whole.
         """
+        if request.endpoint == "chat" and self._template is not None and self._template.here is None:
+            text = await self._render_apart(request, self._template)
+            return [await self._encode(text, request.add_special_tokens, inline_characters)]
         if request.endpoint == "chat" and request.size_bytes > RENDER_INLINE_BYTES:
             return [await self._elsewhere(self._render_and_encode, request)]
         if request.endpoint == "chat":
@@ -156,19 +164,30 @@ class Identity:
         ]
 
     def render(self, request: Request) -> str:
-        """The prompt text of a chat request."""
-        if self._template is None:
+        """The prompt text of a chat request, made in this process."""
+        here = None if self._template is None else self._template.here
+        if here is None:
             raise NotReproducible("no_template")
+        return here.render(*self._rendering(request, here.content_format, knows_developer=here.knows_developer))
+
+    async def _render_apart(self, request: Request, template: Template) -> str:
+        """The same in the process of a template that nobody approved."""
+        form = await template.ready()
+        make = partial(self._rendering, request, form, knows_developer=template.knows_developer)
+        large = request.size_bytes > RENDER_INLINE_BYTES
+        return await template.render(*(await self._elsewhere(make) if large else make()))
+
+    def _rendering(self, request: Request, content_format: Format, *, knows_developer: bool) -> Rendering:
+        """Messages and variables as a template gets them."""
         tools = request.tools
         if tools and not self._tools_known:
             raise NotReproducible("tools")
         if self._drop_unused_tools and request.tool_choice == "none":
             tools = None
-        messages = chat.conversation(request.messages, self._template.content_format)
-        if not self._template.knows_developer:
+        messages = chat.conversation(request.messages, content_format)
+        if not knows_developer:
             messages = chat.developer_to_system(messages)
-        fixed = {**self._fixed, "tools": chat.tool_schemas(tools)}
-        return self._template.render(messages, {**self._defaults, **request.arguments}, fixed)
+        return messages, {**self._defaults, **request.arguments}, {**self._fixed, "tools": chat.tool_schemas(tools)}
 
     async def _encode(self, text: str, special: bool, inline_characters: int) -> Ids:
         if len(text) > inline_characters * (FAST_FACTOR if self._encoder.fast else 1):
@@ -184,7 +203,7 @@ class Identity:
     def _render_and_encode(self, request: Request) -> Ids:
         return self._encode_now(self.render(request), request.add_special_tokens)
 
-    async def _elsewhere(self, work: Callable[..., Ids], *args: Any) -> Ids:
+    async def _elsewhere(self, work: Callable[..., Made], *args: Any) -> Made:
         """In the executor. Raises NotReproducible if too many wait for it."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
@@ -215,9 +234,9 @@ def canonical_text(request: Request) -> list[bytes]:
 class Identities:
     """Builds identities once, keeps the last few; the tokenizers, which are the heavy part, are shared by content."""
 
-    def __init__(self, executor: Executor, *, trust_templates: bool = False) -> None:
+    def __init__(self, executor: Executor, templates: Templates) -> None:
         self._executor = executor
-        self._trusted = trust_templates
+        self.templates = templates
         self._encoders: OrderedDict[str, Encoder] = OrderedDict()
         self._built: OrderedDict[str, Identity] = OrderedDict()
 
@@ -238,10 +257,7 @@ class Identities:
         source = artifacts.get("chat_template.jinja")
         template = None
         if source is not None:
-            form = str(facts.get("content_format", "auto"))
-            template = await loop.run_in_executor(
-                self._executor, lambda: ChatTemplate(source.decode(), form, trusted=self._trusted)
-            )
+            template = await self.templates.take(source, str(facts.get("content_format", "auto")))
         identity = Identity(encoder, template, facts, self._executor)
         identity.key = key
         _remember(self._built, key, identity, MAX_IDENTITIES)
