@@ -144,6 +144,11 @@ class Identity:
         self._executor = executor
         self._waiting = 0
 
+    @property
+    def template(self) -> str:
+        """For people: what becomes of chats."""
+        return self._template.state if self._template is not None else "none"
+
     async def token_ids(self, request: Request, inline_characters: int) -> list[Ids]:
         """One list for each prompt. Raises NotReproducible with the reason.
 

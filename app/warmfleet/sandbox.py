@@ -37,7 +37,7 @@ logger = logging.getLogger("warmfleet.sandbox")
 
 START_S = 10.0
 WALL_S = 3.0  # CPU has a limit of its own: this one ends a process that is stopped
-WAIT_S = 1.0  # for those before; then a request is routed by load
+WAIT_S = 2.0  # for those before; then a request is routed by load
 MAX_WAITING = 64
 MAX_REQUEST_BYTES = 4 * 2**20
 STRIKES, WITHIN_S = 3, 60.0
@@ -74,10 +74,10 @@ class Child:
             raise LimitMet("crash") from error
         return cls(process, *await asyncio.open_unix_connection(sock=ours))
 
-    async def ask(self, request: bytes, seconds: float = WALL_S) -> tuple[bytes, bytes]:
+    async def ask(self, request: bytes, seconds: float | None = None) -> tuple[bytes, bytes]:
         """Status and body of the answer. After LimitMet it must be ended."""
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds or WALL_S):
                 self._writer.write(len(request).to_bytes(HEAD_BYTES, "little") + request)
                 head = await self._reader.readexactly(1 + HEAD_BYTES)
                 size = int.from_bytes(head[1:], "little")

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from warmfleet.template import ChatTemplate
 
-COMPILE_CPU_S = 1.0
-RENDER_CPU_S = 0.5
+CPU_S = 0.25  # of one render, or of compiling: 0.02 s are usual for that
 MEMORY_BYTES = 256 * 2**20
 #: A prompt is hardly longer than what it is made of; who prints more makes others wait for the tokenizer.
 OUTPUT_BYTES, OUTPUT_FACTOR = 65_536, 4
@@ -44,7 +43,7 @@ def main() -> None:
     _close_doors()
     template: ChatTemplate | None = None
     while (request := _read()) is not None:
-        signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S if template else COMPILE_CPU_S)
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
         try:
             if template is None:
                 template, answer = _compiled(request)

@@ -49,6 +49,8 @@ class PlainEnvironment(jinja2.Environment):
 class ChatTemplate:
     """One template. Raises jinja2.TemplateError (TemplateSyntaxError) if it does not compile."""
 
+    state = "approved"
+
     def __init__(self, source: str, content_format: str = "auto", *, trusted: bool = False) -> None:
         kind = PlainEnvironment if trusted else jinja2.sandbox.ImmutableSandboxedEnvironment
         environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols])

