@@ -32,6 +32,7 @@ from warmfleet.prompt import PATHS
 from warmfleet.route import Router
 from warmfleet.settings import Settings, unknown_variables
 from warmfleet.static import StaticWorkers
+from warmfleet.trie import Trie
 from warmfleet.truth import TruthWatch
 from warmfleet.upstream import Addresses, Upstream
 from warmfleet_worker.endpoint import EndpointError, with_ca
@@ -73,7 +74,7 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
             executor = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
             templates = Templates(metrics, trust_all=settings.trust_templates, approved=settings.approved_templates)
             stack.push_async_callback(templates.close)
-            identities = Identities(executor, templates)
+            identities = Identities(executor, Trie(settings.trie_bytes), templates)
             stack.push_async_callback(_drain, router)
             await stack.enter_async_context(_background(pools, upstream, identities, settings, metrics))
             yield
