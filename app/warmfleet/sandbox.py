@@ -26,7 +26,7 @@ import markupsafe
 import warmfleet
 from warmfleet import sandbox_child
 from warmfleet.chat import Format, Message, NotReproducible
-from warmfleet.sandbox_child import DONE, HEAD_BYTES, LIMIT, output_limit
+from warmfleet.sandbox_child import DONE, HEAD_BYTES, MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +40,8 @@ WALL_S = 3.0  # CPU has a limit of its own: this one ends a process that is stop
 WAIT_S = 2.0  # for those before; then a request is routed by load
 MAX_WAITING = 64
 MAX_REQUEST_BYTES = 4 * 2**20
+#: A prompt is hardly longer than what it is made of; who prints more makes others wait for the tokenizer.
+OUTPUT_BYTES, OUTPUT_FACTOR = 65_536, 4
 STRIKES, WITHIN_S = 3, 60.0
 HOLD_S = 60.0, 600.0
 
@@ -81,16 +83,17 @@ class Child:
                 self._writer.write(len(request).to_bytes(HEAD_BYTES, "little") + request)
                 head = await self._reader.readexactly(1 + HEAD_BYTES)
                 size = int.from_bytes(head[1:], "little")
-                if size > output_limit(len(request)):
+                if size > OUTPUT_BYTES + OUTPUT_FACTOR * len(request):
                     raise LimitMet("output")
                 body = await self._reader.readexactly(size)
         except TimeoutError as error:
             raise LimitMet("stuck") from error
         except (asyncio.IncompleteReadError, OSError) as error:
+            self.process.kill()  # it may have closed the socket and live on; what it died of before stays known
             status = await asyncio.to_thread(self.process.wait)
             raise LimitMet("time" if status == -signal.SIGPROF else "crash") from error
-        if head[:1] == LIMIT:
-            raise LimitMet("output" if body == b"output" else "memory")
+        if head[:1] == MEMORY:
+            raise LimitMet("memory")
         return head[:1], body
 
     async def end(self) -> None:

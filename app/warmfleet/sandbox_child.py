@@ -14,26 +14,18 @@ import resource
 import signal
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from warmfleet.template import ChatTemplate
 
 CPU_S = 0.25  # of one render, or of compiling: 0.02 s are usual for that
 MEMORY_BYTES = 256 * 2**20
-#: A prompt is hardly longer than what it is made of; who prints more makes others wait for the tokenizer.
-OUTPUT_BYTES, OUTPUT_FACTOR = 65_536, 4
 HEAD_BYTES = 4
 
-#: An answer's first byte: the text (or the content format), why it cannot be rendered, or the limit that it met.
-DONE, REFUSED, LIMIT = b"=", b"-", b"!"
+#: An answer's first byte: the text (or the content format), why it cannot be rendered, or out of memory.
+DONE, REFUSED, MEMORY = b"=", b"-", b"!"
 Answer = tuple[bytes, str]
-Limit = Literal["memory", "output"]
-
-
-def output_limit(request_bytes: int) -> int:
-    """Most bytes that the answer to a request of this size may have."""
-    return OUTPUT_BYTES + OUTPUT_FACTOR * request_bytes
 
 
 def main() -> None:
@@ -49,14 +41,11 @@ def main() -> None:
                 template, answer = _compiled(request)
             else:
                 answer = _rendered(template, request)
+            body = answer[1].encode("utf-8", "surrogatepass")
         except MemoryError:
-            answer = LIMIT, "memory"
-        status, text = answer
-        body = text.encode("utf-8", "surrogatepass")
-        if len(body) > output_limit(len(request)):
-            status, body = LIMIT, b"output"
+            answer, body = (MEMORY, ""), b""
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(status + len(body).to_bytes(HEAD_BYTES, "little") + body)
+        _write(answer[0] + len(body).to_bytes(HEAD_BYTES, "little") + body)
 
 
 def _compiled(request: bytes) -> tuple[ChatTemplate | None, Answer]:
