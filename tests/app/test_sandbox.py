@@ -9,21 +9,18 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from warmfleet import sandbox
 from warmfleet.chat import Message, NotReproducible
-from warmfleet.metrics import Metrics
 from warmfleet.sandbox import Child, LimitMet, Sandboxed
-from warmfleet.template import ChatTemplate
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
 PLAIN = (
     "{%- if tools %}{{ tools | tojson(indent=2) }}{% endif -%}{{ bos_token }}"
@@ -35,20 +32,6 @@ WHEN = "{% if messages[-1].content == 'boom' %}MISCHIEF{% endif %}{{ messages[-1
 HOURS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 BOOM: list[Message] = [{"role": "user", "content": "boom"}]
 HELLO: list[Message] = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture
-async def started() -> AsyncIterator[Callable[..., Sandboxed]]:
-    """Makes sandboxes, ends their processes."""
-    made: list[Sandboxed] = []
-
-    def start(source: str, content_format: str = "auto") -> Sandboxed:
-        made.append(Sandboxed(source, content_format, "test", Metrics()))
-        return made[-1]
-
-    yield start
-    for one in made:
-        await one.end()
 
 
 def process(box: Sandboxed) -> psutil.Process:
@@ -66,61 +49,6 @@ async def refused(box: Sandboxed, messages: list[Message] = BOOM) -> str:
     with pytest.raises(NotReproducible) as caught:
         await box.render(messages, {}, {})
     return caught.value.reason
-
-
-# ------------------------------------------------ the same text
-
-
-@pytest.mark.parametrize(
-    ("messages", "arguments"),
-    [
-        ([{"role": "user", "content": "Zebra 中文 e\u0301 😀 <b>"}], {"add_generation_prompt": True}),
-        ([{"role": "user", "content": "lone \ud800 half"}], {"unknown": [1, {"a": None}]}),
-        (
-            [
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [
-                        {"function": {"arguments": {"n": 2**70, "f": 1.5e300, "nan": float("nan"), "ü": "\u2028"}}}
-                    ],
-                }
-            ],
-            {},
-        ),
-        ([{"role": "user", "content": "x" * 300_000}, {"role": "assistant", "content": "one "}], {}),
-        ([{"role": "assistant", "content": "one, two "}], {"continue_final_message": True}),
-    ],
-    ids=["unicode", "surrogate", "numbers", "large", "continued"],
-)
-async def test_the_text_is_what_this_process_would_make(
-    started: Callable[..., Sandboxed], messages: list[Message], arguments: dict[str, Any]
-) -> None:
-    fixed = {"tools": [{"type": "function", "function": {"name": "f", "parameters": None}}], "bos_token": "<s>"}
-    wanted = ChatTemplate(PLAIN, trusted=True).render(messages, arguments, fixed)
-    box = started(PLAIN)
-    assert await box.ready() == "string"
-    assert await box.render(messages, arguments, fixed) == wanted
-
-
-def far_away() -> str:
-    return datetime.now(timezone(timedelta(hours=13))).strftime("%d %H")
-
-
-async def test_the_clock_is_that_of_this_process(
-    started: Callable[..., Sandboxed], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TZ", "XYZ-13")
-    box = started("{{ strftime_now('%d %H') }}")
-    for _ in range(2):
-        before, text, after = far_away(), await box.render(HELLO, {}, {}), far_away()
-        assert text in (before, after)
-
-
-async def test_the_content_format_is_found_in_the_process(started: Callable[..., Sandboxed]) -> None:
-    parts = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
-    assert await started(parts).ready() == "openai"
-    assert await started(parts, "string").ready() == "string"
 
 
 # ------------------------------------------------ limits
