@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import struct
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from xxhash import xxh3_128
 
 from warmfleet.fleet.reservations import Chain
 from warmfleet_worker import cbor, wire
 from warmfleet_worker.wire import HASH_BYTES, Scheme
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 MAX_BLOCKS = 8_192  # of one chain: what decide accepts
 TABLE_TOKENS = 262_144  # ids with a ready CBOR form: the largest vocabularies in use
@@ -28,8 +30,9 @@ class Hasher:
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
-        self._table = _cbor_table() if scheme.algorithm == "sha256_cbor" else ()
-        self._array_head = b"\x58\x20", cbor_array_head(scheme.block_tokens)
+        self._new = hash_of(scheme.algorithm)
+        self._table = _cbor_table() if scheme.algorithm.endswith("_cbor") else ()
+        self._array_head = cbor.head(0x40, len(scheme.none_hash)), cbor_array_head(scheme.block_tokens)
 
     def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: tuple[str, str] | None = None) -> Chain:
         """The chain of a prompt, capped as the engine caps: its last token is always computed."""
@@ -38,24 +41,30 @@ class Hasher:
         if count and self._table and max(token_ids) < len(self._table):
             packed = self._cbor_chain(token_ids, count, salt, lora)
         else:
-            packed = wire.pack_hashes(wire.chain_hashes(self.scheme, token_ids[: count * size], None, salt, lora))
+            ids = token_ids[: count * size]
+            packed = wire.pack_hashes(wire.chain_hashes(self.scheme, ids, None, salt, lora, self._new))
         return Chain(self.scheme.scheme_id, size, packed)
 
     def _cbor_chain(
         self, token_ids: Sequence[int], count: int, salt: str | None, lora: tuple[str, str] | None
     ) -> bytes:
         # One block is 83 | bytes head, parent | array head, ids | extra keys; only parent and ids change.
-        size, form, sha256, join = self.scheme.block_tokens, self._table.__getitem__, hashlib.sha256, b"".join
+        size, form, new, join = self.scheme.block_tokens, self._table.__getitem__, self._new, b"".join
         head, array = b"\x83" + self._array_head[0], self._array_head[1]
         tail = cbor.encode(wire.extra_keys(self.scheme, salt, lora))
         rest = cbor.encode(wire.extra_keys(self.scheme, None, lora))
         previous, packed = self.scheme.none_hash, []
         for start in range(0, count * size, size):
             ids = join(map(form, token_ids[start : start + size]))
-            previous = sha256(head + previous + array + ids + tail).digest()
+            previous = new(head + previous + array + ids + tail).digest()
             packed.append(previous[-HASH_BYTES:])
             tail = rest
         return join(packed)
+
+
+def hash_of(algorithm: str) -> Callable[[bytes], Any]:
+    """What makes the hashes of one of vLLM's algorithms: SHA-256 or XXH3-128."""
+    return xxh3_128 if algorithm.startswith("xxhash") else hashlib.sha256
 
 
 def text_chain(text: bytes) -> Chain:
