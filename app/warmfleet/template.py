@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 #: Parameters of transformers' apply_chat_template that a request may set whether or not the template names them.
 BASE_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "documents"})
+_NAMES_OF_DICT = frozenset(dir(dict))
 #: Its parameters that end there: no template ever sees them.
 SWALLOWED = frozenset(
     {
@@ -48,8 +49,8 @@ class PlainEnvironment(jinja2.Environment):
     """For templates the operator trusts: no sandbox, and ``message.role`` looks into a plain dict first."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-            return obj[attribute]
+        if type(obj) is dict and attribute not in _NAMES_OF_DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
 
