@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 
 from warmfleet.fleet.reservations import Chain
 from warmfleet_worker import cbor, wire
-from warmfleet_worker.wire import HASH_BYTES, Scheme
+from warmfleet_worker.wire import DIGEST_BYTES, HASH_BYTES, Scheme
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class Hasher:
         self.start = Tip(scheme.none_hash)
         self._new = hash_of(scheme.algorithm)
         self._table = _cbor_table() if scheme.algorithm.endswith("_cbor") else ()
-        self._head = b"\x83" + cbor.head(0x40, len(scheme.none_hash))
+        self._head = b"\x83" + cbor.head(0x40, DIGEST_BYTES[scheme.algorithm])
         self._array_head = cbor_array_head(scheme.block_tokens)
 
     def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None) -> Chain:
@@ -90,11 +90,13 @@ class Hasher:
         later = cbor.encode(wire.extra_keys(self.scheme, None, lora)) if lora is not None else NO_KEYS
         forms = itemgetter(*ids, 0)(self._table)[:-1]  # of every id, in one call; the 0: of one id it would be no tuple
         groups = zip(repeat(self._array_head), *[iter(forms)] * size, repeat(later), strict=False)
-        blocks, digests = list(map(join, groups)), []
+        blocks = list(map(join, groups))
         if salt is not None:
             first = cbor.encode(wire.extra_keys(self.scheme, salt, lora))
             blocks[0] = blocks[0][: len(blocks[0]) - len(later)] + first
-        for block in blocks:
+        previous = new(b"\x83" + cbor.encode(previous) + blocks[0]).digest()  # a NONE_HASH may be longer than a digest
+        digests = [previous]
+        for block in blocks[1:]:
             previous = new(head + previous + block).digest()
             digests.append(previous)
         return digests

@@ -76,7 +76,11 @@ def announced(algorithm: str, block_tokens: int, lookahead: int = 0) -> dict[str
 
 def run(folder: Path, seed: str | None) -> dict[str, Any]:
     path = (str(folder.resolve()), str(ROOT / "worker_plugin"), os.environ.get("PYTHONPATH", ""))
-    environment = os.environ | {"PYTHONPATH": ":".join(path), "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = os.environ | {
+        "PYTHONPATH": ":".join(path),
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     environment.pop("PYTHONHASHSEED", None)
     environment |= {} if seed is None else {"PYTHONHASHSEED": seed}
     command = [str(ROOT / ".venv-vllm" / "bin" / "python"), __file__, "--inside", seed or ""]

@@ -229,9 +229,9 @@ class Scheme:
             raise WireError(f"malformed scheme: {error}") from error
         if scheme.algorithm not in DIGEST_BYTES or scheme.extra_keys not in ("tagged", "plain"):
             raise WireError(f"unknown scheme {scheme.algorithm}/{scheme.extra_keys}")
-        digest_bytes = DIGEST_BYTES[scheme.algorithm]
-        if not 1 <= scheme.block_tokens <= 4_096 or len(scheme.none_hash) != digest_bytes:
-            raise WireError(f"scheme out of range: block_tokens 1..4096, none_hash {digest_bytes} bytes")
+        lengths = (DIGEST_BYTES[scheme.algorithm], 32)  # vLLM 0.28 takes 32 random bytes for any algorithm
+        if not 1 <= scheme.block_tokens <= 4_096 or len(scheme.none_hash) not in lengths:
+            raise WireError(f"scheme out of range: block_tokens 1..4096, none_hash one of {lengths} bytes")
         return scheme
 
     @cached_property
@@ -289,6 +289,7 @@ def extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -
 
 
 def _pickle_payload(parent: bytes, tokens: tuple[int, ...], extra: tuple[Any, ...] | None) -> bytes:
+    # Not exact for an adapter named by the very letter that is its path or the salt: pickle writes one object once.
     return pickle.dumps((parent, tokens, extra), protocol=5)
 
 
