@@ -55,7 +55,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
     async with (
         engine(model) as upstream,
         replica(valkey_url, model, probe_timeout_s=0.3) as router,
-        worker(valkey_url, model, upstream.url, Tracker(), BOMB),
+        worker(valkey_url, model, upstream.url, Tracker(), template=BOMB),
     ):
         await exact(router)
         await router.routable(1)
@@ -92,7 +92,7 @@ async def test_approving_takes_a_template_in_and_revoking_puts_it_out(valkey_url
     async with (
         engine("served") as upstream,
         replica(valkey_url, model, probe_timeout_s=0.3) as router,
-        worker(valkey_url, model, upstream.url, Tracker(), PLAIN),
+        worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN),
     ):
         await exact(router)
         await router.routable(1)
@@ -112,7 +112,7 @@ async def test_a_setting_approves(valkey_url: str, model: str) -> None:
     async with (
         engine("served") as upstream,
         replica(valkey_url, model, approved_templates=(sha256(PLAIN),)) as router,
-        worker(valkey_url, model, upstream.url, Tracker(), PLAIN),
+        worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN),
     ):
         await exact(router)
         assert await state(router) == "approved"
