@@ -28,11 +28,14 @@ UNFORESEEABLE = {
     "truncate_prompt_tokens": "truncation",
     "mm_processor_kwargs": "parts",
 }
+#: Fields for which the engine needs the prompt's text itself: such a request is never handed off as token ids.
+TEXT_ONLY = ("echo", "suffix", "return_prompt_text")
 
 
 @dataclass(slots=True)
 class Request:
-    """What routing needs of a body. ``unforeseen``: why the prompt cannot be known, else empty.
+    """What routing needs of a body. ``unforeseen``: why the prompt cannot be known, else empty. ``text_only``: the
+    engine needs the prompt's text to answer.
 
     prompts: completions only, each a text or token ids. arguments: for the chat template. size_bytes: of the body.
     """
@@ -51,6 +54,7 @@ class Request:
     tool_choice: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
     size_bytes: int = 0
+    text_only: bool = False
 
     @property
     def path(self) -> str:
@@ -84,6 +88,7 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
         salt=_typed(data, "cache_salt", str, None) or None,
         add_special_tokens=_typed(data, "add_special_tokens", bool, endpoint == "completions"),
         unforeseen=_unforeseen(data),
+        text_only=any(data.get(name) not in (None, False) for name in TEXT_ONLY),
     )
     if endpoint == "completions":
         request.prompts = [] if request.unforeseen == "embeds" else _prompts(data)

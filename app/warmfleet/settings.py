@@ -79,6 +79,9 @@ class Settings:
     probe_timeout_s: float = _setting(5.0, "a join probe's blocks must show in its worker's stream within this")
     inline_characters: int = _setting(2_000, "longer texts are tokenised in a thread; x50 with the fast engine")
     mirror_checkpoints: int = _setting(20_000, "checkpoints remembered for one approximate worker")
+    token_handoff: bool = _setting(
+        True, "engines that can are given the token ids made here, and do not tokenise again"
+    )
     trust_templates: bool = _setting(False, "workers' chat templates run outside the sandbox, a third of the cost")
 
     @classmethod
