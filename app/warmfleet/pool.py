@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from warmfleet.handoff import Ability
     from warmfleet.identity import Identity
     from warmfleet.prompt import Request
+    from warmfleet.trie import Prompt
 
 MAX_SCHEMES = 4  # what decide accepts
 SUSPECT_S = 3.0  # a worker that failed a request is passed over; the fleet needs a TTL to see it
@@ -56,7 +57,7 @@ class View:
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A request as a decision needs it. kind: how it was identified: ``exact``, ``text`` or ``load`` (``reason``).
-    ids: of every prompt, if that is ``exact``; ``identity_key`` is what they were made with.
+    ids: every prompt's, if that is ``exact``; ``identity_key`` is what they were made with.
     """
 
     chains: tuple[Chain, ...]
@@ -65,7 +66,7 @@ class Shape:
     kind: str
     reason: str = ""
     prompts: int = 1
-    ids: tuple[Sequence[int], ...] | None = None
+    ids: tuple[Prompt, ...] = ()
     identity_key: str = ""
 
     @property
@@ -160,17 +161,16 @@ class Pool:
         if view.identity is None and not view.text:
             raise NotReproducible("no_identity")
         chains: tuple[Chain, ...] = ()
-        tokens, kind, made, key = 0, "text", None, ""
+        made: tuple[Prompt, ...] = ()
+        tokens, kind, key = 0, "text", ""
         if view.identity is not None:
             known, kind, key = view.identity, "exact", view.identity.key
             adapter = request.model if request.model != self.name else ""
             lora = (adapter, known.loras[adapter]) if adapter in known.loras else None
-            prompts = await known.token_ids(request, inline_characters)
+            prompts = await known.prompts(request, view.hashers, lora, inline_characters)
+            chains = next(one.chains for one in prompts if one.chains or not view.hashers)
+            tokens = max(1, sum(one.tokens for one in prompts))
             made = tuple(prompts)
-            # Of several prompts in one request the longest decides where it goes; all of them are booked.
-            ids = max(prompts, key=len)
-            chains = tuple(hasher.chain(ids, request.salt, lora) for hasher in view.hashers)
-            tokens = max(1, sum(map(len, prompts)))
         if view.text:
             texts = identity.canonical_text(request)
             chains = (*chains[: MAX_SCHEMES - 1], blocks.text_chain(max(texts, key=len)))

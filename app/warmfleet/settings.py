@@ -77,7 +77,8 @@ class Settings:
         5.0, "time between two health checks of an approximate worker; of all while heartbeats are not heard"
     )
     probe_timeout_s: float = _setting(5.0, "a join probe's blocks must show in its worker's stream within this")
-    inline_characters: int = _setting(2_000, "longer texts are tokenised in a thread; x50 with the fast engine")
+    inline_characters: int = _setting(2_000, "longer new texts are tokenised in a thread; x20 with the fast engine")
+    trie_bytes: int = _setting(268_435_456, "bound of the prompt trie: ids and hashes of earlier prompts, about")
     mirror_checkpoints: int = _setting(20_000, "checkpoints remembered for one approximate worker")
     token_handoff: bool = _setting(
         True, "engines that can are given the token ids made here, and do not tokenise again"
