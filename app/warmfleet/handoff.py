@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pool import Shape, View
     from warmfleet.prompt import Endpoint, Request
+    from warmfleet.trie import Prompt
 
 logger = logging.getLogger("warmfleet.handoff")
 
@@ -64,9 +65,9 @@ def ability(worker: WorkerView, identity_key: str) -> Ability | None:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The ids of one request's prompts, and what made them. ``reason``: why none are to be handed off, else empty."""
+    """One request's prompts as ids, and what made them. ``reason``: why none are to be handed off, else empty."""
 
-    ids: tuple[Sequence[int], ...] = ()
+    prompts: tuple[Prompt, ...] = ()
     identity_key: str = ""
     reason: str = ""
 
@@ -78,9 +79,9 @@ def offer(request: Request, shape: Shape) -> Offer:
     """What could be handed off of this request, to a worker that takes it."""
     if request.text_only:
         return Offer(reason="text")
-    if request.prompts and all(isinstance(prompt, list) for prompt in request.prompts):
-        return Offer(reason="ids")
-    if not shape.ids or not shape.identity_key or not all(shape.ids):
+    if any(isinstance(prompt, list) for prompt in request.prompts):
+        return Offer(reason="ids")  # an engine may refuse texts and ids in one request
+    if not shape.ids or not shape.identity_key or not all(one.tokens for one in shape.ids):
         return NOTHING
     return Offer(shape.ids, shape.identity_key)
 
@@ -99,7 +100,7 @@ class Handoff:
         if not self._enabled:
             return None
         reason = given.reason or self._against(given, endpoint, view, worker_id)
-        made = None if reason else spliced(endpoint, raw, given.ids)
+        made = None if reason else spliced(endpoint, raw, [one.json() for one in given.prompts])
         self._results.labels(reason or ("body" if made is None else "used")).inc()
         return made
 
@@ -121,7 +122,7 @@ class Handoff:
             return "stale"
         if self._paused_until.get(worker_id, now) > now:
             return "paused"
-        if max(map(len, given.ids)) >= able.limit_tokens:
+        if max(one.tokens for one in given.prompts) >= able.limit_tokens:
             return "length"  # the engine words its refusal by what it was given
         if len(self._requests) >= MAX_WORKERS:
             self._requests.clear()
@@ -129,17 +130,19 @@ class Handoff:
         return "" if count % CHECK_EVERY else "check"
 
 
-def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[Sequence[int]]) -> bytes | None:
-    """``raw`` (JSON that was parsed before, an object) with the ids in it. None if it is too odd to find the place."""
-    lists = [one if isinstance(one, list) else list(one) for one in ids]
+def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[bytes]) -> bytes | None:
+    """``raw`` (JSON that was parsed before, an object) with the ids in it, a JSON list for each prompt.
+
+    None if it is too odd to find the place.
+    """
     if endpoint == "chat":
         end = raw.rindex(b"}")  # of two equal keys the last one counts, here and in the engine
-        return b'%b,"kv_transfer_params":{"prompt_token_ids":%b}%b' % (raw[:end], orjson.dumps(lists[0]), raw[end:])
+        return b'%b,"kv_transfer_params":{"prompt_token_ids":%b}%b' % (raw[:end], ids[0], raw[end:])
     span = value_span(raw, "prompt")
     if span is None:
         return None
     start, end = span
-    value = orjson.dumps(lists[0] if raw[start] == _QUOTE else lists)
+    value = ids[0] if raw[start] == _QUOTE else b"[%b]" % b",".join(ids)
     return b"%b%b%b" % (raw[:start], value, raw[end:])
 
 

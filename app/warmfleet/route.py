@@ -38,7 +38,7 @@ MAX_UNSETTLED = 10_000
 @dataclass(slots=True)
 class Call:
     """One request of a client. headers: what is passed on to the worker. ``complete``: its answer is on the way out.
-    ``offer``: its token ids, until the answer begins.
+    ``offer``: its token ids.
     """
 
     endpoint: Endpoint
@@ -85,7 +85,7 @@ class Router:
         pool = await self.pools.find(request.model)
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
         self._count(shape)
-        call.offer, shape = offer(request, shape), replace(shape, ids=None)
+        call.offer = offer(request, shape)
         exclude = pool.suspects()
         gone: UpstreamGone | None = None
         deaths = 0
@@ -202,7 +202,7 @@ class Router:
             )
 
             def first_byte(*, streams: bool) -> None:
-                call.started, call.offer = True, NOTHING
+                call.started = True
                 self._metrics.first_byte_seconds.observe(time.perf_counter() - call.began)
                 self._metrics.requests.labels(call.endpoint, str(answer.status), trip.word).inc()
                 if streams and trip.tells_start and trip.reservation in pool.open:

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import orjson
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
@@ -21,14 +23,14 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Chain
 
 NODE_BYTES = 900  # of objects, beside text, ids and hashes
-TOKEN_BYTES = 4
+TOKEN_BYTES = 11  # an id, and its digits once they are asked for
 ONE_PROMPT = 4  # a prompt may fill this part of the trie: the rest belongs to others
 
 
 class Node:
     """One piece. key: its text and as much behind it as says that it ends there. hashes, tips: one for each hasher."""
 
-    __slots__ = ("children", "hashes", "ids", "key", "latest", "parent", "size", "tips", "tokens")
+    __slots__ = ("_digits", "children", "hashes", "ids", "key", "latest", "parent", "size", "tips", "tokens")
 
     def __init__(
         self,
@@ -42,7 +44,15 @@ class Node:
         self.parent, self.key, self.size, self.ids, self.hashes, self.tips = parent, key, size, ids, hashes, tips
         self.tokens: int = (parent.tokens if parent else 0) + len(ids)
         self.children: dict[Hashable, Node] = {}
+        self._digits: bytes | None = None
         self.latest: Node | None = None  # the child that was met last: compared before any cut is looked for
+
+    @property
+    def digits(self) -> bytes:
+        """The ids as they stand in a JSON list; written once."""
+        if self._digits is None:
+            self._digits = _digits(self.ids)
+        return self._digits
 
     @property
     def cost(self) -> int:
@@ -53,11 +63,15 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a request as the engines see it: ids in pieces, and a chain for each hasher."""
+    """One prompt of a request as the engines see it: ids in pieces, and a chain for each hasher.
+
+    nodes: the first of the pieces, as far as they are kept.
+    """
 
     parts: tuple[array[int], ...]
     tokens: int
     chains: tuple[Chain, ...]
+    nodes: tuple[Node, ...] = ()
 
     @property
     def ids(self) -> list[int]:
@@ -65,6 +79,11 @@ class Prompt:
         for part in self.parts:
             whole += part
         return whole.tolist()
+
+    def json(self) -> bytes:
+        """The ids as a JSON list, at the cost of those that no earlier prompt had."""
+        pieces = [node.digits for node in self.nodes] + [_digits(part) for part in self.parts[len(self.nodes) :]]
+        return b"[%b]" % b",".join([piece for piece in pieces if piece])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +158,7 @@ class Trie:
             )
             for k, hasher in enumerate(reading.hashers)
         )
-        return Prompt((*[one.ids for one in path], tail), tokens, chains)
+        return Prompt((*[one.ids for one in path], tail), tokens, chains, tuple(path))
 
     def _root(self, reading: Reading) -> Node:
         return _grown(self._top, reading.key, 0, reading.prefix, reading)
@@ -175,6 +194,10 @@ class Trie:
             parent.children.pop(node.key, None)
             if parent.latest is node:
                 parent.latest = None
+
+
+def _digits(ids: array[int]) -> bytes:
+    return orjson.dumps(ids.tolist())[1:-1]
 
 
 def _grown(parent: Node, key: Hashable, size: int, ids: array[int], reading: Reading) -> Node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -20,6 +21,7 @@ from warmfleet.fleet import LoadRow, WorkerView
 from warmfleet.handoff import CHECK_EVERY, NOTHING, Ability, Handoff, Offer, ability, offer, spliced
 from warmfleet.metrics import Metrics
 from warmfleet.pool import Shape, View
+from warmfleet.trie import Prompt
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.wire import chain_hashes, pack_hashes
 
@@ -122,7 +124,7 @@ def differs_in_one_key(looks: int, body: list[tuple[str, Any]], own: Any, rng: r
     raw, numbers = text.encode("utf-8", "surrogatepass"), [str(one) for one in ids]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handoff, "MAX_LOOKS", looks)
-        completion, chat = spliced("completions", raw, (ids,)), spliced("chat", raw, (ids,))
+        completion, chat = spliced("completions", raw, [orjson.dumps(ids)]), spliced("chat", raw, [orjson.dumps(ids)])
     where = place(text, "prompt")
     assert where is not None
     start, end = where
@@ -142,18 +144,18 @@ def differs_in_one_key(looks: int, body: list[tuple[str, Any]], own: Any, rng: r
 @pytest.mark.parametrize("prompt_text", ['\\"' * 2_000, "\\\\" * 2_000, '"' * 300 + "\\" * 65 + '"', "\\" * 64 + "é"])
 def test_texts_full_of_escapes(prompt_text: str) -> None:
     raw = json.dumps({"a": prompt_text, "prompt": prompt_text, "b": prompt_text}).encode()
-    made = spliced("completions", raw, ([1, 2],))
-    assert made is not None
-    assert json.loads(made) == {"a": prompt_text, "prompt": [1, 2], "b": prompt_text}
+    done = spliced("completions", raw, [b"[1,2]"])
+    assert done is not None
+    assert json.loads(done) == {"a": prompt_text, "prompt": [1, 2], "b": prompt_text}
 
 
 def test_a_body_that_would_take_long_is_left_alone() -> None:
     for odd in (b"[" * 5_000 + b"]" * 5_000, b"{" + b",".join([b'"x":1'] * 5_000) + b"}"):
-        assert spliced("completions", b'{"x":' + odd + b',"prompt":"a"}', ([1],)) is None
+        assert spliced("completions", b'{"x":' + odd + b',"prompt":"a"}', [b"[1]"]) is None
     many = b"{" + b",".join([b'"x":1'] * 5_000) + b',"prompt":"a"}'
     began = time.process_time()
-    assert spliced("completions", many, ([1],)) is None
-    assert spliced("completions", b'{"prompt":"' + b'\\"' * 1_500_000 + b'"}', ([1],)) == b'{"prompt":[1]}'
+    assert spliced("completions", many, [b"[1]"]) is None
+    assert spliced("completions", b'{"prompt":"' + b'\\"' * 1_500_000 + b'"}', [b"[1]"]) == b'{"prompt":[1]}'
     assert time.process_time() - began < 0.5
 
 
@@ -166,11 +168,15 @@ def view(proof_: str = "proven", age_s: float = 0.0, *, routable: bool = True, *
     return View((one,), handoff={"a.0": able} if able else {}, read_at=time.monotonic() - age_s)
 
 
+def made(*prompts: list[int]) -> tuple[Prompt, ...]:
+    return tuple(Prompt((array("I", ids[:1]), array("I", ids[1:])), len(ids), ()) for ids in prompts)
+
+
 def handed(seen: View, request: dict[str, Any], endpoint: Endpoint = "completions", **more: Any) -> str:
     """The result that is counted for the second request of its kind; the first is a check."""
     raw, metrics = json.dumps(request).encode(), Metrics()
     parsed = prompt.parse(endpoint, raw, ("kv_transfer_params",))
-    shape = Shape((), 3, 0, "exact", **({"ids": ([5, 6, 7],), "identity_key": "key"} | more))
+    shape = Shape((), 3, 0, "exact", **({"ids": made([5, 6, 7]), "identity_key": "key"} | more))
     desk = Handoff(metrics, enabled=True)
     results = []
     for _ in range(2):
@@ -207,14 +213,14 @@ TEXT = {"prompt": "abc"}
         ("worker", {}, TEXT, {"identity_key": "another"}),
         ("stale", {"age_s": 6.0}, TEXT, {}),
         ("length", {"max_model_len": 3}, TEXT, {}),
-        ("unknown", {}, TEXT, {"ids": None}),
-        ("unknown", {}, TEXT, {"ids": ([1], [])}),
+        ("unknown", {}, TEXT, {"ids": ()}),
+        ("unknown", {}, TEXT, {"ids": made([1], [])}),
         ("unknown", {}, TEXT, {"identity_key": ""}),
         ("text", {}, TEXT | {"echo": True}, {}),
-        ("text", {}, TEXT | {"suffix": ""}, {}),
         ("text", {}, TEXT | {"return_prompt_text": True}, {}),
         ("ids", {}, {"prompt": [5, 6, 7]}, {}),
         ("ids", {}, {"prompt": [[5, 6, 7], [8]]}, {}),
+        ("ids", {}, {"prompt": ["abc", [8]]}, {}),
         ("body", {}, TEXT | {"x": json.loads("[" * 300 + "]" * 300)}, {}),
     ],
 )
@@ -231,6 +237,7 @@ def test_what_cannot_be_foreseen_has_no_ids() -> None:
         "prompt_embeds": "x",
         "prompt_logprobs": 1,
         "truncate_prompt_tokens": 3,
+        "suffix": "x",
         "kv_transfer_params": {"do_remote_decode": True},
     }.items():
         body = json.dumps({"prompt": "abc", field: value}).encode()
@@ -240,8 +247,8 @@ def test_what_cannot_be_foreseen_has_no_ids() -> None:
 def test_one_request_of_sixteen_goes_as_text() -> None:
     desk, seen, results = Handoff(Metrics(), enabled=True), view(), list[bool]()
     for _ in range(2 * CHECK_EVERY):
-        made = desk.body(Offer(([1, 2],), "key"), "completions", b'{"prompt":"a"}', seen, "a.0")
-        results.append(made is None)
+        body = desk.body(Offer(made([1, 2]), "key"), "completions", b'{"prompt":"a"}', seen, "a.0")
+        results.append(body is None)
     assert results == ([True] + [False] * (CHECK_EVERY - 1)) * 2
 
 
@@ -249,9 +256,9 @@ def test_it_can_be_turned_off() -> None:
     metrics = Metrics()
     desk = Handoff(metrics, enabled=False)
     for _ in range(3):
-        assert desk.body(Offer(([1, 2],), "key"), "completions", b'{"prompt":"a"}', view(), "a.0") is None
+        assert desk.body(Offer(made([1, 2]), "key"), "completions", b'{"prompt":"a"}', view(), "a.0") is None
     assert counts(metrics) == {}
-    assert NOTHING.ids == ()
+    assert NOTHING.prompts == ()
     assert ability(view().workers[0], "key") == Ability("key", frozenset({"completions", "chat"}), 4_096)
 
 
