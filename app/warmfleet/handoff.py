@@ -65,11 +65,15 @@ def ability(worker: WorkerView, identity_key: str) -> Ability | None:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One request's prompts as ids, and what made them. ``reason``: why none are to be handed off, else empty."""
+    """One request's prompts as ids, and what made them. ``reason``: why none are to be handed off, else empty.
+
+    characters: of a single text, as a completion has it.
+    """
 
     prompts: tuple[Prompt, ...] = ()
     identity_key: str = ""
     reason: str = ""
+    characters: int = 0
 
 
 NOTHING = Offer(reason="unknown")
@@ -83,7 +87,8 @@ def offer(request: Request, shape: Shape) -> Offer:
         return Offer(reason="ids")  # an engine may refuse texts and ids in one request
     if not shape.ids or not shape.identity_key or not all(one.tokens for one in shape.ids):
         return NOTHING
-    return Offer(shape.ids, shape.identity_key)
+    text = request.prompts[0] if len(request.prompts) == 1 else ""
+    return Offer(shape.ids, shape.identity_key, characters=len(text))
 
 
 class Handoff:
@@ -100,7 +105,7 @@ class Handoff:
         if not self._enabled:
             return None
         reason = given.reason or self._against(given, endpoint, view, worker_id)
-        made = None if reason else spliced(endpoint, raw, [one.json() for one in given.prompts])
+        made = None if reason else spliced(endpoint, raw, [one.json() for one in given.prompts], given.characters)
         self._results.labels(reason or ("body" if made is None else "used")).inc()
         return made
 
@@ -130,15 +135,15 @@ class Handoff:
         return "" if count % CHECK_EVERY else "check"
 
 
-def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[bytes]) -> bytes | None:
+def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[bytes], characters: int = 0) -> bytes | None:
     """``raw`` (JSON that was parsed before, an object) with the ids in it, a JSON list for each prompt.
 
-    None if it is too odd to find the place.
+    None if it is too odd to find the place. characters: of the prompt, if it is one text.
     """
     if endpoint == "chat":
         end = raw.rindex(b"}")  # of two equal keys the last one counts, here and in the engine
         return b'%b,"kv_transfer_params":{"prompt_token_ids":%b}%b' % (raw[:end], ids[0], raw[end:])
-    span = value_span(raw, "prompt")
+    span = value_span(raw, "prompt", characters)
     if span is None:
         return None
     start, end = span
@@ -146,10 +151,11 @@ def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[bytes]) -> bytes | Non
     return b"%b%b%b" % (raw[:start], value, raw[end:])
 
 
-def value_span(raw: bytes, key: str) -> tuple[int, int] | None:
+def value_span(raw: bytes, key: str, characters: int = 0) -> tuple[int, int] | None:
     """Where the value of ``key`` begins and ends in a JSON object: of the last one that is not nested, which counts.
 
-    None if there is none, or if more than MAX_MARKS strings and brackets would have to be looked at.
+    None if there is none, or if more than MAX_MARKS strings and brackets would have to be looked at. characters: of
+    that value, if it is a string: so much need not be looked at.
     """
     text = _Text(raw)
     found, at = None, raw.index(b"{") + 1
@@ -159,16 +165,17 @@ def value_span(raw: bytes, key: str) -> tuple[int, int] | None:
             return found
         end = text.string_end(begin)
         start = _position(_NOT_SPACE, raw, raw.index(b":", end) + 1)
+        name = raw[begin:end]
+        ours = (orjson.loads(name) if b"\\" in name else name[1:-1].decode()) == key
         if raw[start] == _QUOTE:
-            at = text.string_end(start)
+            at = (ours and text.far_end(start, characters)) or text.string_end(start)
         elif raw[start] in _OPENING:
             at = text.nested_end(start)
         else:
             at = _position(_VALUE_ENDS, raw, start)
         if at < 0:
             return None
-        name = raw[begin:end]
-        if (orjson.loads(name) if b"\\" in name else name[1:-1].decode()) == key:
+        if ours:
             found = start, at
     return None
 
@@ -180,6 +187,17 @@ class _Text:
         self.raw = raw
         self._plain = False  # no escaped quote is left in it
         self._looks = MAX_LOOKS
+
+    def far_end(self, start: int, characters: int) -> int:
+        """What ``string_end`` says, found at once if the string has so many characters; 0 if not."""
+        if characters < MAX_LOOKS:
+            return 0
+        try:
+            end = self.string_end(start + characters)
+            orjson.loads(self.raw[start:end])  # one whole string: then it ends nowhere else
+        except ValueError:  # not the one that was parsed, but an earlier one of the same name
+            return 0
+        return end
 
     def string_end(self, start: int) -> int:
         """After the quote that ends the string which begins at ``start``."""

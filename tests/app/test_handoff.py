@@ -124,7 +124,9 @@ def differs_in_one_key(looks: int, body: list[tuple[str, Any]], own: Any, rng: r
     raw, numbers = text.encode("utf-8", "surrogatepass"), [str(one) for one in ids]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handoff, "MAX_LOOKS", looks)
-        completion, chat = spliced("completions", raw, [orjson.dumps(ids)]), spliced("chat", raw, [orjson.dumps(ids)])
+        value = json.loads(raw)["prompt"]
+        completion = spliced("completions", raw, [orjson.dumps(ids)], len(value) if isinstance(value, str) else 0)
+        chat = spliced("chat", raw, [orjson.dumps(ids)])
     where = place(text, "prompt")
     assert where is not None
     start, end = where
@@ -144,9 +146,17 @@ def differs_in_one_key(looks: int, body: list[tuple[str, Any]], own: Any, rng: r
 @pytest.mark.parametrize("prompt_text", ['\\"' * 2_000, "\\\\" * 2_000, '"' * 300 + "\\" * 65 + '"', "\\" * 64 + "é"])
 def test_texts_full_of_escapes(prompt_text: str) -> None:
     raw = json.dumps({"a": prompt_text, "prompt": prompt_text, "b": prompt_text}).encode()
-    done = spliced("completions", raw, [b"[1,2]"])
+    done = spliced("completions", raw, [b"[1,2]"], len(prompt_text))
     assert done is not None
     assert json.loads(done) == {"a": prompt_text, "prompt": [1, 2], "b": prompt_text}
+
+
+def test_of_two_prompts_the_last_is_replaced() -> None:
+    short, long = b'"' + b'ab\\"' * 150 + b'"', b'"' + b"c" * 2_000 + b'"'
+    for first, last in ((short, long), (long, short)):
+        body = b'{"prompt":%b, "x":["a","b"],"prompt" : %b}'
+        raw = body % (first, last)
+        assert spliced("completions", raw, [b"[1]"], len(json.loads(raw)["prompt"])) == body % (first, b"[1]")
 
 
 def test_a_body_that_would_take_long_is_left_alone() -> None:

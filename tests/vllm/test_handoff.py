@@ -124,9 +124,10 @@ config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8
 async def test_nor_with_parsers_tools_in_the_template_and_adapters(vllm_store: str, tmp_path: Path) -> None:
     template, adapter, tag = tmp_path / "template.jinja", tmp_path / "adapter", f"{TAG}#parsers"
     template.write_text(TEMPLATE)
-    await asyncio.to_thread(subprocess.run, [VENV / "bin" / "python", "-c", ADAPTER, adapter], check=True)
-    arguments = ("--chat-template", str(template), "--reasoning-parser", "granite", "--enable-auto-tool-choice")
-    arguments += ("--tool-call-parser", "hermes", "--enable-lora", "--lora-modules", f"adapter={adapter}")
+    await asyncio.to_thread(subprocess.check_call, [VENV / "bin" / "python", "-c", ADAPTER, adapter])
+    parsers = ("--reasoning-parser", "granite", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    lora = ("--enable-lora", "--lora-modules", f"adapter={adapter}")
+    arguments = ("--chat-template", str(template), *parsers, *lora)
     options = EngineOptions(vllm_store, "vllm-p", tag, BLOCKS, arguments=arguments)
     adapted = {f"adapter, {name}": one._replace(body=one.body | {"model": "adapter"}) for name, one in FEATURES.items()}
     with running(options) as [engine]:
