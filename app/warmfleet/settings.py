@@ -86,6 +86,9 @@ class Settings:
         (), "sha256 of chat templates that may run in this process, besides those of `warmfleet artifacts approve`"
     )
     trust_templates: bool = _setting(False, "all chat templates that workers bring may run in this process")
+    token_handoff: bool = _setting(
+        True, "engines that can are given the token ids made here, and do not tokenise again"
+    )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import orjson
+
 from warmfleet.blocks import MAX_BLOCKS, Tip
 from warmfleet_worker.wire import HASH_BYTES, pack_hashes
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Chain
 
 NODE_BYTES = 900  # of objects, beside text, ids and hashes
-TOKEN_BYTES = 4
+TOKEN_BYTES = 11  # an id, and its digits once they are asked for
 ONE_PROMPT = 4  # a prompt may fill this part of the trie: the rest belongs to others
 
 
@@ -34,7 +36,7 @@ class Node:
     hashes, tips: one for each hasher; set once, before the node is in the trie.
     """
 
-    __slots__ = ("children", "hashes", "ids", "key", "latest", "parent", "size", "tips", "tokens")
+    __slots__ = ("_digits", "children", "hashes", "ids", "key", "latest", "parent", "size", "tips", "tokens")
 
     def __init__(self, parent: Node | None, key: Hashable, size: int, ids: array[int]) -> None:
         self.parent, self.key, self.size, self.ids = parent, key, size, ids
@@ -42,7 +44,15 @@ class Node:
         self.hashes: list[bytes] = []
         self.tips: list[Tip] = []
         self.children: dict[Hashable, Node] = {}
+        self._digits: bytes | None = None
         self.latest: Node | None = None  # the child that was met last: compared before any cut is looked for
+
+    @property
+    def digits(self) -> bytes:
+        """The ids as they stand in a JSON list; written once."""
+        if self._digits is None:
+            self._digits = _digits(self.ids)
+        return self._digits
 
     @property
     def cost(self) -> int:
@@ -55,13 +65,14 @@ class Node:
 class Prompt:
     """One prompt of a request as the engines see it: ids in pieces, and a chain for each hasher.
 
-    known_tokens: of these, how many were known before.
+    known_tokens: of these, how many were known before. nodes: the first of the pieces, as far as they are kept.
     """
 
     parts: Sequence[array[int]]
     tokens: int
     chains: tuple[Chain, ...]
     known_tokens: int = 0
+    nodes: Sequence[Node] = ()
 
     @property
     def ids(self) -> list[int]:
@@ -69,6 +80,11 @@ class Prompt:
         for part in self.parts:
             whole += part
         return whole.tolist()
+
+    def json(self) -> bytes:
+        """The ids as a JSON list, at the cost of those that no earlier prompt had."""
+        pieces = [node.digits for node in self.nodes] + [_digits(part) for part in self.parts[len(self.nodes) :]]
+        return b"[%b]" % b",".join([piece for piece in pieces if piece])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +149,7 @@ class Trie:
         tail = reading.encode(text[at:]) + reading.suffix
         chains = tuple([_chain(k, hasher, path, known, tail, reading) for k, hasher in enumerate(reading.hashers)])
         self._keep(path, known)
-        return Prompt([*[one.ids for one in path], tail], node.tokens + len(tail), chains, path[known - 1].tokens)
+        return Prompt([*[one.ids for one in path], tail], node.tokens + len(tail), chains, path[known - 1].tokens, path)
 
     def _root(self, reading: Reading) -> Node:
         root = Node(self._top, reading.key, 0, reading.prefix)
@@ -174,6 +190,10 @@ class Trie:
             parent.children.pop(node.key, None)
             if parent.latest is node:
                 parent.latest = None
+
+
+def _digits(ids: array[int]) -> bytes:
+    return orjson.dumps(ids.tolist())[1:-1]
 
 
 def _chain(k: int, hasher: Hasher, path: list[Node], known: int, tail: array[int], reading: Reading) -> Chain:
