@@ -36,7 +36,10 @@ FALLBACK_BLOCKS = 16  # of the prefix that the fallback's hash looks at
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known."""
+    """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known.
+
+    reference: a worker that brought what most of them brought; None: nobody did, or the settings name a tokenizer.
+    """
 
     workers: tuple[WorkerView, ...] = ()
     identity: Identity | None = None
@@ -47,6 +50,7 @@ class View:
     ranks: Mapping[str, str] = field(default_factory=dict)
     models: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
+    reference: WorkerView | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +223,14 @@ class Pools:
         return all(pool.contacted for pool in self.all)
 
 
-def view_of(workers: Sequence[WorkerView], known: Identity | None, hashers: Sequence[Hasher], *, text: bool) -> View:
+def view_of(
+    workers: Sequence[WorkerView],
+    known: Identity | None,
+    hashers: Sequence[Hasher],
+    *,
+    text: bool,
+    reference: WorkerView | None = None,
+) -> View:
     """A View, with what the request path looks up often made ready."""
     ranks = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
     return View(
@@ -227,6 +238,7 @@ def view_of(workers: Sequence[WorkerView], known: Identity | None, hashers: Sequ
         identity=known,
         hashers=tuple(hashers)[:MAX_SCHEMES],
         text=text,
+        reference=reference,
         read_at=time.monotonic(),
         urls={worker.worker_id: worker.url for worker in workers},
         # Only a server with several engine cores needs to be told which one: one of its own refuses the header.

@@ -76,7 +76,10 @@ class Settings:
     health_interval_s: float = _setting(
         5.0, "time between two health checks of an approximate worker; of all while heartbeats are not heard"
     )
-    probe_timeout_s: float = _setting(5.0, "a join probe's blocks must show in its worker's stream within this")
+    probe_timeout_s: float = _setting(5.0, "a probe's blocks must show in its worker's stream within this")
+    probe_interval_s: float = _setting(
+        600.0, "time between two probes of a proven worker, all replicas together; 0 = only when it is suspected"
+    )
     inline_characters: int = _setting(2_000, "longer texts are tokenised in a thread; x50 with the fast engine")
     mirror_checkpoints: int = _setting(20_000, "checkpoints remembered for one approximate worker")
     trust_templates: bool = _setting(False, "workers' chat templates run outside the sandbox, a third of the cost")
