@@ -82,7 +82,7 @@ class Simulated:
 async def simulated(
     redis_url: str, model: str, name: str = "eng", kind: Kind = "right", *, lies: bool = False, url: str = ""
 ) -> AsyncIterator[Simulated]:
-    """An engine that has joined. kind: what it is; lies: it announces to be ``right``. url: where it says it listens."""
+    """An engine that has joined. kind: what it is; lies: it announces to be ``right``; url: where it says it is."""
     config = EngineConfig(SCHEMES.get(kind, SCHEME) if not lies else SCHEME, LIMITS, 1_024, PRESETS["fast"])
     made = Simulated(Engine(config, identity(kind), Served((model,))), wire.worker_id_of(name, 0))
     await made.engine.start("127.0.0.1", 0)
