@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import repeat
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet.reservations import Chain
@@ -14,7 +18,10 @@ from warmfleet_worker.wire import HASH_BYTES, Scheme
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    Lora = tuple[str, str] | None
+
 MAX_BLOCKS = 8_192  # of one chain: what decide accepts
+NO_KEYS = cbor.encode(None)
 TABLE_TOKENS = 262_144  # ids with a ready CBOR form: the largest vocabularies in use
 
 TEXT_BLOCK_BYTES = 64  # counted as 16 tokens: four bytes of text make about one token
@@ -23,39 +30,74 @@ TEXT_BLOCK_TOKENS = 16
 TEXT_SCHEME = Scheme("sha256_cbor", hashlib.sha256(b"warmfleet text 1").digest(), TEXT_BLOCK_TOKENS)
 
 
+@dataclass(frozen=True, slots=True)
+class Tip:
+    """Where a chain stands: the digest of its last full block, the number of blocks, the token ids behind them."""
+
+    digest: bytes
+    blocks: int = 0
+    rest: array[int] = field(default_factory=lambda: array("I"))
+
+
 class Hasher:
-    """Block hashes of one scheme, equal to ``wire.chain_hashes`` and three times as fast."""
+    """Block hashes of one scheme, equal to ``wire.chain_hashes`` and four times as fast."""
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
+        self.start = Tip(scheme.none_hash)
         self._table = _cbor_table() if scheme.algorithm == "sha256_cbor" else ()
-        self._array_head = b"\x58\x20", cbor_array_head(scheme.block_tokens)
+        self._array_head = cbor_array_head(scheme.block_tokens)
 
-    def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: tuple[str, str] | None = None) -> Chain:
-        """The chain of a prompt, capped as the engine caps: its last token is always computed."""
+    def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None) -> Chain:
+        """The chain of a prompt."""
+        packed, _ = self.extend(self.start, token_ids, salt, lora)
+        return self.capped(packed, len(token_ids))
+
+    def capped(self, packed: bytes, tokens: int) -> Chain:
+        """As the engine caps a prompt's blocks: its last token is always computed."""
         size = self.scheme.block_tokens
-        count = min((len(token_ids) - 1) // size, MAX_BLOCKS) if token_ids else 0
-        if count and self._table and max(token_ids) < len(self._table):
-            packed = self._cbor_chain(token_ids, count, salt, lora)
-        else:
-            packed = wire.pack_hashes(wire.chain_hashes(self.scheme, token_ids[: count * size], None, salt, lora))
-        return Chain(self.scheme.scheme_id, size, packed)
+        return Chain(self.scheme.scheme_id, size, packed[: max(0, (tokens - 1) // size) * HASH_BYTES])
 
-    def _cbor_chain(
-        self, token_ids: Sequence[int], count: int, salt: str | None, lora: tuple[str, str] | None
-    ) -> bytes:
+    def extend(self, tip: Tip, token_ids: Sequence[int], salt: str | None, lora: Lora) -> tuple[bytes, Tip]:
+        """The packed hashes of the blocks that ``token_ids`` complete, at most MAX_BLOCKS in all, and the new tip.
+
+        salt counts in a prompt's first block only. lora: (name, path) of the adapter, in every block.
+        """
+        size = self.scheme.block_tokens
+        ids = tip.rest + _as_array(token_ids)
+        count = min(len(ids) // size, MAX_BLOCKS - tip.blocks)
+        whole = ids[: count * size]
+        salt = salt if tip.blocks == 0 else None
+        try:
+            digests = self._cbor_digests(tip.digest, whole, salt, lora) if self._table else None
+        except IndexError:  # an id beyond the table
+            digests = None
+        if digests is None:
+            parent = tip.digest if tip.blocks else None
+            digests = wire.chain_hashes(self.scheme, whole, parent, salt, lora)
+        rest = ids[count * size :] if tip.blocks + count < MAX_BLOCKS else array("I")
+        return wire.pack_hashes(digests), Tip(digests[-1] if digests else tip.digest, tip.blocks + count, rest)
+
+    def _cbor_digests(self, previous: bytes, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
         # One block is 83 | bytes head, parent | array head, ids | extra keys; only parent and ids change.
-        size, form, sha256, join = self.scheme.block_tokens, self._table.__getitem__, hashlib.sha256, b"".join
-        head, array = b"\x83" + self._array_head[0], self._array_head[1]
-        tail = cbor.encode(wire.extra_keys(self.scheme, salt, lora))
-        rest = cbor.encode(wire.extra_keys(self.scheme, None, lora))
-        previous, packed = self.scheme.none_hash, []
-        for start in range(0, count * size, size):
-            ids = join(map(form, token_ids[start : start + size]))
-            previous = sha256(head + previous + array + ids + tail).digest()
-            packed.append(previous[-HASH_BYTES:])
-            tail = rest
-        return join(packed)
+        if not ids:
+            return []
+        join, sha256, size = b"".join, hashlib.sha256, self.scheme.block_tokens
+        later = cbor.encode(wire.extra_keys(self.scheme, None, lora)) if lora is not None else NO_KEYS
+        forms = itemgetter(*ids, 0)(self._table)[:-1]  # of every id, in one call; the 0: of one id it would be no tuple
+        groups = zip(repeat(self._array_head), *[iter(forms)] * size, repeat(later), strict=False)
+        blocks, digests = list(map(join, groups)), []
+        if salt is not None:
+            first = cbor.encode(wire.extra_keys(self.scheme, salt, lora))
+            blocks[0] = blocks[0][: len(blocks[0]) - len(later)] + first
+        for block in blocks:
+            previous = sha256(b"\x83\x58\x20" + previous + block).digest()
+            digests.append(previous)
+        return digests
+
+
+def _as_array(token_ids: Sequence[int]) -> array[int]:
+    return token_ids if isinstance(token_ids, array) else array("I", token_ids)
 
 
 def text_chain(text: bytes) -> Chain:

@@ -1,33 +1,35 @@
 """What a worker's model makes of a request: its chat template and its tokenizer, equal to the engine's.
 
-Built from what the workers bring (``fleet.artifact``), or from a path or hub name. A tokenizer may have a faster twin;
-it is used only if both give the same ids for a few hundred difficult strings, checked when it is loaded.
+Built from what the workers bring (``fleet.artifact``), or from a path or hub name. What earlier prompts have in common
+with a new one is not tokenised or hashed again (``trie``).
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
 import hashlib
 import logging
-import random
-import sys
+from array import array
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from tokenizers import Tokenizer
 
 from warmfleet import chat
 from warmfleet.chat import NotReproducible
+from warmfleet.cuts import Cuts
+from warmfleet.encoder import Encoder
 from warmfleet.template import ChatTemplate
+from warmfleet.trie import Prompt, Reading, Trie
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Executor
 
+    from warmfleet.blocks import Hasher, Lora
     from warmfleet.prompt import Request
+    from warmfleet.trie import Node
 
 logger = logging.getLogger("warmfleet.identity")
 
@@ -35,98 +37,24 @@ MAX_TOKENIZERS = 4  # 100 to 240 MB each
 MAX_IDENTITIES = 16
 MAX_WAITING = 64  # texts in the executor; beyond, requests are routed by load
 RENDER_INLINE_BYTES = 65_536  # bodies of larger chats are rendered in the executor: 1 ms of the event loop and more
-FAST_FACTOR = 50  # how much longer a text may be inline with the fast engine
-PROBES = 300
+FAST_FACTOR = 20  # how much longer a new text may be inline with the fast engine: 1.5 ms of the event loop
 
-Ids = list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Encoder:
-    """Text → token ids. fast: the 30 to 90 times faster engine proved equal."""
-
-    encode: Callable[[str, bool], Ids]
-    fast: bool
-
-    @classmethod
-    def load(cls, tokenizer_json: bytes) -> Encoder:
-        """Raises ValueError if no engine reads it. Takes 0.5 to 3 s: call it in an executor."""
-        text = tokenizer_json.decode()
-        try:
-            slow = Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing more special
-            raise ValueError(f"not a tokenizer: {error}") from error
-        slow.no_truncation()
-        slow.no_padding()
-
-        def encode(text: str, special: bool) -> Ids:
-            # Of all ways only this one releases the GIL: other requests go on meanwhile.
-            return list(slow.encode_batch_fast([text], add_special_tokens=special)[0].ids)
-
-        specials = [token.content for token in slow.get_added_tokens_decoder().values()][:64]
-        fast = _fast_twin(text, encode, specials)
-        return cls(fast, fast=True) if fast else cls(encode, fast=False)
-
-
-def _fast_twin(
-    text: str, reference: Callable[[str, bool], Ids], specials: list[str]
-) -> Callable[[str, bool], Ids] | None:
-    try:
-        import fastokens
-    except ImportError:
-        return None
-    if sys.byteorder != "little":
-        return None
-    try:
-        twin = fastokens.Tokenizer.from_json_str(text)
-        twin.no_truncation()
-        twin.no_padding()
-
-        def encode(text: str, special: bool) -> Ids:
-            ids = array.array("I")
-            ids.frombytes(twin.encode_batch_flat([text], add_special_tokens=special)[0])
-            return ids.tolist()
-
-        for sample in _samples(specials):
-            for special in (False, True):
-                if encode(sample, special) != reference(sample, special):
-                    logger.warning("fastokens differs from tokenizers on a probe: not used for this model")
-                    return None
-    except Exception as error:  # noqa: BLE001  whatever a faster engine stumbles over, the reference remains
-        logger.info("fastokens does not take this tokenizer: %s", error)
-        return None
-    return encode
-
-
-def _samples(specials: list[str]) -> list[str]:
-    """Strings that tell tokenizers apart: scripts, digits, odd white space, normalisation, special tokens in text."""
-    rng = random.Random(20)
-    pieces = ["def f(x):\n    return x ** 2\n", "The quick brown fox", " jumps", "don't", "I'LL", "1234567890", "3.14"]
-    pieces += [
-        "中文字符",
-        "日本語です",
-        "Привет",
-        "مرحبا",
-        "שלום",
-        "é",
-        "e\u0301",
-        "\ufb01",
-        "①",
-        "😀👩\u200d👩\u200d👧",
-    ]
-    pieces += ["\t\t", "   ", "\n\n\n", "\r\n", "\u00a0", "\u3000", "\u200b", "", "\x00", "\ufffd"]
-    pieces += ["a" * 40, "==", "/*", "</", '{"k": [1, null]}', "http://a.b/c?d=e"]
-    pieces += specials
-    return ["".join(rng.choices(pieces, k=rng.randrange(1, 12))) for _ in range(PROBES)] + pieces
+NO_IDS = array("I")
 
 
 class Identity:
-    """Token ids of requests of one model, exactly as its engines see them."""
+    """Token ids and block hashes of requests of one model, exactly as its engines see them."""
 
     kind = "exact"
 
     def __init__(
-        self, encoder: Encoder, template: ChatTemplate | None, facts: Mapping[str, Any], executor: Executor
+        self,
+        encoder: Encoder,
+        template: ChatTemplate | None,
+        facts: Mapping[str, Any],
+        executor: Executor,
+        trie: Trie,
+        cuts: Cuts | None = None,
     ) -> None:
         self.key = ""
         self.loras: Mapping[str, str] = facts.get("loras") or {}
@@ -137,23 +65,37 @@ class Identity:
         self._drop_unused_tools = bool(facts.get("exclude_tools_when_tool_choice_none"))
         self._tools_known = bool(facts.get("same_template_with_tools", True))
         self._executor = executor
+        self._trie = trie
+        self._readings = {special: _reading(encoder, cuts, special=special) for special in (False, True)}
         self._waiting = 0
 
-    async def token_ids(self, request: Request, inline_characters: int) -> list[Ids]:
-        """One list for each prompt. Raises NotReproducible with the reason.
+    async def prompts(
+        self, request: Request, hashers: tuple[Hasher, ...], lora: Lora, inline_characters: int
+    ) -> list[Prompt]:
+        """Every prompt of the request; of several only the longest gets its chains: it decides where they go.
 
-        Texts longer than ``inline_characters`` (of the slow engine) go to the executor, large chats as a whole.
+        Raises NotReproducible with the reason. What has more than ``inline_characters`` of new text (for the slow
+        engine) goes to the executor, large chats as a whole.
         """
-        if request.endpoint == "chat" and request.size_bytes > RENDER_INLINE_BYTES:
-            return [await self._elsewhere(self._render_and_encode, request)]
+        reading = replace(self._readings[request.add_special_tokens], hashers=hashers, salt=request.salt, lora=lora)
         if request.endpoint == "chat":
-            return [await self._encode(self.render(request), request.add_special_tokens, inline_characters)]
-        return [
-            prompt
-            if isinstance(prompt, list)
-            else await self._encode(prompt, request.add_special_tokens, inline_characters)
+            if request.size_bytes > RENDER_INLINE_BYTES:
+                return [await self._elsewhere(self._render_and_read, request, reading)]
+            return [await self._read(self.render(request), reading, inline_characters)]
+        several = len(request.prompts) > 1
+        plain = replace(reading, hashers=()) if several else reading
+        prompts = [
+            _given(prompt, plain) if isinstance(prompt, list) else await self._read(prompt, plain, inline_characters)
             for prompt in request.prompts
         ]
+        if several:
+            k = max(range(len(prompts)), key=lambda one: prompts[one].tokens)
+            prompts[k] = _given(prompts[k].ids, reading)
+        return prompts
+
+    async def token_ids(self, request: Request, inline_characters: int) -> list[list[int]]:
+        """The ids alone, a list for each prompt. Raises NotReproducible with the reason."""
+        return [prompt.ids for prompt in await self.prompts(request, (), None, inline_characters)]
 
     def render(self, request: Request) -> str:
         """The prompt text of a chat request."""
@@ -170,21 +112,23 @@ class Identity:
         fixed = {**self._fixed, "tools": chat.tool_schemas(tools)}
         return self._template.render(messages, {**self._defaults, **request.arguments}, fixed)
 
-    async def _encode(self, text: str, special: bool, inline_characters: int) -> Ids:
-        if len(text) > inline_characters * (FAST_FACTOR if self._encoder.fast else 1):
-            return await self._elsewhere(self._encode_now, text, special)
-        return self._encode_now(text, special)
+    async def _read(self, text: str, reading: Reading, inline_characters: int) -> Prompt:
+        path = self._trie.find(text, reading)
+        new = len(text) - sum(node.size for node in path)
+        if new > inline_characters * (FAST_FACTOR if self._encoder.fast else 1):
+            return await self._elsewhere(self._read_now, text, reading, path)
+        return self._read_now(text, reading, path)
 
-    def _encode_now(self, text: str, special: bool) -> Ids:
+    def _read_now(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
         try:
-            return self._encoder.encode(text, special)
+            return self._trie.read(text, reading, path)
         except (UnicodeEncodeError, UnicodeDecodeError) as error:  # a lone surrogate: the engine answers 400
             raise NotReproducible("unicode") from error
 
-    def _render_and_encode(self, request: Request) -> Ids:
-        return self._encode_now(self.render(request), request.add_special_tokens)
+    def _render_and_read(self, request: Request, reading: Reading) -> Prompt:
+        return self._read_now(self.render(request), reading)
 
-    async def _elsewhere(self, work: Callable[..., Ids], *args: Any) -> Ids:
+    async def _elsewhere(self, work: Callable[..., Prompt], *args: Any) -> Prompt:
         """In the executor. Raises NotReproducible if too many wait for it."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
@@ -195,6 +139,23 @@ class Identity:
             self._waiting -= 1
 
 
+def _reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:
+    """How texts are read; what differs from request to request is filled in later."""
+    if encoder.affixes is None or cuts is None:
+        encode = encoder.whole if special else encoder.plain
+        return Reading((encoder.name, special), encode, Cuts((), spaces=False))
+    prefix, suffix = encoder.affixes if special else (NO_IDS, NO_IDS)
+    name = encoder.name, cuts.separators, cuts.spaces
+    return Reading(name, encoder.plain, cuts, prefix, suffix)
+
+
+def _given(ids: list[int], reading: Reading) -> Prompt:
+    """A prompt whose ids the client has sent."""
+    made = array("I", ids)
+    chains = tuple(hasher.chain(made, reading.salt, reading.lora) for hasher in reading.hashers)
+    return Prompt((made,), len(made), chains)
+
+
 def canonical_text(request: Request) -> list[bytes]:
     """What stands for the token ids where no tokenizer is known: equal prompts give equal bytes, and so do prefixes."""
     try:
@@ -203,7 +164,7 @@ def canonical_text(request: Request) -> list[bytes]:
         raise NotReproducible("tools") from error
     if request.endpoint == "completions":
         return [
-            head + (prompt.encode() if isinstance(prompt, str) else array.array("I", prompt).tobytes())
+            head + (prompt.encode() if isinstance(prompt, str) else array("I", prompt).tobytes())
             for prompt in request.prompts
         ]
     try:
@@ -215,8 +176,9 @@ def canonical_text(request: Request) -> list[bytes]:
 class Identities:
     """Builds identities once, keeps the last few; the tokenizers, which are the heavy part, are shared by content."""
 
-    def __init__(self, executor: Executor, *, trust_templates: bool = False) -> None:
+    def __init__(self, executor: Executor, trie: Trie, *, trust_templates: bool = False) -> None:
         self._executor = executor
+        self._trie = trie
         self._trusted = trust_templates
         self._encoders: OrderedDict[str, Encoder] = OrderedDict()
         self._built: OrderedDict[str, Identity] = OrderedDict()
@@ -242,7 +204,9 @@ class Identities:
             template = await loop.run_in_executor(
                 self._executor, lambda: ChatTemplate(source.decode(), form, trusted=self._trusted)
             )
-        identity = Identity(encoder, template, facts, self._executor)
+        text = source.decode() if source is not None else ""
+        cuts = await loop.run_in_executor(self._executor, encoder.cuts, text)
+        identity = Identity(encoder, template, facts, self._executor, self._trie, cuts)
         identity.key = key
         _remember(self._built, key, identity, MAX_IDENTITIES)
         return identity

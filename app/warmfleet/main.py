@@ -31,6 +31,7 @@ from warmfleet.prompt import PATHS
 from warmfleet.route import Router
 from warmfleet.settings import Settings, unknown_variables
 from warmfleet.static import StaticWorkers
+from warmfleet.trie import Trie
 from warmfleet.truth import TruthWatch
 from warmfleet.upstream import Addresses, Upstream
 from warmfleet_worker.endpoint import EndpointError, with_ca
@@ -71,7 +72,7 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
             await upstream.open()
             stack.push_async_callback(upstream.close)
             executor = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
-            identities = Identities(executor, trust_templates=settings.trust_templates)
+            identities = Identities(executor, Trie(settings.trie_bytes), trust_templates=settings.trust_templates)
             stack.push_async_callback(_drain, router)
             await stack.enter_async_context(_background(pools, upstream, identities, settings, metrics))
             yield

@@ -162,11 +162,9 @@ class Pool:
             known, kind = view.identity, "exact"
             adapter = request.model if request.model != self.name else ""
             lora = (adapter, known.loras[adapter]) if adapter in known.loras else None
-            prompts = await known.token_ids(request, inline_characters)
-            # Of several prompts in one request the longest decides where it goes; all of them are booked.
-            ids = max(prompts, key=len)
-            chains = tuple(hasher.chain(ids, request.salt, lora) for hasher in view.hashers)
-            tokens = max(1, sum(map(len, prompts)))
+            prompts = await known.prompts(request, view.hashers, lora, inline_characters)
+            chains = next(one.chains for one in prompts if one.chains or not view.hashers)
+            tokens = max(1, sum(one.tokens for one in prompts))
         if view.text:
             texts = identity.canonical_text(request)
             chains = (*chains[: MAX_SCHEMES - 1], blocks.text_chain(max(texts, key=len)))

@@ -80,7 +80,8 @@ class Settings:
     probe_interval_s: float = _setting(
         600.0, "time between two probes of a proven worker, all replicas together; 0 = only when it is suspected"
     )
-    inline_characters: int = _setting(2_000, "longer texts are tokenised in a thread; x50 with the fast engine")
+    inline_characters: int = _setting(2_000, "longer new texts are tokenised in a thread; x20 with the fast engine")
+    trie_bytes: int = _setting(268_435_456, "bound of the prompt trie: ids and hashes of earlier prompts, about")
     mirror_checkpoints: int = _setting(20_000, "checkpoints remembered for one approximate worker")
     trust_templates: bool = _setting(False, "workers' chat templates run outside the sandbox, a third of the cost")
 

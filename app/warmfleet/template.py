@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 #: Parameters of transformers' apply_chat_template that a request may set whether or not the template names them.
 BASE_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "documents"})
+_NAMES_OF_DICT = frozenset(dir(dict))
+#: Its parameters that end there: no template ever sees them.
+SWALLOWED = frozenset(
+    {
+        *("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -41,8 +49,8 @@ class PlainEnvironment(jinja2.Environment):
     """For templates the operator trusts: no sandbox, and ``message.role`` looks into a plain dict first."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-            return obj[attribute]
+        if type(obj) is dict and attribute not in _NAMES_OF_DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
 
@@ -58,7 +66,7 @@ class ChatTemplate:
         tree = environment.parse(source)
         self._source = source
         self._template = environment.from_string(source)
-        self._names = frozenset(jinja2.meta.find_undeclared_variables(tree)) | BASE_PARAMETERS
+        self._names = frozenset(jinja2.meta.find_undeclared_variables(tree)) - SWALLOWED | BASE_PARAMETERS
         self.knows_developer = '"developer"' in source or "'developer'" in source
         detected: Format = "openai" if any(_content_loops(tree)) else "string"
         self.content_format: Format = content_format if content_format in ("string", "openai") else detected  # type: ignore[assignment]
