@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tests.odd_asks import ODDITIES
 
@@ -75,15 +75,19 @@ SPECIAL = (
 )
 WORD_KINDS = ((PROSE, 60), (SCRIPTS, 12), (CODE, 7), (SPACES, 8), (ODD, 4), (SPECIAL, 9))
 NAMES = ("search", "get_weather", "multiply", "créer", "a.b-c_d")
+#: No single letters: two that are equal may be one object or two, and pickle, hence ``sha256``, tells these apart.
+SALTS = ("tenant-a", "tenant-b", "tenant-é", "a" * 300, "\u79df\u6237")
+ADAPTERS = (("ad", "/adapters/ad"), ("é-ad", "/adapters/é"), ("\u79df\u6237", "org/\u79df\u6237"))
 EFFORTS = ("none", "minimal", "low", "medium", "high")
 
 
 @dataclass
 class Ask:
-    """One request. shape: what is in it, for the count of what could not be followed."""
+    """One request. shape: what is in it. lora: name and path of the adapter that it is for."""
 
-    endpoint: str
+    endpoint: Literal["completions", "chat"]
     body: Body
+    lora: tuple[str, str] | None = None
     shape: set[str] = field(default_factory=set)
 
     @property
@@ -94,7 +98,10 @@ class Ask:
 def asks(seed: int, count: int, vocabulary: int = 8_000) -> list[Ask]:
     """``count`` requests, three chats to a completion. vocabulary: token ids go up to here."""
     maker = Maker(seed, vocabulary)
-    return [maker.completion() if index % 4 == 3 else maker.chat() for index in range(count)]
+    made = [maker.completion() if index % 4 == 3 else maker.chat() for index in range(count)]
+    for ask in made[::5]:
+        ask.lora = maker.random.choice(ADAPTERS)
+    return made
 
 
 class Maker:
@@ -178,7 +185,7 @@ class Maker:
         text = json.dumps(arguments, ensure_ascii=self.chance(0.5))
         if self.chance(0.05):
             text = self.random.choice(("", "not json", "{", "[]", "null", "NaN", '{"a": NaN}', '"{}"'))
-        call = {
+        call: Body = {
             "id": f"call_{self.random.randrange(10**6)}",
             "type": "function",
             "function": {"name": self.random.choice(NAMES), "arguments": text},
@@ -234,7 +241,7 @@ class Maker:
             (0.08, "reasoning_effort", rng.choice(EFFORTS)),
             (0.08, "documents", [{"title": self.text(2), "text": self.text(9)} for _ in range(2)]),
             (0.1, "add_special_tokens", self.chance(0.5)),
-            (0.15, "cache_salt", rng.choice(("tenant-a", "tenant-b", "é", "\u4e2d"))),
+            (0.15, "cache_salt", rng.choice(SALTS)),
             (0.2, "max_tokens", rng.randrange(1, 64)),
             (0.1, "temperature", 0.5),
             (0.05, "stop", ["\n"]),

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import repeat
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from xxhash import xxh3_128
 
 from warmfleet.fleet.reservations import Chain
 from warmfleet_worker import cbor, wire
-from warmfleet_worker.wire import HASH_BYTES, Scheme
+from warmfleet_worker.wire import DIGEST_BYTES, HASH_BYTES, Scheme
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     Lora = tuple[str, str] | None
 
@@ -45,7 +47,9 @@ class Hasher:
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
         self.start = Tip(scheme.none_hash)
-        self._table = _cbor_table() if scheme.algorithm == "sha256_cbor" else ()
+        self._new = hash_of(scheme.algorithm)
+        self._table = _cbor_table() if scheme.algorithm.endswith("_cbor") else ()
+        self._head = b"\x83" + cbor.head(0x40, DIGEST_BYTES[scheme.algorithm])
         self._array_head = cbor_array_head(scheme.block_tokens)
 
     def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None) -> Chain:
@@ -74,7 +78,7 @@ class Hasher:
             digests = None
         if digests is None:
             parent = tip.digest if tip.blocks else None
-            digests = wire.chain_hashes(self.scheme, whole, parent, salt, lora)
+            digests = wire.chain_hashes(self.scheme, whole, parent, salt, lora, self._new)
         rest = ids[count * size :] if tip.blocks + count < MAX_BLOCKS else array("I")
         return wire.pack_hashes(digests), Tip(digests[-1] if digests else tip.digest, tip.blocks + count, rest)
 
@@ -82,18 +86,25 @@ class Hasher:
         # One block is 83 | bytes head, parent | array head, ids | extra keys; only parent and ids change.
         if not ids:
             return []
-        join, sha256, size = b"".join, hashlib.sha256, self.scheme.block_tokens
+        join, new, head, size = b"".join, self._new, self._head, self.scheme.block_tokens
         later = cbor.encode(wire.extra_keys(self.scheme, None, lora)) if lora is not None else NO_KEYS
         forms = itemgetter(*ids, 0)(self._table)[:-1]  # of every id, in one call; the 0: of one id it would be no tuple
         groups = zip(repeat(self._array_head), *[iter(forms)] * size, repeat(later), strict=False)
-        blocks, digests = list(map(join, groups)), []
+        blocks = list(map(join, groups))
         if salt is not None:
             first = cbor.encode(wire.extra_keys(self.scheme, salt, lora))
             blocks[0] = blocks[0][: len(blocks[0]) - len(later)] + first
-        for block in blocks:
-            previous = sha256(b"\x83\x58\x20" + previous + block).digest()
+        previous = new(b"\x83" + cbor.encode(previous) + blocks[0]).digest()  # a NONE_HASH may be longer than a digest
+        digests = [previous]
+        for block in blocks[1:]:
+            previous = new(head + previous + block).digest()
             digests.append(previous)
         return digests
+
+
+def hash_of(algorithm: str) -> Callable[[bytes], Any]:
+    """What makes the hashes of one of vLLM's algorithms: SHA-256 or XXH3-128."""
+    return xxh3_128 if algorithm.startswith("xxhash") else hashlib.sha256
 
 
 def _as_array(token_ids: Sequence[int]) -> array[int]:

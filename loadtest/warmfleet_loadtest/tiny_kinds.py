@@ -57,7 +57,7 @@ def save_tokenizer(folder: Path, name: str, vocabulary: int) -> None:
     kind = KINDS[name]
     tokenizer = _sentencepiece(kind, vocabulary) if name == "llama2" else _byte_level(kind, vocabulary)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
-    config = {"tokenizer_class": kind.tokenizer_class, "bos_token": kind.bos, "eos_token": kind.eos}
+    config: dict[str, Any] = {"tokenizer_class": kind.tokenizer_class, "bos_token": kind.bos, "eos_token": kind.eos}
     if name == "llama2":
         config |= {"add_bos_token": True, "add_eos_token": False, "legacy": True, "unk_token": "<unk>"}
     config |= {"clean_up_tokenization_spaces": name == "llama3", "model_max_length": 2**40}

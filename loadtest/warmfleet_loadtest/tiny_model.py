@@ -77,6 +77,8 @@ def save_network(folder: Path, shape: Shape, kind: str) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
+    config: Any
+    model: Any
     config, model = (LlamaConfig, LlamaForCausalLM) if kind.startswith("llama") else (Qwen2Config, Qwen2ForCausalLM)
     network = model(
         config(

@@ -90,7 +90,7 @@ def test_rendering_equals_transformers(encoder: Encoder, executor: ThreadPoolExe
     seen = chat.conversation(CONVERSATION, "string")
     assert seen[1]["content"] == "one\ntwo"
     assert seen[2]["tool_calls"] == [
-        {"id": "c1", "function": {"arguments": {"q": "ü"}, "name": "f"}, "type": "function"}
+        {"id": "c1", "function": {"arguments": {"q": "ü"}, "name": "f"}, "type": "function", "x": 1}
     ]
     dumped = [{"type": "function", "function": {"name": "f", "description": None, "parameters": {"type": "object"}}}]
     assert made.render(asked) == transformers(seen, tools=dumped, add_generation_prompt=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -28,9 +29,11 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
 @asynccontextmanager
-async def worker(redis_url: str, model: str, url: str, tracker: Tracker) -> AsyncIterator[WorkerPublisher]:
+async def worker(
+    redis_url: str, model: str, url: str, tracker: Tracker, scheme: Scheme = SCHEME
+) -> AsyncIterator[WorkerPublisher]:
     """Both halves of a worker, by the plugin's own publishers."""
-    core = WorkerPublisher(PublisherConfig(redis_url, model, "eng.0", "eng", 0, SCHEME, 1_000, 4_096, "test"), tracker)
+    core = WorkerPublisher(PublisherConfig(redis_url, model, "eng.0", "eng", 0, scheme, 1_000, 4_096, "test"), tracker)
     artifacts = {
         "tokenizer.json": TOKENIZER.read_bytes(),
         "chat_template.jinja": TEMPLATE.encode(),
@@ -108,6 +111,19 @@ async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str
         assert status == 200
         assert await router.metric('warmfleet_load_only_total{reason="parts"}') == 1
         await router.unloaded()
+
+
+async def test_a_worker_whose_scheme_nobody_knows_is_routed_by_load_only(valkey_url: str, model: str) -> None:
+    lookahead = replace(SCHEME, extra_keys="lookahead_1")  # vLLM 0.33 with EAGLE
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model) as router,
+        worker(valkey_url, model, upstream.url, Tracker(), lookahead),
+    ):
+        assert "scheme is not known here: unknown scheme sha256_cbor/lookahead_1" in await proof(router, "identity")
+        await router.routable(1)
+        status, headers, _ = await router.post({"model": model, "prompt": list(range(100))})
+        assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0")
 
 
 async def test_a_wrong_url_is_not_routed_to(valkey_url: str, model: str) -> None:

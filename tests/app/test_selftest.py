@@ -13,7 +13,7 @@ from tests.app.simulated import TEMPLATE, Kind, simulated
 from tests.app.simulated import identity as simulated_identity
 from tests.conftest import poll
 
-from warmfleet import identity, probe
+from warmfleet import encoder, probe
 from warmfleet.fleet import Flag
 from warmfleet.selftest import Result, SelfTest
 
@@ -98,13 +98,13 @@ async def test_who_brings_something_else_than_most_is_not_asked_and_comes_back_w
 async def test_a_tokenizer_that_loads_slowly_keeps_nobody_from_being_routed_to(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, gate = identity.Encoder.load, threading.Event()
+    load, gate = encoder.Encoder.load, threading.Event()
 
-    def slow(tokenizer_json: bytes) -> identity.Encoder:
+    def slow(tokenizer_json: bytes) -> encoder.Encoder:
         gate.wait(20)
         return load(tokenizer_json)
 
-    monkeypatch.setattr(identity.Encoder, "load", slow)
+    monkeypatch.setattr(encoder.Encoder, "load", slow)
     monkeypatch.setattr(probe, "IDENTITY_WAIT_S", 0.2)
     async with simulated(valkey_url, model), replica(valkey_url, model) as router:
         (view,) = (await proofs(router, eng="identity")).values()

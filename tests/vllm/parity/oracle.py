@@ -125,7 +125,7 @@ def main() -> None:
     setup = json.loads(sys.stdin.readline())
     oracles = {name: Oracle(model, arguments) for name, (model, arguments) in setup["models"].items()}
     logging.disable(logging.WARNING)  # one warning for each odd request
-    first = {"none_hashes": none_hashes(setup["algorithms"])}
+    first: dict[str, Any] = {"none_hashes": none_hashes(setup["algorithms"])}
     first["models"] = {name: oracle.announced() for name, oracle in oracles.items()}
     print(json.dumps(first), file=answers, flush=True)
     for text in sys.stdin:

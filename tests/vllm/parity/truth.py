@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from tests.vllm.engine import ROOT, VENV
 
 from warmfleet import prompt
-from warmfleet.blocks import Hasher
+from warmfleet.blocks import MAX_BLOCKS, Hasher
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest
-from warmfleet_worker.wire import Scheme
+from warmfleet_worker.wire import HASH_BYTES, Scheme
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tests.asks import Ask
 
     from warmfleet.identity import Identities, Identity
+    from warmfleet.trie import Prompt
 
 SERVER = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-model-len", "131072")
 INLINE_CHARACTERS = 10**9
@@ -42,12 +43,11 @@ class Model:
 
 @dataclass
 class Counts:
-    """What became of a batch of requests. different: (request, why) of every wrong answer."""
+    """What became of a batch of requests. different: (request, why) of every wrong answer. blocks: hashes compared."""
 
     equal: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     fallback: Counter[str] = field(default_factory=Counter)
-    shapes: Counter[str] = field(default_factory=Counter)
     different: list[tuple[Ask, str]] = field(default_factory=list)
     blocks: int = 0
 
@@ -82,7 +82,7 @@ class Truth:
 
     def answers(self, model: str, asks: Sequence[Ask], schemes: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
         common = {"model": model, "schemes": schemes}
-        return self._exchange([common | {"endpoint": ask.endpoint, "body": ask.body} for ask in asks])
+        return self._exchange([common | {"endpoint": ask.endpoint, "body": ask.body, "lora": ask.lora} for ask in asks])
 
     def _exchange(self, lines: Sequence[Any]) -> list[Any]:
         writer, reader = self._process.stdin, self._process.stdout
@@ -108,9 +108,12 @@ class Truth:
 
 @contextmanager
 def truth(
-    models: Mapping[str, Model], folder: Path, algorithms: Sequence[str] = ("sha256", "sha256_cbor")
+    models: Mapping[str, Model], folder: Path, algorithms: Sequence[str] = ("sha256", "sha256_cbor"), packages: str = ""
 ) -> Iterator[Truth]:
-    """vLLM's own rendering and hashing of these models' requests, in one process; 20 s to start."""
+    """vLLM's own rendering and hashing of these models' requests, in one process; 15 s to start.
+
+    packages: a folder with what that process needs and ``.venv-vllm`` lacks.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WARMFLEET_", "VLLM_"))}
     environment |= {
         "HF_HUB_OFFLINE": "1",
@@ -119,64 +122,68 @@ def truth(
         "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         "PYTHONHASHSEED": "7",  # else every xxhash chain has a root of its own
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'worker_plugin'}:{os.environ.get('ORACLE_PATH', '')}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'worker_plugin'}:{packages}",
     }
     command = [str(VENV / "bin" / "python"), "-m", "tests.vllm.parity.oracle"]
-    with (folder / "oracle.log").open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        )
-    try:
-        found = Truth(process, folder)
-        found.begin(models, algorithms)
-        yield found
-    finally:
-        process.kill()
-        process.wait()
+    pipe = subprocess.PIPE
+    with (
+        (folder / "oracle.log").open("w") as log,
+        subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True) as process,
+    ):
+        try:
+            found = Truth(process, folder)
+            found.begin(models, algorithms)
+            yield found
+        finally:
+            process.kill()
 
 
 async def compare(truth: Truth, identity: Identity, asks: Sequence[Ask], schemes: Sequence[tuple[str, int]]) -> Counts:
     """Each request through vLLM and through the router's own code; every difference is kept."""
     counts = Counts()
-    hashers = [Hasher(truth.scheme(*scheme)) for scheme in schemes]
+    hashers = tuple(Hasher(truth.scheme(*scheme)) for scheme in schemes)
     for ask, answer in zip(asks, truth.answers(identity.key, asks, schemes), strict=True):
         if "refused" in answer:
             counts.refused[answer["refused"][:60]] += 1
             continue
         try:
-            request, made = await _routed(identity, ask)
+            request, made = await _routed(identity, ask, hashers)
         except (NotReproducible, BadRequest) as error:
             reason = error.reason if isinstance(error, NotReproducible) else f"400 {error}"
             counts.fallback[reason] += 1
-            counts.shapes.update(ask.shape)
             continue
-        why = _difference(made, answer, hashers, request)
+        why = _difference(made, answer, hashers, (request.salt, ask.lora))
         if why:
             counts.different.append((ask, why))
         else:
             counts.equal += 1
-            counts.blocks += sum(len(packed) // 8 for packed in answer["hashes"][0])
+            counts.blocks += sum(len(packed) * 6 // 64 for packed in answer["hashes"][0])
     return counts
 
 
-async def _routed(identity: Identity, ask: Ask) -> tuple[prompt.Request, list[list[int]]]:
+async def _routed(identity: Identity, ask: Ask, hashers: tuple[Hasher, ...]) -> tuple[prompt.Request, list[Prompt]]:
     request = prompt.parse(ask.endpoint, ask.raw)
     if request.unforeseen:
         raise NotReproducible(request.unforeseen)
-    return request, await identity.token_ids(request, INLINE_CHARACTERS)
+    return request, await identity.prompts(request, hashers, ask.lora, INLINE_CHARACTERS)
 
 
 def _difference(
-    made: list[list[int]], answer: dict[str, Any], hashers: Sequence[Hasher], request: prompt.Request
+    made: list[Prompt],
+    answer: dict[str, Any],
+    hashers: Sequence[Hasher],
+    keys: tuple[str | None, tuple[str, str] | None],
 ) -> str:
-    for index, (ids, truth_ids) in enumerate(zip(made, answer["prompts"], strict=False)):
-        if ids != truth_ids:
-            at = next((n for n, pair in enumerate(zip(ids, truth_ids, strict=False)) if pair[0] != pair[1]), -1)
-            return f"prompt {index}: ids differ from {at} on, {len(ids)} against {len(truth_ids)}"
-        for hasher, expected in zip(hashers, answer["hashes"][index], strict=True):
-            packed = hasher.chain(ids, request.salt).hashes
+    if [one.ids for one in made] != answer["prompts"]:
+        lengths = [one.tokens for one in made], [len(ids) for ids in answer["prompts"]]
+        return f"other ids: {lengths[0]} against {lengths[1]} tokens"
+    if not any(one.chains for one in made):
+        return "no prompt has a chain"
+    for one, expected in zip(made, answer["hashes"], strict=True):
+        chains = one.chains or [hasher.chain(one.ids, *keys) for hasher in hashers]  # of several only one has them
+        for hasher, chain, value in zip(hashers, chains, expected, strict=True):
             # The router's chain ends where a hit must end: the prompt's last token is always computed.
-            whole = (len(ids) - 1) // hasher.scheme.block_tokens * 8
-            if len(packed) != whole or packed != base64.b64decode(expected)[:whole]:
-                return f"prompt {index}: hashes differ, {hasher.scheme.algorithm}/{hasher.scheme.block_tokens}"
-    return "" if len(made) == len(answer["prompts"]) else "another number of prompts"
+            whole = min((one.tokens - 1) // hasher.scheme.block_tokens, MAX_BLOCKS) * HASH_BYTES
+            if len(chain.hashes) != whole or chain.hashes != base64.b64decode(value)[:whole]:
+                return f"other hashes: {hasher.scheme.algorithm}, blocks of {hasher.scheme.block_tokens}"
+    return ""
