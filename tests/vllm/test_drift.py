@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -22,7 +22,7 @@ from warmfleet.fleet.client import connect
 from warmfleet.selftest import random_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
     from warmfleet.fleet import WorkerView
@@ -90,6 +90,14 @@ def fleet_of_one(tmp_path: Path) -> Iterator[tuple[str, str]]:
         yield replica.url, store
 
 
+@asynccontextmanager
+async def closing(fleet: Fleet) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await fleet.close()
+
+
 async def the(fleet: Fleet) -> WorkerView:
     (view,) = await fleet.workers()
     return view
@@ -112,7 +120,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: Body, *, hang_up: bool 
 async def test_no_tenant_talks_a_real_engine_down(tmp_path: Path) -> None:
     with fleet_of_one(tmp_path) as (url, store):
         fleet = Fleet(connect(store, timeout_s=5), SERVED_NAME)
-        async with httpx.AsyncClient(timeout=120) as client:
+        async with closing(fleet), httpx.AsyncClient(timeout=120) as client:
             for name, trick in [*TRICKS.items(), ("hanging up", completion(max_tokens=100))]:
                 statuses = set[int]()
                 for start in range(0, TIMES, 8):
@@ -133,13 +141,12 @@ async def test_no_tenant_talks_a_real_engine_down(tmp_path: Path) -> None:
             }
         )
         assert await suspicions(fleet) == {}
-        await fleet.close()
 
 
 async def test_a_real_engine_with_another_seed_is_found_out_and_comes_back(tmp_path: Path) -> None:
     with fleet_of_one(tmp_path) as (url, store):
         fleet, messages = Fleet(connect(store, timeout_s=5), SERVED_NAME), list[dict[str, str]]()
-        async with httpx.AsyncClient(timeout=120) as client:
+        async with closing(fleet), httpx.AsyncClient(timeout=120) as client:
 
             async def turn() -> None:
                 messages.append({"role": "user", "content": random_text(40)})
@@ -164,4 +171,3 @@ async def test_a_real_engine_with_another_seed_is_found_out_and_comes_back(tmp_p
                 return (await the(fleet)).proof == "proven"
 
             await poll(back, 60, "it is proven again")
-        await fleet.close()
