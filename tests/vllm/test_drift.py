@@ -133,14 +133,9 @@ async def test_no_tenant_talks_a_real_engine_down(tmp_path: Path) -> None:
                 print(f"{name:40} {sorted(statuses)} {view.proof} {found}")
                 assert view.proof == "proven"
                 assert "downgrade" not in " ".join(found)
-        print(
-            {
-                name: count
-                for name, count in (await fleet.counts()).items()
-                if name in ("exact", "over", "short", "late")
-            }
-        )
-        assert await suspicions(fleet) == {}
+            counts = await fleet.counts()
+            print({name: counts.get(name, 0) for name in ("exact", "over", "short", "prompt", "late")})
+            assert await suspicions(fleet) == {}
 
 
 async def test_a_real_engine_with_another_seed_is_found_out_and_comes_back(tmp_path: Path) -> None:
