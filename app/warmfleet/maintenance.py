@@ -18,6 +18,7 @@ from warmfleet.agreement import Agreement
 from warmfleet.blocks import TEXT_SCHEME, Hasher
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import RENEW_AT_ONCE
+from warmfleet.handoff import ability
 from warmfleet.pool import Pool, Pools, view_of
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError
 
@@ -97,8 +98,10 @@ class Reader:
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
         identity, reference = self._identity(pool, alive)
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
-        known = identity or pool.view.identity
-        pool.show(view_of(workers, known, self._schemes(pool, exact), text=text, reference=reference))
+        keyed = [(w, brought.key(w)) for w in alive if w.server and w.server.get("artifacts")]
+        handoff = {w.worker_id: able for w, key in keyed if (able := ability(w, key)) is not None}
+        known, hashers = identity or pool.view.identity, self._schemes(pool, exact)
+        pool.show(view_of(workers, known, hashers, text=text, reference=reference, handoff=handoff))
         self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
         return None
 

@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from warmfleet import blocks, identity, prompt
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from warmfleet.fallback import Fallback
     from warmfleet.fleet import Chain, Fleet, Renewal, WorkerView
     from warmfleet.fleet.reservations import Outcome
+    from warmfleet.handoff import Ability
     from warmfleet.identity import Identity
     from warmfleet.prompt import Request
+    from warmfleet.trie import Prompt
 
 MAX_SCHEMES = 4  # what decide accepts
 SUSPECT_S = 3.0  # a worker that failed a request is passed over; the fleet needs a TTL to see it
@@ -39,6 +42,7 @@ class View:
     """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known.
 
     reference: a worker that brought what most of them brought; None: nobody did, or the settings name a tokenizer.
+    handoff: what workers take token ids, by worker_id.
     """
 
     workers: tuple[WorkerView, ...] = ()
@@ -51,11 +55,14 @@ class View:
     models: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
     reference: WorkerView | None = None
+    handoff: Mapping[str, Ability] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A request as a decision needs it. kind: how it was identified: ``exact``, ``text`` or ``load`` (``reason``)."""
+    """A request as a decision needs it. kind: how it was identified: ``exact``, ``text`` or ``load`` (``reason``).
+    ids: every prompt's, if that is ``exact``; ``identity_key`` is what they were made with.
+    """
 
     chains: tuple[Chain, ...]
     prompt_tokens: int
@@ -63,6 +70,8 @@ class Shape:
     kind: str
     reason: str = ""
     prompts: int = 1
+    ids: tuple[Prompt, ...] = ()
+    identity_key: str = ""
 
     @property
     def prefix(self) -> bytes:
@@ -142,34 +151,35 @@ class Pool:
     async def shape(self, request: Request, inline_characters: int, expected_output: int) -> Shape:
         """Token ids and block hashes. Never fails: what cannot be known is routed by load, with the reason."""
         try:
-            chains, tokens, kind = await self._known(request, inline_characters)
-            reason = ""
+            shape = await self._known(request, inline_characters)
         except NotReproducible as why:
-            chains, tokens, kind, reason = (), prompt.estimated_tokens(request), "load", why.reason
-        decode_tokens = prompt.decode_tokens(request, tokens, expected_output)
-        return Shape(chains, tokens, decode_tokens, kind, reason, max(1, len(request.prompts)))
+            shape = Shape((), prompt.estimated_tokens(request), 0, "load", why.reason)
+        decode_tokens = prompt.decode_tokens(request, shape.prompt_tokens, expected_output)
+        return replace(shape, decode_tokens=decode_tokens, prompts=max(1, len(request.prompts)))
 
-    async def _known(self, request: Request, inline_characters: int) -> tuple[tuple[Chain, ...], int, str]:
-        """Chains, prompt tokens and kind of identity; raises NotReproducible."""
+    async def _known(self, request: Request, inline_characters: int) -> Shape:
+        """Chains, prompt tokens, ids and kind of identity; raises NotReproducible."""
         view = self.view
         if request.unforeseen:
             raise NotReproducible(request.unforeseen)
         if view.identity is None and not view.text:
             raise NotReproducible("no_identity")
         chains: tuple[Chain, ...] = ()
-        tokens, kind = 0, "text"
+        made: tuple[Prompt, ...] = ()
+        tokens, kind, key = 0, "text", ""
         if view.identity is not None:
-            known, kind = view.identity, "exact"
+            known, kind, key = view.identity, "exact", view.identity.key
             adapter = request.model if request.model != self.name else ""
             lora = (adapter, known.loras[adapter]) if adapter in known.loras else None
             prompts = await known.prompts(request, view.hashers, lora, inline_characters)
             chains = next(one.chains for one in prompts if one.chains or not view.hashers)
             tokens = max(1, sum(one.tokens for one in prompts))
+            made = tuple(prompts)
         if view.text:
             texts = identity.canonical_text(request)
             chains = (*chains[: MAX_SCHEMES - 1], blocks.text_chain(max(texts, key=len)))
             tokens = tokens or sum(blocks.text_tokens(len(text)) for text in texts)
-        return chains, tokens, kind
+        return Shape(chains, tokens, 0, kind, ids=made, identity_key=key)
 
 
 class Pools:
@@ -228,6 +238,7 @@ def view_of(
     *,
     text: bool,
     reference: WorkerView | None = None,
+    handoff: Mapping[str, Ability] = MappingProxyType({}),
 ) -> View:
     """A View, with what the request path looks up often made ready."""
     ranks = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
@@ -238,6 +249,7 @@ def view_of(
         text=text,
         reference=reference,
         read_at=time.monotonic(),
+        handoff=handoff,
         urls={worker.worker_id: worker.url for worker in workers},
         # Only a server with several engine cores needs to be told which one: one of its own refuses the header.
         ranks={

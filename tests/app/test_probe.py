@@ -30,15 +30,21 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 @asynccontextmanager
 async def worker(
-    redis_url: str, model: str, url: str, tracker: Tracker, scheme: Scheme = SCHEME
+    redis_url: str,
+    model: str,
+    url: str,
+    tracker: Tracker,
+    scheme: Scheme = SCHEME,
+    template: str = TEMPLATE,
+    **more: object,
 ) -> AsyncIterator[WorkerPublisher]:
-    """Both halves of a worker, by the plugin's own publishers."""
+    """Both halves of a worker, by the plugin's own publishers. more: facts that its server announces."""
     core = WorkerPublisher(PublisherConfig(redis_url, model, "eng.0", "eng", 0, scheme, 1_000, 4_096, "test"), tracker)
     artifacts = {
         "tokenizer.json": TOKENIZER.read_bytes(),
-        "chat_template.jinja": TEMPLATE.encode(),
+        "chat_template.jinja": template.encode(),
     }
-    facts = {"loras": {"adapter": "/adapters/a"}}
+    facts = {"loras": {"adapter": "/adapters/a"}} | more
     server = ServerPublisher(ServerConfig(redis_url, model, "eng", url, (model,), "test", artifacts, facts))
     server.start()
     core.start()
