@@ -40,7 +40,10 @@ FALLBACK_BLOCKS = 16  # of the prefix that the fallback's hash looks at
 @dataclass(frozen=True, slots=True)
 class View:
     """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known.
-    handoff: what workers take token ids, by worker_id."""
+
+    reference: a worker that brought what most of them brought; None: nobody did, or the settings name a tokenizer.
+    handoff: what workers take token ids, by worker_id.
+    """
 
     workers: tuple[WorkerView, ...] = ()
     identity: Identity | None = None
@@ -51,6 +54,7 @@ class View:
     ranks: Mapping[str, str] = field(default_factory=dict)
     models: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
+    reference: WorkerView | None = None
     handoff: Mapping[str, Ability] = field(default_factory=dict)
 
 
@@ -233,6 +237,7 @@ def view_of(
     hashers: Sequence[Hasher],
     *,
     text: bool,
+    reference: WorkerView | None = None,
     handoff: Mapping[str, Ability] = MappingProxyType({}),
 ) -> View:
     """A View, with what the request path looks up often made ready."""
@@ -242,6 +247,7 @@ def view_of(
         identity=known,
         hashers=tuple(hashers)[:MAX_SCHEMES],
         text=text,
+        reference=reference,
         read_at=time.monotonic(),
         handoff=handoff,
         urls={worker.worker_id: worker.url for worker in workers},

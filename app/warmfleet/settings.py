@@ -78,7 +78,10 @@ class Settings:
     health_interval_s: float = _setting(
         5.0, "time between two health checks of an approximate worker; of all while heartbeats are not heard"
     )
-    probe_timeout_s: float = _setting(5.0, "a join probe's blocks must show in its worker's stream within this")
+    probe_timeout_s: float = _setting(5.0, "a probe's blocks must show in its worker's stream within this")
+    probe_interval_s: float = _setting(
+        600.0, "time between two probes of a proven worker, all replicas together; 0 = only when it is suspected"
+    )
     inline_characters: int = _setting(2_000, "longer new texts are tokenised in a thread; x20 with the fast engine")
     trie_bytes: int = _setting(268_435_456, "bound of the prompt trie: ids and hashes of earlier prompts, about")
     mirror_checkpoints: int = _setting(20_000, "checkpoints remembered for one approximate worker")

@@ -30,6 +30,7 @@ KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: ours must go firs
 DNS_CACHE_S = 10
 MAX_ADDRESSES = 4_096
 READ_BUFFER_BYTES = 65_536
+SMALL_ANSWER_BYTES = 1_048_576
 #: A machine that vanished is noticed after 25 s. (A frozen process is not: its kernel answers. See ``silence``.)
 TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
 
@@ -147,6 +148,18 @@ class Upstream:
                         raise
                     self._on_stale()
         raise AssertionError("unreachable")
+
+    async def ask(self, base: str, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """Status and body of a small answer; of a larger one the first megabyte. Raises as ``post``."""
+        answer = await self.post(base, path, body, headers)
+        try:
+            with upstream_errors():
+                text = b""
+                while len(text) < SMALL_ANSWER_BYTES and (piece := await answer.content.read(SMALL_ANSWER_BYTES)):
+                    text += piece
+            return answer.status, text
+        finally:
+            answer.close()
 
     async def get(self, base: str, path: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
         """Status and body (at most 8 MB) of a small answer. Raises UpstreamError."""
