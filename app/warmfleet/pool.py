@@ -35,6 +35,14 @@ FALLBACK_BLOCKS = 16  # of the prefix that the fallback's hash looks at
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that some worker serves. path: part of its block hashes. lacking: workers that do not serve it."""
+
+    path: str
+    lacking: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known."""
 
@@ -45,13 +53,17 @@ class View:
     read_at: float = 0.0
     urls: Mapping[str, str] = field(default_factory=dict)
     ranks: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
     models: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A request as a decision needs it. kind: how it was identified: ``exact``, ``text`` or ``load`` (``reason``)."""
+    """A request as a decision needs it. kind: how it was identified: ``exact``, ``text`` or ``load`` (``reason``).
+
+    barred: workers that cannot serve it.
+    """
 
     chains: tuple[Chain, ...]
     prompt_tokens: int
@@ -59,6 +71,7 @@ class Shape:
     kind: str
     reason: str = ""
     prompts: int = 1
+    barred: tuple[str, ...] = ()
 
     @property
     def prefix(self) -> bytes:
@@ -143,7 +156,9 @@ class Pool:
         except NotReproducible as why:
             chains, tokens, kind, reason = (), prompt.estimated_tokens(request), "load", why.reason
         decode_tokens = prompt.decode_tokens(request, tokens, expected_output)
-        return Shape(chains, tokens, decode_tokens, kind, reason, max(1, len(request.prompts)))
+        adapter = self.view.adapters.get(request.model)
+        barred = adapter.lacking if adapter else ()
+        return Shape(chains, tokens, decode_tokens, kind, reason, max(1, len(request.prompts)), barred)
 
     async def _known(self, request: Request, inline_characters: int) -> tuple[tuple[Chain, ...], int, str]:
         """Chains, prompt tokens and kind of identity; raises NotReproducible."""
@@ -156,8 +171,8 @@ class Pool:
         tokens, kind = 0, "text"
         if view.identity is not None:
             known, kind = view.identity, "exact"
-            adapter = request.model if request.model != self.name else ""
-            lora = (adapter, known.loras[adapter]) if adapter in known.loras else None
+            adapter = view.adapters.get(request.model)
+            lora = (request.model, adapter.path) if adapter else None
             prompts = await known.prompts(request, view.hashers, lora, inline_characters)
             chains = next(one.chains for one in prompts if one.chains or not view.hashers)
             tokens = max(1, sum(one.tokens for one in prompts))
@@ -219,6 +234,7 @@ class Pools:
 
 def view_of(workers: Sequence[WorkerView], known: Identity | None, hashers: Sequence[Hasher], *, text: bool) -> View:
     """A View, with what the request path looks up often made ready."""
+    adapters = adapters_of(workers)
     ranks = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
     return View(
         workers=tuple(workers),
@@ -233,11 +249,36 @@ def view_of(workers: Sequence[WorkerView], known: Identity | None, hashers: Sequ
             for worker in workers
             if worker.server and ranks[str(worker.record.get("server_id", ""))] > 1
         },
-        names=frozenset([name for worker in workers for name in worker.models] + list(known.loras if known else ())),
-        models=tuple(
-            dict.fromkeys(
-                [name for worker in workers if worker.routable for name in worker.models]
-                + list(known.loras if known else ())
-            )
-        ),
+        adapters=adapters,
+        names=frozenset([*(name for worker in workers for name in worker.models), *adapters]),
+        models=tuple(dict.fromkeys(name for worker in workers if worker.routable for name in _served(worker))),
     )
+
+
+def adapters_of(workers: Sequence[WorkerView]) -> dict[str, Adapter]:
+    """Every adapter by its name. Workers that have it from another path than most hash otherwise: they "lack" it."""
+    groups: dict[frozenset[tuple[str, str]], list[WorkerView]] = {}
+    for worker in workers:
+        groups.setdefault(frozenset(_loras(worker).items()), []).append(worker)
+    paths: dict[str, Counter[str]] = {}
+    for loras, holders in groups.items():
+        for name, path in loras:
+            paths.setdefault(name, Counter())[path] += len(holders)
+    adapters = {}
+    for name, counts in sorted(paths.items()):
+        path = max(sorted(counts), key=counts.__getitem__)
+        others = [worker for loras, some in groups.items() if (name, path) not in loras for worker in some]
+        adapters[name] = Adapter(path, tuple(other.worker_id for other in others if name not in other.models))
+    return adapters
+
+
+def _loras(worker: WorkerView) -> dict[str, str]:
+    """Name and path of the adapters that its server announced: its own words, hence looked at."""
+    loras = ((worker.server or {}).get("facts") or {}).get("loras")
+    if not isinstance(loras, dict):
+        return {}
+    return {name: path for name, path in loras.items() if isinstance(path, str) and name not in worker.models}
+
+
+def _served(worker: WorkerView) -> list[str]:
+    return [*worker.models, *_loras(worker)]

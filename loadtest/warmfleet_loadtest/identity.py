@@ -134,7 +134,6 @@ class Identity:
             "kv_connector": False,
             "multimodal": False,
             "api_key": api_key,
-            "loras": {},
         }
 
 

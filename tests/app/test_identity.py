@@ -231,9 +231,8 @@ async def test_identities_are_built_once_and_bad_ones_refused(
 ) -> None:
     identities = Identities(executor, Trie(10**6))
     artifacts = {"tokenizer.json": tokenizer_json, "chat_template.jinja": CHATML.encode()}
-    built = await identities.build("a", artifacts, {"loras": {"ad": "/p"}})
+    built = await identities.build("a", artifacts, {})
     assert identities.known("a") is built
-    assert built.loras == {"ad": "/p"}
     with pytest.raises(ValueError, match="not a tokenizer"):
         await identities.build("b", {"tokenizer.json": b"{}"}, {})
     with pytest.raises(ValueError, match="no tokenizer"):

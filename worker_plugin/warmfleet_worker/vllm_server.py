@@ -28,6 +28,7 @@ def start_server_half(engine_client: Any, state: Any, redis_url: str, model: str
         artifacts=artifacts(tokenizer, state, vllm_config.model_config),
         facts=facts(tokenizer, state, vllm_config),
         ready=functools.partial(listens, args.host, args.port),
+        adapters=functools.partial(adapters, state),
     )
     publisher = ServerPublisher(config)
     publisher.start()
@@ -82,5 +83,9 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
         "kv_connector": vllm_config.kv_transfer_config is not None,
         "multimodal": bool(model_config.is_multimodal_model),
         "api_key": bool(args.api_key),
-        "loras": {name: lora.lora_path for name, lora in state.openai_serving_models.lora_requests.items()},
     }
+
+
+def adapters(state: Any) -> dict[str, str]:
+    """LoRA adapters that are loaded now. ``list`` of a dict is one atomic call: requests load and unload them."""
+    return {name: lora.lora_path for name, lora in list(state.openai_serving_models.lora_requests.items())}
