@@ -4,6 +4,7 @@ CPU µs of one request, parse + render + ids + block hashes (sha256_cbor, 16 tok
 the prompt trie. 500 tokens and ``_cold``: a conversation never seen; ``_warm``: one of which all but the last 650
 tokens was there before. ``_plain``: the same requests with plain transformers (chat template and tokenizer) and the
 block hash as vLLM computes it (cbor2), in the same run. parts: parse, render, ids, hashes apart. Least of three means.
+``stall_ms_3mb``: wall time, the longest that the event loop waits while a prompt of 3 MB becomes known in a thread.
 ``--plot FILE.svg``: the growth over a conversation of 60 turns. ``--tokenizer DIR``: tokenizer.json with its
 tokenizer_config.json; without it the small one of the demo, in a Qwen3-like template.
 """
@@ -146,6 +147,19 @@ async def table(ours: Ours, plain: Plain, per_token: float) -> dict[str, Any]:
     return out
 
 
+async def stall_ms(ours: Ours) -> float:
+    """The longest time that the event loop does not turn while a prompt of 3 MB, never seen, becomes known."""
+    identity, worst = ours.new(), 0.0
+    request = prompt.parse("completions", json.dumps({"prompt": " ".join(WORDS * 5_500)[:3_000_000]}).encode())
+    running = asyncio.ensure_future(identity.prompts(request, (ours.hasher,), None, 2_000))
+    before = time.perf_counter()
+    while not running.done():
+        await asyncio.sleep(0.001)
+        worst, before = max(worst, time.perf_counter() - before), time.perf_counter()
+    await running
+    return worst * 1e3
+
+
 async def growth(ours: Ours, plain: Plain, per_token: float, turns: int = 60) -> dict[str, list[float]]:
     """CPU µs of every turn of one conversation: with the trie, without it, and plain."""
     talk, identity = Talk(99, 500, per_token), ours.new()
@@ -181,6 +195,7 @@ async def main() -> None:
         sample = Talk(1, 4_000, 4.0).messages[0]["content"]
         per_token = len(sample) / len(ours.encoder.plain(sample))
         result = await table(ours, plain, per_token)
+        result["stall_ms_3mb"] = round(await stall_ms(ours), 1)
         if options.plot:
             lines = await growth(ours, plain, per_token)
             save_lines(options.plot, "Knowing a prompt: CPU per turn", "prompt tokens", "CPU µs", lines)
