@@ -117,7 +117,7 @@ def test_content_format_is_detected_as_vllm_does(encoder: Encoder, executor: Thr
 
 
 def test_tools_are_dumped_as_vllm_does() -> None:
-    """Known fields in its order, no others; what is absent is null or left out; a flag of the tool is its function's."""
+    """Known fields in its order, no others; what is absent is null or left out; the tool's flag is its function's."""
     given = {"function": {"strict": True, "x": 1, "name": "f"}, "defer_loading": False, "cache_control": {}}
     plain = {"type": "function", "function": {"name": "g", "description": None, "parameters": {}, "strict": None}}
     assert json.dumps(chat.tool_schemas([given, plain])) == json.dumps(
