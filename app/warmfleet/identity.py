@@ -12,7 +12,8 @@ import logging
 from array import array
 from collections import OrderedDict
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
@@ -20,15 +21,17 @@ from warmfleet import chat
 from warmfleet.chat import NotReproducible
 from warmfleet.cuts import Cuts
 from warmfleet.encoder import Encoder
-from warmfleet.template import ChatTemplate
 from warmfleet.trie import Prompt, Reading, Trie
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Executor
 
+    from warmfleet.approval import Template, Templates
     from warmfleet.blocks import Hasher, Lora
+    from warmfleet.chat import Format, Message
     from warmfleet.prompt import Request
+    from warmfleet.template import ChatTemplate
     from warmfleet.trie import Node
 
 logger = logging.getLogger("warmfleet.identity")
@@ -40,6 +43,8 @@ RENDER_INLINE_BYTES = 65_536  # bodies of larger chats are rendered in the execu
 FAST_FACTOR = 20  # how much longer a new text may be inline with the fast engine: 1.5 ms of the event loop
 
 NO_IDS = array("I")
+Made = TypeVar("Made")
+Rendering = tuple["list[Message]", dict[str, Any], dict[str, Any]]
 
 
 class Identity:
@@ -50,7 +55,7 @@ class Identity:
     def __init__(
         self,
         encoder: Encoder,
-        template: ChatTemplate | None,
+        template: ChatTemplate | Template | None,
         facts: Mapping[str, Any],
         executor: Executor,
         trie: Trie,
@@ -68,6 +73,11 @@ class Identity:
         self._readings = {special: _reading(encoder, cuts, special=special) for special in (False, True)}
         self._waiting = 0
 
+    @property
+    def template(self) -> str:
+        """For people: what becomes of chats."""
+        return self._template.state if self._template is not None else "none"
+
     async def prompts(
         self, request: Request, hashers: tuple[Hasher, ...], lora: Lora, inline_characters: int
     ) -> list[Prompt]:
@@ -78,6 +88,8 @@ class Identity:
         """
         reading = replace(self._readings[request.add_special_tokens], hashers=hashers, salt=request.salt, lora=lora)
         if request.endpoint == "chat":
+            if self._template is not None and self._template.here is None:
+                return [await self._read(await self._render_apart(request, self._template), reading, inline_characters)]
             if request.size_bytes > RENDER_INLINE_BYTES:
                 return [await self._elsewhere(self._render_and_read, request, reading)]
             return [await self._read(self.render(request), reading, inline_characters)]
@@ -97,19 +109,30 @@ class Identity:
         return [prompt.ids for prompt in await self.prompts(request, (), None, inline_characters)]
 
     def render(self, request: Request) -> str:
-        """The prompt text of a chat request."""
-        if self._template is None:
+        """The prompt text of a chat request, made in this process."""
+        here = None if self._template is None else self._template.here
+        if here is None:
             raise NotReproducible("no_template")
+        return here.render(*self._rendering(request, here.content_format, knows_developer=here.knows_developer))
+
+    async def _render_apart(self, request: Request, template: Template) -> str:
+        """The same in the process of a template that nobody approved."""
+        form = await template.ready()
+        make = partial(self._rendering, request, form, knows_developer=template.knows_developer)
+        large = request.size_bytes > RENDER_INLINE_BYTES
+        return await template.render(*(await self._elsewhere(make) if large else make()))
+
+    def _rendering(self, request: Request, content_format: Format, *, knows_developer: bool) -> Rendering:
+        """Messages and variables as a template gets them."""
         tools = request.tools
         if tools and not self._tools_known:
             raise NotReproducible("tools")
         if self._drop_unused_tools and request.tool_choice == "none":
             tools = None
-        messages = chat.conversation(request.messages, self._template.content_format)
-        if not self._template.knows_developer:
+        messages = chat.conversation(request.messages, content_format)
+        if not knows_developer:
             messages = chat.developer_to_system(messages)
-        fixed = {**self._fixed, "tools": chat.tool_schemas(tools)}
-        return self._template.render(messages, {**self._defaults, **request.arguments}, fixed)
+        return messages, {**self._defaults, **request.arguments}, {**self._fixed, "tools": chat.tool_schemas(tools)}
 
     async def _read(self, text: str, reading: Reading, inline_characters: int) -> Prompt:
         path = self._trie.find(text, reading)
@@ -127,7 +150,7 @@ class Identity:
     def _render_and_read(self, request: Request, reading: Reading) -> Prompt:
         return self._read_now(self.render(request), reading)
 
-    async def _elsewhere(self, work: Callable[..., Prompt], *args: Any) -> Prompt:
+    async def _elsewhere(self, work: Callable[..., Made], *args: Any) -> Made:
         """In the executor. Raises NotReproducible if too many wait for it."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
@@ -175,10 +198,10 @@ def canonical_text(request: Request) -> list[bytes]:
 class Identities:
     """Builds identities once, keeps the last few; the tokenizers, which are the heavy part, are shared by content."""
 
-    def __init__(self, executor: Executor, trie: Trie, *, trust_templates: bool = False) -> None:
+    def __init__(self, executor: Executor, trie: Trie, templates: Templates) -> None:
         self._executor = executor
         self._trie = trie
-        self._trusted = trust_templates
+        self.templates = templates
         self._encoders: OrderedDict[str, Encoder] = OrderedDict()
         self._built: OrderedDict[str, Identity] = OrderedDict()
 
@@ -199,10 +222,7 @@ class Identities:
         source = artifacts.get("chat_template.jinja")
         template = None
         if source is not None:
-            form = str(facts.get("content_format", "auto"))
-            template = await loop.run_in_executor(
-                self._executor, lambda: ChatTemplate(source.decode(), form, trusted=self._trusted)
-            )
+            template = await self.templates.take(source, str(facts.get("content_format", "auto")))
         text = source.decode() if source is not None else ""
         cuts = await loop.run_in_executor(self._executor, encoder.cuts, text)
         identity = Identity(encoder, template, facts, self._executor, self._trie, cuts)

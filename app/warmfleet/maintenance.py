@@ -18,6 +18,7 @@ from warmfleet.agreement import Agreement
 from warmfleet.blocks import TEXT_SCHEME, Hasher
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import RENEW_AT_ONCE
+from warmfleet.handoff import ability
 from warmfleet.pool import Pool, Pools, view_of
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError, dumps
 
@@ -97,7 +98,10 @@ class Reader:
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
         identity = self._identity(pool, alive)
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
-        pool.show(view_of(workers, identity or pool.view.identity, self._schemes(pool, exact), text=text))
+        keyed = [(w, _identity_key(w)) for w in alive if w.server and w.server.get("artifacts")]
+        handoff = {w.worker_id: able for w, key in keyed if (able := ability(w, key)) is not None}
+        known = identity or pool.view.identity
+        pool.show(view_of(workers, known, self._schemes(pool, exact), text=text, handoff=handoff))
         self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
         return None
 
@@ -180,7 +184,7 @@ def _identity_key(worker: WorkerView) -> str:
     """Two workers with equal keys see every prompt alike, whatever adapters they serve."""
     server = worker.server or {}
     shas = {name: entry.get("sha256") for name, entry in server["artifacts"].items()}
-    facts = {name: value for name, value in (server.get("facts") or {}).items() if name != "loras"}
+    facts = {name: fact for name, fact in (server.get("facts") or {}).items() if name not in ("token_handoff", "loras")}
     return hashlib.sha256(dumps([shas, facts]).encode()).hexdigest()
 
 

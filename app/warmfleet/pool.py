@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from warmfleet import blocks, identity, prompt
+from warmfleet.adapters import adapters_of, served
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.silence import Tries
@@ -18,12 +20,15 @@ from warmfleet_worker.wire import WORKER_TTL_SECONDS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from warmfleet.adapters import Adapter
     from warmfleet.blocks import Hasher
     from warmfleet.fallback import Fallback
     from warmfleet.fleet import Chain, Fleet, Renewal, WorkerView
     from warmfleet.fleet.reservations import Outcome
+    from warmfleet.handoff import Ability
     from warmfleet.identity import Identity
     from warmfleet.prompt import Request
+    from warmfleet.trie import Prompt
 
 MAX_SCHEMES = 4  # what decide accepts
 SUSPECT_S = 3.0  # a worker that failed a request is passed over; the fleet needs a TTL to see it
@@ -35,16 +40,9 @@ FALLBACK_BLOCKS = 16  # of the prefix that the fallback's hash looks at
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA adapter that some worker serves. path: part of its block hashes. lacking: workers that do not serve it."""
-
-    path: str
-    lacking: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class View:
-    """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known."""
+    """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known.
+    handoff: what workers take token ids, by worker_id."""
 
     workers: tuple[WorkerView, ...] = ()
     identity: Identity | None = None
@@ -56,13 +54,15 @@ class View:
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     models: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
+    handoff: Mapping[str, Ability] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A request as a decision needs it. kind: how it was identified: ``exact``, ``text`` or ``load`` (``reason``).
 
-    barred: workers that cannot serve it.
+    ids: every prompt's, if that is ``exact``; ``identity_key`` is what they were made with. barred: workers that
+    cannot serve it.
     """
 
     chains: tuple[Chain, ...]
@@ -71,6 +71,8 @@ class Shape:
     kind: str
     reason: str = ""
     prompts: int = 1
+    ids: tuple[Prompt, ...] = ()
+    identity_key: str = ""
     barred: tuple[str, ...] = ()
 
     @property
@@ -151,36 +153,40 @@ class Pool:
     async def shape(self, request: Request, inline_characters: int, expected_output: int) -> Shape:
         """Token ids and block hashes. Never fails: what cannot be known is routed by load, with the reason."""
         try:
-            chains, tokens, kind = await self._known(request, inline_characters)
-            reason = ""
+            shape = await self._known(request, inline_characters)
         except NotReproducible as why:
-            chains, tokens, kind, reason = (), prompt.estimated_tokens(request), "load", why.reason
-        decode_tokens = prompt.decode_tokens(request, tokens, expected_output)
+            shape = Shape((), prompt.estimated_tokens(request), 0, "load", why.reason)
         adapter = self.view.adapters.get(request.model)
-        barred = adapter.lacking if adapter else ()
-        return Shape(chains, tokens, decode_tokens, kind, reason, max(1, len(request.prompts)), barred)
+        return replace(
+            shape,
+            decode_tokens=prompt.decode_tokens(request, shape.prompt_tokens, expected_output),
+            prompts=max(1, len(request.prompts)),
+            barred=adapter.lacking if adapter else (),
+        )
 
-    async def _known(self, request: Request, inline_characters: int) -> tuple[tuple[Chain, ...], int, str]:
-        """Chains, prompt tokens and kind of identity; raises NotReproducible."""
+    async def _known(self, request: Request, inline_characters: int) -> Shape:
+        """Chains, prompt tokens, ids and kind of identity; raises NotReproducible."""
         view = self.view
         if request.unforeseen:
             raise NotReproducible(request.unforeseen)
         if view.identity is None and not view.text:
             raise NotReproducible("no_identity")
         chains: tuple[Chain, ...] = ()
-        tokens, kind = 0, "text"
+        made: tuple[Prompt, ...] = ()
+        tokens, kind, key = 0, "text", ""
         if view.identity is not None:
-            known, kind = view.identity, "exact"
+            known, kind, key = view.identity, "exact", view.identity.key
             adapter = view.adapters.get(request.model)
             lora = (request.model, adapter.path) if adapter else None
             prompts = await known.prompts(request, view.hashers, lora, inline_characters)
             chains = next(one.chains for one in prompts if one.chains or not view.hashers)
             tokens = max(1, sum(one.tokens for one in prompts))
+            made = tuple(prompts)
         if view.text:
             texts = identity.canonical_text(request)
             chains = (*chains[: MAX_SCHEMES - 1], blocks.text_chain(max(texts, key=len)))
             tokens = tokens or sum(blocks.text_tokens(len(text)) for text in texts)
-        return chains, tokens, kind
+        return Shape(chains, tokens, 0, kind, ids=made, identity_key=key)
 
 
 class Pools:
@@ -232,7 +238,14 @@ class Pools:
         return all(pool.contacted for pool in self.all)
 
 
-def view_of(workers: Sequence[WorkerView], known: Identity | None, hashers: Sequence[Hasher], *, text: bool) -> View:
+def view_of(
+    workers: Sequence[WorkerView],
+    known: Identity | None,
+    hashers: Sequence[Hasher],
+    *,
+    text: bool,
+    handoff: Mapping[str, Ability] = MappingProxyType({}),
+) -> View:
     """A View, with what the request path looks up often made ready."""
     adapters = adapters_of(workers)
     ranks = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
@@ -242,6 +255,7 @@ def view_of(workers: Sequence[WorkerView], known: Identity | None, hashers: Sequ
         hashers=tuple(hashers)[:MAX_SCHEMES],
         text=text,
         read_at=time.monotonic(),
+        handoff=handoff,
         urls={worker.worker_id: worker.url for worker in workers},
         # Only a server with several engine cores needs to be told which one: one of its own refuses the header.
         ranks={
@@ -251,34 +265,5 @@ def view_of(workers: Sequence[WorkerView], known: Identity | None, hashers: Sequ
         },
         adapters=adapters,
         names=frozenset([*(name for worker in workers for name in worker.models), *adapters]),
-        models=tuple(dict.fromkeys(name for worker in workers if worker.routable for name in _served(worker))),
+        models=tuple(dict.fromkeys(name for worker in workers if worker.routable for name in served(worker))),
     )
-
-
-def adapters_of(workers: Sequence[WorkerView]) -> dict[str, Adapter]:
-    """Every adapter by its name. Workers that have it from another path than most hash otherwise: they "lack" it."""
-    groups: dict[frozenset[tuple[str, str]], list[WorkerView]] = {}
-    for worker in workers:
-        groups.setdefault(frozenset(_loras(worker).items()), []).append(worker)
-    paths: dict[str, Counter[str]] = {}
-    for loras, holders in groups.items():
-        for name, path in loras:
-            paths.setdefault(name, Counter())[path] += len(holders)
-    adapters = {}
-    for name, counts in sorted(paths.items()):
-        path = max(sorted(counts), key=counts.__getitem__)
-        others = [worker for loras, some in groups.items() if (name, path) not in loras for worker in some]
-        adapters[name] = Adapter(path, tuple(other.worker_id for other in others if name not in other.models))
-    return adapters
-
-
-def _loras(worker: WorkerView) -> dict[str, str]:
-    """Name and path of the adapters that its server announced: its own words, hence looked at."""
-    loras = ((worker.server or {}).get("facts") or {}).get("loras")
-    if not isinstance(loras, dict):
-        return {}
-    return {name: path for name, path in loras.items() if isinstance(path, str) and name not in worker.models}
-
-
-def _served(worker: WorkerView) -> list[str]:
-    return [*worker.models, *_loras(worker)]

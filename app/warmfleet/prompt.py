@@ -31,6 +31,8 @@ UNFORESEEABLE = {
     "mm_processor_kwargs": "parts",
     "suffix": "suffix",
 }
+#: Fields for which the engine needs the prompt's text itself: such a request is never handed off as token ids.
+TEXT_ONLY = ("echo", "return_prompt_text")
 #: Of chat_template_kwargs: with ``tokenize`` the template's ids come by another way.
 UNFORESEEABLE_ARGUMENTS = ("tokenize", "chat_template")
 _ROUNDED = re.compile(r"\de\+\d\d")  # orjson reads an integer of more than 64 bits as a float, vLLM does not
@@ -38,7 +40,8 @@ _ROUNDED = re.compile(r"\de\+\d\d")  # orjson reads an integer of more than 64 b
 
 @dataclass(slots=True)
 class Request:
-    """What routing needs of a body. ``unforeseen``: why the prompt cannot be known, else empty.
+    """What routing needs of a body. ``unforeseen``: why the prompt cannot be known, else empty. ``text_only``: the
+    engine needs the prompt's text to answer.
 
     prompts: completions only, each a text or token ids. arguments: for the chat template. size_bytes: of the body.
     """
@@ -57,6 +60,7 @@ class Request:
     tool_choice: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
     size_bytes: int = 0
+    text_only: bool = False
 
     @property
     def path(self) -> str:
@@ -100,6 +104,7 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
         salt=_typed(data, "cache_salt", str, None) or None,
         add_special_tokens=_typed(data, "add_special_tokens", bool, endpoint == "completions"),
         unforeseen=_unforeseen(data),
+        text_only=any(data.get(name) not in (None, False) for name in TEXT_ONLY),
     )
     if endpoint == "completions":
         request.prompts = [] if request.unforeseen == "embeds" else _prompts(data)

@@ -13,51 +13,66 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import orjson
+
+from warmfleet.blocks import MAX_BLOCKS, Tip
+from warmfleet_worker.wire import HASH_BYTES, pack_hashes
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from warmfleet.blocks import Hasher, Lora, Tip
+    from warmfleet.blocks import Hasher, Lora
     from warmfleet.cuts import Cuts
     from warmfleet.fleet import Chain
 
 NODE_BYTES = 900  # of objects, beside text, ids and hashes
-TOKEN_BYTES = 4
+TOKEN_BYTES = 11  # an id, and its digits once they are asked for
 ONE_PROMPT = 4  # a prompt may fill this part of the trie: the rest belongs to others
 
 
 class Node:
-    """One piece. key: its text and as much behind it as says that it ends there. hashes, tips: one for each hasher."""
+    """One piece. key: its text and as much behind it as says that it ends there. tokens: with all above it.
 
-    __slots__ = ("children", "hashes", "ids", "key", "latest", "parent", "size", "tips", "tokens")
+    hashes, tips: one for each hasher; set once, before the node is in the trie.
+    """
 
-    def __init__(
-        self,
-        parent: Node | None,
-        key: Hashable,
-        size: int,
-        ids: array[int],
-        hashes: tuple[bytes, ...],
-        tips: tuple[Tip, ...],
-    ) -> None:
-        self.parent, self.key, self.size, self.ids, self.hashes, self.tips = parent, key, size, ids, hashes, tips
+    __slots__ = ("_digits", "children", "hashes", "ids", "key", "latest", "parent", "size", "tips", "tokens")
+
+    def __init__(self, parent: Node | None, key: Hashable, size: int, ids: array[int]) -> None:
+        self.parent, self.key, self.size, self.ids = parent, key, size, ids
         self.tokens: int = (parent.tokens if parent else 0) + len(ids)
+        self.hashes: list[bytes] = []
+        self.tips: list[Tip] = []
         self.children: dict[Hashable, Node] = {}
+        self._digits: bytes | None = None
         self.latest: Node | None = None  # the child that was met last: compared before any cut is looked for
+
+    @property
+    def digits(self) -> bytes:
+        """The ids as they stand in a JSON list; written once."""
+        if self._digits is None:
+            self._digits = _digits(self.ids)
+        return self._digits
 
     @property
     def cost(self) -> int:
         """Bytes, about."""
-        text = 4 * len(self.key) if isinstance(self.key, str) and not self.key.isascii() else self.size
+        text = 4 * self.size if isinstance(self.key, str) and not self.key.isascii() else self.size
         return NODE_BYTES + text + TOKEN_BYTES * len(self.ids) + sum(map(len, self.hashes))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a request as the engines see it: ids in pieces, and a chain for each hasher."""
+    """One prompt of a request as the engines see it: ids in pieces, and a chain for each hasher.
 
-    parts: tuple[array[int], ...]
+    known_tokens: of these, how many were known before. nodes: the first of the pieces, as far as they are kept.
+    """
+
+    parts: Sequence[array[int]]
     tokens: int
     chains: tuple[Chain, ...]
+    known_tokens: int = 0
+    nodes: Sequence[Node] = ()
 
     @property
     def ids(self) -> list[int]:
@@ -65,6 +80,11 @@ class Prompt:
         for part in self.parts:
             whole += part
         return whole.tolist()
+
+    def json(self) -> bytes:
+        """The ids as a JSON list, at the cost of those that no earlier prompt had."""
+        pieces = [node.digits for node in self.nodes] + [_digits(part) for part in self.parts[len(self.nodes) :]]
+        return b"[%b]" % b",".join([piece for piece in pieces if piece])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +114,7 @@ class Trie:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.bytes = 0
-        self._top = Node(None, None, 0, array("I"), (), ())
+        self._top = Node(None, None, 0, array("I"))
         self._used: OrderedDict[Node, int] = OrderedDict()  # -> its cost; the least recently used first
         self._lock = threading.Lock()
 
@@ -121,28 +141,21 @@ class Trie:
         """The prompt; its new pieces are kept. path: what ``find`` has just returned."""
         path = self.find(text, reading) if path is None else path
         known, node = len(path), path[-1]
-        at = sum(one.size for one in path)
+        at = sum([one.size for one in path])
         while (cut := reading.cuts.next(text, at)) is not None:
-            ids = reading.encode(text[at : cut[0]])
-            node = _grown(node, text[at : cut[1]], cut[0] - at, ids, reading)
+            node = Node(node, text[at : cut[1]], cut[0] - at, reading.encode(text[at : cut[0]]))
             path.append(node)
             at = cut[0]
-        self._keep(path, known)
         tail = reading.encode(text[at:]) + reading.suffix
-        tokens = node.tokens + len(tail)
-        chains = tuple(
-            hasher.capped(
-                b"".join(
-                    [*[one.hashes[k] for one in path], hasher.extend(node.tips[k], tail, reading.salt, reading.lora)[0]]
-                ),
-                tokens,
-            )
-            for k, hasher in enumerate(reading.hashers)
-        )
-        return Prompt((*[one.ids for one in path], tail), tokens, chains)
+        chains = tuple([_chain(k, hasher, path, known, tail, reading) for k, hasher in enumerate(reading.hashers)])
+        self._keep(path, known)
+        return Prompt([*[one.ids for one in path], tail], node.tokens + len(tail), chains, path[known - 1].tokens, path)
 
     def _root(self, reading: Reading) -> Node:
-        return _grown(self._top, reading.key, 0, reading.prefix, reading)
+        root = Node(self._top, reading.key, 0, reading.prefix)
+        for hasher in reading.hashers:
+            _hash(hasher, hasher.start, [root], reading.prefix, reading)
+        return root
 
     def _keep(self, path: Sequence[Node], known: int) -> None:
         """Add what is new, move the path to the young end (the root last, so that it leaves last), evict the oldest."""
@@ -162,7 +175,9 @@ class Trie:
 
     def _add(self, node: Node) -> None:
         parent = node.parent
-        if parent is not None and node not in self._used and node.key not in parent.children:
+        if parent is None or node in self._used or node.key in parent.children:
+            return  # known, or another thread was first
+        if parent is self._top or parent in self._used:
             parent.children[node.key] = parent.latest = node
             self._used[node] = node.cost
             self.bytes += node.cost
@@ -177,9 +192,31 @@ class Trie:
                 parent.latest = None
 
 
-def _grown(parent: Node, key: Hashable, size: int, ids: array[int], reading: Reading) -> Node:
-    tips = parent.tips or tuple(hasher.start for hasher in reading.hashers)
-    grown = [
-        hasher.extend(tip, ids, reading.salt, reading.lora) for hasher, tip in zip(reading.hashers, tips, strict=True)
-    ]
-    return Node(parent, key, size, ids, tuple(packed for packed, _ in grown), tuple(tip for _, tip in grown))
+def _digits(ids: array[int]) -> bytes:
+    return orjson.dumps(ids.tolist())[1:-1]
+
+
+def _chain(k: int, hasher: Hasher, path: list[Node], known: int, tail: array[int], reading: Reading) -> Chain:
+    """The chain by hasher ``k`` of a path, of which the first ``known`` nodes are hashed already, and its tail."""
+    tip, new = path[known - 1].tips[k], path[known:]
+    ids = tip.rest[:]
+    for node in new:
+        ids += node.ids
+    packed = [node.hashes[k] for node in path[:known]]
+    packed.append(_hash(hasher, tip, new, ids + tail, reading))
+    return hasher.capped(b"".join(packed), path[-1].tokens + len(tail))
+
+
+def _hash(hasher: Hasher, tip: Tip, nodes: Sequence[Node], ids: array[int], reading: Reading) -> bytes:
+    """Packed hashes of what is behind ``tip``, in one go; each of ``nodes`` gets its share. ids: behind the tip."""
+    digests, size, done = hasher.digests(tip, ids, reading.salt, reading.lora), hasher.scheme.block_tokens, tip.blocks
+    packed = pack_hashes(digests)
+    for node in nodes:
+        blocks = min(node.tokens // size, tip.blocks + len(digests))
+        node.hashes.append(packed[(done - tip.blocks) * HASH_BYTES : (blocks - tip.blocks) * HASH_BYTES])
+        rest = (
+            ids[(blocks - tip.blocks) * size : node.tokens - tip.blocks * size] if blocks < MAX_BLOCKS else array("I")
+        )
+        node.tips.append(Tip(digests[blocks - tip.blocks - 1] if blocks > tip.blocks else tip.digest, blocks, rest))
+        done = blocks
+    return packed

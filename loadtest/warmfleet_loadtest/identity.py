@@ -134,6 +134,7 @@ class Identity:
             "kv_connector": False,
             "multimodal": False,
             "api_key": api_key,
+            "token_handoff": ["completions", "chat"],
         }
 
 

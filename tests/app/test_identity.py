@@ -15,9 +15,11 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from warmfleet import chat
+from warmfleet.approval import Templates
 from warmfleet.chat import NotReproducible
 from warmfleet.encoder import Encoder
 from warmfleet.identity import Identities, Identity, canonical_text
+from warmfleet.metrics import Metrics
 from warmfleet.prompt import Request, parse
 from warmfleet.template import ChatTemplate
 from warmfleet.trie import Trie
@@ -271,7 +273,7 @@ async def test_a_twin_that_differs_is_not_used(tokenizer_json: bytes, monkeypatc
 async def test_identities_are_built_once_and_bad_ones_refused(
     tokenizer_json: bytes, executor: ThreadPoolExecutor
 ) -> None:
-    identities = Identities(executor, Trie(10**6))
+    identities = Identities(executor, Trie(10**6), Templates(Metrics(), trust_all=True))
     artifacts = {"tokenizer.json": tokenizer_json, "chat_template.jinja": CHATML.encode()}
     built = await identities.build("a", artifacts, {})
     assert identities.known("a") is built

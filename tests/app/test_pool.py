@@ -6,9 +6,10 @@ import time
 from typing import TYPE_CHECKING, cast
 
 from warmfleet import pool as pool_module
+from warmfleet.adapters import Adapter, adapters_of
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import LoadRow, WorkerView
-from warmfleet.pool import Adapter, Pool, Pools, View, adapters_of, view_of
+from warmfleet.pool import Pool, Pools, View, view_of
 
 if TYPE_CHECKING:
     import pytest

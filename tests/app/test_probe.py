@@ -41,16 +41,14 @@ async def worker(
     name: str = "eng",
     adapters: Mapping[str, str] = MappingProxyType({"adapter": "/adapters/a"}),
     tokenizer: bytes = NO_WORDS,
+    template: str = TEMPLATE,
+    **more: object,
 ) -> AsyncIterator[WorkerPublisher]:
-    """Both halves of a worker, by the plugin's own publishers."""
-    core = WorkerPublisher(
-        PublisherConfig(redis_url, model, f"{name}.0", name, 0, scheme, 1_000, 4_096, "test"), tracker
-    )
-    artifacts = {
-        "tokenizer.json": tokenizer,
-        "chat_template.jinja": TEMPLATE.encode(),
-    }
-    config = ServerConfig(redis_url, model, name, url, (model,), "test", artifacts, adapters=lambda: adapters)
+    """Both halves of a worker, by the plugin's own publishers. more: facts that its server announces."""
+    said = PublisherConfig(redis_url, model, f"{name}.0", name, 0, scheme, 1_000, 4_096, "test")
+    core = WorkerPublisher(said, tracker)
+    artifacts = {"tokenizer.json": tokenizer, "chat_template.jinja": template.encode()}
+    config = ServerConfig(redis_url, model, name, url, (model,), "test", artifacts, more, adapters=lambda: adapters)
     server = ServerPublisher(config)
     server.start()
     core.start()

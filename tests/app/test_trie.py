@@ -15,6 +15,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
+import orjson
 import pytest
 from tests.app.texts import WORDS, Texts
 
@@ -75,6 +76,7 @@ def without(encoder: Encoder, text: str, *, special: bool, salt: str | None) -> 
 
 
 def same(found: Prompt, expected: tuple[list[int], list[bytes]]) -> bool:
+    assert found.json() == orjson.dumps(expected[0])
     return (found.ids, [chain.hashes for chain in found.chains]) == expected and found.tokens == len(expected[0])
 
 

@@ -15,8 +15,10 @@ from tests.vllm.parity.test_parity import KINDS, LIKE
 from tests.vllm.parity.truth import INLINE_CHARACTERS, SERVER, Truth, truth
 
 from warmfleet import prompt
+from warmfleet.approval import Templates
 from warmfleet.blocks import Hasher
 from warmfleet.identity import Identities
+from warmfleet.metrics import Metrics
 from warmfleet.trie import Trie
 from warmfleet_worker.wire import HASH_BYTES, Scheme, default_none_hash
 
@@ -61,7 +63,9 @@ async def test_ids_and_blocks_of_a_real_engine(identities: Truth, kind: str) -> 
     )
     counts: Counter[str] = Counter()
     with ThreadPoolExecutor(1) as executor, running(options) as [engine]:
-        identity = await identities.identity(Identities(executor, Trie(10**7)), kind)
+        identity = await identities.identity(
+            Identities(executor, Trie(10**7), Templates(Metrics(), trust_all=True)), kind
+        )
         hasher, expected = Hasher(SCHEME), set[bytes]()
         for ask in asks(7, REQUESTS, vocabulary=8_000):
             ids = await asyncio.to_thread(served_by, engine, ask)

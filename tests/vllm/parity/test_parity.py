@@ -18,7 +18,9 @@ from tests.asks import asks
 from tests.vllm.engine import ROOT
 from tests.vllm.parity.truth import Counts, Model, Truth, compare, truth
 
+from warmfleet.approval import Templates
 from warmfleet.identity import Identities
+from warmfleet.metrics import Metrics
 from warmfleet.trie import Trie
 
 if TYPE_CHECKING:
@@ -81,8 +83,8 @@ async def counted(
     """All requests of these seeds through one identity, as one router would see them. Trusted templates and not."""
     total = Counts()
     with ThreadPoolExecutor(1) as executor:
-        identities = Identities(executor, trie, trust_templates=model != "parts")
-        identity = await truth.identity(identities, model)
+        templates = Templates(Metrics(), trust_all=model != "parts")
+        identity = await truth.identity(Identities(executor, trie, templates), model)
         for seed in seeds:
             counts = await compare(truth, identity, asks(seed, each, vocabulary=8_000), schemes)
             total.equal += counts.equal
@@ -90,6 +92,7 @@ async def counted(
             total.refused += counts.refused
             total.fallback += counts.fallback
             total.different += counts.different
+        await templates.close()
     report(model, total)
     return total
 
