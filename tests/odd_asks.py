@@ -110,6 +110,7 @@ def billing_header(maker: Maker, ask: Ask) -> None:
 
 def null_kwargs(maker: Maker, ask: Ask) -> None:
     kwargs = {"enable_thinking": maker.random.choice((None, "auto", 0, "")), "documents": None, "bos_token": "<s>"}
+    kwargs |= {"custom": None, "unknown": "auto"}
     ask.body["chat_template_kwargs"] = kwargs
 
 

@@ -25,8 +25,8 @@ TOKEN_FACTS = (
 
 
 def key(worker: WorkerView) -> str:
-    """Two workers with equal keys see every prompt alike, also those for adapters."""
-    return hashlib.sha256(dumps([_parts(worker), _facts(worker).get("loras")]).encode()).hexdigest()
+    """Two workers with equal keys see every prompt alike, whatever adapters they serve."""
+    return hashlib.sha256(dumps(_parts(worker)).encode()).hexdigest()
 
 
 def groups(workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:

@@ -62,7 +62,6 @@ class Identity:
         cuts: Cuts | None = None,
     ) -> None:
         self.key = ""
-        self.loras: Mapping[str, str] = facts.get("loras") or {}
         self._encoder = encoder
         self._template = template
         self._fixed = {"tools": None, "documents": None, **(facts.get("special_tokens") or {})}

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from warmfleet import blocks, identity, prompt
+from warmfleet.adapters import adapters_of, served
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.silence import Tries
@@ -19,6 +20,7 @@ from warmfleet_worker.wire import WORKER_TTL_SECONDS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from warmfleet.adapters import Adapter
     from warmfleet.blocks import Hasher
     from warmfleet.fallback import Fallback
     from warmfleet.fleet import Chain, Fleet, Renewal, WorkerView
@@ -52,6 +54,7 @@ class View:
     read_at: float = 0.0
     urls: Mapping[str, str] = field(default_factory=dict)
     ranks: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
     models: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
     reference: WorkerView | None = None
@@ -61,7 +64,9 @@ class View:
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A request as a decision needs it. kind: how it was identified: ``exact``, ``text`` or ``load`` (``reason``).
-    ids: every prompt's, if that is ``exact``; ``identity_key`` is what they were made with.
+
+    ids: every prompt's, if that is ``exact``; ``identity_key`` is what they were made with. barred: workers that
+    cannot serve it.
     """
 
     chains: tuple[Chain, ...]
@@ -72,6 +77,7 @@ class Shape:
     prompts: int = 1
     ids: tuple[Prompt, ...] = ()
     identity_key: str = ""
+    barred: tuple[str, ...] = ()
 
     @property
     def prefix(self) -> bytes:
@@ -154,8 +160,13 @@ class Pool:
             shape = await self._known(request, inline_characters)
         except NotReproducible as why:
             shape = Shape((), prompt.estimated_tokens(request), 0, "load", why.reason)
-        decode_tokens = prompt.decode_tokens(request, shape.prompt_tokens, expected_output)
-        return replace(shape, decode_tokens=decode_tokens, prompts=max(1, len(request.prompts)))
+        adapter = self.view.adapters.get(request.model)
+        return replace(
+            shape,
+            decode_tokens=prompt.decode_tokens(request, shape.prompt_tokens, expected_output),
+            prompts=max(1, len(request.prompts)),
+            barred=adapter.lacking if adapter else (),
+        )
 
     async def _known(self, request: Request, inline_characters: int) -> Shape:
         """Chains, prompt tokens, ids and kind of identity; raises NotReproducible."""
@@ -169,8 +180,8 @@ class Pool:
         tokens, kind, key = 0, "text", ""
         if view.identity is not None:
             known, kind, key = view.identity, "exact", view.identity.key
-            adapter = request.model if request.model != self.name else ""
-            lora = (adapter, known.loras[adapter]) if adapter in known.loras else None
+            adapter = view.adapters.get(request.model)
+            lora = (request.model, adapter.path) if adapter else None
             prompts = await known.prompts(request, view.hashers, lora, inline_characters)
             chains = next(one.chains for one in prompts if one.chains or not view.hashers)
             tokens = max(1, sum(one.tokens for one in prompts))
@@ -241,6 +252,7 @@ def view_of(
     handoff: Mapping[str, Ability] = MappingProxyType({}),
 ) -> View:
     """A View, with what the request path looks up often made ready."""
+    adapters = adapters_of(workers)
     ranks = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
     return View(
         workers=tuple(workers),
@@ -257,11 +269,7 @@ def view_of(
             for worker in workers
             if worker.server and ranks[str(worker.record.get("server_id", ""))] > 1
         },
-        names=frozenset([name for worker in workers for name in worker.models] + list(known.loras if known else ())),
-        models=tuple(
-            dict.fromkeys(
-                [name for worker in workers if worker.routable for name in worker.models]
-                + list(known.loras if known else ())
-            )
-        ),
+        adapters=adapters,
+        names=frozenset([*(name for worker in workers for name in worker.models), *adapters]),
+        models=tuple(dict.fromkeys(name for worker in workers if worker.routable for name in served(worker))),
     )

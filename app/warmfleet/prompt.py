@@ -69,17 +69,22 @@ class Request:
 
 def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
     """Raises BadRequest naming the field at fault."""
+    request = from_dict(endpoint, decoded(body), allowed)
+    request.size_bytes = len(body)
+    return request
+
+
+def decoded(body: bytes) -> dict[str, Any]:
+    """The JSON object, its numbers as vLLM reads them. Raises BadRequest."""
     try:
         data = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        if isinstance(data, dict) and _may_be_rounded(data):
+            data = json.loads(body)
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"The body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise BadRequest("The body must be a JSON object.")
-    if _may_be_rounded(data):
-        data = json.loads(body)
-    request = from_dict(endpoint, data, allowed)
-    request.size_bytes = len(body)
-    return request
+    return data
 
 
 def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = ()) -> Request:

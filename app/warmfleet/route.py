@@ -86,7 +86,7 @@ class Router:
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
         self._count(shape)
         call.offer = offer(request, shape)
-        exclude = pool.suspects()
+        exclude = (*shape.barred, *pool.suspects())
         gone: UpstreamGone | None = None
         deaths = 0
         for attempt in range(1, TRIES + 1):
@@ -109,9 +109,9 @@ class Router:
             except NoWorker:
                 if gone is not None:
                     raise gone from None  # every worker there is has failed: that is what to tell
-                if not exclude:
+                if len(exclude) == len(shape.barred):
                     raise
-                exclude = ()  # only suspects are left: better one of them than nobody
+                exclude = shape.barred  # only suspects are left: better one of them than nobody
             except WarmfleetError:
                 trip.outcome = "failed"
                 raise
@@ -137,7 +137,7 @@ class Router:
             )
         except NoWorker:
             trip.booked = False
-            if exclude:
+            if len(exclude) > len(shape.barred):
                 raise
             return self._without_redis(trip, shape, exclude, "no_worker")  # Redis came back empty, perhaps
         except WarmfleetError as error:  # gone, slow, or a script that refuses: no reason to fail a request

@@ -135,7 +135,6 @@ class Identity:
             "multimodal": False,
             "api_key": api_key,
             "token_handoff": ["completions", "chat"],
-            "loras": {},
         }
 
 

@@ -2,7 +2,7 @@
 
 qwen3: byte-level BPE, NFC, many added tokens, no begin token. llama3: byte-level BPE that takes whole words first
 (``ignore_merges``), three digits at a time, a begin token by post-processor. llama2: SentencePiece-like BPE over "▁"
-words with bytes as the last resort and a begin token. Each has a chat template of its family (``data/kinds``).
+words with bytes as the last resort and a begin token. Each has a chat template of its family (``data/kind_*.jinja``).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def save_tokenizer(folder: Path, name: str, vocabulary: int) -> None:
         config |= {"add_bos_token": True, "add_eos_token": False, "legacy": True, "unk_token": "<unk>"}
     config |= {"clean_up_tokenization_spaces": name == "llama3", "model_max_length": 2**40}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    template = resources.files("warmfleet_loadtest").joinpath("data", "kinds", f"{name}.jinja").read_text()
+    template = resources.files("warmfleet_loadtest").joinpath("data", f"kind_{name}.jinja").read_text()
     (folder / "chat_template.jinja").write_text(template)
 
 

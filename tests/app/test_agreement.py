@@ -38,7 +38,7 @@ class Fixed:
         return self.now
 
     def known(self, key: str) -> Any:
-        return SimpleNamespace(kind="exact", loras={}, key=key)
+        return SimpleNamespace(kind="exact", key=key)
 
 
 async def test_workers_that_differ_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import jinja2
 import pytest
 from tests.app.engine import engine
 from tests.app.replica import Replica, replica
-from tests.app.test_probe import exact, worker
+from tests.app.test_probe import TOKENIZER, exact, worker
 from tests.conftest import poll
 
 from warmfleet import approval
@@ -57,7 +57,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
     async with (
         engine(model) as upstream,
         replica(valkey_url, model, probe_timeout_s=0.3) as router,
-        worker(valkey_url, model, upstream.url, Tracker(), template=BOMB),
+        worker(valkey_url, model, upstream.url, Tracker(), template=BOMB, tokenizer=TOKENIZER),
     ):
         await exact(router)
         await router.routable(1)
@@ -94,7 +94,7 @@ async def test_approving_takes_a_template_in_and_revoking_puts_it_out(valkey_url
     async with (
         engine("served") as upstream,
         replica(valkey_url, model, probe_timeout_s=0.3) as router,
-        worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN),
+        worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN, tokenizer=TOKENIZER),
     ):
         await exact(router)
         await router.routable(1)
@@ -114,7 +114,7 @@ async def test_a_setting_approves(valkey_url: str, model: str) -> None:
     async with (
         engine("served") as upstream,
         replica(valkey_url, model, approved_templates=(sha256(PLAIN),)) as router,
-        worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN),
+        worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN, tokenizer=TOKENIZER),
     ):
         await exact(router)
         assert await state(router) == "approved"

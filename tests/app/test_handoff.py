@@ -12,7 +12,7 @@ import orjson
 import pytest
 from tests.app.engine import Engine, Seen, answer_well, engine, reply
 from tests.app.replica import Replica, replica
-from tests.app.test_probe import SCHEME, exact, proof, worker
+from tests.app.test_probe import SCHEME, TOKENIZER, exact, proof, worker
 
 from warmfleet import handoff, prompt
 from warmfleet.fleet import LoadRow, WorkerView
@@ -171,7 +171,7 @@ async def test_the_engine_gets_the_ids_and_can_refuse_them(
     async with (
         engine(model, refuses) as upstream,
         replica(valkey_url, model) as router,
-        worker(valkey_url, model, upstream.url, tracker, **FACTS),
+        worker(valkey_url, model, upstream.url, tracker, tokenizer=TOKENIZER, **FACTS),
     ):
         await proof(router, "proven")
         await exact(router)

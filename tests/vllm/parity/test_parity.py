@@ -110,13 +110,13 @@ def check(counts: Counts) -> None:
     """No wrong answer; almost none missing; and vLLM refused few, so that something was compared."""
     assert not counts.different
     assert counts.fallback.total() <= 0.01 * counts.served
-    assert counts.refused.total() <= 0.1 * (counts.served + counts.refused.total())
+    assert counts.refused.total() <= 0.15 * (counts.served + counts.refused.total())
 
 
 @pytest.mark.parametrize("model", LIKE)
 async def test_ids_and_hashes_equal_vllm(like: Truth, model: str) -> None:
     schemes = [("sha256_cbor", 16), ("sha256", 48)]
-    check(await counted(like, model, (1,), 60, schemes, Trie(10**7)))
+    check(await counted(like, model, (1,), 70, schemes, Trie(10**7)))
 
 
 @pytest.mark.long

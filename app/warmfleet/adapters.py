@@ -1,0 +1,50 @@
+"""LoRA adapters: which workers serve them, and by which path, for it is part of their block hashes. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet.fleet import WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that some worker serves. path: part of its block hashes. lacking: workers that do not serve it."""
+
+    path: str
+    lacking: tuple[str, ...] = ()
+
+
+def adapters_of(workers: Sequence[WorkerView]) -> dict[str, Adapter]:
+    """Every adapter by its name. Workers that have it from another path than most hash otherwise: they "lack" it."""
+    groups: dict[frozenset[tuple[str, str]], list[WorkerView]] = {}
+    for worker in workers:
+        groups.setdefault(frozenset(_loras(worker).items()), []).append(worker)
+    paths: dict[str, Counter[str]] = {}
+    for loras, holders in groups.items():
+        for name, path in loras:
+            paths.setdefault(name, Counter())[path] += len(holders)
+    adapters = {}
+    for name, counts in sorted(paths.items()):
+        path = max(sorted(counts), key=counts.__getitem__)
+        others = [worker for loras, some in groups.items() if (name, path) not in loras for worker in some]
+        adapters[name] = Adapter(path, tuple(other.worker_id for other in others if name not in other.models))
+    return adapters
+
+
+def _loras(worker: WorkerView) -> dict[str, str]:
+    """Name and path of the adapters that its server announced: its own words, hence looked at."""
+    loras = ((worker.server or {}).get("facts") or {}).get("loras")
+    if not isinstance(loras, dict):
+        return {}
+    return {name: path for name, path in loras.items() if isinstance(path, str) and name not in worker.models}
+
+
+def served(worker: WorkerView) -> list[str]:
+    """Every name that this worker's server answers to."""
+    return [*worker.models, *_loras(worker)]
