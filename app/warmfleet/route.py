@@ -15,6 +15,7 @@ from warmfleet.fleet import Ask, Decision, Renewal, new_reservation
 from warmfleet.pool import NOT_READ
 from warmfleet.prompt import PATHS
 from warmfleet.relay import Answer, relay
+from warmfleet.tenancy import Tenancy
 
 if TYPE_CHECKING:
     from warmfleet.fleet.reservations import Outcome
@@ -34,13 +35,16 @@ MAX_UNSETTLED = 10_000
 
 @dataclass(slots=True)
 class Call:
-    """One request of a client. headers: what is passed on to the worker. ``complete``: its answer is on the way out."""
+    """One request of a client. headers: what is passed on to the worker. tenant: whose it is, if they are kept apart.
+
+    ``complete``: its answer is on the way out."""
 
     endpoint: Endpoint
     body: bytes
     request_id: str
     headers: dict[str, str]
     send: Send
+    tenant: bytes = b""
     began: float = 0.0  # perf_counter
     started: bool = False
     complete: bool = False
@@ -66,6 +70,7 @@ class Router:
 
     def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
         self.pools = pools
+        self.tenancy = Tenancy(settings.tenant_key, settings.tenant_header)
         self._upstream = upstream
         self._settings = settings
         self._metrics = metrics
@@ -75,6 +80,7 @@ class Router:
         """Answer ``call``. Raises WarmfleetError while nothing has been sent, and nothing afterwards."""
         settings = self._settings
         request = prompt.parse(call.endpoint, call.body, settings.allowed_fields)  # 1
+        call.body = self.tenancy.apply(request, call.body, call.tenant)
         pool = await self.pools.find(request.model)
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
         self._count(shape)
@@ -190,9 +196,8 @@ class Router:
         try:
             if upstream.status in (502, 503) and not trip.last and len(pool.view.workers) > 1:
                 raise UpstreamGone(f"The worker answered {upstream.status}.", refused=True)
-            answer = Answer(
-                upstream, call.send, _answer_headers(call, decision, trip.word), self._settings.buffer_max_bytes
-            )
+            told = _answer_headers(call, decision, trip.word, self._settings.answer_headers)
+            answer = Answer(upstream, call.send, told, self._settings.buffer_max_bytes)
 
             def first_byte(*, streams: bool) -> None:
                 call.started = True
@@ -258,9 +263,11 @@ class Router:
             await asyncio.wait(set(self._settling))
 
 
-def _answer_headers(call: Call, decision: Decision, word: str) -> Mapping[bytes, bytes]:
-    return {
-        b"x-request-id": call.request_id.encode(),
+def _answer_headers(call: Call, decision: Decision, word: str, which: str) -> Mapping[bytes, bytes]:
+    request_id = {b"x-request-id": call.request_id.encode()}
+    if which == "request_id":
+        return request_id
+    return request_id | {
         b"x-warmfleet-worker": decision.worker_id.encode(),
         b"x-warmfleet-matched-tokens": b"%d" % decision.matched_tokens,
         b"x-warmfleet-prompt-tokens": b"%d" % decision.prompt_tokens,
