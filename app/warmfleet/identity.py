@@ -14,12 +14,12 @@ import random
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from tokenizers import Tokenizer
 
-from warmfleet import chat
+from warmfleet import chat, partial
 from warmfleet.chat import NotReproducible
 from warmfleet.template import ChatTemplate
 
@@ -39,6 +39,7 @@ FAST_FACTOR = 50  # how much longer a text may be inline with the fast engine
 PROBES = 300
 
 Ids = list[int]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,8 @@ class Identity:
         self._defaults = dict(facts.get("default_chat_template_kwargs") or {})
         self._drop_unused_tools = bool(facts.get("exclude_tools_when_tool_choice_none"))
         self._tools_known = bool(facts.get("same_template_with_tools", True))
+        self._multimodal = bool(facts.get("multimodal"))
+        self._placeholders = dict(facts.get("placeholders") or {})
         self._executor = executor
         self._waiting = 0
 
@@ -155,8 +158,23 @@ class Identity:
             for prompt in request.prompts
         ]
 
-    def render(self, request: Request) -> str:
-        """The prompt text of a chat request."""
+    async def beginning(self, request: Request) -> tuple[Ids, int]:
+        """Ids that the prompt of a chat with parts that are not text certainly begins with, and how many it has about.
+
+        Raises NotReproducible if nothing is certain.
+        """
+        if self._template is None or not self._multimodal:
+            raise NotReproducible("parts")
+        return await self._elsewhere(self._beginning, request)
+
+    def _beginning(self, request: Request) -> tuple[Ids, int]:
+        form = self._template.content_format if self._template else "string"
+        text, whole = partial.certain_text(request, self.render, form, self._placeholders)
+        certain, real = (self._encode_now(one, request.add_special_tokens) for one in (text, whole))
+        return partial.common(certain, real)[: -partial.UNSAFE_TOKENS], len(real)
+
+    def render(self, request: Request, change: Callable[[list[chat.Message]], list[chat.Message]] | None = None) -> str:
+        """The prompt text of a chat request. change: of the messages, once they are the template's."""
         if self._template is None:
             raise NotReproducible("no_template")
         tools = request.tools
@@ -165,6 +183,8 @@ class Identity:
         if self._drop_unused_tools and request.tool_choice == "none":
             tools = None
         messages = chat.conversation(request.messages, self._template.content_format)
+        if change is not None:
+            messages = change(messages)
         if not self._template.knows_developer:
             messages = chat.developer_to_system(messages)
         fixed = {**self._fixed, "tools": chat.tool_schemas(tools)}
@@ -184,7 +204,7 @@ class Identity:
     def _render_and_encode(self, request: Request) -> Ids:
         return self._encode_now(self.render(request), request.add_special_tokens)
 
-    async def _elsewhere(self, work: Callable[..., Ids], *args: Any) -> Ids:
+    async def _elsewhere(self, work: Callable[..., Result], *args: Any) -> Result:
         """In the executor. Raises NotReproducible if too many wait for it."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")

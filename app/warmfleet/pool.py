@@ -51,7 +51,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A request as a decision needs it. kind: how it was identified: ``exact``, ``text`` or ``load`` (``reason``)."""
+    """A request as a decision needs it. kind: how it was identified: ``exact``, ``text``, ``prefix`` (only its
+    beginning is known) or ``load`` (nothing is); ``reason``: why not all of it."""
 
     chains: tuple[Chain, ...]
     prompt_tokens: int
@@ -141,9 +142,27 @@ class Pool:
             chains, tokens, kind = await self._known(request, inline_characters)
             reason = ""
         except NotReproducible as why:
-            chains, tokens, kind, reason = (), prompt.estimated_tokens(request), "load", why.reason
+            chains, tokens = await self._in_part(request, why.reason)
+            kind, reason = "prefix" if chains else "load", why.reason
         decode_tokens = prompt.decode_tokens(request, tokens, expected_output)
         return Shape(chains, tokens, decode_tokens, kind, reason, max(1, len(request.prompts)))
+
+    async def _in_part(self, request: Request, reason: str) -> tuple[tuple[Chain, ...], int]:
+        """Chains of what the prompt certainly begins with, and its tokens as a guess: an image's are not known."""
+        view, tokens = self.view, prompt.estimated_tokens(request)
+        if reason != "parts" or view.identity is None or request.endpoint != "chat":
+            return (), tokens
+        try:
+            ids, whole = await view.identity.beginning(request)
+        except NotReproducible:
+            return (), tokens
+        chains = self._chains(view, view.identity, request, ids)
+        return tuple(chain for chain in chains if chain.hashes), max(whole, 1)
+
+    def _chains(self, view: View, known: Identity, request: Request, ids: list[int]) -> tuple[Chain, ...]:
+        adapter = request.model if request.model != self.name else ""
+        lora = (adapter, known.loras[adapter]) if adapter in known.loras else None
+        return tuple(hasher.chain(ids, request.salt, lora) for hasher in view.hashers)
 
     async def _known(self, request: Request, inline_characters: int) -> tuple[tuple[Chain, ...], int, str]:
         """Chains, prompt tokens and kind of identity; raises NotReproducible."""
@@ -156,12 +175,9 @@ class Pool:
         tokens, kind = 0, "text"
         if view.identity is not None:
             known, kind = view.identity, "exact"
-            adapter = request.model if request.model != self.name else ""
-            lora = (adapter, known.loras[adapter]) if adapter in known.loras else None
             prompts = await known.token_ids(request, inline_characters)
             # Of several prompts in one request the longest decides where it goes; all of them are booked.
-            ids = max(prompts, key=len)
-            chains = tuple(hasher.chain(ids, request.salt, lora) for hasher in view.hashers)
+            chains = self._chains(view, known, request, max(prompts, key=len))
             tokens = max(1, sum(map(len, prompts)))
         if view.text:
             texts = identity.canonical_text(request)

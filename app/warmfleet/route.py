@@ -254,7 +254,7 @@ class Router:
 
     def _count(self, shape: Shape) -> None:
         self._metrics.identity.labels(shape.kind).inc()
-        if shape.reason:
+        if shape.kind == "load":
             self._metrics.load_only.labels(shape.reason).inc()
 
     async def drained(self) -> None:
