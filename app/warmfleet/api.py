@@ -240,12 +240,7 @@ class SmallEndpoints:
             body = await read_body(request.receive, int(length) if length.isdigit() else 0, self._settings)
         except _HungUp:
             return Response()  # to nobody
-        try:
-            data = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise BadRequest(f"The body is not valid JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise BadRequest("The body must be a JSON object.")
+        data = prompt.loads(body)
         tenant = data.pop("tenant", None)
         path = data.pop("endpoint", PATHS["chat" if "messages" in data else "completions"])
         endpoint = next((name for name, known in PATHS.items() if known == path), None)

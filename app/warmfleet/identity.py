@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from warmfleet import chat, partial
 from warmfleet.chat import NotReproducible
+from warmfleet.prompt import MAX_MODEL_LEN
 from warmfleet.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class Identity:
         self, encoder: Encoder, template: ChatTemplate | None, facts: Mapping[str, Any], executor: Executor
     ) -> None:
         self.key = ""
+        self.max_model_len = int(facts.get("max_model_len") or MAX_MODEL_LEN)
         self.loras: Mapping[str, str] = facts.get("loras") or {}
         self._encoder = encoder
         self._template = template
@@ -143,10 +145,8 @@ class Identity:
         self._waiting = 0
 
     async def token_ids(self, request: Request, inline_characters: int) -> list[Ids]:
-        """One list for each prompt. Raises NotReproducible with the reason.
-
-        Texts longer than ``inline_characters`` (of the slow engine) go to the executor, large chats as a whole.
-        """
+        """One list for each prompt; raises NotReproducible with the reason. Texts longer than ``inline_characters`` (of
+        the slow engine) go to the executor, large chats as a whole."""
         if request.endpoint == "chat" and request.size_bytes > RENDER_INLINE_BYTES:
             return [await self._elsewhere(self._render_and_encode, request)]
         if request.endpoint == "chat":
@@ -159,10 +159,7 @@ class Identity:
         ]
 
     async def beginning(self, request: Request) -> tuple[Ids, int]:
-        """Ids that the prompt of a chat with parts that are not text certainly begins with, and how many it has about.
-
-        Raises NotReproducible if nothing is certain.
-        """
+        """Ids that a chat with images certainly begins with, and how many it has about. Raises NotReproducible."""
         if self._template is None or not self._multimodal:
             raise NotReproducible("parts")
         return await self._elsewhere(self._beginning, request)

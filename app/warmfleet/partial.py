@@ -2,8 +2,8 @@
 
 The engine puts a model's own placeholder where such a part stands and replaces it by tokens that only it can know. So
 the prompt is rendered as the engine renders it, and twice more with two different words in the part's place: what all
-three begin with, down to the ids, is the text before the first part. A template whose beginning depends on what comes later (one that
-counts messages, say) shows in the comparison; one that drops the part does not say where the engine puts it.
+three begin with, down to the ids, is the text before the first part. A template whose beginning depends on what comes
+later (one that counts messages, say) shows in the comparison; one that drops the part does not say where it goes.
 """
 
 from __future__ import annotations

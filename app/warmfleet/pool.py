@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from warmfleet import blocks, identity, prompt
@@ -169,19 +169,27 @@ class Pool:
         view = self.view
         if request.unforeseen:
             raise NotReproducible(request.unforeseen)
+        if prompt.too_long(request, view.identity.max_model_len if view.identity else prompt.MAX_MODEL_LEN):
+            raise NotReproducible("too_long")
         if view.identity is None and not view.text:
             raise NotReproducible("no_identity")
         chains: tuple[Chain, ...] = ()
         tokens, kind = 0, "text"
+        ids: list[int] = []
         if view.identity is not None:
             known, kind = view.identity, "exact"
             prompts = await known.token_ids(request, inline_characters)
             # Of several prompts in one request the longest decides where it goes; all of them are booked.
-            chains = self._chains(view, known, request, max(prompts, key=len))
+            ids = max(prompts, key=len)
+            chains = self._chains(view, known, request, ids)
             tokens = max(1, sum(map(len, prompts)))
         if view.text:
             texts = identity.canonical_text(request)
-            chains = (*chains[: MAX_SCHEMES - 1], blocks.text_chain(max(texts, key=len)))
+            longest = max(texts, key=len)
+            chain = blocks.text_chain(longest)
+            if view.identity is not None:  # its blocks are worth what they hold, not what text holds mostly
+                chain = replace(chain, block_tokens=blocks.text_block_tokens(len(longest), len(ids)))
+            chains = (*chains[: MAX_SCHEMES - 1], chain)
             tokens = tokens or sum(blocks.text_tokens(len(text)) for text in texts)
         return chains, tokens, kind
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import TYPE_CHECKING, cast
 
@@ -9,12 +10,14 @@ from warmfleet import pool as pool_module
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import LoadRow, WorkerView
 from warmfleet.pool import Pool, Pools, View
+from warmfleet.prompt import parse
 
 if TYPE_CHECKING:
     import pytest
 
     from warmfleet.fleet import Fleet
     from warmfleet.identity import Identity
+    from warmfleet.prompt import Request
 
 
 def worker(routable: bool) -> WorkerView:
@@ -54,3 +57,27 @@ def test_every_model_counts() -> None:
         assert fleet.unready()
         one.show(View((worker(True),), text=True, read_at=time.monotonic()))
     assert fleet.unready() == ""
+
+
+async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:
+    """Where a text is also tokenised: 64 bytes of Chinese are more than 16 tokens or fewer, never counted as more."""
+
+    class Known:
+        def __init__(self) -> None:
+            self.loras: dict[str, str] = {}
+            self.max_model_len = 4_096
+            self.ids = [0]
+
+        async def token_ids(self, _request: Request, _inline: int) -> list[list[int]]:
+            return [self.ids]
+
+    known = Known()
+    (only,) = pools().all
+    only.show(View((worker(True),), cast("Identity", known), (), text=True, read_at=time.monotonic()))
+    for count, text in (100, "中" * 1_000), (1_000, "中" * 1_000), (5, "x" * 1_000):
+        known.ids = list(range(count))
+        shape = await only.shape(parse("completions", json.dumps({"prompt": text}).encode()), 2_000, 256)
+        (chain,) = shape.chains
+        held = len(chain.hashes) // 8 * chain.block_tokens
+        assert held <= max(count, len(chain.hashes) // 8)
+        assert (count, chain.block_tokens) in {(100, 2), (1_000, 16), (5, 1)}
