@@ -177,10 +177,11 @@ class Reader:
 
 
 def _identity_key(worker: WorkerView) -> str:
-    """Two workers with equal keys see every prompt alike."""
+    """Two workers with equal keys see every prompt alike, whichever routes they have."""
     server = worker.server or {}
+    facts = {name: value for name, value in (server.get("facts") or {}).items() if name != "renders"}
     shas = {name: entry.get("sha256") for name, entry in server["artifacts"].items()}
-    return hashlib.sha256(dumps([shas, server.get("facts")]).encode()).hexdigest()
+    return hashlib.sha256(dumps([shas, facts]).encode()).hexdigest()
 
 
 def _by_frequency(holders: Mapping[Key, Sequence[WorkerView]]) -> list[Key]:

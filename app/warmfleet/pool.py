@@ -51,8 +51,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A request as a decision needs it. kind: how it was identified: ``exact``, ``text``, ``prefix`` (only its
-    beginning is known) or ``load`` (nothing is); ``reason``: why not all of it."""
+    """A request as a decision needs it. kind: how it was identified: ``exact``, ``engine`` (one told), ``text``,
+    ``prefix`` (only its beginning is known) or ``load`` (nothing is); ``reason``: why not all of it."""
 
     chains: tuple[Chain, ...]
     prompt_tokens: int
@@ -147,6 +147,15 @@ class Pool:
         decode_tokens = prompt.decode_tokens(request, tokens, expected_output)
         return Shape(chains, tokens, decode_tokens, kind, reason, max(1, len(request.prompts)))
 
+    def shape_of(
+        self, request: Request, prompts: list[list[int]], loras: Mapping[str, str], kind: str, expected_output: int
+    ) -> Shape:
+        """For token ids that came another way than by an identity of ours."""
+        chains = self._chains(self.view, loras, request, max(prompts, key=len))
+        tokens = sum(map(len, prompts))
+        decode_tokens = prompt.decode_tokens(request, tokens, expected_output)
+        return Shape(chains, tokens, decode_tokens, kind, prompts=len(prompts))
+
     async def _in_part(self, request: Request, reason: str) -> tuple[tuple[Chain, ...], int]:
         """Chains of what the prompt certainly begins with, and its tokens as a guess: an image's are not known."""
         view, tokens = self.view, prompt.estimated_tokens(request)
@@ -156,12 +165,12 @@ class Pool:
             ids, whole = await view.identity.beginning(request)
         except NotReproducible:
             return (), tokens
-        chains = self._chains(view, view.identity, request, ids)
+        chains = self._chains(view, view.identity.loras, request, ids)
         return tuple(chain for chain in chains if chain.hashes), max(whole, 1)
 
-    def _chains(self, view: View, known: Identity, request: Request, ids: list[int]) -> tuple[Chain, ...]:
+    def _chains(self, view: View, loras: Mapping[str, str], request: Request, ids: list[int]) -> tuple[Chain, ...]:
         adapter = request.model if request.model != self.name else ""
-        lora = (adapter, known.loras[adapter]) if adapter in known.loras else None
+        lora = (adapter, loras[adapter]) if adapter in loras else None
         return tuple(hasher.chain(ids, request.salt, lora) for hasher in view.hashers)
 
     async def _known(self, request: Request, inline_characters: int) -> tuple[tuple[Chain, ...], int, str]:
@@ -181,7 +190,7 @@ class Pool:
             prompts = await known.token_ids(request, inline_characters)
             # Of several prompts in one request the longest decides where it goes; all of them are booked.
             ids = max(prompts, key=len)
-            chains = self._chains(view, known, request, ids)
+            chains = self._chains(view, known.loras, request, ids)
             tokens = max(1, sum(map(len, prompts)))
         if view.text:
             texts = identity.canonical_text(request)

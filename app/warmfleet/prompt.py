@@ -164,14 +164,15 @@ def _prompts(data: dict[str, Any]) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if _is_ids(prompt):
+        if is_ids(prompt):
             return [prompt]
-        if len(prompt) <= MAX_PROMPTS and all(isinstance(item, str) or _is_ids(item) for item in prompt):
+        if len(prompt) <= MAX_PROMPTS and all(isinstance(item, str) or is_ids(item) for item in prompt):
             return prompt
     raise BadRequest(f"prompt must be a string, token ids, or a list of up to {MAX_PROMPTS} of these.", "prompt")
 
 
-def _is_ids(value: Any) -> bool:
+def is_ids(value: Any) -> bool:
+    """A list of token ids: some, and all of 32 bits."""
     if not isinstance(value, list) or set(map(type, value)) != {int}:
         return False
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from warmfleet import prompt
+from warmfleet.asking import Asker
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.fleet import Ask, Decision, Renewal, new_reservation
 from warmfleet.pool import NOT_READ
@@ -74,6 +75,8 @@ class Router:
         self._upstream = upstream
         self._settings = settings
         self._metrics = metrics
+        self._asker = Asker(upstream, settings, metrics)
+        self._told: set[tuple[str, str]] = set()
         self._settling: set[asyncio.Task[None]] = set()
 
     async def serve(self, call: Call) -> None:
@@ -83,7 +86,8 @@ class Router:
         call.body = self.tenancy.apply(request, call.body, call.tenant)
         pool = await self.pools.find(request.model)
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
-        self._count(shape)
+        shape = await self._asker.better(pool, request, call, shape)
+        self._count(pool, shape)
         exclude = pool.suspects()
         gone: UpstreamGone | None = None
         deaths = 0
@@ -252,10 +256,13 @@ class Router:
                 pool.unsettled[reservation] = outcome
             logger.info("settle %s: %s; told again soon, and the lease expires by itself", outcome, error)
 
-    def _count(self, shape: Shape) -> None:
+    def _count(self, pool: Pool, shape: Shape) -> None:
         self._metrics.identity.labels(shape.kind).inc()
         if shape.kind == "load":
             self._metrics.load_only.labels(shape.reason).inc()
+            if (pool.tag, shape.reason) not in self._told:
+                self._told.add((pool.tag, shape.reason))
+                logger.info("%s: a prompt is not known here, routed by load: %s (told once)", pool.tag, shape.reason)
 
     async def drained(self) -> None:
         """Return when every reservation is settled, or could not be."""

@@ -86,6 +86,8 @@ class Settings:
         5.0, "time between two health checks of an approximate worker; of all while heartbeats are not heard"
     )
     probe_timeout_s: float = _setting(5.0, "a join probe's blocks must show in its worker's stream within this")
+    ask_engines: bool = _setting(True, "ask an engine for token ids that only it can tell, where its routes are on")
+    ask_timeout_s: float = _setting(0.25, "longest wait for that; then the request is routed by load")
     inline_characters: int = _setting(2_000, "longer texts are tokenised in a thread; x50 with the fast engine")
     mirror_checkpoints: int = _setting(20_000, "checkpoints remembered for one approximate worker")
     trust_templates: bool = _setting(False, "workers' chat templates run outside the sandbox, a third of the cost")
