@@ -67,19 +67,24 @@ async def same_place(router: Replica, body: dict[str, Any], path: str) -> None:
     assert int(again["x-warmfleet-matched-tokens"]) == usage["prompt_tokens_details"]["cached_tokens"] > 512
 
 
-@pytest.mark.parametrize("renders", [BOTH, {"render": False, "tokenize": True}], ids=["render", "tokenize"])
-async def test_a_chat_without_a_template_here(valkey_url: str, model: str, renders: dict[str, bool]) -> None:
-    async with two(valkey_url, model, renders) as (router, _):
+async def test_a_chat_without_a_template_here(valkey_url: str, model: str) -> None:
+    async with two(valkey_url, model, BOTH) as (router, _):
         await same_place(router, {"model": model, "messages": LONG, "max_tokens": 1}, CHAT)
         assert await asked(router, "answered") == await router.metric('warmfleet_identity_total{kind="engine"}') == 2
-        # What /tokenize would not see is asked of /render alone.
-        status, _, _ = await router.post({"model": model, "messages": LONG, "documents": [{"text": "a"}]}, CHAT)
-        assert status == 200
-        assert await asked(router, "answered") == (3 if renders["render"] else 2)
         # A short prompt is not worth the question.
         await router.post({"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}, CHAT)
-        assert await asked(router, "answered") == (3 if renders["render"] else 2)
-        assert await router.metric('warmfleet_load_only_total{reason="no_template"}') == (1 if renders["render"] else 2)
+        assert await asked(router, "answered") == 2
+        assert await router.metric('warmfleet_load_only_total{reason="no_template"}') == 1
+
+
+async def test_tokenize_is_asked_only_what_it_sees(valkey_url: str, model: str) -> None:
+    async with two(valkey_url, model, {"render": False, "tokenize": True}, bare=True) as (router, _):
+        chat = {"model": model, "messages": LONG, "max_tokens": 1}
+        await same_place(router, chat, CHAT)
+        for more in {"documents": [{"text": "a"}]}, {"tool_choice": "none"}, {"reasoning_effort": "low"}:
+            assert (await router.post(chat | more, CHAT))[0] == 200
+        assert await asked(router, "answered") == 2
+        assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') == 3
 
 
 async def test_a_model_without_a_tokenizer_here(valkey_url: str, model: str) -> None:
@@ -92,15 +97,20 @@ async def test_a_model_without_a_tokenizer_here(valkey_url: str, model: str) -> 
 
 
 async def test_who_may_not_is_not_asked(valkey_url: str, model: str) -> None:
-    async with two(valkey_url, model, BOTH, ask_engines=False) as (router, _):
+    async with two(valkey_url, model, BOTH, bare=True, ask_engines=False) as (router, _):
         status, _, _ = await router.post({"model": model, "messages": LONG, "max_tokens": 1}, CHAT)
         assert status == 200
         assert await router.metric("warmfleet_asked_engines_total") == 0
-        assert await router.metric('warmfleet_load_only_total{reason="no_template"}') == 1
+        assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') == 1
 
 
 async def test_whatever_goes_wrong_load_decides(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"slow": (200, "{}"), "forbidden": (403, "{}"), "not json": (200, "<html>"), "wrong": (400, "{}")}
+    answers = {
+        "slow": (200, '{"token_ids": [1, 2, 3]}'),
+        "forbidden": (403, "{}"),
+        "not json": (200, "<html>"),
+        "wrong": (400, "{}"),
+    }
     answers |= {"no ids": (200, '{"token_ids": [1, "a"]}'), "not an object": (200, "[]")}
     wrong = "slow"
 
@@ -112,11 +122,11 @@ async def test_whatever_goes_wrong_load_decides(valkey_url: str, model: str, mon
     monkeypatch.setattr(Api, "render", render)
     monkeypatch.setattr(asking, "REST_S", 0.0)
     body = {"model": model, "messages": LONG, "max_tokens": 1}
-    async with two(valkey_url, model, BOTH, ask_timeout_s=0.2) as (router, _):
+    async with two(valkey_url, model, BOTH, bare=True, ask_timeout_s=0.2) as (router, _):
         for count, wrong in enumerate(answers, 1):
             status, headers, _ = await router.post(body, CHAT)
             assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0"), wrong
-            assert await router.metric('warmfleet_load_only_total{reason="no_template"}') == count
+            assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') == count
         assert (await asked(router, "refused"), await asked(router, "failed")) == (1, 5)
         monkeypatch.setattr(asking, "REST_S", 60.0)
         for _ in range(4):
