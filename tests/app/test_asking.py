@@ -7,7 +7,6 @@ import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from aiohttp import web
 from tests.app.joined import joined
 from tests.app.replica import Replica, replica
@@ -18,6 +17,8 @@ from warmfleet_loadtest.api import Api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    import pytest
 
     from warmfleet_loadtest.engine import Engine
 
