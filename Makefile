@@ -46,7 +46,7 @@ format: $(DEV_STAMP) ## let ruff format the code and fix what it can
 	@$(VENV)/bin/ruff format $(SOURCES)
 	@$(VENV)/bin/ruff check --fix $(SOURCES)
 
-bench: $(DEV_STAMP) ## make -s bench NAME=decide (or apply, sync, pace): one JSON object as the last line
+bench: $(DEV_STAMP) ## make -s bench NAME=decide (or apply, sync, identity ...): one JSON object as the last line
 	@test -f "tests/bench/bench_$(NAME).py" || { echo "usage: make -s bench NAME=<name>, one of:" $(BENCHES) >&2; exit 2; }
 	@PYTHONPATH=app:worker_plugin:loadtest $(PY) -m tests.bench.bench_$(NAME) $(ARGS)
 

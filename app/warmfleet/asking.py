@@ -45,9 +45,20 @@ class Asker:
         self._metrics = metrics
         self._in_flight = 0
         self._resting: dict[str, float] = {}
+        self._told: set[tuple[str, str]] = set()
 
     async def better(self, pool: Pool, request: Request, call: Call, shape: Shape) -> Shape:
-        """``shape``, or what an engine makes of the request if only that can tell."""
+        """``shape``, or what an engine makes of the request if only that can tell. Counts how it is known now."""
+        shape = await self._better(pool, request, call, shape)
+        self._metrics.identity.labels(shape.kind).inc()
+        if shape.kind == "load":
+            self._metrics.load_only.labels(shape.reason).inc()
+            if (pool.tag, shape.reason) not in self._told:
+                self._told.add((pool.tag, shape.reason))
+                logger.info("%s: a prompt is not known here, routed by load: %s (told once)", pool.tag, shape.reason)
+        return shape
+
+    async def _better(self, pool: Pool, request: Request, call: Call, shape: Shape) -> Shape:
         if shape.reason not in REASONS:
             return shape
         expected = self._settings.expected_output_tokens

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from itertools import repeat
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from xxhash import xxh3_128
 
 from warmfleet.fleet.reservations import Chain
 from warmfleet_worker import cbor, wire
-from warmfleet_worker.wire import HASH_BYTES, Scheme
+from warmfleet_worker.wire import DIGEST_BYTES, HASH_BYTES, Scheme
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    Lora = tuple[str, str] | None
 
 MAX_BLOCKS = 8_192  # of one chain: what decide accepts
+BLOCKS_AT_ONCE = 512  # in one call that holds the interpreter: 0.3 ms
+NO_KEYS = cbor.encode(None)
 TABLE_TOKENS = 262_144  # ids with a ready CBOR form: the largest vocabularies in use
 
 TEXT_BLOCK_BYTES = 64  # counted as 16 tokens: four bytes of text make about one token
@@ -23,39 +33,79 @@ TEXT_BLOCK_TOKENS = 16
 TEXT_SCHEME = Scheme("sha256_cbor", hashlib.sha256(b"warmfleet text 1").digest(), TEXT_BLOCK_TOKENS)
 
 
+@dataclass(slots=True)  # not frozen, which would be slower to make: nobody changes one
+class Tip:
+    """Where a chain stands: the digest of its last full block, the number of blocks, the token ids behind them."""
+
+    digest: bytes
+    blocks: int = 0
+    rest: array[int] = field(default_factory=lambda: array("I"))
+
+
 class Hasher:
-    """Block hashes of one scheme, equal to ``wire.chain_hashes`` and three times as fast."""
+    """Block hashes of one scheme, equal to ``wire.chain_hashes`` and four times as fast."""
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
-        self._table = _cbor_table() if scheme.algorithm == "sha256_cbor" else ()
-        self._array_head = b"\x58\x20", cbor_array_head(scheme.block_tokens)
+        self.start = Tip(scheme.none_hash)
+        self._new = hash_of(scheme.algorithm)
+        self._table = _cbor_table() if scheme.algorithm.endswith("_cbor") else ()
+        self._head = b"\x83" + cbor.head(0x40, DIGEST_BYTES[scheme.algorithm])
+        self._array_head = cbor_array_head(scheme.block_tokens)
 
-    def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: tuple[str, str] | None = None) -> Chain:
-        """The chain of a prompt, capped as the engine caps: its last token is always computed."""
+    def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None) -> Chain:
+        """The chain of a prompt."""
+        ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
+        return self.capped(wire.pack_hashes(self.digests(self.start, ids, salt, lora)), len(ids))
+
+    def capped(self, packed: bytes, tokens: int) -> Chain:
+        """As the engine caps a prompt's blocks: its last token is always computed."""
         size = self.scheme.block_tokens
-        count = min((len(token_ids) - 1) // size, MAX_BLOCKS) if token_ids else 0
-        if count and self._table and max(token_ids) < len(self._table):
-            packed = self._cbor_chain(token_ids, count, salt, lora)
-        else:
-            packed = wire.pack_hashes(wire.chain_hashes(self.scheme, token_ids[: count * size], None, salt, lora))
-        return Chain(self.scheme.scheme_id, size, packed)
+        return Chain(self.scheme.scheme_id, size, packed[: max(0, (tokens - 1) // size) * HASH_BYTES])
 
-    def _cbor_chain(
-        self, token_ids: Sequence[int], count: int, salt: str | None, lora: tuple[str, str] | None
-    ) -> bytes:
+    def digests(self, tip: Tip, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
+        """Full digests of the blocks behind ``tip``, at most MAX_BLOCKS in all. ids: from the first of them on.
+
+        salt counts in a prompt's first block only. lora: (name, path) of the adapter, in every block.
+        """
+        size, found, previous = self.scheme.block_tokens, [], tip.digest
+        count = min(len(ids) // size, MAX_BLOCKS - tip.blocks)
+        for start in range(0, count, BLOCKS_AT_ONCE):
+            part = ids[start * size : min(start + BLOCKS_AT_ONCE, count) * size]
+            first = tip.blocks + start == 0
+            found += self._digests(previous, part, salt if first else None, lora, first=first)
+            previous = found[-1]
+        return found
+
+    def _digests(self, previous: bytes, ids: array[int], salt: str | None, lora: Lora, *, first: bool) -> list[bytes]:
+        try:
+            if self._table:
+                return self._cbor_digests(previous, ids, salt, lora)
+        except IndexError:  # an id beyond the table
+            pass
+        return wire.chain_hashes(self.scheme, ids, None if first else previous, salt, lora, self._new)
+
+    def _cbor_digests(self, previous: bytes, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
         # One block is 83 | bytes head, parent | array head, ids | extra keys; only parent and ids change.
-        size, form, sha256, join = self.scheme.block_tokens, self._table.__getitem__, hashlib.sha256, b"".join
-        head, array = b"\x83" + self._array_head[0], self._array_head[1]
-        tail = cbor.encode(wire.extra_keys(self.scheme, salt, lora))
-        rest = cbor.encode(wire.extra_keys(self.scheme, None, lora))
-        previous, packed = self.scheme.none_hash, []
-        for start in range(0, count * size, size):
-            ids = join(map(form, token_ids[start : start + size]))
-            previous = sha256(head + previous + array + ids + tail).digest()
-            packed.append(previous[-HASH_BYTES:])
-            tail = rest
-        return join(packed)
+        join, new, head, size = b"".join, self._new, self._head, self.scheme.block_tokens
+        later = cbor.encode(wire.extra_keys(self.scheme, None, lora)) if lora is not None else NO_KEYS
+        forms = itemgetter(*ids, 0)(self._table)[:-1]  # of every id, in one call; the 0: of one id it would be no tuple
+        groups = zip(repeat(self._array_head), *[iter(forms)] * size, repeat(later), strict=False)
+        blocks = list(map(join, groups))
+        if salt is not None:
+            first = cbor.encode(wire.extra_keys(self.scheme, salt, lora))
+            blocks[0] = blocks[0][: len(blocks[0]) - len(later)] + first
+        previous = new(b"\x83" + cbor.encode(previous) + blocks[0]).digest()  # a NONE_HASH may be longer than a digest
+        digests = [previous]
+        for block in blocks[1:]:
+            previous = new(head + previous + block).digest()
+            digests.append(previous)
+        return digests
+
+
+def hash_of(algorithm: str) -> Callable[[bytes], Any]:
+    """What makes the hashes of one of vLLM's algorithms: SHA-256 or XXH3-128."""
+    return xxh3_128 if algorithm.startswith("xxhash") else hashlib.sha256
 
 
 def text_chain(text: bytes) -> Chain:

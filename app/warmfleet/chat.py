@@ -16,6 +16,14 @@ Format = Literal["string", "openai"]
 Message = dict[str, Any]
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+#: Fields of a part that vLLM knows; a text part keeps all others for a template that loops over parts.
+KNOWN_PART_FIELDS = frozenset(
+    {
+        *("type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file", "prompt_cache_breakpoint"),
+        *("image_url", "image_pil", "image_embeds", "input_audio", "audio_url", "audio_embeds"),
+        *("video_url", "video_embeds"),
+    }
+)
 BILLING_HEADER = "x-anthropic-billing-header"  # one client's first system line: it differs in every request
 
 
@@ -52,7 +60,7 @@ def _message(message: Message, content_format: Format) -> Message:
         if isinstance(message.get(name), str):
             result[name] = message[name]
     if role == "developer":
-        result["tools"] = message.get("tools")
+        result["tools"] = _developer_tools(message.get("tools"))
     return result
 
 
@@ -62,12 +70,18 @@ def _content(content: Any, role: str, content_format: Format) -> Any:
     parts = [] if content is None else [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise NotReproducible("content")
-    texts = [text for part in parts if (text := _text(part)) is not None]
     if role == "system":
-        texts = [text for raw in texts if (text := _without_billing_header(raw)) is not None]
+        parts = [kept for part in parts if (kept := _without_billing_header(part)) is not None]
+    texts = [(text, part) for part in parts if (text := _text(part)) is not None]
     if content_format == "openai" and role != "tool":
-        return [{"type": "text", "text": text} for text in texts]
-    return "\n".join(text for text in texts if text or content_format == "openai")
+        return [{"type": "text", "text": text} | _extras(part) for text, part in texts]
+    return "\n".join(text for text, _ in texts if text or content_format == "openai")
+
+
+def _extras(part: Any) -> Message:
+    if isinstance(part, str):
+        return {}
+    return {name: value for name, value in part.items() if name not in KNOWN_PART_FIELDS}
 
 
 def _text(part: Any) -> str | None:
@@ -89,8 +103,13 @@ def is_text(part: Any) -> bool:
     return text is None or isinstance(text, str)
 
 
-def _without_billing_header(text: str) -> str | None:
-    return (text.partition("\n")[2] or None) if text.startswith(BILLING_HEADER) else text
+def _without_billing_header(part: Any) -> Any:
+    """The part without the header's line; None if nothing is left. Of the text parts only "text" ones have it taken."""
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+    if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
+        return part
+    rest = text.partition("\n")[2]
+    return None if not rest else rest if isinstance(part, str) else part | {"text": rest}
 
 
 def _tool_call(call: Any) -> Message:
@@ -106,26 +125,51 @@ def _tool_call(call: Any) -> Message:
             arguments = {}
     if not isinstance(arguments, dict):
         arguments = {}
-    result: Message = {"id": call["id"]} if "id" in call else {}
-    result["function"] = {"arguments": arguments} | ({"name": function["name"]} if "name" in function else {})
-    return result | ({"type": call["type"]} if "type" in call else {})
+    known = {"arguments": arguments} | {name: value for name, value in function.items() if name != "arguments"}
+    first = {"id": call.get("id"), "function": known, "type": call.get("type")}
+    return first | {name: value for name, value in call.items() if name not in first}
+
+
+def _developer_tools(tools: Any) -> list[Message] | None:
+    """A developer's own tools: as they came, but for the order of their keys."""
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise NotReproducible("developer_tools")
+    made = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise NotReproducible("developer_tools")
+        first = [name for name in ("name", "description", "parameters", "strict") if name in function]
+        ordered = {name: function[name] for name in first} | function
+        made.append({"function": ordered, "type": "function"} | tool | {"function": ordered})
+    return made
 
 
 def tool_schemas(tools: Any) -> list[Message] | None:
-    """Tools as the engine dumps them: an absent description or parameters is null."""
+    """Tools as the engine dumps them: known fields in its order, an absent description or parameters is null."""
     if not tools:
         return None
     if not isinstance(tools, list):
         raise NotReproducible("tools")
-    schemas = []
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or "name" not in function:
-            raise NotReproducible("tools")
-        known = {name: function.get(name) for name in ("name", "description", "parameters")}
-        known |= {name: value for name, value in function.items() if name not in known}
-        schemas.append({"type": tool.get("type", "function"), "function": known})
-    return schemas
+    return [_tool_schema(tool) for tool in tools]
+
+
+def _tool_schema(tool: Any) -> Message:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or "name" not in function:
+        raise NotReproducible("tools")
+    deferred = tool.get("defer_loading")
+    schema = {name: function.get(name) for name in ("name", "description", "parameters")}
+    own = function.get("defer_loading")
+    flags = {"strict": function.get("strict"), "defer_loading": deferred if own is None else own}
+    given = {name: value for name, value in (*flags.items(), ("defer_loading", deferred)) if value is not None}
+    if not all(isinstance(value, bool) for value in given.values()):
+        raise NotReproducible("tools")  # the engine reads "yes" or 1 as true
+    schema |= {name: value for name, value in flags.items() if value is not None}
+    made: Message = {"type": tool.get("type", "function"), "function": schema}
+    return made if deferred is None else made | {"defer_loading": deferred}
 
 
 def developer_to_system(messages: list[Message]) -> list[Message]:

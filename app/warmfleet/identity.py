@@ -1,34 +1,41 @@
 """What a worker's model makes of a request: its chat template and its tokenizer, equal to the engine's.
 
-Built from what the workers bring (``fleet.artifact``), or from a path or hub name. A tokenizer may have a faster twin;
-it is used only if both give the same ids for a few hundred difficult strings, checked when it is loaded.
+Built from what the workers bring (``fleet.artifact``), or from a path or hub name. What earlier prompts have in common
+with a new one is not tokenised or hashed again (``trie``).
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
 import hashlib
 import logging
-import random
-import sys
+from array import array
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
-from tokenizers import Tokenizer
 
-from warmfleet import chat, partial
+from warmfleet import chat
 from warmfleet.chat import NotReproducible
+from warmfleet.cuts import Cuts
+from warmfleet.encoder import Encoder
+from warmfleet.partial import agreed, variants
 from warmfleet.prompt import MAX_MODEL_LEN
-from warmfleet.template import ChatTemplate
+from warmfleet.trie import Prompt, Reading, Trie
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Executor
 
+    from warmfleet.approval import Template, Templates
+    from warmfleet.blocks import Hasher, Lora
+    from warmfleet.chat import Format, Message
+    from warmfleet.partial import Change
     from warmfleet.prompt import Request
+    from warmfleet.template import ChatTemplate
+    from warmfleet.trie import Node
 
 logger = logging.getLogger("warmfleet.identity")
 
@@ -36,99 +43,26 @@ MAX_TOKENIZERS = 4  # 100 to 240 MB each
 MAX_IDENTITIES = 16
 MAX_WAITING = 64  # texts in the executor; beyond, requests are routed by load
 RENDER_INLINE_BYTES = 65_536  # bodies of larger chats are rendered in the executor: 1 ms of the event loop and more
-FAST_FACTOR = 50  # how much longer a text may be inline with the fast engine
-PROBES = 300
+FAST_FACTOR = 20  # how much longer a new text may be inline with the fast engine: 1.5 ms of the event loop
 
-Ids = list[int]
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Encoder:
-    """Text → token ids. fast: the 30 to 90 times faster engine proved equal."""
-
-    encode: Callable[[str, bool], Ids]
-    fast: bool
-
-    @classmethod
-    def load(cls, tokenizer_json: bytes) -> Encoder:
-        """Raises ValueError if no engine reads it. Takes 0.5 to 3 s: call it in an executor."""
-        text = tokenizer_json.decode()
-        try:
-            slow = Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing more special
-            raise ValueError(f"not a tokenizer: {error}") from error
-        slow.no_truncation()
-        slow.no_padding()
-
-        def encode(text: str, special: bool) -> Ids:
-            # Of all ways only this one releases the GIL: other requests go on meanwhile.
-            return list(slow.encode_batch_fast([text], add_special_tokens=special)[0].ids)
-
-        specials = [token.content for token in slow.get_added_tokens_decoder().values()][:64]
-        fast = _fast_twin(text, encode, specials)
-        return cls(fast, fast=True) if fast else cls(encode, fast=False)
-
-
-def _fast_twin(
-    text: str, reference: Callable[[str, bool], Ids], specials: list[str]
-) -> Callable[[str, bool], Ids] | None:
-    try:
-        import fastokens
-    except ImportError:
-        return None
-    if sys.byteorder != "little":
-        return None
-    try:
-        twin = fastokens.Tokenizer.from_json_str(text)
-        twin.no_truncation()
-        twin.no_padding()
-
-        def encode(text: str, special: bool) -> Ids:
-            ids = array.array("I")
-            ids.frombytes(twin.encode_batch_flat([text], add_special_tokens=special)[0])
-            return ids.tolist()
-
-        for sample in _samples(specials):
-            for special in (False, True):
-                if encode(sample, special) != reference(sample, special):
-                    logger.warning("fastokens differs from tokenizers on a probe: not used for this model")
-                    return None
-    except Exception as error:  # noqa: BLE001  whatever a faster engine stumbles over, the reference remains
-        logger.info("fastokens does not take this tokenizer: %s", error)
-        return None
-    return encode
-
-
-def _samples(specials: list[str]) -> list[str]:
-    """Strings that tell tokenizers apart: scripts, digits, odd white space, normalisation, special tokens in text."""
-    rng = random.Random(20)
-    pieces = ["def f(x):\n    return x ** 2\n", "The quick brown fox", " jumps", "don't", "I'LL", "1234567890", "3.14"]
-    pieces += [
-        "中文字符",
-        "日本語です",
-        "Привет",
-        "مرحبا",
-        "שלום",
-        "é",
-        "e\u0301",
-        "\ufb01",
-        "①",
-        "😀👩\u200d👩\u200d👧",
-    ]
-    pieces += ["\t\t", "   ", "\n\n\n", "\r\n", "\u00a0", "\u3000", "\u200b", "", "\x00", "\ufffd"]
-    pieces += ["a" * 40, "==", "/*", "</", '{"k": [1, null]}', "http://a.b/c?d=e"]
-    pieces += specials
-    return ["".join(rng.choices(pieces, k=rng.randrange(1, 12))) for _ in range(PROBES)] + pieces
+NO_IDS = array("I")
+Made = TypeVar("Made")
+Rendering = tuple["list[Message]", dict[str, Any], dict[str, Any]]
 
 
 class Identity:
-    """Token ids of requests of one model, exactly as its engines see them."""
+    """Token ids and block hashes of requests of one model, exactly as its engines see them."""
 
     kind = "exact"
 
     def __init__(
-        self, encoder: Encoder, template: ChatTemplate | None, facts: Mapping[str, Any], executor: Executor
+        self,
+        encoder: Encoder,
+        template: ChatTemplate | Template | None,
+        facts: Mapping[str, Any],
+        executor: Executor,
+        trie: Trie,
+        cuts: Cuts | None = None,
     ) -> None:
         self.key = ""
         self.max_model_len = int(facts.get("max_model_len") or MAX_MODEL_LEN)
@@ -142,66 +76,109 @@ class Identity:
         self._multimodal = bool(facts.get("multimodal"))
         self._placeholders = dict(facts.get("placeholders") or {})
         self._executor = executor
+        self._trie = trie
+        self._readings = {special: _reading(encoder, cuts, special=special) for special in (False, True)}
         self._waiting = 0
 
-    async def token_ids(self, request: Request, inline_characters: int) -> list[Ids]:
-        """One list for each prompt; raises NotReproducible with the reason. Texts longer than ``inline_characters`` (of
-        the slow engine) go to the executor, large chats as a whole."""
-        if request.endpoint == "chat" and request.size_bytes > RENDER_INLINE_BYTES:
-            return [await self._elsewhere(self._render_and_encode, request)]
+    @property
+    def template(self) -> str:
+        """For people: what becomes of chats."""
+        return self._template.state if self._template is not None else "none"
+
+    async def prompts(
+        self, request: Request, hashers: tuple[Hasher, ...], lora: Lora, inline_characters: int
+    ) -> list[Prompt]:
+        """Every prompt of the request; of several only the longest gets its chains: it decides where they go.
+
+        Raises NotReproducible with the reason. What has more than ``inline_characters`` of new text (for the slow
+        engine) goes to the executor, large chats as a whole.
+        """
+        reading = replace(self._readings[request.add_special_tokens], hashers=hashers, salt=request.salt, lora=lora)
         if request.endpoint == "chat":
-            return [await self._encode(self.render(request), request.add_special_tokens, inline_characters)]
-        return [
-            prompt
-            if isinstance(prompt, list)
-            else await self._encode(prompt, request.add_special_tokens, inline_characters)
+            if self._template is not None and self._template.here is None:
+                return [await self._read(await self._render_apart(request, self._template), reading, inline_characters)]
+            if request.size_bytes > RENDER_INLINE_BYTES:
+                return [await self._elsewhere(self._render_and_read, request, reading)]
+            return [await self._read(self.render(request), reading, inline_characters)]
+        several = len(request.prompts) > 1
+        plain = replace(reading, hashers=()) if several else reading
+        prompts = [
+            _given(prompt, plain) if isinstance(prompt, list) else await self._read(prompt, plain, inline_characters)
             for prompt in request.prompts
         ]
+        if several:
+            k = max(range(len(prompts)), key=lambda one: prompts[one].tokens)
+            prompts[k] = _given(prompts[k].ids, reading)
+        return prompts
 
-    async def beginning(self, request: Request) -> tuple[Ids, int]:
+    async def token_ids(self, request: Request, inline_characters: int) -> list[list[int]]:
+        """The ids alone, a list for each prompt. Raises NotReproducible with the reason."""
+        return [prompt.ids for prompt in await self.prompts(request, (), None, inline_characters)]
+
+    async def beginning(self, request: Request) -> tuple[list[int], int]:
         """Ids that a chat with images certainly begins with, and how many it has about. Raises NotReproducible."""
-        if self._template is None or not self._multimodal:
+        template = self._template
+        if template is None or not self._multimodal:
             raise NotReproducible("parts")
-        return await self._elsewhere(self._beginning, request)
+        form = await template.ready() if template.here is None else template.here.content_format
+        texts = [await self._variant(template, form, *one) for one in variants(request, form, self._placeholders)]
+        reading = self._readings[request.add_special_tokens]
+        return await self._elsewhere(lambda: agreed(texts, lambda text: self._read_now(text, reading).ids))
 
-    def _beginning(self, request: Request) -> tuple[Ids, int]:
-        form = self._template.content_format if self._template else "string"
-        text, whole = partial.certain_text(request, self.render, form, self._placeholders)
-        certain, real = (self._encode_now(one, request.add_special_tokens) for one in (text, whole))
-        return partial.common(certain, real)[: -partial.UNSAFE_TOKENS], len(real)
+    async def _variant(self, template: ChatTemplate | Template, form: Format, request: Request, change: Change) -> str:
+        make = partial(self._rendering, request, form, knows_developer=template.knows_developer, change=change)
+        here = template.here
+        if here is None:
+            return await cast("Template", template).render(*await self._elsewhere(make))
+        return await self._elsewhere(lambda: here.render(*make()))
 
-    def render(self, request: Request, change: Callable[[list[chat.Message]], list[chat.Message]] | None = None) -> str:
-        """The prompt text of a chat request. change: of the messages, once they are the template's."""
-        if self._template is None:
+    def render(self, request: Request) -> str:
+        """The prompt text of a chat request, made in this process."""
+        here = None if self._template is None else self._template.here
+        if here is None:
             raise NotReproducible("no_template")
+        return here.render(*self._rendering(request, here.content_format, knows_developer=here.knows_developer))
+
+    async def _render_apart(self, request: Request, template: Template) -> str:
+        """The same in the process of a template that nobody approved."""
+        form = await template.ready()
+        make = partial(self._rendering, request, form, knows_developer=template.knows_developer)
+        large = request.size_bytes > RENDER_INLINE_BYTES
+        return await template.render(*(await self._elsewhere(make) if large else make()))
+
+    def _rendering(
+        self, request: Request, content_format: Format, *, knows_developer: bool, change: Change | None = None
+    ) -> Rendering:
+        """Messages and variables as a template gets them. change: of the messages, before."""
         tools = request.tools
         if tools and not self._tools_known:
             raise NotReproducible("tools")
         if self._drop_unused_tools and request.tool_choice == "none":
             tools = None
-        messages = chat.conversation(request.messages, self._template.content_format)
+        messages = chat.conversation(request.messages, content_format)
         if change is not None:
             messages = change(messages)
-        if not self._template.knows_developer:
+        if not knows_developer:
             messages = chat.developer_to_system(messages)
-        fixed = {**self._fixed, "tools": chat.tool_schemas(tools)}
-        return self._template.render(messages, {**self._defaults, **request.arguments}, fixed)
+        return messages, {**self._defaults, **request.arguments}, {**self._fixed, "tools": chat.tool_schemas(tools)}
 
-    async def _encode(self, text: str, special: bool, inline_characters: int) -> Ids:
-        if len(text) > inline_characters * (FAST_FACTOR if self._encoder.fast else 1):
-            return await self._elsewhere(self._encode_now, text, special)
-        return self._encode_now(text, special)
+    async def _read(self, text: str, reading: Reading, inline_characters: int) -> Prompt:
+        path = self._trie.find(text, reading)
+        new = len(text) - sum(node.size for node in path)
+        if new > inline_characters * (FAST_FACTOR if self._encoder.fast else 1):
+            return await self._elsewhere(self._read_now, text, reading, path)
+        return self._read_now(text, reading, path)
 
-    def _encode_now(self, text: str, special: bool) -> Ids:
+    def _read_now(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
         try:
-            return self._encoder.encode(text, special)
+            return self._trie.read(text, reading, path)
         except (UnicodeEncodeError, UnicodeDecodeError) as error:  # a lone surrogate: the engine answers 400
             raise NotReproducible("unicode") from error
 
-    def _render_and_encode(self, request: Request) -> Ids:
-        return self._encode_now(self.render(request), request.add_special_tokens)
+    def _render_and_read(self, request: Request, reading: Reading) -> Prompt:
+        return self._read_now(self.render(request), reading)
 
-    async def _elsewhere(self, work: Callable[..., Result], *args: Any) -> Result:
+    async def _elsewhere(self, work: Callable[..., Made], *args: Any) -> Made:
         """In the executor. Raises NotReproducible if too many wait for it."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
@@ -212,6 +189,23 @@ class Identity:
             self._waiting -= 1
 
 
+def _reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:
+    """How texts are read; what differs from request to request is filled in later."""
+    if encoder.affixes is None or cuts is None:
+        encode = encoder.whole if special else encoder.plain
+        return Reading((encoder.name, special), encode, Cuts((), spaces=False))
+    prefix, suffix = encoder.affixes if special else (NO_IDS, NO_IDS)
+    name = encoder.name, cuts.separators, cuts.spaces
+    return Reading(name, encoder.plain, cuts, prefix, suffix)
+
+
+def _given(ids: list[int], reading: Reading) -> Prompt:
+    """A prompt whose ids the client has sent."""
+    made = array("I", ids)
+    chains = tuple(hasher.chain(made, reading.salt, reading.lora) for hasher in reading.hashers)
+    return Prompt((made,), len(made), chains)
+
+
 def canonical_text(request: Request) -> list[bytes]:
     """What stands for the token ids where no tokenizer is known: equal prompts give equal bytes, and so do prefixes."""
     try:
@@ -220,7 +214,7 @@ def canonical_text(request: Request) -> list[bytes]:
         raise NotReproducible("tools") from error
     if request.endpoint == "completions":
         return [
-            head + (prompt.encode() if isinstance(prompt, str) else array.array("I", prompt).tobytes())
+            head + (prompt.encode() if isinstance(prompt, str) else array("I", prompt).tobytes())
             for prompt in request.prompts
         ]
     try:
@@ -232,9 +226,10 @@ def canonical_text(request: Request) -> list[bytes]:
 class Identities:
     """Builds identities once, keeps the last few; the tokenizers, which are the heavy part, are shared by content."""
 
-    def __init__(self, executor: Executor, *, trust_templates: bool = False) -> None:
+    def __init__(self, executor: Executor, trie: Trie, templates: Templates) -> None:
         self._executor = executor
-        self._trusted = trust_templates
+        self._trie = trie
+        self.templates = templates
         self._encoders: OrderedDict[str, Encoder] = OrderedDict()
         self._built: OrderedDict[str, Identity] = OrderedDict()
 
@@ -255,11 +250,10 @@ class Identities:
         source = artifacts.get("chat_template.jinja")
         template = None
         if source is not None:
-            form = str(facts.get("content_format", "auto"))
-            template = await loop.run_in_executor(
-                self._executor, lambda: ChatTemplate(source.decode(), form, trusted=self._trusted)
-            )
-        identity = Identity(encoder, template, facts, self._executor)
+            template = await self.templates.take(source, str(facts.get("content_format", "auto")))
+        text = source.decode() if source is not None else ""
+        cuts = await loop.run_in_executor(self._executor, encoder.cuts, text)
+        identity = Identity(encoder, template, facts, self._executor, self._trie, cuts)
         identity.key = key
         _remember(self._built, key, identity, MAX_IDENTITIES)
         return identity

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from warmfleet import api, maintenance
 from warmfleet.api import Application, Health, Proxy, SmallEndpoints
+from warmfleet.approval import Templates
 from warmfleet.checks import HealthChecks
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fallback import Fallback
@@ -31,6 +32,7 @@ from warmfleet.prompt import PATHS
 from warmfleet.route import Router
 from warmfleet.settings import Settings, unknown_variables
 from warmfleet.static import StaticWorkers
+from warmfleet.trie import Trie
 from warmfleet.truth import TruthWatch
 from warmfleet.upstream import Addresses, Upstream
 from warmfleet_worker.endpoint import EndpointError, with_ca
@@ -70,7 +72,9 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
             await upstream.open()
             stack.push_async_callback(upstream.close)
             executor = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
-            identities = Identities(executor, trust_templates=settings.trust_templates)
+            templates = Templates(metrics, trust_all=settings.trust_templates, approved=settings.approved_templates)
+            stack.push_async_callback(templates.close)
+            identities = Identities(executor, Trie(settings.trie_bytes), templates)
             stack.push_async_callback(_drain, router)
             await stack.enter_async_context(_background(pools, upstream, identities, settings, metrics))
             yield
@@ -150,6 +154,7 @@ async def _background(
     work: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
         ("apply", settings.apply_interval_s, partial(maintenance.apply, pools, metrics)),
         ("view", settings.view_interval_s, reader.refresh),
+        ("approved", settings.view_interval_s, partial(identities.templates.look, pools)),
         ("truth", settings.view_interval_s, TruthWatch(pools, metrics).look),
         ("probe", settings.view_interval_s, prober.round),
         ("renew", settings.renew_interval_s, partial(maintenance.renew, pools, metrics)),

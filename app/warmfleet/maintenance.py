@@ -18,6 +18,7 @@ from warmfleet.agreement import Agreement
 from warmfleet.blocks import TEXT_SCHEME, Hasher
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import RENEW_AT_ONCE
+from warmfleet.handoff import ability
 from warmfleet.pool import Pool, Pools, view_of
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError, dumps
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.maintenance")
 
 BACKOFF_S = 0.2, 5.0
+NOT_IDENTITY = frozenset({"token_handoff", "renders"})  # facts: routes and abilities of a server
 LOAD_RETRY_S = 10.0
 LOG_EVERY_S = 10.0
 STOP_AGAIN_S = 0.2
@@ -97,7 +99,10 @@ class Reader:
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
         identity = self._identity(pool, alive)
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
-        pool.show(view_of(workers, identity or pool.view.identity, self._schemes(pool, exact), text=text))
+        keyed = [(w, _identity_key(w)) for w in alive if w.server and w.server.get("artifacts")]
+        handoff = {w.worker_id: able for w, key in keyed if (able := ability(w, key)) is not None}
+        known = identity or pool.view.identity
+        pool.show(view_of(workers, known, self._schemes(pool, exact), text=text, handoff=handoff))
         self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
         return None
 
@@ -179,7 +184,7 @@ class Reader:
 def _identity_key(worker: WorkerView) -> str:
     """Two workers with equal keys see every prompt alike, whichever routes they have."""
     server = worker.server or {}
-    facts = {name: value for name, value in (server.get("facts") or {}).items() if name != "renders"}
+    facts = {name: value for name, value in (server.get("facts") or {}).items() if name not in NOT_IDENTITY}
     shas = {name: entry.get("sha256") for name, entry in server["artifacts"].items()}
     return hashlib.sha256(dumps([shas, facts]).encode()).hexdigest()
 

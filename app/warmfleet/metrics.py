@@ -28,6 +28,11 @@ class Metrics:
         )
         self.load_only = self._counter("load_only", "Requests routed by load alone, by reason", "reason")
         self.asked = self._counter("asked_engines", "Engines asked for token ids, by result", "result")
+        self.template_limits = self._counter(
+            "template_limits", "Renders of unapproved templates cut off, by limit", "limit"
+        )
+        self.template_processes = self._counter("template_processes", "Processes started for unapproved templates")
+        self.handoff = self._counter("handoff", "Requests by whether the engine was given token ids", "result")
         self.fallback = self._counter("fallback", "Requests routed without Redis, by reason", "reason")
         self.retries = self._counter("retries", "Second tries: same worker (stale connection) or another", "where")
         self.stream_errors = self._counter("stream_errors", "Answers cut off after their first byte")

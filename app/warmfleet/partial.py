@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from warmfleet.chat import Format, Message
     from warmfleet.prompt import Request
 
-    Render = Callable[[Request, Callable[[list[Message]], list[Message]]], str]
+    Change = Callable[[list[Message]], list[Message]]
 
 Line = TypeVar("Line", str, list[int])
 
@@ -38,24 +38,35 @@ REAL, FIRST, SECOND = "\ue0a1", "\ue0b2", "\ue0c3"
 UNSAFE_TOKENS = 8  # before the part: what an engine's processor might make of its surroundings
 
 
-def certain_text(request: Request, render: Render, form: Format, placeholders: Mapping[str, Any]) -> tuple[str, str]:
-    """What the prompt of ``request`` begins with if it begins as the second text does, which is about the whole of it.
+def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) -> list[tuple[Request, Change]]:
+    """What to render, and what to change in its messages when they are the template's: for ``agreed``.
 
     placeholders: the model's own text for each modality, for templates that take text only. Raises NotReproducible if
     there is no telling where the parts go.
     """
-    items = [MODALITIES[part["type"]] for message in request.messages for part in _parts(message) if _is_item(part)]
     if all(chat.is_text(part) for message in request.messages for part in _parts(message)):
         raise NotReproducible("parts")
+    items = [MODALITIES[part["type"]] for message in request.messages for part in _parts(message) if _is_item(part)]
     if form == "string" and not all(placeholders.get(item) for item in items):
         raise NotReproducible("parts")  # such models put their tokens anywhere, mostly in front of everything
-    texts = [
-        render(replace(request, messages=[_with(message, word, form) for message in request.messages]), change)
-        for word, change in ((REAL, lambda m: _as_engine(m, placeholders)), (FIRST, _same), (SECOND, _same))
+    changes: list[tuple[str, Change]] = [(REAL, lambda m: _as_engine(m, placeholders)), (FIRST, _same), (SECOND, _same)]
+    found = [
+        (replace(request, messages=[_with(message, word, form) for message in request.messages]), change)
+        for word, change in changes
     ]
-    if items and form == "openai" and texts[0] == render(_without(request), _same):
+    return [*found, (_without(request), _same)] if items and form == "openai" else found
+
+
+def agreed(texts: list[str], encode: Callable[[str], list[int]]) -> tuple[list[int], int]:
+    """Ids that the prompt certainly begins with, and how many it has about. texts: the rendered variants.
+
+    Raises NotReproducible if the template drops the parts.
+    """
+    real, first, second, *without = texts
+    if real in without:
         raise NotReproducible("parts")
-    return common(texts[1], texts[2]), texts[0]
+    certain, whole = encode(common(first, second)), encode(real)
+    return common(certain, whole)[:-UNSAFE_TOKENS], len(whole)
 
 
 def common(one: Line, other: Line) -> Line:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from warmfleet import blocks, identity, prompt
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from warmfleet.fallback import Fallback
     from warmfleet.fleet import Chain, Fleet, Renewal, WorkerView
     from warmfleet.fleet.reservations import Outcome
+    from warmfleet.handoff import Ability
     from warmfleet.identity import Identity
     from warmfleet.prompt import Request
+    from warmfleet.trie import Prompt
 
 MAX_SCHEMES = 4  # what decide accepts
 SUSPECT_S = 3.0  # a worker that failed a request is passed over; the fleet needs a TTL to see it
@@ -36,7 +39,8 @@ FALLBACK_BLOCKS = 16  # of the prefix that the fallback's hash looks at
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known."""
+    """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known.
+    handoff: what workers take token ids, by worker_id."""
 
     workers: tuple[WorkerView, ...] = ()
     identity: Identity | None = None
@@ -47,12 +51,15 @@ class View:
     ranks: Mapping[str, str] = field(default_factory=dict)
     models: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
+    handoff: Mapping[str, Ability] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A request as a decision needs it. kind: how it was identified: ``exact``, ``engine`` (one told), ``text``,
-    ``prefix`` (only its beginning is known) or ``load`` (nothing is); ``reason``: why not all of it."""
+    ``prefix`` (only its beginning is known) or ``load`` (nothing is); ``reason``: why not all of it.
+    ids: every prompt's, if that is ``exact``; ``identity_key`` is what they were made with.
+    """
 
     chains: tuple[Chain, ...]
     prompt_tokens: int
@@ -60,6 +67,8 @@ class Shape:
     kind: str
     reason: str = ""
     prompts: int = 1
+    ids: tuple[Prompt, ...] = ()
+    identity_key: str = ""
 
     @property
     def prefix(self) -> bytes:
@@ -139,13 +148,12 @@ class Pool:
     async def shape(self, request: Request, inline_characters: int, expected_output: int) -> Shape:
         """Token ids and block hashes. Never fails: what cannot be known is routed by load, with the reason."""
         try:
-            chains, tokens, kind = await self._known(request, inline_characters)
-            reason = ""
+            shape = await self._known(request, inline_characters)
         except NotReproducible as why:
             chains, tokens = await self._in_part(request, why.reason)
-            kind, reason = "prefix" if chains else "load", why.reason
-        decode_tokens = prompt.decode_tokens(request, tokens, expected_output)
-        return Shape(chains, tokens, decode_tokens, kind, reason, max(1, len(request.prompts)))
+            shape = Shape(chains, tokens, 0, "prefix" if chains else "load", why.reason)
+        decode_tokens = prompt.decode_tokens(request, shape.prompt_tokens, expected_output)
+        return replace(shape, decode_tokens=decode_tokens, prompts=max(1, len(request.prompts)))
 
     def shape_of(
         self, request: Request, prompts: list[list[int]], loras: Mapping[str, str], kind: str, expected_output: int
@@ -169,12 +177,15 @@ class Pool:
         return tuple(chain for chain in chains if chain.hashes), max(whole, 1)
 
     def _chains(self, view: View, loras: Mapping[str, str], request: Request, ids: list[int]) -> tuple[Chain, ...]:
-        adapter = request.model if request.model != self.name else ""
-        lora = (adapter, loras[adapter]) if adapter in loras else None
+        lora = self._lora(request, loras)
         return tuple(hasher.chain(ids, request.salt, lora) for hasher in view.hashers)
 
-    async def _known(self, request: Request, inline_characters: int) -> tuple[tuple[Chain, ...], int, str]:
-        """Chains, prompt tokens and kind of identity; raises NotReproducible."""
+    def _lora(self, request: Request, loras: Mapping[str, str]) -> tuple[str, str] | None:
+        adapter = request.model if request.model != self.name else ""
+        return (adapter, loras[adapter]) if adapter in loras else None
+
+    async def _known(self, request: Request, inline_characters: int) -> Shape:
+        """Chains, prompt tokens, ids and kind of identity; raises NotReproducible."""
         view = self.view
         if request.unforeseen:
             raise NotReproducible(request.unforeseen)
@@ -183,24 +194,26 @@ class Pool:
         if view.identity is None and not view.text:
             raise NotReproducible("no_identity")
         chains: tuple[Chain, ...] = ()
-        tokens, kind = 0, "text"
-        ids: list[int] = []
+        made: tuple[Prompt, ...] = ()
+        tokens, kind, key = 0, "text", ""
         if view.identity is not None:
-            known, kind = view.identity, "exact"
-            prompts = await known.token_ids(request, inline_characters)
-            # Of several prompts in one request the longest decides where it goes; all of them are booked.
-            ids = max(prompts, key=len)
-            chains = self._chains(view, known.loras, request, ids)
-            tokens = max(1, sum(map(len, prompts)))
+            known, kind, key = view.identity, "exact", view.identity.key
+            lora = self._lora(request, known.loras)
+            prompts = await known.prompts(request, view.hashers, lora, inline_characters)
+            chains = next(one.chains for one in prompts if one.chains or not view.hashers)
+            tokens = max(1, sum(one.tokens for one in prompts))
+            made = tuple(prompts)
         if view.text:
             texts = identity.canonical_text(request)
             longest = max(texts, key=len)
             chain = blocks.text_chain(longest)
             if view.identity is not None:  # its blocks are worth what they hold, not what text holds mostly
-                chain = replace(chain, block_tokens=blocks.text_block_tokens(len(longest), len(ids)))
+                chain = replace(
+                    chain, block_tokens=blocks.text_block_tokens(len(longest), max(one.tokens for one in made))
+                )
             chains = (*chains[: MAX_SCHEMES - 1], chain)
             tokens = tokens or sum(blocks.text_tokens(len(text)) for text in texts)
-        return chains, tokens, kind
+        return Shape(chains, tokens, 0, kind, ids=made, identity_key=key)
 
 
 class Pools:
@@ -252,7 +265,14 @@ class Pools:
         return all(pool.contacted for pool in self.all)
 
 
-def view_of(workers: Sequence[WorkerView], known: Identity | None, hashers: Sequence[Hasher], *, text: bool) -> View:
+def view_of(
+    workers: Sequence[WorkerView],
+    known: Identity | None,
+    hashers: Sequence[Hasher],
+    *,
+    text: bool,
+    handoff: Mapping[str, Ability] = MappingProxyType({}),
+) -> View:
     """A View, with what the request path looks up often made ready."""
     ranks = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
     return View(
@@ -261,6 +281,7 @@ def view_of(workers: Sequence[WorkerView], known: Identity | None, hashers: Sequ
         hashers=tuple(hashers)[:MAX_SCHEMES],
         text=text,
         read_at=time.monotonic(),
+        handoff=handoff,
         urls={worker.worker_id: worker.url for worker in workers},
         # Only a server with several engine cores needs to be told which one: one of its own refuses the header.
         ranks={

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import array
+import json
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,12 +34,19 @@ UNFORESEEABLE = {
     "prompt_logprobs": "prompt_logprobs",  # such requests skip the cache
     "truncate_prompt_tokens": "truncation",
     "mm_processor_kwargs": "parts",
+    "suffix": "suffix",
 }
+#: Fields for which the engine needs the prompt's text itself: such a request is never handed off as token ids.
+TEXT_ONLY = ("echo", "return_prompt_text")
+#: Of chat_template_kwargs: with ``tokenize`` the template's ids come by another way.
+UNFORESEEABLE_ARGUMENTS = ("tokenize", "chat_template")
+_ROUNDED = re.compile(r"\de\+\d\d")  # orjson reads an integer of more than 64 bits as a float, vLLM does not
 
 
 @dataclass(slots=True)
 class Request:
-    """What routing needs of a body. ``unforeseen``: why the prompt cannot be known, else empty.
+    """What routing needs of a body. ``unforeseen``: why the prompt cannot be known, else empty. ``text_only``: the
+    engine needs the prompt's text to answer.
 
     prompts: completions only, each a text or token ids. arguments: for the chat template. size_bytes: of the body.
     """
@@ -56,6 +65,7 @@ class Request:
     tool_choice: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
     size_bytes: int = 0
+    text_only: bool = False
 
     @property
     def path(self) -> str:
@@ -79,13 +89,18 @@ def loads(body: bytes) -> dict[str, Any]:
         raise BadRequest(f"The body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise BadRequest("The body must be a JSON object.")
-    return data
+    if _may_be_rounded(data):
+        data = json.loads(body)
+    return dict(data)
 
 
 def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = ()) -> Request:
     """The same for a body that is already parsed; its size is the caller's to tell."""
     for name in REFUSED:
-        if data.get(name) is not None and name not in allowed:
+        given = data.get(name)
+        if given is None and name == "chat_template" and isinstance(data.get("chat_template_kwargs"), dict):
+            given = data["chat_template_kwargs"].get(name)
+        if given is not None and name not in allowed:
             raise BadRequest(f"{name} is not accepted by this router.", name)
     request = Request(
         endpoint=endpoint,
@@ -96,6 +111,7 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
         salt=_typed(data, "cache_salt", str, None) or None,
         add_special_tokens=_typed(data, "add_special_tokens", bool, endpoint == "completions"),
         unforeseen=_unforeseen(data),
+        text_only=any(data.get(name) not in (None, False) for name in TEXT_ONLY),
     )
     if endpoint == "completions":
         request.prompts = [] if request.unforeseen == "embeds" else _prompts(data)
@@ -104,6 +120,12 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
         request.tools, request.tool_choice = data.get("tools"), data.get("tool_choice")
         request.arguments = _template_arguments(data)
     return request
+
+
+def _may_be_rounded(data: dict[str, Any]) -> bool:
+    """Whether a number that may reach the prompt is one that orjson has changed, perhaps: the other parser decides."""
+    values = [data[name] for name in ("tools", "chat_template_kwargs") if data.get(name)]
+    return bool(values) and _ROUNDED.search(repr(values)) is not None
 
 
 def estimated_tokens(request: Request) -> int:
@@ -156,6 +178,9 @@ def _unforeseen(data: dict[str, Any]) -> str:
             return name
     if data.get("echo") and data.get("logprobs") is not None:
         return "prompt_logprobs"  # the engine turns echoed logprobs into them
+    given = data.get("chat_template_kwargs")
+    if isinstance(given, dict) and any(given.get(name) is not None for name in UNFORESEEABLE_ARGUMENTS):
+        return "chat_template"
     return ""
 
 
@@ -206,7 +231,12 @@ def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
     }
     if effort is not None and "enable_thinking" not in given:
         fields["enable_thinking"] = effort != "none"
-    return given | {name: value for name, value in fields.items() if value is not None and value != "auto"}
+    return _set(given | _set(fields))
+
+
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    """Without those that mean "as the server likes"."""
+    return {name: value for name, value in values.items() if value is not None and value != "auto"}
 
 
 def _typed(data: dict[str, Any], name: str, kind: type, default: Any) -> Any:

@@ -13,12 +13,15 @@ from warmfleet import prompt
 from warmfleet.asking import Asker
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.fleet import Ask, Decision, Renewal, new_reservation
+from warmfleet.handoff import NOTHING, REFUSALS, Handoff, Offer, offer
 from warmfleet.pool import NOT_READ
 from warmfleet.prompt import PATHS
 from warmfleet.relay import Answer, relay
 from warmfleet.tenancy import Tenancy
 
 if TYPE_CHECKING:
+    import aiohttp
+
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool, Pools, Shape
@@ -37,8 +40,8 @@ MAX_UNSETTLED = 10_000
 @dataclass(slots=True)
 class Call:
     """One request of a client. headers: what is passed on to the worker. tenant: whose it is, if they are kept apart.
-
-    ``complete``: its answer is on the way out."""
+    ``complete``: its answer is on the way out. ``offer``: its token ids.
+    """
 
     endpoint: Endpoint
     body: bytes
@@ -49,6 +52,7 @@ class Call:
     began: float = 0.0  # perf_counter
     started: bool = False
     complete: bool = False
+    offer: Offer = NOTHING
 
 
 @dataclass(slots=True)
@@ -76,7 +80,7 @@ class Router:
         self._settings = settings
         self._metrics = metrics
         self._asker = Asker(upstream, settings, metrics)
-        self._told: set[tuple[str, str]] = set()
+        self._handoff = Handoff(metrics, enabled=settings.token_handoff)
         self._settling: set[asyncio.Task[None]] = set()
 
     async def serve(self, call: Call) -> None:
@@ -87,7 +91,7 @@ class Router:
         pool = await self.pools.find(request.model)
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
         shape = await self._asker.better(pool, request, call, shape)
-        self._count(pool, shape)
+        call.offer = offer(request, shape)
         exclude = pool.suspects()
         gone: UpstreamGone | None = None
         deaths = 0
@@ -195,8 +199,7 @@ class Router:
         rank = pool.view.ranks.get(decision.worker_id)
         if rank is not None:
             headers["X-data-parallel-rank"] = rank
-        sent = self._upstream.post(decision.url, PATHS[call.endpoint], call.body, headers)
-        upstream = await pool.tries.begin(trip.reservation, decision.worker_id).headers(sent)
+        upstream = await self._send(call, trip, decision, headers)
         try:
             if upstream.status in (502, 503) and not trip.last and len(pool.view.workers) > 1:
                 raise UpstreamGone(f"The worker answered {upstream.status}.", refused=True)
@@ -218,6 +221,23 @@ class Router:
                 self._metrics.stream_errors.inc()
         finally:
             upstream.close()  # gives the connection back if the answer was read to its end
+
+    async def _send(
+        self, call: Call, trip: Trip, decision: Decision, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        """With its token ids if that may be. If the worker refuses these, its answer to the request as it came."""
+        pool, path, worker_id = trip.pool, PATHS[call.endpoint], decision.worker_id
+        handed = self._handoff.body(call.offer, call.endpoint, call.body, pool.view, worker_id)
+        sent = self._upstream.post(decision.url, path, handed or call.body, headers)
+        upstream = await pool.tries.begin(trip.reservation, worker_id).headers(sent)
+        if handed is None or upstream.status not in REFUSALS:
+            return upstream
+        upstream.close()
+        sent = self._upstream.post(decision.url, path, call.body, headers)
+        again = await pool.tries.begin(trip.reservation, worker_id).headers(sent)
+        if again.status < 400:
+            self._handoff.refused(worker_id, upstream.status)
+        return again
 
     async def _started(self, trip: Trip) -> None:
         """Prefill is done: what was booked of it is given back. Runs beside the stream, delays no byte of it."""
@@ -255,14 +275,6 @@ class Router:
             if outcome != "started" and len(pool.unsettled) < MAX_UNSETTLED:
                 pool.unsettled[reservation] = outcome
             logger.info("settle %s: %s; told again soon, and the lease expires by itself", outcome, error)
-
-    def _count(self, pool: Pool, shape: Shape) -> None:
-        self._metrics.identity.labels(shape.kind).inc()
-        if shape.kind == "load":
-            self._metrics.load_only.labels(shape.reason).inc()
-            if (pool.tag, shape.reason) not in self._told:
-                self._told.add((pool.tag, shape.reason))
-                logger.info("%s: a prompt is not known here, routed by load: %s (told once)", pool.tag, shape.reason)
 
     async def drained(self) -> None:
         """Return when every reservation is settled, or could not be."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 PREFIX = "WARMFLEET_"
 MIN_SECRET = 16
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 #: Variables with our prefix that belong to workers (worker_plugin/README.md) or to the command line.
 FOREIGN = frozenset({"WARMFLEET_MODEL", "WARMFLEET_WORKER_ID", "WARMFLEET_WORKER_URL"})
 
@@ -88,9 +90,16 @@ class Settings:
     probe_timeout_s: float = _setting(5.0, "a join probe's blocks must show in its worker's stream within this")
     ask_engines: bool = _setting(True, "ask an engine for token ids that only it can tell, where its routes are on")
     ask_timeout_s: float = _setting(0.25, "longest wait for that; then the request is routed by load")
-    inline_characters: int = _setting(2_000, "longer texts are tokenised in a thread; x50 with the fast engine")
+    inline_characters: int = _setting(2_000, "longer new texts are tokenised in a thread; x20 with the fast engine")
+    trie_bytes: int = _setting(268_435_456, "bound of the prompt trie: ids and hashes of earlier prompts, about")
     mirror_checkpoints: int = _setting(20_000, "checkpoints remembered for one approximate worker")
-    trust_templates: bool = _setting(False, "workers' chat templates run outside the sandbox, a third of the cost")
+    approved_templates: tuple[str, ...] = _setting(
+        (), "sha256 of chat templates that may run in this process, besides those of `warmfleet artifacts approve`"
+    )
+    trust_templates: bool = _setting(False, "all chat templates that workers bring may run in this process")
+    token_handoff: bool = _setting(
+        True, "engines that can are given the token ids made here, and do not tokenise again"
+    )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -110,6 +119,8 @@ class Settings:
             raise BadArgument(f"{PREFIX}ANSWER_HEADERS={settings.answer_headers!r}: known are all, request_id")
         if 0 < len(settings.tenant_key) < MIN_SECRET:
             raise BadArgument(f"{PREFIX}TENANT_KEY must have at least {MIN_SECRET} characters")
+        if wrong := [digest for digest in settings.approved_templates if not _SHA256.match(digest)]:
+            raise BadArgument(f"{PREFIX}APPROVED_TEMPLATES: {wrong[0][:80]!r} is not a sha256 of 64 hex digits")
         return settings
 
 

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 #: Parameters of transformers' apply_chat_template that a request may set whether or not the template names them.
 BASE_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "documents"})
+_NAMES_OF_DICT = frozenset(dir(dict))
+#: Its parameters that end there: no template ever sees them.
+SWALLOWED = frozenset(
+    {
+        *("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -41,13 +49,15 @@ class PlainEnvironment(jinja2.Environment):
     """For templates the operator trusts: no sandbox, and ``message.role`` looks into a plain dict first."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-            return obj[attribute]
+        if type(obj) is dict and attribute not in _NAMES_OF_DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
 
 class ChatTemplate:
     """One template. Raises jinja2.TemplateError (TemplateSyntaxError) if it does not compile."""
+
+    state = "approved"
 
     def __init__(self, source: str, content_format: str = "auto", *, trusted: bool = False) -> None:
         kind = PlainEnvironment if trusted else jinja2.sandbox.ImmutableSandboxedEnvironment
@@ -58,10 +68,15 @@ class ChatTemplate:
         tree = environment.parse(source)
         self._source = source
         self._template = environment.from_string(source)
-        self._names = frozenset(jinja2.meta.find_undeclared_variables(tree)) | BASE_PARAMETERS
-        self.knows_developer = '"developer"' in source or "'developer'" in source
+        self._names = frozenset(jinja2.meta.find_undeclared_variables(tree)) - SWALLOWED | BASE_PARAMETERS
+        self.knows_developer = knows_developer(source)
         detected: Format = "openai" if any(_content_loops(tree)) else "string"
         self.content_format: Format = content_format if content_format in ("string", "openai") else detected  # type: ignore[assignment]
+
+    @property
+    def here(self) -> ChatTemplate:
+        """What renders in this process; see ``approval.Template``, which may have none."""
+        return self
 
     def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
         """The prompt text. arguments: of the request, kept if the template names them; fixed: always given.
@@ -74,15 +89,9 @@ class ChatTemplate:
             if goes_on:
                 return self._continued(messages, {**fixed, **arguments})
             return self._template.render(messages=messages, **{**fixed, **arguments})
-        except (
-            jinja2.TemplateError,
-            RecursionError,
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            IndexError,
-        ) as error:
+        except (NotReproducible, MemoryError):
+            raise
+        except Exception as error:  # a template may raise anything at all
             raise NotReproducible("template") from error
 
     def _continued(self, messages: list[Message], arguments: dict[str, Any]) -> str:
@@ -102,6 +111,11 @@ class ChatTemplate:
             raise NotReproducible("template")
         end = text.rindex(tag)
         return text[:end] if text[end : end + len(_CONTINUE_TAG)] == _CONTINUE_TAG else text[:end].rstrip()
+
+
+def knows_developer(source: str) -> bool:
+    """As vLLM looks: does the template name that role?"""
+    return '"developer"' in source or "'developer'" in source
 
 
 def _tojson(

@@ -91,7 +91,7 @@ def parse(kind: str, raw: bytes, request_id: str | None, identity: Identity) -> 
         prompts = _chat(body, identity) if kind == "chatcmpl" else _completion(body, identity)
     except PromptError as error:
         raise AskError(str(error), param="messages" if kind == "chatcmpl" else "prompt") from error
-    options = body.get("stream_options") or {}
+    options = _object(body, "stream_options")
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise AskError("cache_salt must be a non-empty string", param="cache_salt")
@@ -115,8 +115,9 @@ def parse(kind: str, raw: bytes, request_id: str | None, identity: Identity) -> 
 
 
 def _chat(body: dict[str, Any], identity: Identity) -> list[list[int]]:
-    given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
-    return [_ids(given) if given else identity.chat_ids(body)]
+    """Token ids that came along replace the messages, as in vLLM: not if these must be echoed."""
+    given = _object(body, "kv_transfer_params").get("prompt_token_ids")
+    return [identity.chat_ids(body) if given is None or body.get("echo") else _ids(given)]
 
 
 def _completion(body: dict[str, Any], identity: Identity) -> list[list[int]]:
@@ -134,6 +135,13 @@ def _ids(value: Any) -> list[int]:
     if not isinstance(value, list) or not value or not all(type(item) is int and 0 <= item < 2**31 for item in value):
         raise PromptError("token ids must be a non-empty list of integers")
     return value
+
+
+def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise AskError(f"{name} must be an object", param=name)
+    return value or {}
 
 
 def _max_tokens(kind: str, body: dict[str, Any]) -> int | None:

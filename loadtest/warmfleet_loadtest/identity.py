@@ -136,6 +136,7 @@ class Identity:
             "placeholders": {},
             "renders": {"jinja": True, "render": True, "tokenize": True},
             "api_key": api_key,
+            "token_handoff": ["completions", "chat"],
             "loras": {},
         }
 

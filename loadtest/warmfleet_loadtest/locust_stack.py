@@ -74,6 +74,7 @@ class LocustStack:
         """Start the replica of a place (1 to PLACES) in haproxy's configuration; not waited for."""
         command = [sys.executable, "-m", "warmfleet", "serve", "--port", str(self._ports[place])]
         environment = {"WARMFLEET_REDIS_URL": self._redis_url, "WARMFLEET_MODELS": MODEL}
+        environment["WARMFLEET_TRUST_TEMPLATES"] = "1"  # whoever measures approves of what is measured
         self.spawn(f"replica-{place}", command, {**os.environ, **environment})
 
     def kill_replica(self, place: int) -> None:

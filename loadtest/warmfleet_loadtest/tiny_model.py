@@ -1,6 +1,6 @@
 """Write a small random Qwen2 model with a real tokenizer, so that real vLLM can run on a CPU with no download.
 
-    python -m warmfleet_loadtest.tiny_model OUT
+    python -m warmfleet_loadtest.tiny_model OUT [--kind llama3]
 
 Needs torch, transformers and tokenizers (vLLM's own environment has them). Weights come from a fixed seed and the
 byte-level BPE is trained on the Python standard library: the same interpreter always makes the same model. What it
@@ -14,6 +14,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from warmfleet_loadtest import tiny_kinds
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # ids 0, 1, 2
 
@@ -69,14 +71,17 @@ def save_tokenizer(folder: Path, shape: Shape) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def save_network(folder: Path, shape: Shape) -> int:
+def save_network(folder: Path, shape: Shape, kind: str) -> int:
     """Returns the number of parameters."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    network = Qwen2ForCausalLM(
-        Qwen2Config(
+    config: Any
+    model: Any
+    config, model = (LlamaConfig, LlamaForCausalLM) if kind.startswith("llama") else (Qwen2Config, Qwen2ForCausalLM)
+    network = model(
+        config(
             vocab_size=shape.vocabulary,
             hidden_size=shape.hidden,
             intermediate_size=2 * shape.hidden,
@@ -99,11 +104,15 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to write into; made if missing")
     parser.add_argument("--layers", type=int, default=Shape.layers, help="8 for small (default %(default)s)")
     parser.add_argument("--hidden", type=int, default=Shape.hidden, help="256 for small (default %(default)s)")
+    parser.add_argument("--kind", choices=["chatml", *tiny_kinds.KINDS], default="chatml", help="of the tokenizer")
     args = parser.parse_args()
     shape = Shape(layers=args.layers, hidden=args.hidden)
     args.out.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(args.out, shape)
-    print(f"{args.out}: {save_network(args.out, shape):,} parameters, {shape.vocabulary} tokens")
+    if args.kind == "chatml":
+        save_tokenizer(args.out, shape)
+    else:
+        tiny_kinds.save_tokenizer(args.out, args.kind, shape.vocabulary)
+    print(f"{args.out}: {save_network(args.out, shape, args.kind):,} parameters, {shape.vocabulary} tokens")
 
 
 if __name__ == "__main__":

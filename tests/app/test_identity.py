@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,17 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from warmfleet import chat
+from warmfleet.approval import Templates
 from warmfleet.chat import NotReproducible
-from warmfleet.identity import Encoder, Identities, Identity, canonical_text
+from warmfleet.encoder import Encoder
+from warmfleet.identity import Identities, Identity, canonical_text
+from warmfleet.metrics import Metrics
 from warmfleet.prompt import Request, parse
 from warmfleet.template import ChatTemplate
+from warmfleet.trie import Trie
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterator
 
 CHATML = (
@@ -55,7 +61,7 @@ def request(messages: list[dict[str, Any]], **more: Any) -> Request:
 
 
 def identity(encoder: Encoder, executor: ThreadPoolExecutor, template: str, **facts: Any) -> Identity:
-    return Identity(encoder, ChatTemplate(template), facts, executor)
+    return Identity(encoder, ChatTemplate(template), facts, executor, Trie(10**8), encoder.cuts(template))
 
 
 def transformers(messages: list[dict[str, Any]], **more: Any) -> str:
@@ -82,11 +88,11 @@ CONVERSATION: list[dict[str, Any]] = [
 def test_rendering_equals_transformers(encoder: Encoder, executor: ThreadPoolExecutor, trusted: bool) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     asked = request(CONVERSATION, tools=tools)
-    made = Identity(encoder, ChatTemplate(CHATML, trusted=trusted), {}, executor)
+    made = Identity(encoder, ChatTemplate(CHATML, trusted=trusted), {}, executor, Trie(10**6))
     seen = chat.conversation(CONVERSATION, "string")
     assert seen[1]["content"] == "one\ntwo"
     assert seen[2]["tool_calls"] == [
-        {"id": "c1", "function": {"arguments": {"q": "ü"}, "name": "f"}, "type": "function"}
+        {"id": "c1", "function": {"arguments": {"q": "ü"}, "name": "f"}, "type": "function", "x": 1}
     ]
     dumped = [{"type": "function", "function": {"name": "f", "description": None, "parameters": {"type": "object"}}}]
     assert made.render(asked) == transformers(seen, tools=dumped, add_generation_prompt=True)
@@ -184,16 +190,17 @@ async def test_large_chats_are_rendered_off_the_event_loop(
             seen.append(("render", threading.current_thread() is threading.main_thread()))
             return super().render(*args, **kwargs)
 
-    def encode(text: str, special: bool) -> list[int]:
+    def encode(text: str, special: bool) -> array[int]:
         seen.append(("encode", threading.current_thread() is threading.main_thread()))
         return encoder.encode(text, special)
 
-    made = Identity(Encoder(encode, fast=True), Watched(CHATML), {}, executor)
+    watched = replace(encoder, encode=encode, fast=True)
+    made = Identity(watched, Watched(CHATML), {}, executor, Trie(10**6))  # without cuts: one piece
     for length, inline in ((1_000, True), (70_000, False)):
         asked = request([{"role": "user", "content": "0123456789" * (length // 10)}])
         ids = await made.token_ids(asked, 2_000)
         assert seen == [("render", inline), ("encode", inline)]
-        assert ids == [encoder.encode(made.render(asked), False)]
+        assert ids == [encoder.encode(made.render(asked), False).tolist()]
         seen.clear()
     refused = request([{"role": "user", "content": ["x" * 70_000, {"type": "image_url"}]}])
     with pytest.raises(NotReproducible, match="parts"):
@@ -224,7 +231,7 @@ async def test_a_twin_that_differs_is_not_used(tokenizer_json: bytes, monkeypatc
 async def test_identities_are_built_once_and_bad_ones_refused(
     tokenizer_json: bytes, executor: ThreadPoolExecutor
 ) -> None:
-    identities = Identities(executor)
+    identities = Identities(executor, Trie(10**6), Templates(Metrics(), trust_all=True))
     artifacts = {"tokenizer.json": tokenizer_json, "chat_template.jinja": CHATML.encode()}
     built = await identities.build("a", artifacts, {"loras": {"ad": "/p"}})
     assert identities.known("a") is built

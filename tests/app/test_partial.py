@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,16 @@ import pytest
 from tests.app.joined import joined, proven
 from tests.app.replica import replica
 from tests.loadtest.engines import identity as demo
+from tokenizers import Tokenizer
 
 from warmfleet.chat import NotReproducible
-from warmfleet.identity import Encoder, Identity
+from warmfleet.cuts import Facts
+from warmfleet.encoder import Encoder
+from warmfleet.identity import Identity
 from warmfleet.partial import UNSAFE_TOKENS, common
 from warmfleet.prompt import parse
 from warmfleet.template import ChatTemplate
+from warmfleet.trie import Trie
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +64,8 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 
 def made(encoder: Encoder, executor: ThreadPoolExecutor, template: str, **facts: Any) -> Identity:
-    return Identity(encoder, ChatTemplate(template), {"multimodal": True, "placeholders": MARK} | facts, executor)
+    told = {"multimodal": True, "placeholders": MARK} | facts
+    return Identity(encoder, ChatTemplate(template), told, executor, Trie(10**8), encoder.cuts(template))
 
 
 def engine_text(template: str, messages: list[dict[str, Any]]) -> str:
@@ -118,7 +124,7 @@ async def test_what_is_certain_is_what_the_engine_has(
         text = engine_text(template, messages)
         first = min(at for mark in MARK.values() if (at := text.find(mark)) >= 0)
         # Whatever the processor makes of the placeholder, ids before it stay: two very different expansions.
-        one, other = (encoder.encode(text[:first] + more + text[first:], False) for more in ("<img>" * 40, "\ue000"))
+        one, other = (encoder.plain(text[:first] + more + text[first:]).tolist() for more in ("<img>" * 40, "\ue000"))
         request = parse("chat", json.dumps({"messages": messages}).encode())
         ids, about = await known.beginning(request)
         sure = common(one, other)
@@ -148,7 +154,7 @@ async def test_where_the_place_is_not_known_nothing_is_certain(
     if content == [{"type": "text", "text": 1}, {"a": 1}]:
         ids, _ = await made(encoder, executor, template, **facts).beginning(request)
         text = engine_text(template, messages[:1]).removesuffix("<|assistant|>") + "<|user|>"
-        assert 90 < len(ids) < len(encoder.encode(text, False))
+        assert 90 < len(ids) < len(encoder.plain(text))
         return
     with pytest.raises(NotReproducible):
         await made(encoder, executor, template, **facts).beginning(request)
@@ -156,7 +162,8 @@ async def test_where_the_place_is_not_known_nothing_is_certain(
 
 async def test_a_tokenizer_that_looks_ahead_is_not_believed(executor: ThreadPoolExecutor) -> None:
     """Only ids that stay whatever follows are certain."""
-    ahead = Encoder(lambda text, _special: [len(text), *map(ord, text)], fast=False)
+    facts = Facts.of(Tokenizer.from_str(demo().artifacts()["tokenizer.json"].decode()))
+    ahead = Encoder("ahead", lambda text, _: array("I", [len(text), *map(ord, text)]), False, facts, None)
     request = parse("chat", json.dumps({"messages": [{"role": "user", "content": [IMAGE]}]}).encode())
     assert (await made(ahead, executor, STRING).beginning(request))[0] == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
 from typing import TYPE_CHECKING, cast
 
 from warmfleet import pool as pool_module
@@ -11,6 +12,7 @@ from warmfleet.fallback import Fallback
 from warmfleet.fleet import LoadRow, WorkerView
 from warmfleet.pool import Pool, Pools, View
 from warmfleet.prompt import parse
+from warmfleet.trie import Prompt
 
 if TYPE_CHECKING:
     import pytest
@@ -65,11 +67,11 @@ async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:
     class Known:
         def __init__(self) -> None:
             self.loras: dict[str, str] = {}
-            self.max_model_len = 4_096
+            self.max_model_len, self.key = 4_096, ""
             self.ids = [0]
 
-        async def token_ids(self, _request: Request, _inline: int) -> list[list[int]]:
-            return [self.ids]
+        async def prompts(self, _request: Request, *_: object) -> list[Prompt]:
+            return [Prompt((array("I", self.ids),), len(self.ids), ())]
 
     known = Known()
     (only,) = pools().all

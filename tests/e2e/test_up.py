@@ -123,9 +123,16 @@ def test_a_killed_up_takes_everything_it_started_with_it() -> None:
         assert not folder.exists()
 
 
+def template_of(address: str) -> str:
+    [model] = httpx.get(f"{address}/workers", timeout=5).json()["models"]
+    return str(model["template"])
+
+
 async def test_ctrl_c_in_mid_stream_leaves_no_load_in_the_store(stream: Callable[..., Stream]) -> None:
     with server(valkey_binary()) as url, up("--engines", "2", "--redis", url) as command:
-        stream(command.wait_ready())
+        address = command.wait_ready()
+        assert template_of(address) == "approved", "the demo's, in any store"
+        stream(address)
         fleet = Fleet(connect(url, timeout_s=5), "demo")
         try:
             assert sum(worker.load.in_flight for worker in await fleet.workers()) == 1

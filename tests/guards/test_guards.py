@@ -56,6 +56,7 @@ CASES = {
     "memory is short",
     "forged ids",
     "a key of a wrong type",
+    "a hostile chat template",
 }
 
 

@@ -94,6 +94,7 @@ async def test_request_ids_are_the_clients() -> None:
         (b'{"prompt": "a", "max_tokens": 5000}', 400, "maximum context length"),
         (b'{"prompt": "a", "n": 5000}', 400, "sequences"),
         (b'{"prompt": "a", "cache_salt": ""}', 400, "cache_salt"),
+        (b'{"prompt": "a", "stream": true, "stream_options": 5}', 400, "stream_options"),
         (b'{"prompt": "a", "model": "other"}', 404, "does not exist"),
     ],
 )
@@ -104,6 +105,13 @@ async def test_errors_have_openais_shape(body: bytes, status: int, word: str) ->
     error = answer.json()["error"]
     assert error["code"] == status
     assert word in error["message"]
+
+
+@pytest.mark.parametrize("given", [5, [], {"prompt_token_ids": []}, {"prompt_token_ids": [-1]}])
+async def test_what_cannot_be_token_ids_of_a_chat_is_refused(given: object) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": given}
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 400
 
 
 async def test_an_api_key_guards_v1_only() -> None:

@@ -42,7 +42,8 @@ def vllm_store() -> Iterator[str]:
 def reported(vllm_store: str) -> Iterator[Reported]:
     """Real vLLM with the plugin by its entry point alone. It has been up for a while: begin with ``fresh``."""
     goodbye = ("--shutdown-timeout", "10")  # else vLLM kills its engine core
-    options = EngineOptions(redis_url=vllm_store, model_tag=TAG, blocks=BLOCKS, arguments=goodbye)
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    options = EngineOptions(redis_url=vllm_store, model_tag=TAG, blocks=BLOCKS, arguments=(*goodbye, *tools))
     with running(options) as [engine]:
         yield Reported(engine, vllm_store)
 

@@ -140,6 +140,11 @@ class VllmEngine:
             with client.makefile("rb") as stream:
                 return {bytes.fromhex(key) for key in json.load(stream)}
 
+    def tokenised(self) -> int:
+        """Prompts that this server has made into token ids itself, of all since its start."""
+        path = self.folder / "tokenised"
+        return path.stat().st_size if path.exists() else 0
+
     # ------------------------------------------------ how it is started
 
     def _command(self) -> list[str]:
@@ -168,6 +173,7 @@ class VllmEngine:
             "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),  # model inspection of the first start
             "VLLM_SERVER_DEV_MODE": "1",
             "ENGINE_TRUTH_SOCKET": str(self.folder / "truth"),
+            "ENGINE_TRUTH_TOKENISED": str(self.folder / "tokenised"),
             "PYTHONPATH": str(TRUTH),
         }
         if self.options.redis_url is not None:

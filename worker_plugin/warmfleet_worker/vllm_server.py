@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import os
+import sys
 from typing import Any
 
 from warmfleet_worker.server import ServerConfig, ServerPublisher, listens, worker_url
@@ -113,5 +114,31 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
         "placeholders": placeholders(model_config),
         "renders": renders(state),
         "api_key": bool(args.api_key),
+        "token_handoff": token_handoff(state, model_config),
         "loras": {name: lora.lora_path for name, lora in state.openai_serving_models.lora_requests.items()},
     }
+
+
+def token_handoff(state: Any, model_config: Any) -> list[str]:
+    """The endpoints that take token ids in place of text, and do with them what they do with that text.
+
+    Looked up in this vLLM itself: completions have always had them, chats since 0.32.
+    """
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.renderers import hf
+
+    if model_config.is_encoder_decoder:  # a text is the encoder's prompt there, ids would be the decoder's
+        return []
+    able = []
+    try:
+        CompletionRequest(prompt=[0])
+        able.append("completions")
+    except ValueError:
+        pass
+    renderer = state.online_renderer
+    # Only this renderer makes prompts of the announced template; with embeddings on it tokenises in another way.
+    by_template = type(renderer.renderer) is hf.HfRenderer and not getattr(renderer, "use_harmony", False)
+    takes_ids = hasattr(sys.modules[type(renderer).__module__], "_reused_prompt_token_ids")
+    if by_template and takes_ids and not model_config.enable_prompt_embeds:
+        able.append("chat")
+    return able

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from warmfleet_worker import cbor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 SCHEMA = 1
 HASH_BYTES = 8
@@ -97,6 +97,7 @@ SINGLE_KEYS = frozenset(
     {
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
         *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
+        "operator_approved",
     }
 )
 
@@ -189,11 +190,15 @@ def reservation_of(request_id: str) -> tuple[str, int] | None:
 # ---------------------------------------------------------------- schemes and block hashes
 
 
+#: vLLM's ``--prefix-caching-hash-algo`` and the bytes of its digests: SHA-256 or XXH3-128 of pickle or canonical CBOR.
+DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How an engine hashes: everything a router needs to compute the same block hashes.
 
-    algorithm: vLLM's ``--prefix-caching-hash-algo`` (``sha256`` or ``sha256_cbor``).
+    algorithm: a key of DIGEST_BYTES.
     none_hash: the parent of a first block. block_tokens: tokens in a block.
     extra_keys: ``tagged`` (vLLM 0.31 and later) or ``plain`` (0.28 to 0.30).
     """
@@ -223,10 +228,11 @@ class Scheme:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"malformed scheme: {error}") from error
-        if scheme.algorithm not in ("sha256", "sha256_cbor") or scheme.extra_keys not in ("tagged", "plain"):
+        if scheme.algorithm not in DIGEST_BYTES or scheme.extra_keys not in ("tagged", "plain"):
             raise WireError(f"unknown scheme {scheme.algorithm}/{scheme.extra_keys}")
-        if not 1 <= scheme.block_tokens <= 4_096 or len(scheme.none_hash) != 32:
-            raise WireError("scheme out of range: block_tokens 1..4096, none_hash 32 bytes")
+        lengths = (DIGEST_BYTES[scheme.algorithm], 32)  # vLLM 0.28 takes 32 random bytes for any algorithm
+        if not 1 <= scheme.block_tokens <= 4_096 or len(scheme.none_hash) not in lengths:
+            raise WireError(f"scheme out of range: block_tokens 1..4096, none_hash one of {lengths} bytes")
         return scheme
 
     @cached_property
@@ -249,18 +255,21 @@ def chain_hashes(
     parent: bytes | None = None,
     salt: str | None = None,
     lora: tuple[str, str] | None = None,
+    new: Callable[[bytes], Any] = hashlib.sha256,
 ) -> list[bytes]:
-    """Full 32-byte hashes of every full block of ``token_ids``, as vLLM's ``hash_block_tokens`` computes them.
+    """Whole hashes of every full block of ``token_ids``, as vLLM's ``hash_block_tokens`` computes them.
 
     parent: the last hash before these tokens (None: a new prompt). salt counts in a prompt's first block only.
-    lora: (name, path) of the adapter, in every block.
+    lora: (name, path) of the adapter, in every block. new: makes a hash; of the xxhash algorithms XXH3-128, which
+    the standard library lacks.
     """
     previous = parent or scheme.none_hash
     size = scheme.block_tokens
+    payload = _cbor_payload if scheme.algorithm.endswith("_cbor") else _pickle_payload
     hashes = []
     for start in range(0, len(token_ids) - size + 1, size):
         extra = extra_keys(scheme, salt if parent is None and start == 0 else None, lora)
-        previous = _hash_block(scheme.algorithm, previous, tuple(token_ids[start : start + size]), extra)
+        previous = new(payload(previous, tuple(token_ids[start : start + size]), extra)).digest()
         hashes.append(previous)
     return hashes
 
@@ -280,8 +289,11 @@ def extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -
     return tuple(keys) or None
 
 
-def _hash_block(algorithm: str, parent: bytes, tokens: tuple[int, ...], extra: tuple[Any, ...] | None) -> bytes:
-    if algorithm == "sha256":
-        return hashlib.sha256(pickle.dumps((parent, tokens, extra), protocol=5)).digest()
+def _pickle_payload(parent: bytes, tokens: tuple[int, ...], extra: tuple[Any, ...] | None) -> bytes:
+    # Not exact for an adapter named by the very letter that is its path or the salt: pickle writes one object once.
+    return pickle.dumps((parent, tokens, extra), protocol=5)
+
+
+def _cbor_payload(parent: bytes, tokens: tuple[int, ...], extra: tuple[Any, ...] | None) -> bytes:
     parts = [b"\x83", cbor.encode(parent), cbor.head(0x80, len(tokens)), *map(cbor.integer, tokens), cbor.encode(extra)]
-    return hashlib.sha256(b"".join(parts)).digest()
+    return b"".join(parts)

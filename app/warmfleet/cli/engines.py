@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 import httpx
@@ -47,6 +49,12 @@ def engine_command(options: EngineOptions, name: str, port: int, redis_url: str)
         argv += ["--blocks", str(options.blocks)]
     # not as an argument: process lists would show a password in it
     return argv, {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_WORKER_ID": name}
+
+
+def demo_template_sha256() -> str:
+    """The digest of the chat template that simulated engines bring."""
+    content = resources.files("warmfleet_loadtest").joinpath("data/chat_template.jinja").read_text(encoding="utf-8")
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple[list[str], dict[str, str]]:

@@ -18,6 +18,7 @@ Warmfleet sends each request to the vLLM engine whose KV cache already holds its
   warmfleet demo                      shows what prefix-aware routing gains, then exits
   warmfleet workers                   the engines of a running fleet
   warmfleet explain --message "Hi"    why a request would go where
+  warmfleet artifacts                 chat templates that workers brought, and which may run in routers
   warmfleet acl MODEL                 Redis users with no more rights than they need
 """
 
@@ -66,6 +67,21 @@ examples:
   curl ... | warmfleet explain -
 """
 
+ARTIFACTS = """\
+Workers bring their model's tokenizer and chat template. A template is code: until you approve it, routers render it
+in a sandbox in a process of its own, with limits on time and memory, at a few times the cost. Read it, then approve it
+by its sha256 or the first 12 or more digits. Routers follow within a second, without a restart.
+
+examples:
+  warmfleet artifacts --model Qwen/Qwen3-8B            who brought what, and what is approved
+  warmfleet artifacts show 3f1c09e2aa41                the template itself
+  warmfleet artifacts approve 3f1c09e2aa41
+  warmfleet artifacts revoke 3f1c09e2aa41              back into the sandbox
+
+This talks to Redis, and needs a user that may write there: `admin` of `warmfleet acl`, not `router`. Settings approve,
+too: WARMFLEET_APPROVED_TEMPLATES=SHA256,... or, for everything that any worker brings, WARMFLEET_TRUST_TEMPLATES=1.
+"""
+
 ACL = """\
 Prints the Redis users of a fleet (Redis 7 or newer, Valkey): `router` may run the scripts on the keys of its models;
 `worker-ID` may only append to the streams of that worker, read its commands and add its artifacts. The lines hold
@@ -105,6 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--prompt", help="a completion request with this prompt")
     explain.add_argument("--model", help="model name (default: the first that the replica serves)")
     explain.add_argument("--json", action="store_true", help="print what the replica answered, unchanged")
+    _artifacts(_command(commands, "artifacts", "chat templates that workers brought; approve them", ARTIFACTS))
     _acl(_command(commands, "acl", "Redis users with least rights", ACL))
     for client in (workers, explain):
         client.add_argument("--url", default=DEFAULT_URL, help="address of a replica (default %(default)s)")
@@ -166,6 +183,25 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=_count, default=4, help="simulated engines (default %(default)s)")
     parser.add_argument("--conversations", type=_count, default=16, help="in the comparison (default %(default)s)")
     parser.add_argument("--turns", type=_count, default=4, help="of each conversation (default %(default)s)")
+
+
+def _artifacts(parser: argparse.ArgumentParser) -> None:
+    actions = ("list", "show", "approve", "revoke")
+    parser.add_argument("action", nargs="?", choices=actions, default="list", help="default: list")
+    parser.add_argument("sha256", nargs="*", metavar="SHA256", help="of a template, or its first 12 or more hex digits")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        action="append",
+        default=[],
+        help="model tag; repeatable (default: WARMFLEET_MODELS)",
+    )
+    parser.add_argument(
+        "--redis",
+        metavar="URL",
+        default=os.environ.get("WARMFLEET_REDIS_URL", "redis://127.0.0.1:6379/0"),
+        help="the store (default: WARMFLEET_REDIS_URL, which keeps a password out of process lists)",
+    )
 
 
 def _acl(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 
 from warmfleet.cli.children import Child, Children, StackError
-from warmfleet.cli.engines import EngineOptions, discover, engine_command
+from warmfleet.cli.engines import EngineOptions, demo_template_sha256, discover, engine_command
 from warmfleet.cli.ports import claim_shared, free_port
 from warmfleet.cli.store import check_store, start_store
 
@@ -148,12 +149,20 @@ class Stack:
             "WARMFLEET_WORKER_API_KEY": plan.worker_api_key,
             "WARMFLEET_TOKENIZER": plan.tokenizer,
             "WARMFLEET_SHUTDOWN_GRACE_S": SHUTDOWN_GRACE_SECONDS,
+            **self._approvals(),
         }
         child = self.children.start(name, [*argv, "--reuse-port", shared], environment)
         host = self.address.rsplit(":", 1)[0]
         member = Member(name, f"{host}:{port}", child)
         self.replicas.append(member)
         return member
+
+    def _approvals(self) -> dict[str, str]:
+        """What this command starts is approved: all that reaches a private store; in yours, the demo's template."""
+        if not self.plan.redis_url:
+            return {"WARMFLEET_TRUST_TEMPLATES": "1"}
+        given = os.environ.get("WARMFLEET_APPROVED_TEMPLATES", "")
+        return {"WARMFLEET_APPROVED_TEMPLATES": ",".join(filter(None, [given, demo_template_sha256()]))}
 
     def wait_ready(self, members: Sequence[Member]) -> None:
         """Return when all these replicas take requests; raises StackError if one does not."""

@@ -32,7 +32,7 @@ def render(answer: dict[str, Any]) -> str:
     """
     parts = []
     for model in answer["models"]:
-        title = f"{model['model']}  (prompts identified: {model['identity']})"
+        title = f"{model['model']}  (prompts identified: {model['identity']}, chat template: {model['template']})"
         if not model["fresh"]:
             title += "  the store does not answer: this is the last reading"
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from warmfleet.fleet.approvals import Approvals
 from warmfleet.fleet.client import SCRIPT_KEYS, Timeouts, connect
 from warmfleet.fleet.reservations import (
     RENEW_AT_ONCE,
@@ -20,7 +21,7 @@ from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
 from warmfleet.fleet.views import Memory, Views, WorkerView
 
 
-class Fleet(Reservations, Views, Truths, Upkeep):
+class Fleet(Reservations, Views, Truths, Upkeep, Approvals):
     """Everything that routers do with one model's keys. Closing it closes the client that it was given."""
 
     async def close(self) -> None:

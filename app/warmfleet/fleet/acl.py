@@ -42,10 +42,16 @@ SENTINEL_RULES = (
 
 
 def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
-    """Every command that routers need, on every key of these models and on no other. Raises WireError."""
+    """Every command that routers need, on every key of these models and on no other; the operator's they only read.
+
+    The operator's keys are those whose name begins with an ``o``: a pattern can leave out one letter, not one name.
+    Raises WireError.
+    """
     allowed = sorted({*SCRIPT_COMMANDS, *ROUTER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ())})
-    keys = [f"~{Keys(model).prefix}*" for model in models]
-    return ["resetkeys", *keys, "resetchannels", "-@all", *(f"+{command}" for command in allowed)]
+    models = list(models)
+    own = [f"~{Keys(model).prefix}[^o]*" for model in models]
+    approved = _selector("R", [Keys(model).operator_approved for model in models], "smembers")
+    return ["resetkeys", *own, "resetchannels", "-@all", *(f"+{command}" for command in allowed), approved]
 
 
 def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = False) -> list[str]:

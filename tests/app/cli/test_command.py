@@ -65,7 +65,8 @@ INDEX = {
     "memory_limit_bytes": 8 * 2**20,
     "counts": {},
 }
-FLEET = {"models": [{"model": "demo", "fresh": False, "identity": "exact", "index": INDEX, "workers": [WORKER]}]}
+MODEL = {"model": "demo", "fresh": False, "identity": "exact", "template": "sandbox", "index": INDEX}
+FLEET = {"models": [MODEL | {"workers": [WORKER]}]}
 CANDIDATE = {
     "worker_id": "sim-1.0",
     "matched_tokens": 32,

@@ -158,7 +158,8 @@ def test_an_artifact_is_never_overwritten(guarded: Guarded) -> None:
 
 
 def test_a_router_has_the_keys_of_its_models_only(guarded: Guarded) -> None:
-    own = [key for key in [*STREAMS, *COMMANDS, *FOREIGN] if key.startswith(KEYS.prefix)]
+    others = {KEYS.prefix, KEYS.operator_approved}  # no key at all, and the operator's
+    own = [key for key in [*STREAMS, *COMMANDS, *FOREIGN] if key.startswith(KEYS.prefix) and key not in others]
     with guarded.client("router") as client:
         for key in [*own, *FOREIGN]:
             answer = attempt(client, "TYPE", key)
@@ -172,6 +173,26 @@ def test_a_router_has_the_keys_of_its_models_only(guarded: Guarded) -> None:
         flush = client.script_load("return redis.call('FLUSHALL')")
         with pytest.raises(redis.ResponseError, match=r"(?i)permission|can't run"):
             client.evalsha(flush, 0)
+
+
+def test_a_router_reads_what_the_operator_approved_and_cannot_write_it(guarded: Guarded) -> None:
+    key, digest = KEYS.operator_approved, "0" * 64
+    with guarded.client("admin") as admin, guarded.client("router") as client:
+        admin.sadd(key, digest)
+        assert client.smembers(key) == {digest.encode()}
+        for words in (
+            ("SADD", key, "x"),
+            ("SREM", key, digest),
+            ("SET", key, "x"),
+            ("UNLINK", key),
+            ("HSET", key, "f", "v"),
+        ):
+            assert attempt(client, *words) == "refused", words
+        script = client.script_load("return redis.call(ARGV[1], KEYS[1], 'x')")
+        for command in ("SADD", "SREM", "SET", "GET"):
+            assert attempt(client, "EVALSHA", script, 1, key, command) == "refused"
+        assert attempt(client, "SMEMBERS", OTHERS.operator_approved) == "refused"
+        assert admin.smembers(key) == {digest.encode()}
 
 
 def test_nobody_comes_in_without_a_password(guarded: Guarded) -> None:
@@ -206,6 +227,7 @@ async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded, m
         assert await fleet.prove("w2.0", view.record["nonce"], "proven", "")
         await _requests(fleet, next(iter(tracker.table)))
         assert (await fleet.memory()).used > 0
+        assert await fleet.approved() == frozenset({"0" * 64})
         assert (await fleet.truth(await fleet.workers())).entries > 0
         await poll(lambda: _audited(fleet), what="a piece of the index is audited")
         assert core.state.errors == 0

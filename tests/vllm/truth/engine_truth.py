@@ -1,5 +1,5 @@
 """A second, independent general plugin of vLLM, for tests only: tells the engine's own block table on a unix socket
-and, if asked to, keeps a journal of what the engine core does.
+and, if asked to, keeps a journal of what the engine core does. It also counts the prompts that are tokenised.
 
 It shares no code with warmfleet_worker: it reads ``BlockPool.cached_block_hash_to_block`` directly.
 """
@@ -17,6 +17,7 @@ def register() -> None:
     path = os.environ.get("ENGINE_TRUTH_SOCKET")
     if not path:
         return
+    count_tokenised(Path(os.environ["ENGINE_TRUTH_TOKENISED"]))
     from vllm.v1.core.sched.scheduler import Scheduler
 
     original = Scheduler.__init__
@@ -34,6 +35,24 @@ def register() -> None:
 
     init.tells_the_truth = True  # type: ignore[attr-defined]
     Scheduler.__init__ = init
+
+
+def count_tokenised(path: Path) -> None:
+    """A byte in this file for every prompt that this server makes into token ids itself."""
+    from vllm.renderers.base import BaseRenderer
+
+    original = BaseRenderer._tokenize_prompt
+    if hasattr(original, "counts"):
+        return
+
+    @functools.wraps(original)
+    def tokenize(self, *args):  # type: ignore[no-untyped-def]
+        with path.open("ab") as file:
+            file.write(b".")
+        return original(self, *args)
+
+    tokenize.counts = True  # type: ignore[attr-defined]
+    BaseRenderer._tokenize_prompt = tokenize
 
 
 def serve(path: str, pool) -> None:  # type: ignore[no-untyped-def]

@@ -1,0 +1,152 @@
+"""Where a worker's chat template runs: in this process once the operator approved it, until then in a child's sandbox.
+
+A chat template is code of whoever brought it. Approved is what a setting names by its digest, what
+``warmfleet artifacts approve`` wrote to Redis, or everything (``trust_templates``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import OrderedDict
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.chat import NotReproducible
+from warmfleet.sandbox import Sandboxed
+from warmfleet.template import ChatTemplate, knows_developer
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from warmfleet.chat import Format, Message
+    from warmfleet.metrics import Metrics
+    from warmfleet.pool import Pools
+
+logger = logging.getLogger("warmfleet.approval")
+
+MAX_TEMPLATES = 16
+MAX_PROCESSES = 4  # of 256 MiB at most; beyond, the one started first is ended, and started anew when needed
+MAX_SOURCE_BYTES = 2**20
+
+
+class Template:
+    """One template as workers brought it. ``here``: compiled in this process, as long as it is approved."""
+
+    def __init__(self, source: str, content_format: str, sha256: str, metrics: Metrics) -> None:
+        self.sha256 = sha256
+        self.knows_developer = knows_developer(source)
+        self.here: ChatTemplate | None = None
+        self.sandbox = Sandboxed(source, content_format, sha256[:12], metrics)
+        self._source = source
+        self._form = content_format
+
+    @property
+    def state(self) -> str:
+        """For people: ``approved``, or how it fares in its sandbox."""
+        return "approved" if self.here is not None else self.sandbox.state
+
+    async def ready(self) -> Format:
+        """The content format. Raises NotReproducible."""
+        here = self.here
+        return here.content_format if here is not None else await self.sandbox.ready()
+
+    async def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
+        """The prompt text, wherever it is made. Raises NotReproducible."""
+        here = self.here
+        if here is not None:
+            return here.render(messages, arguments, fixed)
+        return await self.sandbox.render(messages, arguments, fixed)
+
+    async def move(self, *, approved: bool) -> None:
+        """Into this process, or out of it. Raises jinja2.TemplateError."""
+        if not approved:
+            self.here = None
+        elif self.here is None:
+            self.here = await asyncio.to_thread(ChatTemplate, self._source, self._form, trusted=True)
+            await self.sandbox.end()
+
+
+class Templates:
+    """All templates of this replica, and what is approved."""
+
+    def __init__(self, metrics: Metrics, *, trust_all: bool = False, approved: Collection[str] = ()) -> None:
+        self._metrics = metrics
+        self._trust_all = trust_all
+        self._configured = frozenset(approved)
+        self._of_model: dict[str, frozenset[str]] = {}
+        self._approved = self._configured
+        self._known: OrderedDict[tuple[str, str], Template] = OrderedDict()
+        self._processes: OrderedDict[Sandboxed, None] = OrderedDict()
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def is_approved(self, sha256: str) -> bool:
+        return self._trust_all or sha256 in self._approved
+
+    async def take(self, source: bytes, content_format: str) -> Template:
+        """The template with this source, ready to render. Raises jinja2.TemplateError, ValueError."""
+        sha256 = hashlib.sha256(source).hexdigest()
+        key = sha256, content_format
+        template = self._known.get(key)
+        if template is None:
+            if len(source) > MAX_SOURCE_BYTES:
+                raise ValueError(f"chat template {sha256[:12]} has {len(source)} bytes; {MAX_SOURCE_BYTES} are allowed")
+            template = self._known[key] = Template(source.decode(), content_format, sha256, self._metrics)
+            template.sandbox.started = self._bound
+        self._known.move_to_end(key)
+        while len(self._known) > MAX_TEMPLATES:
+            self._forget(self._known.popitem(last=False)[1])
+        await self._settle(template)
+        return template
+
+    async def look(self, pools: Pools) -> None:
+        """Take what operators approved in Redis. Raises FleetUnavailable; what was known of that model then stays."""
+        try:
+            for pool in pools.all:
+                self._of_model[pool.tag] = await pool.fleet.approved()
+        finally:
+            approved = self._configured.union(*self._of_model.values())
+            if approved != self._approved:
+                self._approved = approved
+                for template in list(self._known.values()):
+                    await self._settle(template)
+
+    async def close(self) -> None:
+        """End every process."""
+        for template in self._known.values():
+            await template.sandbox.end()
+        await asyncio.gather(*self._ending)
+
+    async def _settle(self, template: Template) -> None:
+        """Have it run where it may. Raises jinja2.TemplateError for an approved one that does not compile."""
+        approved, before = self.is_approved(template.sha256), template.here is not None
+        await template.move(approved=approved)
+        if approved:
+            if not before:
+                logger.info("chat template %s is approved: rendered in this process", template.sha256[:12])
+            return
+        logger.warning(
+            "chat template %s is not approved: rendered in a process of its own. Once you have read it: "
+            "warmfleet artifacts approve %s",
+            template.sha256[:12],
+            template.sha256[:12],
+        )
+        with suppress(NotReproducible):
+            await template.ready()
+
+    def _bound(self, started: Sandboxed) -> None:
+        """Called when a sandbox starts its process: the least recently started makes room."""
+        self._processes[started] = None
+        self._processes.move_to_end(started)
+        while len(self._processes) > MAX_PROCESSES:
+            self._end_soon(self._processes.popitem(last=False)[0])
+
+    def _forget(self, template: Template) -> None:
+        self._processes.pop(template.sandbox, None)
+        self._end_soon(template.sandbox)
+
+    def _end_soon(self, sandbox: Sandboxed) -> None:
+        task = asyncio.ensure_future(sandbox.end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)

@@ -1,0 +1,161 @@
+"""``warmfleet artifacts``: what workers brought, in words; approving and revoking by digest or its beginning."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.conftest import server, valkey_binary
+
+from warmfleet.__main__ import main
+from warmfleet.cli.artifacts import printable, whole
+from warmfleet.cli.children import StackError
+from warmfleet.fleet import Fleet, connect
+from warmfleet_worker import wire
+from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TEMPLATE = "{{ messages }}\x1b[2J"
+DIGEST = hashlib.sha256(TEMPLATE.encode()).hexdigest()
+FILES = {"tokenizer.json": b"{}", "chat_template.jinja": TEMPLATE.encode()}
+SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
+
+
+@contextmanager
+def joined(url: str, model: str, *names: str) -> Iterator[None]:
+    """Workers that brought FILES, and their joins applied."""
+    halves: list[Any] = []
+    for name in names:
+        config = PublisherConfig(url, model, f"{name}.0", name, 0, SCHEME, 100, 4_096, "test")
+        halves.append(WorkerPublisher(config, Tracker()))
+        halves.append(ServerPublisher(ServerConfig(url, model, name, "http://127.0.0.1:9", (model,), "test", FILES)))
+    for half in halves:
+        half.start()
+    try:
+        asyncio.run(apply(url, model, len(names)))
+        yield
+    finally:
+        for half in halves:
+            half.stop(2)
+
+
+async def apply(url: str, model: str, count: int) -> None:
+    fleet = Fleet(connect(url, timeout_s=2), model)
+    async with asyncio.timeout(10):
+        while sum(worker.server is not None for worker in await fleet.workers()) < count:
+            await fleet.step()
+            await asyncio.sleep(0.02)
+    await fleet.close()
+
+
+async def approved(url: str, model: str) -> frozenset[str]:
+    fleet = Fleet(connect(url, timeout_s=2), model)
+    try:
+        return await fleet.approved()
+    finally:
+        await fleet.close()
+
+
+def test_list_show_approve_revoke(
+    valkey_url: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMFLEET_REDIS_URL", valkey_url)
+    monkeypatch.setenv("WARMFLEET_MODELS", f"{model}, {model}#other")
+
+    def says(*words: str) -> str:
+        assert main(["artifacts", *words]) == 0
+        return capsys.readouterr().out
+
+    assert says().count("no worker has brought anything") == 2
+    with joined(valkey_url, model, "w1", "w2"):
+        lines = says("list").splitlines()
+        [line] = [line for line in lines if "chat_template" in line]
+        assert line.split() == [DIGEST, "chat_template.jinja", str(len(TEMPLATE)), "w1,", "w2", "not", "approved"]
+        assert says("show", DIGEST[:12]) == "{{ messages }}\\x1b[2J\n"
+        assert f"{DIGEST} approved" in says("approve", DIGEST[:12].upper())
+        assert asyncio.run(approved(valkey_url, model)) == {DIGEST}
+        assert asyncio.run(approved(valkey_url, f"{model}#other")) == frozenset()
+        [line] = [line for line in says().splitlines() if "chat_template" in line]
+        assert line.split()[-2:] == ["w2", "approved"]
+        says("revoke", DIGEST[:13])
+        assert asyncio.run(approved(valkey_url, model)) == frozenset()
+        assert main(["artifacts", "approve", hashlib.sha256(FILES["tokenizer.json"]).hexdigest()[:12]]) == 2
+        assert "no chat template begins" in capsys.readouterr().err
+    says("approve", "a" * 64)  # before anybody brings it
+    assert asyncio.run(approved(valkey_url, f"{model}#other")) == {"a" * 64}
+    assert says("list", "--model", model).splitlines()[-1].split() == [
+        "a" * 64,
+        "chat_template.jinja",
+        "-",
+        "-",
+        "approved",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("", "name the model"),
+        ("approve --model m", "at least one"),
+        (f"list {'a' * 12} --model m", "takes no SHA256"),
+        ("approve xyz --model m", "no sha256"),
+        ("show abcdef12345 --model m", "no sha256"),
+        ("--model a{b", "is not a name"),
+        ("--model m --redis nonsense://", "redis"),
+        (f"show {'a' * 64} --model nobody", "no worker has brought"),
+    ],
+)
+def test_mistakes_are_told_in_words(
+    line: str, why: str, valkey_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMFLEET_REDIS_URL", valkey_url)
+    monkeypatch.delenv("WARMFLEET_MODELS", raising=False)
+    assert main(["artifacts", *line.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("warmfleet artifacts: ")
+    assert why.lower() in said.lower()
+
+
+def test_a_router_s_user_may_look_and_not_approve(capsys: pytest.CaptureFixture[str]) -> None:
+    with server(valkey_binary()) as url:
+        assert main(["acl", "m", "--commands"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        router = next(line for line in lines if " router " in line).split()[2:]
+        asyncio.run(set_user(url, [*router, ">pass"]))
+        as_router = url.replace("unix://", "unix://router:pass@")
+        assert main(["artifacts", "--model", "m", "--redis", as_router]) == 0
+        assert main(["artifacts", "approve", "a" * 64, "--model", "m", "--redis", as_router]) == 2
+        assert "takes an operator" in capsys.readouterr().err
+        assert asyncio.run(approved(url, "m")) == frozenset()
+
+
+async def set_user(url: str, rules: list[str]) -> None:
+    client = connect(url, timeout_s=2)
+    await client.execute_command("ACL", "SETUSER", *joined_selectors(rules))  # type: ignore[no-untyped-call]
+    await client.aclose()
+
+
+def joined_selectors(words: list[str]) -> list[str]:
+    """A selector is one argument: what stands between brackets belongs together."""
+    found: list[str] = []
+    for word in words:
+        if found and found[-1].startswith("(") and not found[-1].endswith(")"):
+            found[-1] += " " + word
+        else:
+            found.append(word)
+    return found
+
+
+def test_a_beginning_must_be_enough() -> None:
+    known = {"a" * 20 + "b" * 44, "a" * 20 + "c" * 44}
+    assert whole("a" * 20 + "b", known) == "a" * 20 + "b" * 44
+    with pytest.raises(StackError, match="several begin so"):
+        whole("a" * 12, known)
+    assert printable("tab\tnew\nline \x1b]0;x\x07 é \u202e") == "tab\tnew\nline \\x1b]0;x\\x07 é \\u202e"

@@ -1,0 +1,27 @@
+"""Sandboxes for chat templates, whose processes end with the test."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from warmfleet.metrics import Metrics
+from warmfleet.sandbox import Sandboxed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+
+@pytest.fixture
+async def started() -> AsyncIterator[Callable[..., Sandboxed]]:
+    """Makes sandboxes, ends their processes."""
+    made: list[Sandboxed] = []
+
+    def start(source: str, content_format: str = "auto") -> Sandboxed:
+        made.append(Sandboxed(source, content_format, "test", Metrics()))
+        return made[-1]
+
+    yield start
+    for one in made:
+        await one.end()

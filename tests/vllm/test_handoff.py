@@ -1,0 +1,137 @@
+"""Token hand-off to real vLLM: whoever makes the token ids, the answer is the same, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+import subprocess
+from collections import Counter
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.app.replica import Replica, replica
+from tests.app.test_probe import exact
+from tests.conftest import poll
+from tests.vllm.conftest import BLOCKS, TAG, Reported
+from tests.vllm.engine import SERVED_NAME, VENV, EngineOptions, running
+from tests.vllm.features import FEATURES, Feature
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.vllm.engine import VllmEngine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+#: A loaded engine may put two tokens into one event of a stream: what differs in every try differs for a reason.
+TRIES = 3
+
+
+async def answer(router: Replica, engine: VllmEngine, feature: Feature) -> tuple[int, bytes]:
+    """Status and body by an engine with an empty cache, without what is new in every answer."""
+    async with router.client.post(f"{engine.url}/reset_prefix_cache") as reset:
+        assert reset.status == 200
+    body = {"model": SERVED_NAME} | feature.body
+    status, _, said = await router.post(body, feature.path, **{"content-type": "application/json"})
+    said = re.sub(rb'"id":"(cmpl|chatcmpl|call)[^"]*"', b'"id":""', said)
+    return status, re.sub(rb'"created":\d+', b'"created":0', said)
+
+
+async def counted(router: Replica) -> Counter[str]:
+    """Requests by result, until now."""
+    _, page = await router.get("/metrics")
+    found = re.findall(r'^warmfleet_handoff_total{result="(\w+)"} (\d+)', page.decode(), re.MULTILINE)
+    return Counter({name: int(count) for name, count in found})
+
+
+async def handed(router: Replica, engine: VllmEngine, feature: Feature) -> tuple[tuple[int, bytes], str, int]:
+    """The answer, how it was counted, and how many prompts the engine tokenised for it; again if it was a check."""
+    while True:
+        before, texts = await counted(router), engine.tokenised()
+        said = await answer(router, engine, feature)
+        [result] = await counted(router) - before
+        if result != "check":
+            return said, result, engine.tokenised() - texts
+
+
+async def compare(off: Replica, on: Replica, engine: VllmEngine, name: str, feature: Feature) -> str:
+    """Empty, or what is wrong with this feature."""
+    for _ in range(TRIES):
+        plain = await answer(off, engine, feature)
+        said, result, texts = await handed(on, engine, feature)
+        if said == plain:
+            break
+    if said != plain or (plain[0] == 200) == ("refused" in name):
+        return f"{plain[0]} {plain[1].decode()}\n  became {said[0]} {said[1].decode()}"
+    if result != feature.result or (plain[0] == 200 and texts != feature.texts):
+        return f"counted as {result}, {texts} texts tokenised by the engine"
+    return ""
+
+
+async def differences(reported: Reported, features: dict[str, Feature], tag: str = TAG) -> dict[str, str]:
+    async with AsyncExitStack() as stack:
+        off, on = [
+            await stack.enter_async_context(
+                replica(reported.redis_url, tag, decide_timeout_s=5.0, token_handoff=enabled)
+            )
+            for enabled in (False, True)
+        ]
+        for router in (off, on):
+            await exact(router)
+            await poll(functools.partial(router.metric, 'warmfleet_workers{state="proven"}'), 30, "a proven worker")
+        found = {}
+        for name, feature in features.items():
+            wrong = await compare(off, on, reported.engine, name, feature)
+            if wrong:
+                found[name] = wrong
+        assert not await counted(off)
+        return found
+
+
+async def test_answers_do_not_depend_on_who_made_the_ids(reported: Reported) -> None:
+    assert await differences(reported, FEATURES) == {}
+
+
+TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n' }}{% endif %}{% endif %}
+"""
+#: Writes a LoRA adapter of the tiny model: rank 4, random.
+ADAPTER = """
+import json, pathlib, sys, torch
+from safetensors.torch import save_file
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir()
+torch.manual_seed(1)
+layer = "base_model.model.model.layers.{}.self_attn.{}_proj.lora_{}.weight"
+shapes = {"A": (4, 64), "B": (64, 4)}
+weights = {layer.format(k, p, s): torch.randn(shapes[s]) for k in range(2) for p in "qv" for s in "AB"}
+save_file(weights, folder / "adapter_model.safetensors")
+config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "bias": "none"}
+(folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj", "v_proj"]}))
+"""
+
+
+@pytest.mark.long
+async def test_nor_with_parsers_tools_in_the_template_and_adapters(vllm_store: str, tmp_path: Path) -> None:
+    template, adapter, tag = tmp_path / "template.jinja", tmp_path / "adapter", f"{TAG}#parsers"
+    template.write_text(TEMPLATE)
+    await asyncio.to_thread(subprocess.check_call, [VENV / "bin" / "python", "-c", ADAPTER, adapter])
+    parsers = ("--reasoning-parser", "granite", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    lora = ("--enable-lora", "--lora-modules", f"adapter={adapter}")
+    arguments = ("--chat-template", str(template), *parsers, *lora)
+    options = EngineOptions(vllm_store, "vllm-p", tag, BLOCKS, arguments=arguments)
+    adapted = {f"adapter, {name}": one._replace(body=one.body | {"model": "adapter"}) for name, one in FEATURES.items()}
+    with running(options) as [engine]:
+        found = Reported(engine, vllm_store)
+        plain = engine.complete("class A:", max_tokens=8)["choices"][0]["text"]
+        assert engine.complete("class A:", max_tokens=8, model="adapter")["choices"][0]["text"] != plain
+        assert await differences(found, FEATURES | adapted, tag) == {}
