@@ -8,7 +8,8 @@ is inserted and no digest compared; the row is PARTIAL until the index equals th
 
 KEYS: workers load alive cursor batch digest resync retired lease counts tick
 ARGV: prefix, worker_id, max_blocks (an entry costs its bytes / 8)
-Returns: {entries, blocks, next}; blocks = hashes read; next: 0 nothing left, 1 call again, 2 call apply_control
+Returns: {entries, blocks, next, suspect}; blocks = hashes read; next: 0 nothing left, 1 call again, 2 call
+      apply_control; suspect: 1 = the worker has become suspected: a probe is due
 Cost: O(max_blocks), 0.3-0.45 ms cold at 128
 Keys that depend on data: events:<worker_id>, command:<worker_id>, b:<hash>, s:<slot>
 --]]
@@ -20,7 +21,7 @@ local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
 local BLOCK, HELD = PREFIX .. "b:", PREFIX .. "s:"
 local ROW, LEASE_HEAD, LEASE_BYTES = ">I4i4i4i4I4I2I4I4I4I4I4I4I4", ">I4I4I4I4I4I4BB", 26
 local NO_LEASE = ("\0"):rep(LEASE_BYTES)
-local EPOCH, PREFILL, DECODE, SLOT, FLAGS, CAPACITY, PARTIAL = 1, 2, 3, 5, 6, 12, 64 -- fields of the row; a flag
+local EPOCH, PREFILL, DECODE, SLOT, FLAGS, CAPACITY, PARTIAL, PROVEN = 1, 2, 3, 5, 6, 12, 64, 4 -- of the row; two flags
 local BATCH_BLOCKS, PROGRESS_ITEMS, PAGE, TOMBSTONE, JSON_BYTES = 128, 64, 8, 3, 16384
 local FAR_FUTURE_MS, LAST_SEQUENCE, U32 = 3600000, 2 ^ 52, 2 ^ 32 -- for ids: see apply_control
 local CONTROL = { join = true, cleared = true, begin = true, ["end"] = true, leave = true }
@@ -30,7 +31,7 @@ local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw, packed = call("HGET", WORKERS, WORKER), call("HGET", LOAD, WORKER)
 local record = raw and packed and cjson.decode(raw)
-if not record or record.rejoin or call("TYPE", STREAM).ok ~= "stream" then return { 0, 0, 2 } end
+if not record or record.rejoin or call("TYPE", STREAM).ok ~= "stream" then return { 0, 0, 2, 0 } end
 call("ZREM", RESYNC, "") -- after a write that takes no memory, a full Redis allows the others
 local short = (call("GET", TICK) or ""):match("^%d+ %d+ %d+ %d+ [1-9]") ~= nil
 local row = { struct.unpack(ROW, packed) }
@@ -147,6 +148,18 @@ function operation.heartbeat(data, time)
   end
 end
 
+-- Is this still the worker that was proved? Another prompt length says no; so does, twice running, a prompt whose last
+-- block the index lacks: the engine has it, and tells of blocks first. Only a suspicion: a probe decides, not a tenant.
+local function judge(same_prompt, hash)
+  if bit.band(row[FLAGS], PROVEN + PARTIAL) ~= PROVEN or record.shadow or truth.cause or short then return end
+  local before, held = record.strikes or 0, #hash == 8 and call("SISMEMBER", HELD .. row[SLOT], hash)
+  local strikes = not held and before or held == 1 and 0 or math.min(2, before + 1)
+  if strikes ~= before then record.strikes, changed.record = strikes, true end
+  local why = not same_prompt and "prompt" or strikes == 2 and "blocks"
+  if why then count("suspect_" .. why) end
+  if why and not record.suspect then record.suspect, changed.record, changed.suspect = why, true, 1 end
+end
+
 -- Prefill of these is done: give its booking back as the first token would, and compare prediction with outcome. Of
 -- several prompts (their id begins wf--) each gives back its share; the lease keeps what is left of both.
 local function started(id, cached, prompt_tokens)
@@ -154,12 +167,17 @@ local function started(id, cached, prompt_tokens)
   local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE_HEAD, lease or NO_LEASE)
   if not lease or stage == TOMBSTONE then return count("late") end
   if lease:sub(LEASE_BYTES + 1, LEASE_BYTES + length) ~= WORKER then return count("foreign") end
-  local several = id:sub(4, 4) == "-"
-  if prompt > 0 and not several then -- else renew rebuilt it: nobody knows what was predicted
+  local mark, expected = id:sub(4, 4), prompt
+  local several = mark == "-"
+  if prompt > 0 and not several and mark ~= "_" then -- else renew rebuilt it, or nobody could foresee this prompt
     count(cached == matched and "exact" or cached > matched and "over" or "short")
     if prompt_tokens ~= prompt then count("prompt") end
+    judge(prompt_tokens == prompt, call("GETRANGE", ("%sc:%d:%s"):format(PREFIX, slot, id), -8, -1))
+    prompt = 0 -- once: a beam search goes on with longer prompts under the same id
   end
-  if stage > 0 then return end
+  if stage > 0 then -- the first byte was told before
+    return prompt < expected and call("HSET", LEASE, id, lease:sub(1, 20) .. "\0\0\0\0" .. lease:sub(25))
+  end
   local left = several and math.max(0, prompt - prompt_tokens) or 0
   local kept, done = math.floor(prefill * left / math.max(1, prompt)), left == 0 and 1 or 0
   if epoch == row[EPOCH] then
@@ -234,4 +252,4 @@ if entries > 0 then
   command.nonce, command.applied = record.nonce, last
   call("SET", COMMAND, cjson.encode(command))
 end
-return { entries, blocks, control and 2 or call("XLEN", STREAM) > 0 and 1 or 0 }
+return { entries, blocks, control and 2 or call("XLEN", STREAM) > 0 and 1 or 0, changed.suspect or 0 }

@@ -146,7 +146,7 @@ each_worker(function(flags, worker_id)
     local worker = call("HGET", WORKERS, worker_id)
     if worker then
       worker = cjson.decode(worker)
-      worker.proof, worker.reason = "pending", nil
+      worker.proof, worker.cause, worker.reason, worker.suspect, worker.tries = "pending", nil, nil, nil, nil
       call("HSET", WORKERS, worker_id, cjson.encode(worker))
     end
   end

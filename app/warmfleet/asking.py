@@ -7,6 +7,7 @@ whatever goes wrong, the request is routed by load, as without asking.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -98,9 +99,10 @@ class Asker:
         """Empty if it does not tell, whatever the cause."""
         headers = {key: value for key, value in call.headers.items() if key in ("Authorization", "Content-Type")}
         try:
-            status, body = await self._upstream.ask(worker.url, path, call.body, headers, self._settings.ask_timeout_s)
+            async with asyncio.timeout(self._settings.ask_timeout_s):
+                status, body = await self._upstream.ask(worker.url, path, call.body, headers)
             ids = orjson.loads(body)[name] if status == 200 else []
-        except (UpstreamError, ValueError, KeyError, TypeError):
+        except (UpstreamError, TimeoutError, ValueError, KeyError, TypeError):
             status, ids = 0, []
         good = status == 200 and is_ids(ids)
         if not good and status not in (400, 422):  # not the request's fault

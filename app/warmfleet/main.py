@@ -48,6 +48,7 @@ logger = logging.getLogger("warmfleet")
 DRAIN_SETTLES_S = 2.0
 BACKLOG = 2_048
 CLEAR_INTERVAL_S = 1.0
+ALARM_GAP_S = 0.1
 MEMORY_INTERVAL_S = 1.0
 AUDIT_LOOK_S = 1.0  # whether anybody is due
 TOKENIZER_THREADS = 2
@@ -162,6 +163,7 @@ async def _background(
         ("check", settings.health_interval_s, HealthChecks(pools, upstream, settings, metrics).round),
         ("clear", CLEAR_INTERVAL_S, partial(maintenance.clear, pools)),
     ]
+    work += [("alarm", ALARM_GAP_S, partial(_alarm, pool, reader, prober)) for pool in pools.all]
     if settings.audit_interval_s:
         audit = partial(maintenance.audit, pools, settings, metrics)
         work.append(("audit", AUDIT_LOOK_S, audit))
@@ -175,6 +177,14 @@ async def _background(
         await maintenance.stop(tasks)
         await prober.close()
         await reader.close()
+
+
+async def _alarm(pool: Pool, reader: Reader, prober: Prober) -> None:
+    """Return when a worker that requests made suspected is being tested: without waiting for the next round."""
+    await pool.fleet.suspected.wait()
+    pool.fleet.suspected.clear()
+    await reader.refresh()
+    await prober.round()
 
 
 async def _drain(router: Router) -> None:

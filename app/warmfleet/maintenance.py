@@ -6,7 +6,6 @@ Every task is supervised: a round that fails is counted, logged and tried again 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import Counter
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 
+from warmfleet import brought
 from warmfleet.agreement import Agreement
 from warmfleet.blocks import TEXT_SCHEME, Hasher
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import RENEW_AT_ONCE
 from warmfleet.handoff import ability
 from warmfleet.pool import Pool, Pools, view_of
-from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError, dumps
+from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.maintenance")
 
 BACKOFF_S = 0.2, 5.0
-NOT_IDENTITY = frozenset({"token_handoff", "renders"})  # facts: routes and abilities of a server
 LOAD_RETRY_S = 10.0
 LOG_EVERY_S = 10.0
 STOP_AGAIN_S = 0.2
@@ -97,12 +96,12 @@ class Reader:
             return error
         alive = [w for w in workers if w.heartbeat_age_s is not None and w.heartbeat_age_s <= WORKER_TTL_SECONDS]
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
-        identity = self._identity(pool, alive)
+        identity, reference = self._identity(pool, alive)
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
-        keyed = [(w, _identity_key(w)) for w in alive if w.server and w.server.get("artifacts")]
+        keyed = [(w, brought.key(w)) for w in alive if w.server and w.server.get("artifacts")]
         handoff = {w.worker_id: able for w, key in keyed if (able := ability(w, key)) is not None}
-        known = identity or pool.view.identity
-        pool.show(view_of(workers, known, self._schemes(pool, exact), text=text, handoff=handoff))
+        known, hashers = identity or pool.view.identity, self._schemes(pool, exact)
+        pool.show(view_of(workers, known, hashers, text=text, reference=reference, handoff=handoff))
         self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
         return None
 
@@ -122,26 +121,24 @@ class Reader:
         self._agreement.look(pool.tag, "scheme", groups)
         return hashers
 
-    def _identity(self, pool: Pool, alive: Sequence[WorkerView]) -> Identity | None:
-        """The identity if it is loaded; else its loading is begun and this is None."""
+    def _identity(self, pool: Pool, alive: Sequence[WorkerView]) -> tuple[Identity | None, WorkerView | None]:
+        """The identity if it is loaded, else its loading is begun; and a worker that brought it (None: an override)."""
         if self._settings.tokenizer:
             key = f"override {self._settings.tokenizer}"
             known = self._identities.known(key)
             if known is None:
                 self._begin(key, self._override())
-            return known
-        bringers: dict[str, list[WorkerView]] = {}
-        for worker in alive:
-            if worker.server and worker.server.get("artifacts"):
-                bringers.setdefault(_identity_key(worker), []).append(worker)
-        keys = _by_frequency(bringers)
-        self._agreement.look(pool.tag, "identity", {_files(key, bringers[key][0]): _ids(bringers[key]) for key in keys})
-        if not keys:
-            return None
-        known = self._identities.known(keys[0])
-        if known is None:
-            self._begin(keys[0], self._brought(pool, keys[0], bringers[keys[0]][0]))
-        return known
+            return known, None
+        bringers = brought.groups(alive)
+        self._agreement.look(
+            pool.tag, "identity", {brought.in_words(workers): _ids(workers) for workers in bringers.values()}
+        )
+        for key, (first, *_) in bringers.items():
+            known = self._identities.known(key)
+            if known is None:
+                self._begin(key, self._brought(pool, key, first))
+            return known, first
+        return None, None
 
     def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
         if key in self._loads or time.monotonic() < self._not_before.get(key, 0.0):
@@ -181,27 +178,12 @@ class Reader:
         await stop(list(self._loads.values()))
 
 
-def _identity_key(worker: WorkerView) -> str:
-    """Two workers with equal keys see every prompt alike, whichever routes they have."""
-    server = worker.server or {}
-    facts = {name: value for name, value in (server.get("facts") or {}).items() if name not in NOT_IDENTITY}
-    shas = {name: entry.get("sha256") for name, entry in server["artifacts"].items()}
-    return hashlib.sha256(dumps([shas, facts]).encode()).hexdigest()
-
-
 def _by_frequency(holders: Mapping[Key, Sequence[WorkerView]]) -> list[Key]:
     return sorted(holders, key=lambda one: -len(holders[one]))
 
 
 def _ids(workers: Sequence[WorkerView]) -> list[str]:
     return [worker.worker_id for worker in workers]
-
-
-def _files(key: str, worker: WorkerView) -> str:
-    """The digest of an identity and those of its files, for a person to compare."""
-    artifacts = (worker.server or {})["artifacts"]
-    files = (f"{name} {str(entry.get('sha256'))[:12]}" for name, entry in sorted(artifacts.items()))
-    return f"{key[:12]} ({', '.join(files)})"
 
 
 def _in_words(scheme: Scheme) -> str:

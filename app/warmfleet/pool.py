@@ -40,7 +40,10 @@ FALLBACK_BLOCKS = 16  # of the prefix that the fallback's hash looks at
 @dataclass(frozen=True, slots=True)
 class View:
     """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known.
-    handoff: what workers take token ids, by worker_id."""
+
+    reference: a worker that brought what most of them brought; None: nobody did, or the settings name a tokenizer.
+    handoff: what workers take token ids, by worker_id.
+    """
 
     workers: tuple[WorkerView, ...] = ()
     identity: Identity | None = None
@@ -51,6 +54,7 @@ class View:
     ranks: Mapping[str, str] = field(default_factory=dict)
     models: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
+    reference: WorkerView | None = None
     handoff: Mapping[str, Ability] = field(default_factory=dict)
 
 
@@ -159,26 +163,22 @@ class Pool:
         self, request: Request, prompts: list[list[int]], loras: Mapping[str, str], kind: str, expected_output: int
     ) -> Shape:
         """For token ids that came another way than by an identity of ours."""
-        chains = self._chains(self.view, loras, request, max(prompts, key=len))
-        tokens = sum(map(len, prompts))
-        decode_tokens = prompt.decode_tokens(request, tokens, expected_output)
-        return Shape(chains, tokens, decode_tokens, kind, prompts=len(prompts))
+        chains, tokens = self._chains(self.view, loras, request, max(prompts, key=len)), sum(map(len, prompts))
+        return Shape(chains, tokens, prompt.decode_tokens(request, tokens, expected_output), kind, prompts=len(prompts))
 
     async def _in_part(self, request: Request, reason: str) -> tuple[tuple[Chain, ...], int]:
         """Chains of what the prompt certainly begins with, and its tokens as a guess: an image's are not known."""
         view, tokens = self.view, prompt.estimated_tokens(request)
         if reason != "parts" or view.identity is None or request.endpoint != "chat":
             return (), tokens
-        try:
-            ids, whole = await view.identity.beginning(request)
-        except NotReproducible:
-            return (), tokens
-        chains = self._chains(view, view.identity.loras, request, ids)
-        return tuple(chain for chain in chains if chain.hashes), max(whole, 1)
+        with suppress(NotReproducible):
+            ids, tokens = await view.identity.beginning(request)
+            chains = self._chains(view, view.identity.loras, request, ids)
+            return tuple(chain for chain in chains if chain.hashes), max(tokens, 1)
+        return (), tokens
 
     def _chains(self, view: View, loras: Mapping[str, str], request: Request, ids: list[int]) -> tuple[Chain, ...]:
-        lora = self._lora(request, loras)
-        return tuple(hasher.chain(ids, request.salt, lora) for hasher in view.hashers)
+        return tuple(hasher.chain(ids, request.salt, self._lora(request, loras)) for hasher in view.hashers)
 
     def _lora(self, request: Request, loras: Mapping[str, str]) -> tuple[str, str] | None:
         adapter = request.model if request.model != self.name else ""
@@ -205,8 +205,7 @@ class Pool:
             made = tuple(prompts)
         if view.text:
             texts = identity.canonical_text(request)
-            longest = max(texts, key=len)
-            chain = blocks.text_chain(longest)
+            chain = blocks.text_chain(longest := max(texts, key=len))
             if view.identity is not None:  # its blocks are worth what they hold, not what text holds mostly
                 chain = replace(
                     chain, block_tokens=blocks.text_block_tokens(len(longest), max(one.tokens for one in made))
@@ -271,6 +270,7 @@ def view_of(
     hashers: Sequence[Hasher],
     *,
     text: bool,
+    reference: WorkerView | None = None,
     handoff: Mapping[str, Ability] = MappingProxyType({}),
 ) -> View:
     """A View, with what the request path looks up often made ready."""
@@ -280,6 +280,7 @@ def view_of(
         identity=known,
         hashers=tuple(hashers)[:MAX_SCHEMES],
         text=text,
+        reference=reference,
         read_at=time.monotonic(),
         handoff=handoff,
         urls={worker.worker_id: worker.url for worker in workers},

@@ -1,4 +1,8 @@
-"""Join is proved: a random prompt sent to the announced URL must show up in that worker's own stream of blocks."""
+"""When a worker is tested and what becomes of it: at join, once in a while, and at once when it is suspected.
+
+Only a failed test downgrades a worker. What requests show (``lua/apply.lua``) makes it suspected and nothing worse:
+whoever sends requests can make tests happen, as many as the waits here allow, and no more.
+"""
 
 from __future__ import annotations
 
@@ -6,138 +10,162 @@ import asyncio
 import logging
 import random
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import orjson
-
-from warmfleet.blocks import Hasher
+from warmfleet import brought
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Flag, WorkerView
 from warmfleet.maintenance import stop
-from warmfleet.prompt import PATHS
-from warmfleet_worker.wire import HASH_BYTES, WORKER_TTL_SECONDS, Scheme, WireError
+from warmfleet.selftest import Result, SelfTest, current
+from warmfleet_worker.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
-    from warmfleet.pool import Pool, Pools
+    from warmfleet.pool import Pool, Pools, View
     from warmfleet.settings import Settings
     from warmfleet.upstream import Upstream
 
 logger = logging.getLogger("warmfleet.probe")
 
-TOKEN_IDS = range(3, 256)  # in every vocabulary; two blocks of 16 have 250 random bits
-POLL_S = 0.05
-BACKOFF_S = 5.0, 60.0
-MAX_ANSWER_S = 30.0  # an engine's first request may compile something
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    proof: str
-    reason: str = ""
+AT_ONCE = 8  # probes of one replica: at most as many tiny requests, and as many of Redis's connections
+BACKOFF_S = 5.0, 60.0  # after a failure, doubled
+SUSPECTED_S = 5.0, 600.0  # after a result, before a suspicion is looked into; doubled while suspicions prove wrong
+IDENTITY_WAIT_S = 5.0  # a join waits so long for a tokenizer that loads; then its scheme alone is tested
+SPREAD = 1.2  # of the interval between replicas: mostly one of them comes first
+URGENCY = {"pending": 0, "url": 2, "identity": 2, "proven": 3}
 
 
 class Prober:
-    """Probes what is pending, and what failed with back-off. Two replicas may probe the same worker: harmless."""
+    """Tests who is due. Two replicas may test the same worker: harmless; the first result ends the reason for it."""
 
     def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
         self._pools = pools
-        self._upstream = upstream
+        self._selftest = SelfTest(upstream, settings)
         self._settings = settings
         self._metrics = metrics
+        self._interval_s = settings.probe_interval_s * random.uniform(1.0, SPREAD)
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._next: dict[str, tuple[float, float]] = {}  # incarnation -> when again, the wait after that
+        self._next: dict[str, tuple[float, float]] = {}  # worker and identity -> when again, the wait after that
+        self._first: dict[str, float] = {}  # when it was first seen here
 
     async def round(self) -> None:
-        """Start a probe for every worker that needs one; does not wait for them."""
-        now, seen = time.monotonic(), set()
+        """Start a probe for every worker that needs one, the most urgent first; does not wait for them."""
+        now, seen = time.monotonic(), set[str]()
+        due: list[tuple[float, str, Pool, WorkerView]] = []
         for pool in self._pools.all:
             for worker in pool.view.workers:
-                name = f"{pool.tag} {worker.worker_id} {worker.record.get('nonce')}"
+                name = _name(pool, worker)
                 seen.add(name)
-                due = self._next.get(name, (0.0, 0.0))[0] <= now
-                if name not in self._running and due and _needs_probe(worker):
-                    self._running[name] = asyncio.ensure_future(self._probe(name, pool, worker))
+                self._first.setdefault(name, now)
+                late = self._next.get(name, (0.0, 0.0))[0] <= now
+                if name not in self._running and late and self._due(name, pool.view, worker):
+                    urgency = 1 if worker.record.get("suspect") else URGENCY[worker.proof]
+                    due.append((urgency + random.random(), name, pool, worker))
+        for _, name, pool, worker in sorted(due)[: AT_ONCE - len(self._running)]:
+            self._running[name] = asyncio.ensure_future(self._probe(name, pool, worker))
         self._next = {name: value for name, value in self._next.items() if name in seen}
+        self._first = {name: value for name, value in self._first.items() if name in seen}
 
     async def close(self) -> None:
         await stop(list(self._running.values()))
 
+    # ------------------------------------------------ who is due
+
+    def _due(self, name: str, view: View, worker: WorkerView) -> bool:
+        alive = worker.heartbeat_age_s is not None and worker.heartbeat_age_s <= WORKER_TTL_SECONDS
+        if not alive or not worker.load.flags & Flag.SERVER or worker.server is None:
+            return False
+        record, ready = worker.record, _identity_ready(view)
+        age = worker.probed_age_s if worker.probed_age_s is not None else float("inf")
+        tries = int(record.get("tries") or 0)
+        if worker.proof == "pending":
+            hopeless = view.identity is None and view.reference is None and not self._settings.tokenizer
+            return ready or hopeless or time.monotonic() - self._first[name] >= IDENTITY_WAIT_S
+        if worker.proof == "url":
+            return age >= _backoff(BACKOFF_S, tries - 1)
+        differs = _differs(view, worker)
+        if differs:
+            return record.get("reason") != differs
+        if not ready:
+            return False  # nothing could be learned
+        if worker.proof == "identity":
+            return record.get("cause") in ("differs", "untested") or age >= _backoff(BACKOFF_S, tries - 1)
+        if record.get("suspect"):
+            return age >= _backoff(SUSPECTED_S, tries)
+        if self._settings.tokenizer and name not in self._next:
+            return True  # proven against what workers bring, perhaps; not against what is in use here
+        return 0 < self._interval_s <= age
+
+    # ------------------------------------------------ one probe
+
     async def _probe(self, name: str, pool: Pool, worker: WorkerView) -> None:
+        proven = False
         try:
-            result = await self._ask(pool, worker)
-            nonce = str(worker.record.get("nonce"))
-            if result.proof != "proven" and await self._proven_meanwhile(pool, worker.worker_id, nonce):
-                return  # by another replica: its success says more than our time-out
-            self._metrics.probes.labels(result.proof).inc()
-            if result.proof != worker.proof or result.proof == "proven":
-                level = logging.INFO if result.proof == "proven" else logging.WARNING
-                logger.log(level, "worker %s at %s: %s %s", worker.worker_id, worker.url, result.proof, result.reason)
-            await pool.fleet.prove(worker.worker_id, nonce, result.proof, result.reason)
+            result = await self._test(pool, worker)
+            self._metrics.probes.labels(result.proof or "none").inc()
+            proven = result.proof == "proven"
+            await self._tell(pool, worker, result)
         except WarmfleetError as error:
             logger.info("probe of %s: %s", worker.worker_id, error)
         finally:
             wait = self._next.get(name, (0.0, BACKOFF_S[0]))[1]
-            self._next[name] = time.monotonic() + wait, min(2 * wait, BACKOFF_S[1])
+            again = BACKOFF_S[0] if proven else min(2 * wait, BACKOFF_S[1])
+            self._next[name] = time.monotonic() + wait, again
             del self._running[name]
 
-    async def _ask(self, pool: Pool, worker: WorkerView) -> Result:
-        try:
-            hasher = Hasher(Scheme.from_dict(worker.record["scheme"]))
-        except (WireError, KeyError, TypeError) as error:
-            return Result("identity", f"its scheme is not known here: {error}")
-        size = hasher.scheme.block_tokens
-        limit = int(worker.record.get("max_model_len") or 0) or 2 * size + 2
-        blocks = min(2, (limit - 2) // size)
-        ids = [random.choice(TOKEN_IDS) for _ in range(blocks * size + 1)]
-        result = await self._send(pool, worker, ids)
-        if result is not None:
-            return result
-        packed = hasher.chain(ids).hashes
-        hashes = [packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)]
-        deadline = time.monotonic() + self._settings.probe_timeout_s
-        while time.monotonic() < deadline:
-            if hashes and all(await pool.fleet.holds(worker.load.slot, hashes)):
-                return Result("proven")
-            await asyncio.sleep(POLL_S)
-        return Result("identity", "the probe's blocks did not appear in its stream: routed by load only")
+    async def _test(self, pool: Pool, worker: WorkerView) -> Result:
+        """What is to be recorded; an empty proof: nothing."""
+        differs, ready = _differs(pool.view, worker), _identity_ready(pool.view)
+        if differs and worker.proof in ("proven", "identity"):
+            return Result("identity", "differs", differs)
+        texts = ready and not differs
+        result = await self._selftest.run(pool, worker, texts=texts)
+        if result.proof == "identity" and result.cause in ("text", "chat", "tokens"):
+            result = await self._selftest.run(pool, worker, texts=texts)  # a block may have been evicted at once
+        if worker.proof not in ("pending", "url"):
+            return Result("", result.cause, result.reason) if result.proof == "url" else result
+        if result.proof == "" and result.cause:  # its URL answers, and nothing more is known
+            return Result("identity", result.cause, result.reason)
+        if differs and result.proof != "url":
+            return Result("identity", "differs", differs)
+        comes = self._settings.tokenizer or "tokenizer.json" in ((worker.server or {}).get("artifacts") or {})
+        if result.proof == "proven" and not texts and comes:  # else only engines tell its ids, and they are right
+            return Result("identity", "untested", "no tokenizer is loaded here yet to test its text with")
+        return result
 
-    async def _send(self, pool: Pool, worker: WorkerView, ids: list[int]) -> Result | None:
-        """None if the worker answered as a completion should."""
-        if not worker.url or not worker.models:
-            return Result("url", "its server announced no URL or no model")
-        headers = {"Content-Type": "application/json"}
-        if self._settings.worker_api_key:
-            headers["Authorization"] = f"Bearer {self._settings.worker_api_key}"
-        if worker.worker_id in pool.view.ranks:
-            headers["X-data-parallel-rank"] = pool.view.ranks[worker.worker_id]
-        body = orjson.dumps({"model": worker.models[0], "prompt": ids, "max_tokens": 1, "temperature": 0})
-        try:
-            async with asyncio.timeout(MAX_ANSWER_S):
-                answer = await self._upstream.post(worker.url, PATHS["completions"], body, headers)
-        except (WarmfleetError, TimeoutError) as error:
-            return Result("url", f"no answer: {error}"[:200])
-        status = answer.status
-        answer.close()
-        if status == 200:
-            return None
-        if status in (401, 403):
-            return Result("identity", f"it answered {status}: set WARMFLEET_WORKER_API_KEY; routed by load only")
-        return Result("url", f"it answered {status} to a completion")
-
-    async def _proven_meanwhile(self, pool: Pool, worker_id: str, nonce: str) -> bool:
-        return any(
-            worker.worker_id == worker_id and worker.record.get("nonce") == nonce and worker.proof == "proven"
-            for worker in await pool.fleet.workers()
-        )
+    async def _tell(self, pool: Pool, worker: WorkerView, result: Result) -> None:
+        if result.proof != "proven":
+            now = await current(pool, worker)
+            meanwhile = now is not None and now.record.get("probed") != worker.record.get("probed")
+            if meanwhile and now is not None and now.proof == "proven":
+                return  # by another replica: its success says more than our failure
+        same = result.proof == worker.proof and result.cause == (worker.record.get("cause") or "")
+        level = logging.DEBUG if same else logging.INFO if result.proof in ("proven", "") else logging.WARNING
+        logger.log(level, "worker %s at %s: %s %s", worker.worker_id, worker.url, result.proof, result.reason)
+        if not result.proof:
+            return
+        nonce, cause = str(worker.record.get("nonce")), result.cause
+        if await pool.fleet.prove(worker.worker_id, nonce, result.proof, result.reason, cause) == "DOWNGRADED":
+            self._metrics.downgrades.labels(cause).inc()
 
 
-def _needs_probe(worker: WorkerView) -> bool:
-    alive = worker.heartbeat_age_s is not None and worker.heartbeat_age_s <= WORKER_TTL_SECONDS
-    return (
-        alive
-        and worker.proof in ("pending", "identity", "url")
-        and bool(worker.load.flags & Flag.SERVER)
-        and worker.server is not None
-    )
+def _name(pool: Pool, worker: WorkerView) -> str:
+    """One incarnation under one identity: with another one everything is to be tested anew."""
+    known = pool.view.identity.key if pool.view.identity else ""
+    return f"{pool.tag} {worker.worker_id} {worker.record.get('nonce')} {known}"
+
+
+def _identity_ready(view: View) -> bool:
+    """What most workers bring is loaded here; or what the settings name."""
+    known = view.identity
+    return known is not None and (view.reference is None or known.key == brought.key(view.reference))
+
+
+def _differs(view: View, worker: WorkerView) -> str:
+    """Why its prompts are others than the fleet's, by what it brought; empty if they are not."""
+    names = brought.differences(worker, view.reference) if view.reference else []
+    return f"its {' and '.join(names)} differ{'s' if len(names) == 1 else ''} from the fleet's" if names else ""
+
+
+def _backoff(bounds: tuple[float, float], times: int) -> float:
+    return min(bounds[0] * 2.0 ** max(0, min(times, 16)), bounds[1])

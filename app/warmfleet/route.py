@@ -96,7 +96,8 @@ class Router:
         gone: UpstreamGone | None = None
         deaths = 0
         for attempt in range(1, TRIES + 1):
-            trip = Trip(new_reservation(shape.prompts), pool, last=attempt == TRIES)
+            reservation = new_reservation(shape.prompts, exact=shape.kind == "exact")
+            trip = Trip(reservation, pool, last=attempt == TRIES)
             try:
                 decision = await self._decide(trip, shape, exclude)  # 4
                 await self._forward(call, trip, decision)  # 5

@@ -87,7 +87,10 @@ class Settings:
     health_interval_s: float = _setting(
         5.0, "time between two health checks of an approximate worker; of all while heartbeats are not heard"
     )
-    probe_timeout_s: float = _setting(5.0, "a join probe's blocks must show in its worker's stream within this")
+    probe_timeout_s: float = _setting(5.0, "a probe's blocks must show in its worker's stream within this")
+    probe_interval_s: float = _setting(
+        600.0, "time between two probes of a proven worker, all replicas together; 0 = only when it is suspected"
+    )
     ask_engines: bool = _setting(True, "ask an engine for token ids that only it can tell, where its routes are on")
     ask_timeout_s: float = _setting(0.25, "longest wait for that; then the request is routed by load")
     inline_characters: int = _setting(2_000, "longer new texts are tokenised in a thread; x20 with the fast engine")

@@ -60,6 +60,8 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
         "routable": worker.routable,
         "proof": worker.proof,
         "reason": worker.record.get("reason", ""),
+        "cause": worker.record.get("cause", ""),
+        "suspect": worker.record.get("suspect", ""),
         "version": worker.record.get("version", ""),
         "scheme": worker.record.get("scheme"),
         "heartbeat_age_s": worker.heartbeat_age_s,

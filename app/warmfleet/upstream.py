@@ -29,8 +29,8 @@ NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: ours must go first
 DNS_CACHE_S = 10
 MAX_ADDRESSES = 4_096
-SMALL_BYTES = 8_388_608
 READ_BUFFER_BYTES = 65_536
+SMALL_ANSWER_BYTES = 1_048_576
 #: A machine that vanished is noticed after 25 s. (A frozen process is not: its kernel answers. See ``silence``.)
 TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
 
@@ -149,31 +149,26 @@ class Upstream:
                     self._on_stale()
         raise AssertionError("unreachable")
 
+    async def ask(self, base: str, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """Status and body of a small answer; of a larger one the first megabyte. Raises as ``post``."""
+        answer = await self.post(base, path, body, headers)
+        try:
+            with upstream_errors():
+                text = b""
+                while len(text) < SMALL_ANSWER_BYTES and (piece := await answer.content.read(SMALL_ANSWER_BYTES)):
+                    text += piece
+            return answer.status, text
+        finally:
+            answer.close()
+
     async def get(self, base: str, path: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
         """Status and body (at most 8 MB) of a small answer. Raises UpstreamError."""
-        return await self._small("GET", base, path, None, headers, timeout_s)
-
-    async def ask(
-        self, base: str, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float
-    ) -> tuple[int, bytes]:
-        """The same for a question with a body."""
-        return await self._small("POST", base, path, body, headers, timeout_s)
-
-    async def _small(
-        self, method: str, base: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
-    ) -> tuple[int, bytes]:
-        url, timeout = self._url(base, path), aiohttp.ClientTimeout(total=timeout_s)
         with upstream_errors():
-            async with self._session.request(
-                method, url, data=body, headers=headers, allow_redirects=False, timeout=timeout
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._session.get(
+                self._url(base, path), headers=headers, allow_redirects=False, timeout=timeout
             ) as answer:
-                pieces, size = [], 0
-                async for piece in answer.content.iter_any():
-                    pieces.append(piece)
-                    size += len(piece)
-                    if size > SMALL_BYTES:
-                        raise ValueError("the answer is too long")
-                return answer.status, b"".join(pieces)
+                return answer.status, await answer.content.read(8_388_608)
 
     async def close(self) -> None:
         await self._session.close()

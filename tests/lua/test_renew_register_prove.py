@@ -147,12 +147,15 @@ async def test_what_register_refuses(world: World) -> None:
 async def test_a_proof_sets_the_flags(world: World, proof: str, flags: int) -> None:
     await world.workers(2, flags=READY)
     before = await world.row(1)
-    assert await world.fleet.prove("w1.0", "n1", proof, "because") is True
+    assert await world.fleet.prove("w1.0", "n1", proof, "because", "text") == "OK"
     row = await world.row(1)
     assert row.flags == (READY & ~(Flag.URL | Flag.PROVEN)) | flags
     assert LoadRow(**{**_fields(row), "flags": before.flags}) == before
     record = json.loads(await cast("Any", world.store.hget(world.keys.workers, "w1.0")))
-    assert (record["proof"], record["reason"], record["nonce"]) == (proof, "because", "n1")
+    assert (record["proof"], record["reason"], record["cause"], record["nonce"]) == (proof, "because", "text", "n1")
+    (view, _) = await world.fleet.workers()
+    assert view.probed_age_s is not None
+    assert 0 <= view.probed_age_s < 5
     assert (await world.fleet.counts())[f"proof_{proof}"] == 1
 
 
@@ -163,8 +166,33 @@ def _fields(row: LoadRow) -> dict[str, int]:
 async def test_a_stale_proof_changes_nothing(world: World) -> None:
     await world.workers(1)
     before = await world.row(1)
-    assert await world.fleet.prove("w1.0", "another nonce", "url", "") is False
-    assert await world.fleet.prove("nobody.0", "n1", "url", "") is False
+    assert await world.fleet.prove("w1.0", "another nonce", "url", "") == "STALE"
+    assert await world.fleet.prove("nobody.0", "n1", "url", "") == "STALE"
     assert await world.row(1) == before
     with pytest.raises(BadArgument):
         await world.fleet.prove("w1.0", "n1", "maybe", "")
+
+
+async def test_a_result_ends_a_suspicion_and_results_that_settle_nothing_are_counted(world: World) -> None:
+    await world.workers(1)
+
+    async def suspected() -> None:
+        record = await _record(world) | {"suspect": "blocks", "strikes": 2}
+        await cast("Any", world.store.hset(world.keys.workers, "w1.0", json.dumps(record)))
+
+    seen = []
+    for proof in ("proven", "suspected", "proven", "suspected", "proven", "identity", "identity", "proven", "proven"):
+        if proof == "suspected":
+            await suspected()
+            continue
+        told = await world.fleet.prove("w1.0", "n1", proof, "", "text" if proof == "identity" else "")
+        record = await _record(world)
+        assert "suspect" not in record
+        assert "strikes" not in record
+        seen.append((told, record["tries"]))
+    assert seen == [("OK", 0), ("OK", 1), ("OK", 2), ("DOWNGRADED", 1), ("OK", 2), ("OK", 0), ("OK", 0)]
+    assert (await world.fleet.counts())["downgrade_text"] == 1
+
+
+async def _record(world: World) -> dict[str, Any]:
+    return cast("dict[str, Any]", json.loads(await cast("Any", world.store.hget(world.keys.workers, "w1.0"))))

@@ -54,6 +54,7 @@ FEATURES: dict[str, Feature] = {
     "completion with a beam": completion(use_beam_search=True, n=2),
     "completion of unicode": completion(prompt="naïve café 你好 🙂 e\u0301 \u200b\t\r\n <|im_end|> x"),
     "completion with special tokens shown": completion(skip_special_tokens=False, ignore_eos=True),
+    "completion ids returned": completion(return_token_ids=True, prompt=[TEXT, "é ü 你好"]),
     "completion echoed": completion("text", 1, echo=True),
     "completion echoed with logprobs": completion("text", 1, echo=True, logprobs=1),
     "completion with prompt logprobs": completion("unknown", 1, prompt_logprobs=1),

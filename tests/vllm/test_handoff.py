@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import re
 import subprocess
 from collections import Counter
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.app.replica import Replica, replica
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-#: A loaded engine may put two tokens into one event of a stream: what differs in every try differs for a reason.
+#: On a loaded machine a replica may have no fresh reading of the fleet: what is wrong each time is wrong for a reason.
 TRIES = 3
+#: Of a stream's events: these go on where the last one ended.
+GROWING = ("text", "content", "reasoning", "reasoning_content", "arguments")
 
 
 async def answer(router: Replica, engine: VllmEngine, feature: Feature) -> tuple[int, bytes]:
@@ -37,6 +40,26 @@ async def answer(router: Replica, engine: VllmEngine, feature: Feature) -> tuple
     status, _, said = await router.post(body, feature.path, **{"content-type": "application/json"})
     said = re.sub(rb'"id":"(cmpl|chatcmpl|call)[^"]*"', b'"id":""', said)
     return status, re.sub(rb'"created":\d+', b'"created":0', said)
+
+
+def whole(said: bytes) -> Any:
+    """A stream as one answer: a loaded engine puts two tokens into one event."""
+    lines = [line.removeprefix(b"data: ") for line in said.splitlines() if line.startswith(b"data: {")]
+    return functools.reduce(joined, map(json.loads, lines), None)
+
+
+def joined(old: Any, new: Any, name: str = "") -> Any:
+    """Two events, or two values of the same ``name`` in them, as one."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {key: joined(old.get(key), new.get(key), key) for key in [*old, *(new.keys() - old.keys())]}
+    if name in ("choices", "tool_calls") and isinstance(old, list) and isinstance(new, list):
+        first, second = ({one["index"]: one for one in part} for part in (old, new))
+        return [joined(first.get(index), second.get(index)) for index in sorted({*first, *second})]
+    if isinstance(old, list) and isinstance(new, list):
+        return old + new
+    if name in GROWING and isinstance(old, str) and isinstance(new, str):
+        return old + new
+    return old if new is None else new
 
 
 async def counted(router: Replica) -> Counter[str]:
@@ -61,13 +84,15 @@ async def compare(off: Replica, on: Replica, engine: VllmEngine, name: str, feat
     for _ in range(TRIES):
         plain = await answer(off, engine, feature)
         said, result, texts = await handed(on, engine, feature)
-        if said == plain:
+        stream, wrong = whole(said[1]) if feature.body.get("stream") else None, ""
+        alike = said == plain or (stream is not None and (said[0], stream) == (plain[0], whole(plain[1])))
+        if not alike or (plain[0] == 200) == ("refused" in name):
+            wrong = f"{plain[0]} {plain[1].decode()}\n  became {said[0]} {said[1].decode()}"
+        elif result != feature.result or (plain[0] == 200 and texts != feature.texts):
+            wrong = f"counted as {result}, {texts} texts tokenised by the engine"
+        if not wrong:
             break
-    if said != plain or (plain[0] == 200) == ("refused" in name):
-        return f"{plain[0]} {plain[1].decode()}\n  became {said[0]} {said[1].decode()}"
-    if result != feature.result or (plain[0] == 200 and texts != feature.texts):
-        return f"counted as {result}, {texts} texts tokenised by the engine"
-    return ""
+    return wrong
 
 
 async def differences(reported: Reported, features: dict[str, Feature], tag: str = TAG) -> dict[str, str]:

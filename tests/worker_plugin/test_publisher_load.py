@@ -45,6 +45,33 @@ async def test_progress_arrives_within_20_ms(fleet: Fleet, redis_url: str, model
         assert sorted(delays.values())[len(delays) // 4] <= wire.PROGRESS_FLUSH_SECONDS
 
 
+async def test_a_prompts_blocks_are_told_before_its_prefill(fleet: Fleet, redis_url: str, model: str) -> None:
+    """Routers rely on it: a block that the stream has not told when it tells of the prefill is not the engine's."""
+    tracker = Tracker()
+    with publishing(redis_url, model, tracker) as publisher:
+        await poll(lambda: publisher.state.joined)
+        made = dict(zip([f"wf-{number:022}" for number in range(60)], hashes(60), strict=True))
+        for reservation, block_hash in made.items():
+            tracker.stored(block_hash)
+            publisher.progress(reservation, 0, 100)
+            await asyncio.sleep(0.004)
+
+        async def told() -> list[bytes | str] | None:
+            found: list[bytes | str] = []
+            for _, entry in await stream(fleet):
+                data = entry[b"d"]
+                if entry[b"o"] in (b"stored", b"chunk"):
+                    data = data[len(data) % 8 or 8 * (entry[b"o"] == b"chunk") :]
+                    found += [data[at : at + 8] for at in range(0, len(data), 8)]
+                elif entry[b"o"] == b"progress":
+                    found += [item[0] for item in json.loads(data)]
+            return found if made.keys() <= {one for one in found if isinstance(one, str)} else None
+
+        order = await poll(told, what="all is told")
+        assert isinstance(order, list)
+        assert [name for name in made if order.index(made[name]) > order.index(name)] == []
+
+
 async def test_much_progress_is_split_into_entries_of_64(fleet: Fleet, redis_url: str, model: str) -> None:
     with publishing(redis_url, model, Tracker()) as publisher:
         await poll(lambda: publisher.state.joined)

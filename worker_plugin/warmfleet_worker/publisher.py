@@ -123,7 +123,7 @@ class WorkerPublisher:
         if not self._state.joined or (self._stream.moved and not self._state.acknowledged):
             self._join(now)
         self._stream.flush()  # what a failed round has left
-        self._put_progress()
+        prefilled = len(self._progress)
         self._notice_losses(now)
         if self._snapshot_wanted is not None and self._snapshot is None:
             self._begin(*self._snapshot_wanted)
@@ -131,6 +131,7 @@ class WorkerPublisher:
             self._put_transitions()
         else:
             self._put_chunks(self._snapshot)
+        self._put_progress(prefilled)
         if self._stopping.is_set():
             self._stream.put("leave")
         elif self._heartbeat_due(now):
@@ -155,8 +156,7 @@ class WorkerPublisher:
         """Begin a new incarnation: its index is empty, so the table follows as a snapshot."""
         self._stream.join(self.config.join())
         self._update(joined=True, acknowledged=False, joins=self._state.joins + 1, applied=self._stream.number)
-        self._digest = wire.Digest()
-        self._snapshot = None
+        self._digest, self._snapshot = wire.Digest(), None
         if self._cut() and self._snapshot_wanted is None:
             self._snapshot_wanted = (None,)
         self._due, self._joined_at, self._rival = Due(heartbeat=now, command=now), now, Rival()
@@ -164,10 +164,11 @@ class WorkerPublisher:
 
     # ------------------------------------------------ events
 
-    def _put_progress(self) -> None:
-        while self._progress and self._stream.pending < MAX_PENDING:
-            count = min(len(self._progress), wire.PROGRESS_PER_ENTRY)
-            self._stream.put("progress", wire.dumps([self._progress.popleft() for _ in range(count)]))
+    def _put_progress(self, prefilled: int) -> None:
+        """Those done before the tracker was drained, so that a prompt's blocks are told before its prefill."""
+        told = [self._progress.popleft() for _ in range(prefilled)]
+        for start in range(0, prefilled, wire.PROGRESS_PER_ENTRY):
+            self._stream.put("progress", wire.dumps(told[start : start + wire.PROGRESS_PER_ENTRY]))
 
     def _put_transitions(self) -> None:
         if not self._runs:
@@ -290,8 +291,7 @@ class WorkerPublisher:
         self._obeyed.append(command)
         logger.info("warmfleet: told to %s", do)
         if do == "resync":
-            self._snapshot = None  # the one under way has failed
-            self._snapshot_wanted = (command,)
+            self._snapshot, self._snapshot_wanted = None, (command,)  # the one under way has failed
         elif do == "rejoin":
             self._snapshot_wanted = (command,)
             self._update(joined=False, acknowledged=False)

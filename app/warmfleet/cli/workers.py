@@ -15,6 +15,11 @@ HEADER = (
     "SEEN", "LAG", "DIGEST", "HEALED", "RESYNCS",
 )  # fmt: skip
 
+SUSPECT = {
+    "prompt": "an engine's count of prompt tokens was another: a probe is due",
+    "blocks": "blocks of prompts did not appear in its stream: a probe is due",
+}
+
 
 def run(options: argparse.Namespace) -> int:
     """Print the table; 1 if no worker is routable."""
@@ -39,6 +44,9 @@ def render(answer: dict[str, Any]) -> str:
             title += "  " + _index(model["index"])
         body = table(HEADER, [_row(worker) for worker in model["workers"]]) if model["workers"] else "no workers"
         reasons = [f"{worker['worker_id']}: {worker['reason']}" for worker in model["workers"] if worker["reason"]]
+        reasons += [
+            f"{one['worker_id']}: suspected, {SUSPECT[one['suspect']]}" for one in model["workers"] if one["suspect"]
+        ]
         parts.append("\n".join([title, body, *reasons]))
     return "\n\n".join(parts)
 

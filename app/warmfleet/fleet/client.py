@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -123,6 +124,7 @@ class ScriptClient:
         self.redis = redis
         self.keys = Keys(model)
         self.timeouts = timeouts or Timeouts()
+        self.suspected = asyncio.Event()  # set when an apply of ours has made a worker suspected
         self._prefix = self.keys.prefix.encode()
         self._scripts: dict[str, tuple[AsyncScript, list[str]]] = {
             name: (redis.register_script(script_source(name)), [getattr(self.keys, key) for key in keys])

@@ -23,13 +23,13 @@ RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
 
 
 #: First character of a reservation's random part, for scripts. An engine tells of each prompt's prefill by itself; of
-#: several prompts each may give back only its share of what was booked.
-ONE_PROMPT, SEVERAL_PROMPTS = "0", "-"
+#: several prompts each may give back only its share of what was booked. Only what was foreseen exactly is compared.
+ONE_PROMPT, SEVERAL_PROMPTS, ESTIMATED = "0", "-", "_"
 
 
-def new_reservation(prompts: int) -> str:
-    """A random id for a request with so many prompts."""
-    mark = ONE_PROMPT if prompts == 1 else SEVERAL_PROMPTS
+def new_reservation(prompts: int, *, exact: bool = True) -> str:
+    """A random id for a request with so many prompts. exact: their token ids are known."""
+    mark = SEVERAL_PROMPTS if prompts != 1 else ONE_PROMPT if exact else ESTIMATED
     return RESERVATION_PREFIX + mark + secrets.token_urlsafe(16)[1:]
 
 

@@ -100,8 +100,10 @@ class Upkeep(ScriptClient):
 
     async def apply(self, worker_id: str) -> Applied:
         """Apply the next entries of an engine core's stream."""
-        entries, blocks, following = await self._upkeep("apply", worker_id, self.pace.max_blocks)
+        entries, blocks, following, suspect = await self._upkeep("apply", worker_id, self.pace.max_blocks)
         calls = 1
+        if suspect:
+            self.suspected.set()
         if following == _APPLY_CONTROL:
             calls = 2
             limits = (self.pace.max_entries, self.pace.ttl_ms)

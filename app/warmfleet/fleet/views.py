@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from warmfleet.errors import BadRequest, NotFound
 from warmfleet.fleet.client import ScriptClient, redis_errors
-from warmfleet.fleet.rows import Flag, LoadRow
+from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet_worker import artifacts
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Mapping, Sequence
 
 ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
 HOLDS_AT_ONCE = 512
+
+Proved = Literal["OK", "DOWNGRADED", "STALE"]
 
 
 class BadArtifact(BadRequest):
@@ -56,6 +58,7 @@ class WorkerView:
     proof: str
     url: str
     models: list[str]
+    probed_age_s: float | None = None  # since the last result of a probe; None: never, or the clock stepped back
 
 
 class Views(ScriptClient):
@@ -72,10 +75,10 @@ class Views(ScriptClient):
                 pipe.time()
                 records, servers, rows, alive, (seconds, micros) = await pipe.execute()
         now = seconds + micros / 1e6
-        ages = {name: max(0.0, now - score / 1000) for name, score in alive}
+        ages = {name.decode(): max(0.0, now - score / 1000) for name, score in alive}
         server_records = {name.decode(): json.loads(value) for name, value in servers.items()}
         return [
-            _view(name.decode(), json.loads(records[name]), LoadRow.unpack(rows[name]), server_records, ages.get(name))
+            _view(name.decode(), json.loads(records[name]), LoadRow.unpack(rows[name]), server_records, ages, now)
             for name in sorted(records)
             if name in rows
         ]
@@ -124,9 +127,16 @@ class Views(ScriptClient):
         except (WireError, ValueError, TypeError, KeyError) as error:
             raise BadArtifact(f"artifact {name} of {server_id}: {error}") from error
 
-    async def prove(self, worker_id: str, nonce: str, proof: str, reason: str) -> bool:
-        """Record the result of a probe; False if the worker has joined anew since (another nonce)."""
-        return bool(await self.run("prove", worker_id, nonce, proof, reason) == b"OK")
+    async def prefilled(self, reservation: str) -> bool:
+        """The stream of the worker that it was booked on has told that its prefill is done. Raises FleetUnavailable."""
+        with redis_errors():
+            packed = await cast("Awaitable[bytes | None]", self.redis.hget(self.keys.lease, reservation))
+        return packed is not None and Lease.unpack(packed).stage >= Stage.STARTED
+
+    async def prove(self, worker_id: str, nonce: str, proof: str, reason: str, cause: str = "") -> Proved:
+        """Record the result of a probe. cause: a word for counters. STALE: the worker joined anew (another nonce)."""
+        answer = await self.run("prove", worker_id, nonce, proof, cause, reason)
+        return cast("Proved", answer.decode())
 
     async def register(self, worker_id: str, record: dict[str, Any], capacity_checkpoints: int, healthy: bool) -> int:
         """Register, or keep alive, an approximate worker; returns its slot. record: scheme_id, url, models, ..."""
@@ -135,8 +145,14 @@ class Views(ScriptClient):
 
 
 def _view(
-    worker_id: str, record: dict[str, Any], load: LoadRow, servers: dict[str, dict[str, Any]], age: float | None
+    worker_id: str,
+    record: dict[str, Any],
+    load: LoadRow,
+    servers: dict[str, dict[str, Any]],
+    ages: Mapping[str, float],
+    now: float,
 ) -> WorkerView:
+    age, probed = ages.get(worker_id), record.get("probed")
     approximate = bool(load.flags & Flag.APPROXIMATE)
     server = None if approximate else servers.get(str(record.get("server_id", "")))
     source = record if approximate else server or {}
@@ -150,4 +166,5 @@ def _view(
         proof="approximate" if approximate else str(record.get("proof", "pending")),
         url=str(source.get("url", "")),
         models=list(source.get("models") or []),
+        probed_age_s=None if probed is None or probed / 1000 > now else now - probed / 1000,
     )

@@ -54,6 +54,7 @@ WORKER = {
     "routable": False,
     "proof": "url",
     "reason": "it does not answer",
+    "suspect": "prompt",
     "heartbeat_age_s": None,
     "load": LOAD,
     "truth": TRUTH,
@@ -151,6 +152,7 @@ class TestWorkers:
         printed = capsys.readouterr().out
         assert "the store does not answer" in printed
         assert "sim-1.0: it does not answer" in printed
+        assert "sim-1.0: suspected, an engine's count of prompt tokens was another" in printed
         assert "never" in printed
         assert "14" in printed, "booked and foreign tokens together"
         assert re.search(r"17, 1\.2 s +never +2 of 3, gap +gap 2 join 1$", printed, re.MULTILINE)

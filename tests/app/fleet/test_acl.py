@@ -224,7 +224,7 @@ async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded, m
         [view] = await poll_workers(fleet, tracker)
         manifest = view.server["artifacts"]["tokenizer.json"]
         assert await fleet.artifact("w2", manifest) == files["tokenizer.json"]
-        assert await fleet.prove("w2.0", view.record["nonce"], "proven", "")
+        assert await fleet.prove("w2.0", view.record["nonce"], "proven", "") == "OK"
         await _requests(fleet, next(iter(tracker.table)))
         assert (await fleet.memory()).used > 0
         assert await fleet.approved() == frozenset({"0" * 64})

@@ -142,7 +142,7 @@ async def test_a_server_and_its_workers_come_up_by_steps(store: aioredis.Redis, 
     await store.xadd(fleet.keys.server("s"), entry)  # type: ignore[arg-type]
     await store.xadd(fleet.keys.hello, {"s": "server:s"})
     await fleet.step()
-    assert await fleet.prove("s.0", core.nonce, "proven", "")
+    assert await fleet.prove("s.0", core.nonce, "proven", "") == "OK"
     (view,) = await fleet.workers()
     assert view.routable
     assert view.url == "http://h:1"

@@ -1,5 +1,6 @@
 """A second, independent general plugin of vLLM, for tests only: tells the engine's own block table on a unix socket
-and, if asked to, keeps a journal of what the engine core does. It also counts the prompts that are tokenised.
+and, if asked to, keeps a journal of what the engine core does, or makes it hash with another seed while a file exists.
+It also counts the prompts that are tokenised.
 
 It shares no code with warmfleet_worker: it reads ``BlockPool.cached_block_hash_to_block`` directly.
 """
@@ -29,6 +30,9 @@ def register() -> None:
         original(self, *args, **kwargs)
         pool = self.kv_cache_manager.block_pool
         threading.Thread(target=serve, args=(path, pool), name="engine-truth", daemon=True).start()
+        seed = os.environ.get("ENGINE_TRUTH_OTHER_SEED")
+        if seed:
+            threading.Thread(target=reseed, args=(Path(seed),), name="engine-reseed", daemon=True).start()
         journal = os.environ.get("ENGINE_TRUTH_JOURNAL")
         if journal:
             Journal(Path(journal), pool, float(os.environ.get("ENGINE_TRUTH_STEP_S", "0"))).keep(self)
@@ -66,6 +70,18 @@ def serve(path: str, pool) -> None:  # type: ignore[no-untyped-def]
             with client:
                 keys = list(pool.cached_block_hash_to_block._cache)
                 client.sendall(json.dumps([bytes(key).hex() for key in keys]).encode())
+
+
+def reseed(file: Path) -> None:
+    """As an engine that was started anew with another PYTHONHASHSEED would hash, while ``file`` exists."""
+    from vllm.v1.core import kv_cache_utils
+
+    while not hasattr(kv_cache_utils, "NONE_HASH"):
+        time.sleep(0.05)
+    right = kv_cache_utils.NONE_HASH
+    while True:
+        kv_cache_utils.NONE_HASH = type(right)(b"\7" * len(right)) if file.exists() else right
+        time.sleep(0.02)
 
 
 class Journal:

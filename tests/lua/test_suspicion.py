@@ -1,0 +1,171 @@
+"""apply: what requests show makes a worker suspected, once; nothing that a request can do downgrades it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.lua.stream import SCHEME, Core, block, blocks, digest_of
+
+from warmfleet.fleet import Ask, Chain, Flag, Fleet, Renewal, new_reservation
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+ids = itertools.count(10)
+PROVEN = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
+
+
+@pytest.fixture
+async def worker(store: aioredis.Redis, fleet: Fleet) -> Core:
+    """Proven, with blocks 1 to 3, and nothing known to differ."""
+    made = Core(store, fleet)
+    await made.join()
+    await made.send("stored", blocks(1, 2, 3))
+    await made.heartbeat(digest_of(1, 2, 3))
+    await made.applied()
+    await fleet.prove("s.0", made.nonce, "proven", "")
+    await flags(made, PROVEN)
+    return made
+
+
+async def flags(worker: Core, wanted: int) -> None:
+    packed = bytearray((await worker.row()).pack("s.0"))
+    packed[20:22] = int(wanted).to_bytes(2, "big")
+    await cast("Any", worker.store.hset(worker.keys.load, "s.0", bytes(packed)))
+
+
+async def request(
+    worker: Core, *numbers: int, more: int = 0, exact: bool = True, prompts: int = 1, started: bool = False
+) -> tuple[bool, dict[str, Any]]:
+    """One whose blocks are these, of which the engine tells ``more`` prompt tokens than were booked.
+
+    Whether somebody is told of a suspicion, and the worker's record afterwards.
+    """
+    fleet, name = worker.fleet, new_reservation(prompts, exact=exact)
+    tokens = 16 * len(numbers) + 5
+    chains = (Chain(SCHEME.scheme_id, 16, blocks(*numbers)),) if numbers else ()
+    await fleet.decide(Ask(name, chains, tokens, 10))
+    if started:
+        await fleet.settle(name, "started")
+    await worker.send("progress", wire.dumps([[name, 16 * len(numbers), tokens + more]]))
+    fleet.suspected.clear()
+    await worker.applied()
+    await fleet.settle(name, "finished")
+    assert (await worker.row()).flags & Flag.PROVEN, "requests downgrade nobody"
+    return fleet.suspected.is_set(), await worker.record()
+
+
+async def test_another_prompt_length_is_a_suspicion_and_told_once(worker: Core, fleet: Fleet) -> None:
+    told, record = await request(worker, 1, 2, more=1)
+    assert (told, record["suspect"], record["proof"]) == (True, "prompt", "proven")
+    told, record = await request(worker, 1, 2, more=1)
+    assert (told, record["suspect"]) == (False, "prompt")
+    assert (await fleet.counts())["suspect_prompt"] == 2
+    await fleet.prove("s.0", worker.nonce, "proven", "")
+    assert "suspect" not in await worker.record()
+    told, _ = await request(worker, more=-1, started=True)
+    assert told, "a prompt without a full block, and whose first byte was told before"
+
+
+async def test_a_prompt_whose_last_block_is_not_there_twice_running_is_a_suspicion(worker: Core, fleet: Fleet) -> None:
+    """More was cached than anybody knows of, or the engine hashes otherwise what it has just made."""
+    for numbers, suspect in (((1, 2, 9), ""), ((1, 2, 8), "blocks")):
+        told, record = await request(worker, *numbers)
+        assert (told, record.get("suspect", "")) == (bool(suspect), suspect)
+    told, _ = await request(worker, 1, 7)
+    assert not told
+    assert (await fleet.counts())["suspect_blocks"] == 2
+
+
+async def test_a_block_that_is_there_ends_the_row(worker: Core) -> None:
+    for numbers in ((1, 9), (1, 2), (1, 8), (), (1, 2, 3), (1, 7)):  # one without a full block says nothing
+        told, record = await request(worker, *numbers)
+        assert (told, record.get("suspect")) == (False, None)
+
+
+async def test_blocks_that_come_before_the_prefill_in_the_stream_count(worker: Core) -> None:
+    for number in range(20, 23):
+        await worker.send("stored", block(number))
+        told, record = await request(worker, 1, 2, number)
+        assert (told, record.get("strikes", 0)) == (False, 0)
+
+
+async def test_what_nobody_foresaw_and_several_prompts_are_not_compared(worker: Core, fleet: Fleet) -> None:
+    for kind in ({"exact": False}, {"prompts": 2}):
+        for _ in range(3):
+            told, record = await request(worker, 1, 9, more=7, **cast("Any", kind))
+            assert (told, record.get("suspect"), record.get("strikes", 0)) == (False, None, 0)
+    assert not set(await fleet.counts()) & {"exact", "over", "short", "prompt", "suspect_prompt", "suspect_blocks"}
+
+
+async def test_a_rebuilt_reservation_is_not_compared(worker: Core, fleet: Fleet) -> None:
+    name = new_reservation(1)
+    await fleet.renew([Renewal(name, "s.0", 40, 10)])
+    await worker.send("progress", wire.dumps([[name, 0, 99]]))
+    await worker.applied()
+    assert "suspect" not in await worker.record()
+    assert await fleet.prefilled(name)
+
+
+async def test_only_the_first_word_on_a_request_counts(worker: Core, fleet: Fleet) -> None:
+    """A beam search goes on with longer prompts under the same id."""
+    for started in (False, True):
+        name = new_reservation(1)
+        await fleet.decide(Ask(name, (Chain(SCHEME.scheme_id, 16, blocks(1, 2)),), 40, 10))
+        if started:
+            await fleet.settle(name, "started")
+        for step in range(20):
+            await worker.send("progress", wire.dumps([[name, 32, 40 + step]]))
+        await worker.applied()
+        held = await cast("Any", fleet.redis.hget(fleet.keys.lease, name))
+        assert held
+        assert "suspect" not in await worker.record()
+        await fleet.settle(name, "finished")
+    row = await worker.row()
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
+    assert (await fleet.counts())["exact"] == 2
+
+
+@pytest.mark.parametrize("state", ["load only", "memory", "shadow", "divergence"])
+async def test_nothing_is_concluded_while_the_index_is_known_to_lack_blocks(worker: Core, state: str) -> None:
+    row = await worker.row()
+    if state == "load only":
+        await flags(worker, PROVEN & ~Flag.PROVEN)
+    elif state == "memory":
+        await flags(worker, PROVEN | Flag.PARTIAL)
+    elif state == "shadow":
+        await worker.send("begin", wire.dumps({"snapshot": "5ea50001", "command": None}))
+    else:
+        await worker.heartbeat(digest_of(1, 2))
+    for _ in range(3):
+        name = new_reservation(1)
+        await worker.fleet.decide(Ask(name, (Chain(SCHEME.scheme_id, 16, blocks(1, next(ids))),), 40, 10))
+        await worker.send("progress", wire.dumps([[name, 0, 41]]))
+        await worker.applied()
+    record = await worker.record()
+    assert (record.get("suspect"), record.get("strikes", 0)) == (None, 0)
+    assert (await worker.row()).slot == row.slot
+
+
+async def test_shortfalls_say_nothing(worker: Core, fleet: Fleet) -> None:
+    for _ in range(200):
+        name = new_reservation(1)
+        await fleet.decide(Ask(name, (Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3)),), 60, 10))
+        await worker.send("progress", wire.dumps([[name, 0, 60]]))
+        await fleet.apply("s.0")
+        await fleet.settle(name, "finished")
+    record = await worker.record()
+    assert (record.get("suspect"), record.get("strikes", 0), record["proof"]) == (None, 0, "proven")
+    assert (await fleet.counts())["short"] == 200
+
+
+async def test_a_join_begins_anew(worker: Core) -> None:
+    await request(worker, 1, 2, more=1)
+    await worker.join("n2")
+    await worker.applied()
+    record = await worker.record()
+    assert (record["proof"], record.get("suspect"), record.get("tries")) == ("pending", None, None)
+    assert not (await worker.row()).flags & Flag.PROVEN
