@@ -162,7 +162,7 @@ class Pool:
     def shape_of(
         self, request: Request, prompts: list[list[int]], loras: Mapping[str, str], kind: str, expected_output: int
     ) -> Shape:
-        """For token ids that came another way than by an identity of ours."""
+        """For token ids that came another way."""
         chains, tokens = self._chains(self.view, loras, request, max(prompts, key=len)), sum(map(len, prompts))
         return Shape(chains, tokens, prompt.decode_tokens(request, tokens, expected_output), kind, prompts=len(prompts))
 
