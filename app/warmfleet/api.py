@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import re
 import secrets
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from warmfleet import prompt, status
-from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, TooLarge, WarmfleetError
+from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, TooLarge, Unauthorized, WarmfleetError
 from warmfleet.prompt import PATHS, Endpoint
 from warmfleet.route import Call, Router
 
@@ -59,7 +60,8 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id, length = self._read_headers(scope["headers"])
-        call = Call(self._endpoint, b"", request_id, headers, send)
+        tenant = self._router.tenancy.name(scope["headers"])
+        call = Call(self._endpoint, b"", request_id, headers, send, tenant)
         self._metrics.in_flight.inc()
         try:
             if scope["method"] != "POST":
@@ -177,6 +179,8 @@ def _error_headers(error: WarmfleetError) -> dict[str, str]:
         headers["connection"] = "close"  # the rest of the body is not read
     if isinstance(error, MethodNotAllowed):
         headers["allow"] = "POST"
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
     return headers
 
 
@@ -187,10 +191,10 @@ class Health:
 
 
 class SmallEndpoints:
-    """Everything that is not a completion."""
+    """Everything that is not a completion. What tells of others' requests is the operator's: ``admin_key``."""
 
     def __init__(self, router: Router, settings: Settings, metrics: Metrics, health: Health) -> None:
-        self._router = router
+        self._tenancy = router.tenancy
         self._pools = router.pools
         self._settings = settings
         self._metrics = metrics
@@ -218,28 +222,42 @@ class SmallEndpoints:
         reason = "draining" if self._health.draining else self._pools.unready()
         return JSONResponse({"status": reason or "ready"}, status_code=503 if reason else 200)
 
-    async def metrics(self, _request: HTTPRequest) -> Response:
+    async def metrics(self, request: HTTPRequest) -> Response:
+        self._operators_only(request)
         self._metrics.view_age_seconds.set(max(pool.view_age_s for pool in self._pools.all))
         return Response(self._metrics.render(), headers={"content-type": self._metrics.content_type})
 
-    async def workers(self, _request: HTTPRequest) -> Response:
+    async def workers(self, request: HTTPRequest) -> Response:
+        self._operators_only(request)
         return JSONResponse({"models": [await status.workers(pool) for pool in self._pools.all]})
 
     async def explain(self, request: HTTPRequest) -> Response:
-        """Body: a request, and ``endpoint``, the path it would go to (default: by its ``messages`` or ``prompt``)."""
+        """Body: a request, and ``endpoint``, the path it would go to (default: by its ``messages`` or ``prompt``), and
+        ``tenant``, as whose (the value of the tenant header)."""
+        self._operators_only(request)
         length = request.headers.get("content-length", "")
         try:
             body = await read_body(request.receive, int(length) if length.isdigit() else 0, self._settings)
         except _HungUp:
             return Response()  # to nobody
         data = prompt.decoded(body)
+        tenant = data.pop("tenant", None)
         path = data.pop("endpoint", PATHS["chat" if "messages" in data else "completions"])
         endpoint = next((name for name, known in PATHS.items() if known == path), None)
         if endpoint is None:
             raise BadRequest(f"endpoint must be one of {', '.join(PATHS.values())}.", "endpoint")
         asked = prompt.from_dict(endpoint, data, self._settings.allowed_fields)
         asked.size_bytes = len(body)
+        named = isinstance(tenant, str)
+        whose = tenant.encode("utf-8", "replace") if named else self._tenancy.name(request.headers.raw)
+        asked.salt = self._tenancy.salt(whose, asked.salt)
         return JSONResponse(await status.explain(await self._pools.find(asked.model), asked, self._settings))
+
+    def _operators_only(self, request: HTTPRequest) -> None:
+        """Raises Unauthorized."""
+        wanted, given = f"Bearer {self._settings.admin_key}", request.headers.get("authorization", "")
+        if self._settings.admin_key and not hmac.compare_digest(given.encode("latin-1"), wanted.encode()):
+            raise Unauthorized("This is the operator's: it takes WARMFLEET_ADMIN_KEY as bearer token.")
 
     async def favicon(self, _request: HTTPRequest) -> Response:
         return Response(status_code=204)

@@ -123,6 +123,11 @@ def text_tokens(length: int) -> int:
     return max(1, length * TEXT_BLOCK_TOKENS // TEXT_BLOCK_BYTES)
 
 
+def text_block_tokens(length: int, tokens: int) -> int:
+    """Tokens of one text block of a prompt that is known to have so many: at most what is counted else."""
+    return max(1, min(TEXT_BLOCK_TOKENS, tokens * TEXT_BLOCK_BYTES // max(1, length)))
+
+
 def cbor_array_head(length: int) -> bytes:
     return cbor.encode((0,) * length)[: -length or None]
 

@@ -18,6 +18,8 @@ TOKEN_FACTS = (
     "content_format",
     "default_chat_template_kwargs",
     "exclude_tools_when_tool_choice_none",
+    "multimodal",
+    "placeholders",
     "same_template_with_tools",
     "special_prefix_ids",
     "special_tokens",

@@ -87,12 +87,20 @@ def _extras(part: Any) -> Message:
 def _text(part: Any) -> str | None:
     if isinstance(part, str):
         return part
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str) or part["type"] not in TEXT_PARTS:
+    if not is_text(part):
         raise NotReproducible("parts")
-    text = part.get(TEXT_PARTS[part["type"]])
-    if text is not None and not isinstance(text, str):
-        raise NotReproducible("parts")
+    text: str | None = part.get(TEXT_PARTS[part["type"]])
     return text
+
+
+def is_text(part: Any) -> bool:
+    """The part is text, or an empty one of those types."""
+    if isinstance(part, str):
+        return True
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str) or part["type"] not in TEXT_PARTS:
+        return False
+    text = part.get(TEXT_PARTS[part["type"]])
+    return text is None or isinstance(text, str)
 
 
 def _without_billing_header(part: Any) -> Any:

@@ -2,6 +2,7 @@
 
 WarmfleetError
 ├── BadRequest            400
+├── Unauthorized          401  for the operator only
 ├── NotFound              404
 │   └── ModelNotFound     404  nobody here serves this model
 ├── MethodNotAllowed      405
@@ -38,6 +39,10 @@ class WarmfleetError(Exception):
 
 class BadRequest(WarmfleetError):
     status, type, code = 400, "invalid_request_error", "bad_request"
+
+
+class Unauthorized(WarmfleetError):
+    status, type, code = 401, "invalid_request_error", "unauthorized"
 
 
 class NotFound(WarmfleetError):

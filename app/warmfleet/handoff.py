@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
     from warmfleet.metrics import Metrics
-    from warmfleet.pool import Shape, View
+    from warmfleet.pool import Shape
     from warmfleet.prompt import Endpoint, Request
     from warmfleet.trie import Prompt
+    from warmfleet.view import View
 
 logger = logging.getLogger("warmfleet.handoff")
 

@@ -13,7 +13,7 @@ from array import array
 from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
 
@@ -21,6 +21,8 @@ from warmfleet import chat
 from warmfleet.chat import NotReproducible
 from warmfleet.cuts import Cuts
 from warmfleet.encoder import Encoder
+from warmfleet.partial import agreed, variants
+from warmfleet.prompt import MAX_MODEL_LEN
 from warmfleet.trie import Prompt, Reading, Trie
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from warmfleet.approval import Template, Templates
     from warmfleet.blocks import Hasher, Lora
     from warmfleet.chat import Format, Message
+    from warmfleet.partial import Change
     from warmfleet.prompt import Request
     from warmfleet.template import ChatTemplate
     from warmfleet.trie import Node
@@ -62,12 +65,15 @@ class Identity:
         cuts: Cuts | None = None,
     ) -> None:
         self.key = ""
+        self.max_model_len = int(facts.get("max_model_len") or MAX_MODEL_LEN)
         self._encoder = encoder
         self._template = template
         self._fixed = {"tools": None, "documents": None, **(facts.get("special_tokens") or {})}
         self._defaults = dict(facts.get("default_chat_template_kwargs") or {})
         self._drop_unused_tools = bool(facts.get("exclude_tools_when_tool_choice_none"))
         self._tools_known = bool(facts.get("same_template_with_tools", True))
+        self._multimodal = bool(facts.get("multimodal"))
+        self._placeholders = dict(facts.get("placeholders") or {})
         self._executor = executor
         self._trie = trie
         self._readings = {special: _reading(encoder, cuts, special=special) for special in (False, True)}
@@ -108,6 +114,23 @@ class Identity:
         """The ids alone, a list for each prompt. Raises NotReproducible with the reason."""
         return [prompt.ids for prompt in await self.prompts(request, (), None, inline_characters)]
 
+    async def beginning(self, request: Request) -> tuple[list[int], int]:
+        """Ids that a chat with images certainly begins with, and how many it has about. Raises NotReproducible."""
+        template = self._template
+        if template is None or not self._multimodal:
+            raise NotReproducible("parts")
+        form = await template.ready() if template.here is None else template.here.content_format
+        texts = [await self._variant(template, form, *one) for one in variants(request, form, self._placeholders)]
+        reading = self._readings[request.add_special_tokens]
+        return await self._elsewhere(lambda: agreed(texts, lambda text: self._read_now(text, reading).ids))
+
+    async def _variant(self, template: ChatTemplate | Template, form: Format, request: Request, change: Change) -> str:
+        make = partial(self._rendering, request, form, knows_developer=template.knows_developer, change=change)
+        here = template.here
+        if here is None:
+            return await cast("Template", template).render(*await self._elsewhere(make))
+        return await self._elsewhere(lambda: here.render(*make()))
+
     def render(self, request: Request) -> str:
         """The prompt text of a chat request, made in this process."""
         here = None if self._template is None else self._template.here
@@ -122,14 +145,18 @@ class Identity:
         large = request.size_bytes > RENDER_INLINE_BYTES
         return await template.render(*(await self._elsewhere(make) if large else make()))
 
-    def _rendering(self, request: Request, content_format: Format, *, knows_developer: bool) -> Rendering:
-        """Messages and variables as a template gets them."""
+    def _rendering(
+        self, request: Request, content_format: Format, *, knows_developer: bool, change: Change | None = None
+    ) -> Rendering:
+        """Messages and variables as a template gets them. change: of the messages, before."""
         tools = request.tools
         if tools and not self._tools_known:
             raise NotReproducible("tools")
         if self._drop_unused_tools and request.tool_choice == "none":
             tools = None
         messages = chat.conversation(request.messages, content_format)
+        if change is not None:
+            messages = change(messages)
         if not knows_developer:
             messages = chat.developer_to_system(messages)
         return messages, {**self._defaults, **request.arguments}, {**self._fixed, "tools": chat.tool_schemas(tools)}

@@ -19,7 +19,7 @@ from warmfleet.blocks import TEXT_SCHEME, Hasher
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import RENEW_AT_ONCE
 from warmfleet.handoff import ability
-from warmfleet.pool import Pool, Pools, view_of
+from warmfleet.view import view_of
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
     from warmfleet.identity import Identities, Identity
     from warmfleet.metrics import Metrics
+    from warmfleet.pool import Pool, Pools
     from warmfleet.settings import Settings
 
 logger = logging.getLogger("warmfleet.maintenance")

@@ -23,8 +23,11 @@ class Metrics:
         self.first_byte_seconds = self._histogram("first_byte_seconds", "Request read to first byte of the answer")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of decided requests")
         self.matched_tokens = self._counter("matched_tokens", "Of these, held by the chosen worker")
-        self.identity = self._counter("identity", "How prompts were identified: exact, text, load", "kind")
+        self.identity = self._counter(
+            "identity", "How prompts were identified: exact, engine, text, prefix, load", "kind"
+        )
         self.load_only = self._counter("load_only", "Requests routed by load alone, by reason", "reason")
+        self.asked = self._counter("asked_engines", "Engines asked for token ids, by result", "result")
         self.template_limits = self._counter(
             "template_limits", "Renders of unapproved templates cut off, by limit", "limit"
         )

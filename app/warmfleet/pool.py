@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from warmfleet import blocks, identity, prompt
-from warmfleet.adapters import adapters_of, served
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.silence import Tries
+from warmfleet.view import MAX_SCHEMES, View
 from warmfleet_worker.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from warmfleet.adapters import Adapter
-    from warmfleet.blocks import Hasher
+    from warmfleet.blocks import Lora
     from warmfleet.fallback import Fallback
     from warmfleet.fleet import Chain, Fleet, Renewal, WorkerView
     from warmfleet.fleet.reservations import Outcome
-    from warmfleet.handoff import Ability
-    from warmfleet.identity import Identity
     from warmfleet.prompt import Request
     from warmfleet.trie import Prompt
 
-MAX_SCHEMES = 4  # what decide accepts
 SUSPECT_S = 3.0  # a worker that failed a request is passed over; the fleet needs a TTL to see it
 LAST_KNOWN_S = 8.0  # an emptied Redis is whole again within one slow-path period
 MAX_SUSPECTS = 64
@@ -40,31 +34,9 @@ FALLBACK_BLOCKS = 16  # of the prefix that the fallback's hash looks at
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known.
-
-    reference: a worker that brought what most of them brought; None: nobody did, or the settings name a tokenizer.
-    handoff: what workers take token ids, by worker_id.
-    """
-
-    workers: tuple[WorkerView, ...] = ()
-    identity: Identity | None = None
-    hashers: tuple[Hasher, ...] = ()
-    text: bool = False
-    read_at: float = 0.0
-    urls: Mapping[str, str] = field(default_factory=dict)
-    ranks: Mapping[str, str] = field(default_factory=dict)
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)
-    models: tuple[str, ...] = ()
-    names: frozenset[str] = frozenset()
-    reference: WorkerView | None = None
-    handoff: Mapping[str, Ability] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Shape:
-    """A request as a decision needs it. kind: how it was identified: ``exact``, ``text`` or ``load`` (``reason``).
-
+    """A request as a decision needs it. kind: how it was identified: ``exact``, ``engine`` (one told), ``text``,
+    ``prefix`` (only its beginning is known) or ``load`` (nothing is); ``reason``: why not all of it.
     ids: every prompt's, if that is ``exact``; ``identity_key`` is what they were made with. barred: workers that
     cannot serve it.
     """
@@ -159,7 +131,11 @@ class Pool:
         try:
             shape = await self._known(request, inline_characters)
         except NotReproducible as why:
-            shape = Shape((), prompt.estimated_tokens(request), 0, "load", why.reason)
+            chains, tokens = await self._in_part(request, why.reason)
+            shape = Shape(chains, tokens, 0, "prefix" if chains else "load", why.reason)
+        return self._booked(shape, request, expected_output)
+
+    def _booked(self, shape: Shape, request: Request, expected_output: int) -> Shape:
         adapter = self.view.adapters.get(request.model)
         return replace(
             shape,
@@ -168,11 +144,33 @@ class Pool:
             barred=adapter.lacking if adapter else (),
         )
 
+    def shape_of(self, request: Request, prompts: list[list[int]], kind: str, expected_output: int) -> Shape:
+        """For token ids that came another way."""
+        chains, tokens = self._chains(self.view, request, max(prompts, key=len)), sum(map(len, prompts))
+        return self._booked(Shape(chains, tokens, 0, kind), request, expected_output)
+
+    async def _in_part(self, request: Request, reason: str) -> tuple[tuple[Chain, ...], int]:
+        """Chains of what the prompt certainly begins with, and its tokens as a guess: an image's are not known."""
+        view, tokens = self.view, prompt.estimated_tokens(request)
+        if reason != "parts" or view.identity is None or request.endpoint != "chat":
+            return (), tokens
+        with suppress(NotReproducible):
+            ids, tokens = await view.identity.beginning(request)
+            chains = self._chains(view, request, ids)
+            return tuple(chain for chain in chains if chain.hashes), max(tokens, 1)
+        return (), tokens
+
+    def _chains(self, view: View, request: Request, ids: list[int]) -> tuple[Chain, ...]:
+        lora = _lora(view, request)
+        return tuple(hasher.chain(ids, request.salt, lora) for hasher in view.hashers)
+
     async def _known(self, request: Request, inline_characters: int) -> Shape:
         """Chains, prompt tokens, ids and kind of identity; raises NotReproducible."""
         view = self.view
         if request.unforeseen:
             raise NotReproducible(request.unforeseen)
+        if prompt.too_long(request, view.identity.max_model_len if view.identity else prompt.MAX_MODEL_LEN):
+            raise NotReproducible("too_long")
         if view.identity is None and not view.text:
             raise NotReproducible("no_identity")
         chains: tuple[Chain, ...] = ()
@@ -180,17 +178,27 @@ class Pool:
         tokens, kind, key = 0, "text", ""
         if view.identity is not None:
             known, kind, key = view.identity, "exact", view.identity.key
-            adapter = view.adapters.get(request.model)
-            lora = (request.model, adapter.path) if adapter else None
+            lora = _lora(view, request)
             prompts = await known.prompts(request, view.hashers, lora, inline_characters)
             chains = next(one.chains for one in prompts if one.chains or not view.hashers)
             tokens = max(1, sum(one.tokens for one in prompts))
             made = tuple(prompts)
         if view.text:
             texts = identity.canonical_text(request)
-            chains = (*chains[: MAX_SCHEMES - 1], blocks.text_chain(max(texts, key=len)))
+            chain = blocks.text_chain(longest := max(texts, key=len))
+            if view.identity is not None:  # its blocks are worth what they hold, not what text holds mostly
+                chain = replace(
+                    chain, block_tokens=blocks.text_block_tokens(len(longest), max(one.tokens for one in made))
+                )
+            chains = (*chains[: MAX_SCHEMES - 1], chain)
             tokens = tokens or sum(blocks.text_tokens(len(text)) for text in texts)
         return Shape(chains, tokens, 0, kind, ids=made, identity_key=key)
+
+
+def _lora(view: View, request: Request) -> Lora:
+    """Name and path of the adapter that the request is for: they are in the hash of each of its blocks."""
+    adapter = view.adapters.get(request.model)
+    return (request.model, adapter.path) if adapter else None
 
 
 class Pools:
@@ -240,36 +248,3 @@ class Pools:
     @property
     def contacted(self) -> bool:
         return all(pool.contacted for pool in self.all)
-
-
-def view_of(
-    workers: Sequence[WorkerView],
-    known: Identity | None,
-    hashers: Sequence[Hasher],
-    *,
-    text: bool,
-    reference: WorkerView | None = None,
-    handoff: Mapping[str, Ability] = MappingProxyType({}),
-) -> View:
-    """A View, with what the request path looks up often made ready."""
-    adapters = adapters_of(workers)
-    ranks = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
-    return View(
-        workers=tuple(workers),
-        identity=known,
-        hashers=tuple(hashers)[:MAX_SCHEMES],
-        text=text,
-        reference=reference,
-        read_at=time.monotonic(),
-        handoff=handoff,
-        urls={worker.worker_id: worker.url for worker in workers},
-        # Only a server with several engine cores needs to be told which one: one of its own refuses the header.
-        ranks={
-            worker.worker_id: str(worker.record.get("rank", 0))
-            for worker in workers
-            if worker.server and ranks[str(worker.record.get("server_id", ""))] > 1
-        },
-        adapters=adapters,
-        names=frozenset([*(name for worker in workers for name in worker.models), *adapters]),
-        models=tuple(dict.fromkeys(name for worker in workers if worker.routable for name in served(worker))),
-    )

@@ -21,9 +21,10 @@ from warmfleet_worker.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
-    from warmfleet.pool import Pool, Pools, View
+    from warmfleet.pool import Pool, Pools
     from warmfleet.settings import Settings
     from warmfleet.upstream import Upstream
+    from warmfleet.view import View
 
 logger = logging.getLogger("warmfleet.probe")
 
@@ -128,7 +129,8 @@ class Prober:
             return Result("identity", result.cause, result.reason)
         if differs and result.proof != "url":
             return Result("identity", "differs", differs)
-        if result.proof == "proven" and not texts:
+        comes = self._settings.tokenizer or "tokenizer.json" in ((worker.server or {}).get("artifacts") or {})
+        if result.proof == "proven" and not texts and comes:  # else only engines tell its ids, and they are right
             return Result("identity", "untested", "no tokenizer is loaded here yet to test its text with")
         return result
 

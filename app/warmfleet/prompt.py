@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import json
 import re
 from dataclasses import dataclass, field
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
-from warmfleet.errors import BadRequest
+from warmfleet.chat import is_text
+from warmfleet.errors import BadRequest, TooLarge
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -19,6 +21,9 @@ PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/cha
 MAX_PROMPTS = 256
 MAX_SAMPLES = 256
 MAX_MESSAGES = 4_096
+MAX_VALUES = 1_100_000  # in a body, told by its commas: reading more would hold up all other requests
+MAX_MODEL_LEN = 2**20  # tokens, where an engine does not say
+TOKEN_BYTES = 16  # of JSON, for a token: real text has less than half
 MAX_BOOKED_TOKENS = 2**22  # one request may not overflow a row of sums
 
 #: Fields that change the prompt behind the router's back: refused unless the operator allows them by name.
@@ -68,14 +73,16 @@ class Request:
 
 
 def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
-    """Raises BadRequest naming the field at fault."""
+    """Raises BadRequest naming the field at fault, TooLarge."""
     request = from_dict(endpoint, decoded(body), allowed)
     request.size_bytes = len(body)
     return request
 
 
 def decoded(body: bytes) -> dict[str, Any]:
-    """The JSON object, its numbers as vLLM reads them. Raises BadRequest."""
+    """The JSON object, its numbers as vLLM reads them. Raises BadRequest, TooLarge."""
+    if body.count(b",") > MAX_VALUES:
+        raise TooLarge(f"The body has more than {MAX_VALUES} values.")
     try:
         data = orjson.loads(body)
         if isinstance(data, dict) and _may_be_rounded(data):
@@ -138,6 +145,24 @@ def estimated_tokens(request: Request) -> int:
     return max(1, tokens + characters // 4)
 
 
+def too_long(request: Request, max_model_len: int) -> bool:
+    """No engine that takes ``max_model_len`` tokens will take this, as far as a quick look tells."""
+    limit = max_model_len * TOKEN_BYTES
+    if any(len(one) > (limit if isinstance(one, str) else max_model_len) for one in request.prompts):
+        return True
+    if request.endpoint == "completions" or request.size_bytes <= limit:
+        return False
+    try:  # without what images weigh
+        return len(orjson.dumps([list(map(_text_only, request.messages)), request.tools, request.arguments])) > limit
+    except TypeError:  # a lone surrogate, or nested deeper than orjson goes
+        return True
+
+
+def _text_only(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return message | {"content": [*filter(is_text, content)]} if isinstance(content, list) else message
+
+
 def decode_tokens(request: Request, prompt_tokens: int, expected_output: int) -> int:
     """Context tokens that every decode step of this request will read, once for each of its samples."""
     output = expected_output if request.max_tokens is None else min(request.max_tokens, expected_output)
@@ -164,21 +189,22 @@ def _prompts(data: dict[str, Any]) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if _is_ids(prompt):
+        if is_ids(prompt):
             return [prompt]
-        if len(prompt) <= MAX_PROMPTS and all(isinstance(item, str) or _is_ids(item) for item in prompt):
+        if len(prompt) <= MAX_PROMPTS and all(isinstance(item, str) or is_ids(item) for item in prompt):
             return prompt
     raise BadRequest(f"prompt must be a string, token ids, or a list of up to {MAX_PROMPTS} of these.", "prompt")
 
 
-def _is_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(type(item) is int for item in value)
-        and min(value) >= 0
-        and max(value) < 2**32
-    )
+def is_ids(value: Any) -> bool:
+    """A list of token ids: some, and all of 32 bits."""
+    if not isinstance(value, list) or set(map(type, value)) != {int}:
+        return False
+    try:
+        array.array("I", value)  # of all ways to look at each the fastest
+    except OverflowError:
+        return False
+    return True
 
 
 def _messages(data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from warmfleet import prompt
+from warmfleet.asking import Asker
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.fleet import Ask, Decision, Renewal, new_reservation
 from warmfleet.handoff import NOTHING, REFUSALS, Handoff, Offer, offer
 from warmfleet.pool import NOT_READ
 from warmfleet.prompt import PATHS
 from warmfleet.relay import Answer, relay
+from warmfleet.tenancy import Tenancy
 
 if TYPE_CHECKING:
     import aiohttp
@@ -37,8 +39,8 @@ MAX_UNSETTLED = 10_000
 
 @dataclass(slots=True)
 class Call:
-    """One request of a client. headers: what is passed on to the worker. ``complete``: its answer is on the way out.
-    ``offer``: its token ids.
+    """One request of a client. headers: what is passed on to the worker. tenant: whose it is, if they are kept apart.
+    ``complete``: its answer is on the way out. ``offer``: its token ids.
     """
 
     endpoint: Endpoint
@@ -46,6 +48,7 @@ class Call:
     request_id: str
     headers: dict[str, str]
     send: Send
+    tenant: bytes = b""
     began: float = 0.0  # perf_counter
     started: bool = False
     complete: bool = False
@@ -72,9 +75,11 @@ class Router:
 
     def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
         self.pools = pools
+        self.tenancy = Tenancy(settings.tenant_key, settings.tenant_header)
         self._upstream = upstream
         self._settings = settings
         self._metrics = metrics
+        self._asker = Asker(upstream, settings, metrics)
         self._handoff = Handoff(metrics, enabled=settings.token_handoff)
         self._settling: set[asyncio.Task[None]] = set()
 
@@ -82,9 +87,10 @@ class Router:
         """Answer ``call``. Raises WarmfleetError while nothing has been sent, and nothing afterwards."""
         settings = self._settings
         request = prompt.parse(call.endpoint, call.body, settings.allowed_fields)  # 1
+        call.body = self.tenancy.apply(request, call.body, call.tenant)
         pool = await self.pools.find(request.model)
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
-        self._count(shape)
+        shape = await self._asker.better(pool, request, call, shape)
         call.offer = offer(request, shape)
         exclude = (*shape.barred, *pool.suspects())
         gone: UpstreamGone | None = None
@@ -198,9 +204,8 @@ class Router:
         try:
             if upstream.status in (502, 503) and not trip.last and len(pool.view.workers) > 1:
                 raise UpstreamGone(f"The worker answered {upstream.status}.", refused=True)
-            answer = Answer(
-                upstream, call.send, _answer_headers(call, decision, trip.word), self._settings.buffer_max_bytes
-            )
+            told = _answer_headers(call, decision, trip.word, self._settings.answer_headers)
+            answer = Answer(upstream, call.send, told, self._settings.buffer_max_bytes)
 
             def first_byte(*, streams: bool) -> None:
                 call.started = True
@@ -272,20 +277,17 @@ class Router:
                 pool.unsettled[reservation] = outcome
             logger.info("settle %s: %s; told again soon, and the lease expires by itself", outcome, error)
 
-    def _count(self, shape: Shape) -> None:
-        self._metrics.identity.labels(shape.kind).inc()
-        if shape.reason:
-            self._metrics.load_only.labels(shape.reason).inc()
-
     async def drained(self) -> None:
         """Return when every reservation is settled, or could not be."""
         while self._settling:
             await asyncio.wait(set(self._settling))
 
 
-def _answer_headers(call: Call, decision: Decision, word: str) -> Mapping[bytes, bytes]:
-    return {
-        b"x-request-id": call.request_id.encode(),
+def _answer_headers(call: Call, decision: Decision, word: str, which: str) -> Mapping[bytes, bytes]:
+    request_id = {b"x-request-id": call.request_id.encode()}
+    if which == "request_id":
+        return request_id
+    return request_id | {
         b"x-warmfleet-worker": decision.worker_id.encode(),
         b"x-warmfleet-matched-tokens": b"%d" % decision.matched_tokens,
         b"x-warmfleet-prompt-tokens": b"%d" % decision.prompt_tokens,

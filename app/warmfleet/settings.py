@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PREFIX = "WARMFLEET_"
+MIN_SECRET = 16
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 #: Variables with our prefix that belong to workers (worker_plugin/README.md) or to the command line.
 FOREIGN = frozenset({"WARMFLEET_MODEL", "WARMFLEET_WORKER_ID", "WARMFLEET_WORKER_URL"})
@@ -48,6 +49,14 @@ class Settings:
     policy: str = _setting("cost", "`cost`, `least_loaded` or `round_robin`")
     static_workers: tuple[str, ...] = _setting((), "URLs of engines without the plugin, served as approximate workers")
     worker_api_key: str = _setting("", "sent to workers in place of the client's Authorization")
+    admin_key: str = _setting(
+        "", "wanted as bearer token by `/workers`, `/explain` and `/metrics`; empty = open to all"
+    )
+    tenant_key: str = _setting(
+        "", "a secret of 16 characters and more: tenants never share cached blocks; empty = one cache for all"
+    )
+    tenant_header: str = _setting("Authorization", "whose value names the tenant, where `WARMFLEET_TENANT_KEY` is set")
+    answer_headers: str = _setting("all", "`all`, or `request_id`: answers do not tell worker and matched tokens")
     tokenizer: str = _setting("", "path or hub name that overrides the tokenizer the workers bring")
     worker_addresses: tuple[str, ...] = _setting(
         ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "100.64.0.0/10", "fc00::/7", "::1/128"),
@@ -82,6 +91,8 @@ class Settings:
     probe_interval_s: float = _setting(
         600.0, "time between two probes of a proven worker, all replicas together; 0 = only when it is suspected"
     )
+    ask_engines: bool = _setting(True, "ask an engine for token ids that only it can tell, where its routes are on")
+    ask_timeout_s: float = _setting(0.25, "longest wait for that; then the request is routed by load")
     inline_characters: int = _setting(2_000, "longer new texts are tokenised in a thread; x20 with the fast engine")
     trie_bytes: int = _setting(268_435_456, "bound of the prompt trie: ids and hashes of earlier prompts, about")
     mirror_checkpoints: int = _setting(20_000, "checkpoints remembered for one approximate worker")
@@ -107,6 +118,10 @@ class Settings:
         settings = cls(**values)
         if settings.policy not in ("cost", "least_loaded", "round_robin"):
             raise BadArgument(f"{PREFIX}POLICY={settings.policy!r}: known are cost, least_loaded, round_robin")
+        if settings.answer_headers not in ("all", "request_id"):
+            raise BadArgument(f"{PREFIX}ANSWER_HEADERS={settings.answer_headers!r}: known are all, request_id")
+        if 0 < len(settings.tenant_key) < MIN_SECRET:
+            raise BadArgument(f"{PREFIX}TENANT_KEY must have at least {MIN_SECRET} characters")
         if wrong := [digest for digest in settings.approved_templates if not _SHA256.match(digest)]:
             raise BadArgument(f"{PREFIX}APPROVED_TEMPLATES: {wrong[0][:80]!r} is not a sha256 of 64 hex digits")
         return settings

@@ -51,6 +51,7 @@ class Api:
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat),
                 web.get("/v1/models", self.models),
+                web.post("/v1/chat/completions/render", self.render),
                 web.post("/tokenize", self.tokenize),
                 web.get("/health", self.health),
                 web.get("/ping", self.health),
@@ -133,14 +134,21 @@ class Api:
         await response.write_eof()
         return response
 
+    async def render(self, http: web.Request) -> web.Response:
+        """The ids of a chat, among the fields of vLLM's answer the one that routers need."""
+        return web.json_response({"token_ids": self._ids(await http.read())})
+
     async def tokenize(self, http: web.Request) -> web.Response:
-        try:
-            body = orjson.loads(await http.read())
-            ids = self.identity.chat_ids(body) if "messages" in body else self.identity.completion_ids(body["prompt"])
-        except (orjson.JSONDecodeError, PromptError, KeyError, TypeError) as error:
-            raise AskError(f"neither a prompt nor messages: {error}") from error
+        ids = self._ids(await http.read())
         limit = self.core.scheduler.limits.max_model_len
         return web.json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None})
+
+    def _ids(self, data: bytes) -> list[int]:
+        try:
+            body = orjson.loads(data)
+            return self.identity.chat_ids(body) if "messages" in body else self.identity.completion_ids(body["prompt"])
+        except (orjson.JSONDecodeError, PromptError, KeyError, TypeError) as error:
+            raise AskError(f"neither a prompt nor messages: {error}") from error
 
     # ------------------------------------------------ about the engine
 

@@ -133,6 +133,8 @@ class Identity:
             "prefix_caching": True,
             "kv_connector": False,
             "multimodal": False,
+            "placeholders": {},
+            "renders": {"jinja": True, "render": True, "tokenize": True},
             "api_key": api_key,
             "token_handoff": ["completions", "chat"],
         }

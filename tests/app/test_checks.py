@@ -16,9 +16,10 @@ from warmfleet.checks import HealthChecks
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import Fleet, connect
 from warmfleet.metrics import Metrics
-from warmfleet.pool import Pool, Pools, view_of
+from warmfleet.pool import Pool, Pools
 from warmfleet.settings import Settings
 from warmfleet.upstream import Addresses, Upstream
+from warmfleet.view import view_of
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

@@ -13,7 +13,8 @@ from tests.conftest import poll
 
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import LoadRow, WorkerView
-from warmfleet.pool import LAST_KNOWN_S, Pool, View
+from warmfleet.pool import LAST_KNOWN_S, Pool
+from warmfleet.view import View
 
 if TYPE_CHECKING:
     import asyncio

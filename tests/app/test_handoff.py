@@ -18,8 +18,9 @@ from warmfleet import handoff, prompt
 from warmfleet.fleet import LoadRow, WorkerView
 from warmfleet.handoff import CHECK_EVERY, NOTHING, Ability, Handoff, Offer, ability, offer
 from warmfleet.metrics import Metrics
-from warmfleet.pool import Shape, View
+from warmfleet.pool import Shape
 from warmfleet.trie import Prompt
+from warmfleet.view import View
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.wire import chain_hashes, pack_hashes
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
+from array import array
 from typing import TYPE_CHECKING, cast
 
 from warmfleet import pool as pool_module
 from warmfleet.adapters import Adapter, adapters_of
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import LoadRow, WorkerView
-from warmfleet.pool import Pool, Pools, View, view_of
+from warmfleet.pool import Pool, Pools
+from warmfleet.prompt import parse
+from warmfleet.trie import Prompt
+from warmfleet.view import View, view_of
 
 if TYPE_CHECKING:
     import pytest
 
     from warmfleet.fleet import Fleet
     from warmfleet.identity import Identity
+    from warmfleet.prompt import Request
 
 
 def worker(routable: bool) -> WorkerView:
@@ -75,3 +81,27 @@ def test_every_model_counts() -> None:
         assert fleet.unready()
         one.show(View((worker(True),), text=True, read_at=time.monotonic()))
     assert fleet.unready() == ""
+
+
+async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:
+    """Where a text is also tokenised: 64 bytes of Chinese are more than 16 tokens or fewer, never counted as more."""
+
+    class Known:
+        def __init__(self) -> None:
+            self.loras: dict[str, str] = {}
+            self.max_model_len, self.key = 4_096, ""
+            self.ids = [0]
+
+        async def prompts(self, _request: Request, *_: object) -> list[Prompt]:
+            return [Prompt((array("I", self.ids),), len(self.ids), ())]
+
+    known = Known()
+    (only,) = pools().all
+    only.show(View((worker(True),), cast("Identity", known), (), text=True, read_at=time.monotonic()))
+    for count, text in (100, "中" * 1_000), (1_000, "中" * 1_000), (5, "x" * 1_000):
+        known.ids = list(range(count))
+        shape = await only.shape(parse("completions", json.dumps({"prompt": text}).encode()), 2_000, 256)
+        (chain,) = shape.chains
+        held = len(chain.hashes) // 8 * chain.block_tokens
+        assert held <= max(count, len(chain.hashes) // 8)
+        assert (count, chain.block_tokens) in {(100, 2), (1_000, 16), (5, 1)}

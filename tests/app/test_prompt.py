@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
-from warmfleet.errors import BadRequest
-from warmfleet.prompt import Endpoint, decode_tokens, estimated_tokens, parse
+from warmfleet.errors import BadRequest, TooLarge
+from warmfleet.prompt import MAX_VALUES, Endpoint, decode_tokens, estimated_tokens, parse, too_long
 
 USER = {"role": "user", "content": "hello there"}
 
@@ -22,7 +23,10 @@ WRONG: list[tuple[str, Endpoint, Any, str | None]] = [
     ("no prompt", "completions", {"model": "m"}, "prompt"),
     ("mixed prompt", "completions", {"prompt": ["a", 1]}, "prompt"),
     ("negative id", "completions", {"prompt": [-1]}, "prompt"),
-    ("boolean id", "completions", {"prompt": [True]}, "prompt"),
+    ("boolean id", "completions", {"prompt": [1, True]}, "prompt"),
+    ("id of 33 bits", "completions", {"prompt": [2**32]}, "prompt"),
+    ("id of 65 bits", "completions", {"prompt": [2**64]}, "prompt"),
+    ("half an id", "completions", {"prompt": [1, 0.5]}, "prompt"),
     ("too many prompts", "completions", {"prompt": ["a"] * 257}, "prompt"),
     ("model is a number", "chat", {"model": 1, "messages": [USER]}, "model"),
     ("stream is a word", "chat", {"stream": "yes", "messages": [USER]}, "stream"),
@@ -121,3 +125,39 @@ def test_bookings() -> None:
     assert decode_tokens(request, 100, 256) == 3 * 105
     request.max_tokens = None
     assert decode_tokens(request, 100, 256) == 3 * 356
+
+
+def test_a_body_that_would_hold_up_others_is_refused_unread() -> None:
+    """32 MB of ids took seconds of the event loop; as many bytes of text may be read."""
+    ids = b'{"prompt":[' + b"7," * 16_000_000 + b"7]}"
+    before = time.process_time()
+    with pytest.raises(TooLarge):
+        parse("completions", ids)
+    assert time.process_time() - before < 0.3
+    assert (
+        len(parse("completions", json.dumps({"prompt": [7] * (MAX_VALUES - 9)}).encode()).prompts[0]) == MAX_VALUES - 9
+    )
+    assert parse("completions", json.dumps({"prompt": "word " * 6_000_000}).encode()).size_bytes > 30_000_000
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "expected"),
+    [
+        ("completions", {"prompt": [7] * 1_000}, False),
+        ("completions", {"prompt": [[7], [7] * 1_001]}, True),
+        ("completions", {"prompt": ["x" * 16_000] * 20}, False),
+        ("completions", {"prompt": ["a", "x" * 16_001]}, True),
+        ("chat", {"messages": [USER | {"content": "x" * 15_000}]}, False),
+        ("chat", {"messages": [USER | {"content": "x" * 9_000}] * 2}, True),
+        (
+            "chat",
+            {"messages": [USER | {"content": [{"type": "image_url", "image_url": {"url": "A" * 99_000}}]}]},
+            False,
+        ),
+        ("chat", {"messages": [USER], "tools": [{"function": {"name": "x" * 20_000}}]}, True),
+        ("chat", {"messages": [USER], "user": "x" * 20_000}, False),
+    ],
+)
+def test_what_no_engine_of_1000_tokens_takes(endpoint: Endpoint, body: Any, expected: bool) -> None:
+    """Told without looking at all of it, and not by what images weigh."""
+    assert too_long(parse(endpoint, json.dumps(body).encode()), 1_000) == expected

@@ -14,10 +14,11 @@ from tests.conftest import poll
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import Fleet, connect
 from warmfleet.metrics import Metrics
-from warmfleet.pool import Pool, Pools, view_of
+from warmfleet.pool import Pool, Pools
 from warmfleet.route import Call, Router
 from warmfleet.settings import Settings
 from warmfleet.upstream import Addresses, Upstream
+from warmfleet.view import view_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

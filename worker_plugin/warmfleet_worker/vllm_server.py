@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import sys
@@ -49,9 +50,35 @@ def artifacts(tokenizer: Any, state: Any, model_config: Any) -> dict[str, bytes]
     return found
 
 
+def renders(state: Any) -> dict[str, bool]:
+    """How chats become prompts here. jinja: by the template (a tokenizer may bring one that the engine never uses);
+    render, tokenize: routes that tell the token ids of a chat. /tokenize knows nothing of harmony."""
+    renderer = state.online_renderer
+    harmony = bool(getattr(renderer, "use_harmony", False))
+    jinja = type(renderer.renderer).__name__ == "HfRenderer" and not harmony
+    # The flag came with 0.30; before, the routes were always there.
+    return {"jinja": jinja, "render": bool(getattr(state.args, "enable_scale_out", True)), "tokenize": not harmony}
+
+
+def placeholders(model_config: Any) -> dict[str, str | None]:
+    """What stands for an image, a video, a sound in a prompt's text; None: the model puts its tokens elsewhere."""
+    found: dict[str, str | None] = {}
+    if model_config.is_multimodal_model:
+        from vllm.model_executor.model_loader import get_model_cls
+
+        model = get_model_cls(model_config)
+        for modality in ("image", "video", "audio"):
+            with contextlib.suppress(ValueError, NotImplementedError):  # not a modality of this model
+                found[modality] = model.get_placeholder_str(modality, 1)
+    return found
+
+
 def chat_template(tokenizer: Any, state: Any, model_config: Any, tools: list[Any] | None) -> str | None:
+    """None if chats do not go by a jinja template here."""
     from vllm.renderers.hf import resolve_chat_template
 
+    if not renders(state)["jinja"]:
+        return None
     given = state.online_renderer.chat_template
     template = resolve_chat_template(tokenizer, given, tools, model_config=model_config)
     return template if isinstance(template, str) else None
@@ -68,8 +95,10 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
         "max_model_len": model_config.max_model_len,
         "content_format": resolve_chat_template_content_format(
             renderer.chat_template, None, args.chat_template_content_format, tokenizer, model_config=model_config
-        ),
-        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        )
+        if renders(state)["jinja"]
+        else "string",
+        "special_tokens": {name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()},
         # vLLM's defaults: completions add them, chats leave that to the template.
         "add_special_tokens": {"completions": True, "chat": False},
         "special_prefix_ids": list(tokenizer("").input_ids),
@@ -83,6 +112,8 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
         "prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
         "kv_connector": vllm_config.kv_transfer_config is not None,
         "multimodal": bool(model_config.is_multimodal_model),
+        "placeholders": placeholders(model_config),
+        "renders": renders(state),
         "api_key": bool(args.api_key),
         "token_handoff": token_handoff(state, model_config),
     }

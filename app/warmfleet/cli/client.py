@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -16,7 +17,7 @@ TIMEOUT_SECONDS = 10.0
 
 def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
     """The JSON answer of a replica. Raises StackError in words for whoever typed the command."""
-    headers = {"content-type": "application/json"} if body is not None else {}
+    headers = admin_headers() | ({b"content-type": b"application/json"} if body is not None else {})
     try:
         answer = httpx.request(method, url.rstrip("/") + path, content=body, headers=headers, timeout=TIMEOUT_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -31,6 +32,12 @@ def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
         message = value.get("error", {}).get("message", value) if isinstance(value, dict) else value
         raise StackError(f"{url}{path} answered {answer.status_code}: {message}")
     return value
+
+
+def admin_headers() -> dict[bytes, bytes]:
+    """What a replica wants of its operator: ``WARMFLEET_ADMIN_KEY`` of this command's own environment, if it is set."""
+    key = os.environ.get("WARMFLEET_ADMIN_KEY", "")
+    return {b"authorization": f"Bearer {key}".encode()} if key else {}
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from warmfleet.cli.client import admin_headers
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -49,7 +51,7 @@ class AnswerWatch:
         )
         for replica in self._stack.replicas:
             try:
-                text = httpx.get(f"{replica.url}/metrics", timeout=2).raise_for_status().text
+                text = httpx.get(f"{replica.url}/metrics", headers=admin_headers(), timeout=2).raise_for_status().text
             except httpx.HTTPError:
                 continue
             for family in text_string_to_metric_families(text):

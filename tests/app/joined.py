@@ -1,0 +1,67 @@
+"""A simulated engine with a real tokenizer that has joined a fleet by itself, as one with the plugin does."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from tests.conftest import poll
+from tests.loadtest.engines import config, identity, running
+
+from warmfleet_loadtest.api import Served
+from warmfleet_loadtest.engine import Engine
+from warmfleet_loadtest.halves import Membership
+from warmfleet_loadtest.identity import Identity
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from tests.app.replica import Replica
+
+
+class Announcing(Identity):
+    """The demo's identity, with other facts."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        known = identity()
+        self.__dict__.update(known.__dict__)
+        self._facts = facts
+
+    def facts(self, max_model_len: int, *, api_key: bool = False) -> dict[str, Any]:
+        return super().facts(max_model_len, api_key=api_key) | dict(self._facts)
+
+
+async def proven(router: Replica) -> None:
+    """Return when the replica knows one worker to be right, and its tokenizer if it brought one."""
+
+    async def known() -> bool:
+        model = json.loads((await router.get("/workers"))[1])["models"][0]
+        return [worker["proof"] for worker in model["workers"]] == ["proven"] and await router.metric(
+            'warmfleet_workers{state="proven"}'
+        ) == 1
+
+    await poll(known, 20, "the worker is proven")
+    await poll(lambda: _ready(router), 20, "the replica is ready")
+
+
+async def _ready(router: Replica) -> bool:
+    return (await router.get("/readyz"))[0] == 200
+
+
+@asynccontextmanager
+async def joined(
+    redis_url: str,
+    model: str,
+    server_id: str = "s1",
+    *,
+    facts: Mapping[str, Any] | None = None,
+    leave_out: tuple[str, ...] = (),
+    blocks: int = 512,
+) -> AsyncIterator[Engine]:
+    """facts: announced beside or instead of the usual ones. leave_out: artifacts that it does not bring."""
+    engine = Engine(config(blocks=blocks), Announcing(facts or {}), Served((model,)))
+    brought = {name: content for name, content in identity().artifacts().items() if name not in leave_out}
+    async with running(ready=engine) as up:
+        engine.join(Membership(redis_url, model, (model,), server_id, up.url), brought)
+        yield engine

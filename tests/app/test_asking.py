@@ -1,0 +1,135 @@
+"""What only an engine can tell is asked of one, where it pays, briefly; else, and on any failure, load decides."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+from tests.app.joined import joined
+from tests.app.replica import Replica, replica
+from tests.conftest import poll
+
+from warmfleet import asking
+from warmfleet_loadtest.api import Api
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import pytest
+
+    from warmfleet_loadtest.engine import Engine
+
+LONG = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 80}]
+CHAT = "/v1/chat/completions"
+BOTH = {"jinja": False, "render": True, "tokenize": True}
+
+
+@asynccontextmanager
+async def two(
+    redis_url: str, model: str, renders: dict[str, bool], *, bare: bool = False, **settings: Any
+) -> AsyncIterator[tuple[Replica, list[Engine]]]:
+    """A replica and two engines that bring no template, and if ``bare`` no tokenizer either."""
+    left = ("chat_template.jinja", "tokenizer.json") if bare else ("chat_template.jinja",)
+    facts = {"renders": renders}
+    async with (
+        joined(redis_url, model, "s1", facts=facts, leave_out=left) as one,
+        joined(redis_url, model, "s2", facts=facts, leave_out=left) as other,
+        replica(redis_url, model, **({"ask_timeout_s": 5.0} | settings)) as router,
+    ):
+
+        async def proven() -> bool:
+            return await router.metric('warmfleet_workers{state="proven"}') == 2
+
+        await poll(proven, 20, "both are proven")
+        if not bare:
+            await poll(lambda: _known(router), 20, "the tokenizer is there")
+        yield router, [one, other]
+
+
+async def _known(router: Replica) -> bool:
+    return bool(json.loads((await router.get("/workers"))[1])["models"][0]["identity"] == "exact")
+
+
+async def asked(router: Replica, result: str) -> float:
+    return await router.metric(f'warmfleet_asked_engines_total{{result="{result}"}}')
+
+
+async def same_place(router: Replica, body: dict[str, Any], path: str) -> None:
+    """The second time it goes where it was, and the engine had as much of it as was foreseen."""
+    status, first, _ = await router.post(body, path)
+    assert (status, first["x-warmfleet-matched-tokens"]) == (200, "0")
+    status, again, answer = await router.post(body, path)
+    usage = json.loads(answer)["usage"]
+    assert (status, again["x-warmfleet-worker"]) == (200, first["x-warmfleet-worker"])
+    assert int(again["x-warmfleet-prompt-tokens"]) == usage["prompt_tokens"]
+    assert int(again["x-warmfleet-matched-tokens"]) == usage["prompt_tokens_details"]["cached_tokens"] > 512
+
+
+async def test_a_chat_without_a_template_here(valkey_url: str, model: str) -> None:
+    async with two(valkey_url, model, BOTH) as (router, _):
+        await same_place(router, {"model": model, "messages": LONG, "max_tokens": 1}, CHAT)
+        assert await asked(router, "answered") == await router.metric('warmfleet_identity_total{kind="engine"}') == 2
+        # A short prompt is not worth the question.
+        await router.post({"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}, CHAT)
+        assert await asked(router, "answered") == 2
+        assert await router.metric('warmfleet_load_only_total{reason="no_template"}') == 1
+
+
+async def test_tokenize_is_asked_only_what_it_sees(valkey_url: str, model: str) -> None:
+    async with two(valkey_url, model, {"render": False, "tokenize": True}, bare=True) as (router, _):
+        chat = {"model": model, "messages": LONG, "max_tokens": 1}
+        await same_place(router, chat, CHAT)
+        for more in {"documents": [{"text": "a"}]}, {"tool_choice": "none"}, {"reasoning_effort": "low"}:
+            assert (await router.post(chat | more, CHAT))[0] == 200
+        assert await asked(router, "answered") == 2
+        assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') == 3
+
+
+async def test_a_model_without_a_tokenizer_here(valkey_url: str, model: str) -> None:
+    async with two(valkey_url, model, BOTH, bare=True) as (router, _):
+        await same_place(router, {"model": model, "messages": LONG, "max_tokens": 1}, CHAT)
+        await same_place(router, {"model": model, "prompt": LONG[0]["content"], "max_tokens": 1}, "/v1/completions")
+        assert await asked(router, "answered") == 4
+        await same_place(router, {"model": model, "prompt": list(range(900)), "max_tokens": 1}, "/v1/completions")
+        assert await asked(router, "answered") == 4  # ids need nobody
+
+
+async def test_who_may_not_is_not_asked(valkey_url: str, model: str) -> None:
+    async with two(valkey_url, model, BOTH, bare=True, ask_engines=False) as (router, _):
+        status, _, _ = await router.post({"model": model, "messages": LONG, "max_tokens": 1}, CHAT)
+        assert status == 200
+        assert await router.metric("warmfleet_asked_engines_total") == 0
+        assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') == 1
+
+
+async def test_whatever_goes_wrong_load_decides(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {
+        "slow": (200, '{"token_ids": [1, 2, 3]}'),
+        "forbidden": (403, "{}"),
+        "not json": (200, "<html>"),
+        "wrong": (400, "{}"),
+    }
+    answers |= {"no ids": (200, '{"token_ids": [1, "a"]}'), "not an object": (200, "[]")}
+    wrong = "slow"
+
+    async def render(_self: Api, _http: web.Request) -> web.Response:
+        await asyncio.sleep(2 if wrong == "slow" else 0)
+        status, text = answers[wrong]
+        return web.Response(status=status, text=text)
+
+    monkeypatch.setattr(Api, "render", render)
+    monkeypatch.setattr(asking, "REST_S", 0.0)
+    body = {"model": model, "messages": LONG, "max_tokens": 1}
+    async with two(valkey_url, model, BOTH, bare=True, ask_timeout_s=0.2) as (router, _):
+        for count, wrong in enumerate(answers, 1):
+            status, headers, _ = await router.post(body, CHAT)
+            assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0"), wrong
+            assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') == count
+        assert (await asked(router, "refused"), await asked(router, "failed")) == (1, 5)
+        monkeypatch.setattr(asking, "REST_S", 60.0)
+        for _ in range(4):
+            assert (await router.post(body, CHAT))[0] == 200
+        assert await asked(router, "failed") == 7, "each is asked once more, then left alone"

@@ -1,0 +1,161 @@
+"""Prompts, their token ids and salts: no log at any level, no metric, no key of the store, no error tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import redis.asyncio as aioredis
+from tests.app.engine import Seen, engine, reset
+from tests.app.joined import joined, proven
+from tests.app.replica import replica
+from tests.conftest import poll
+from tests.loadtest.engines import identity
+
+from warmfleet.__main__ import main
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pytest
+    from tests.app.engine import Engine
+    from tests.app.replica import Replica
+
+CANARY = "Zq canary 7 Wv"
+SALT = "salt-canary-Xk"
+TEXT = f"{CANARY} sings. " * 40
+IDS = identity().completion_ids(TEXT)
+#: Ids as any program would print them; four in a row are nobody's chance.
+SECRETS = [CANARY, SALT, str(IDS[:4])[1:-1], ",".join(map(str, IDS[:4]))]
+
+COMPLETIONS: list[dict[str, Any]] = [
+    {"prompt": TEXT},
+    {"prompt": [TEXT, TEXT + "!"], "n": 2},
+    {"prompt": IDS, "stream": True},
+    {"prompt": TEXT, "prompt_logprobs": 1},
+    {"prompt": TEXT, "max_tokens": "1" + CANARY},
+    {"prompt": [*IDS, TEXT]},
+    {"prompt": {"text": TEXT}},
+    {"prompt": TEXT, "chat_template": TEXT},
+    {"prompt": TEXT, "cache_salt": [SALT]},
+    {"prompt": TEXT * 1_000},
+]
+CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": TEXT}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}, {"type": CANARY, "x": TEXT}]}]},
+    {"messages": [{"role": CANARY, "content": TEXT}], "tools": [{"type": "function", "function": {"name": CANARY}}]},
+    {"messages": [{"role": "assistant", "content": TEXT, "tool_calls": [{"function": CANARY}]}]},
+    {"messages": [{"role": "user", "content": {"text": TEXT}}]},
+    {"messages": [{"content": TEXT}]},
+    {"messages": TEXT},
+    {"messages": [{"role": "user", "content": TEXT + "\ud800"}], "reasoning_effort": CANARY},
+    {"messages": [{"role": "user", "content": TEXT}], "chat_template_kwargs": {"a": {"b": CANARY}}, "tools": [CANARY]},
+]
+
+
+@contextmanager
+def everything_logged() -> Iterator[list[str]]:
+    """All records of all loggers, at every level, with their tracebacks."""
+    lines: list[str] = []
+    form = logging.Formatter("%(name)s %(message)s")
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(form.format(record) + repr(record.args))
+
+    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+    before = [logger.level for logger in loggers]
+    handler = Keep(logging.DEBUG)
+    logging.getLogger().addHandler(handler)
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.DEBUG)
+        yield lines
+    finally:
+        logging.getLogger().removeHandler(handler)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+async def stored(redis_url: str) -> list[str]:
+    """Every key of the store with its value, as text."""
+    store = aioredis.Redis.from_url(redis_url)
+    read: dict[Any, Any] = {
+        b"string": store.get,
+        b"hash": store.hgetall,
+        b"set": store.smembers,
+        b"zset": lambda key: store.zrange(key, 0, -1, withscores=True),
+        b"list": lambda key: store.lrange(key, 0, -1),
+        b"stream": store.xrange,
+    }
+    try:
+        return [f"{key!r} {await read[await store.type(key)](key)!r}" async for key in store.scan_iter()]
+    finally:
+        await store.aclose()
+
+
+def clean(where: str, text: str) -> None:
+    assert [secret for secret in SECRETS if secret in text] == [], f"{where}: {text[:2000]}"
+
+
+async def ask_everything(router: Replica, model: str) -> set[int]:
+    """Every request of the lists, and broken JSON; returns the statuses. Errors of the router's own are clean."""
+    statuses = set()
+    for path, bodies in ("/v1/completions", COMPLETIONS), ("/v1/chat/completions", CHATS):
+        sent = [json.dumps({"cache_salt": SALT, "max_tokens": 1, "model": model} | body).encode() for body in bodies]
+        broken = [sent[0][:-9], sent[0] + b"}", b'"' + TEXT.encode() + b'"', sent[0].replace(b"Zq", b"Zq\xff")]
+        for body in sent + broken:
+            status, headers, answer = await router.post(body, path, authorization=f"Bearer {SALT}")
+            statuses.add(status)
+            clean("headers", str(headers))
+            if status >= 400 and "x-warmfleet-worker" not in headers:
+                clean("error", answer.decode())
+            _, _, answer = await router.post(body, "/explain")
+            clean("explain", answer.decode())
+    return statuses
+
+
+async def test_nothing_tells_a_prompt(valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with everything_logged() as lines:
+        async with joined(valkey_url, model, blocks=8_192), replica(valkey_url, model) as router:
+            await proven(router)
+            assert {200, 400} <= await ask_everything(router, model)
+            code = await asyncio.to_thread(main, ["explain", "--url", router.url, "--model", model, "--prompt", TEXT])
+            assert code == 0
+            assert await asyncio.to_thread(main, ["workers", "--url", router.url]) == 0
+            for path in ("/metrics", "/workers", "/v1/models", "/readyz", "/nothing"):
+                clean(path, (await router.get(path))[1].decode())
+            await router.unloaded()
+            for entry in await stored(valkey_url):
+                clean("store", entry)
+    printed = capsys.readouterr()
+    clean("command", printed.out + printed.err)
+    assert len(lines) > 20  # debug levels included
+    clean("log", "\n".join(lines))
+
+
+async def test_not_even_when_engines_die(valkey_url: str, model: str) -> None:
+    async def dies(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        reset(writer)
+
+    with everything_logged() as lines:
+        async with engine(model, dies) as one, engine(model, dies) as two:  # noqa: SIM117  the replica needs both
+            async with replica(valkey_url, model, one.url, two.url) as router:
+                body = {"model": model, "prompt": TEXT, "cache_salt": SALT}
+                status, headers, answer = await router.post(body)
+                assert status == 502
+                clean("error", answer.decode() + str(headers))
+                await one.die()
+                await two.die()
+                await poll(lambda: _nobody(router, body), 10, "nobody is left")
+    assert any("does not answer" in line for line in lines)
+    clean("log", "\n".join(lines))
+
+
+async def _nobody(router: Replica, body: dict[str, Any]) -> bool:
+    status, _, answer = await router.post(body)
+    clean("error", answer.decode())
+    return status in (502, 503)
