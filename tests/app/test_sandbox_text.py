@@ -61,7 +61,7 @@ async def test_the_text_is_what_this_process_would_make(
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3", "llama2"])
 async def test_random_requests_are_rendered_alike(started: Callable[..., Sandboxed], kind: str) -> None:
-    source = resources.files("warmfleet_loadtest").joinpath(f"data/kinds/{kind}.jinja").read_text()
+    source = resources.files("warmfleet_loadtest").joinpath(f"data/kind_{kind}.jinja").read_text()
     here, box, texts = ChatTemplate(source, trusted=True), started(source), 0
     assert await box.ready() == here.content_format
     for ask in asks(seed=7, count=80):
