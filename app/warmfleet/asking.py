@@ -52,6 +52,9 @@ class Asker:
         """``shape``, or what an engine makes of the request if only that can tell. Counts how it is known now."""
         shape = await self._better(pool, request, call, shape)
         self._metrics.identity.labels(shape.kind).inc()
+        known = sum([one.known_tokens for one in shape.ids])
+        self._metrics.identified_tokens.labels("known").inc(known)
+        self._metrics.identified_tokens.labels("new").inc(sum([one.tokens for one in shape.ids]) - known)
         if shape.kind == "load":
             self._metrics.load_only.labels(shape.reason).inc()
             if (pool.tag, shape.reason) not in self._told:

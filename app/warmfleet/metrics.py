@@ -26,6 +26,9 @@ class Metrics:
         self.identity = self._counter(
             "identity", "How prompts were identified: exact, engine, text, prefix, load", "kind"
         )
+        self.identified_tokens = self._counter(
+            "identified_tokens", "Tokens of exact prompts: known from earlier prompts, or made anew", "source"
+        )
         self.load_only = self._counter("load_only", "Requests routed by load alone, by reason", "reason")
         self.asked = self._counter("asked_engines", "Engines asked for token ids, by result", "result")
         self.template_limits = self._counter(

@@ -122,6 +122,9 @@ async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str
         await poll(matched, 10, "the engine's own report is matched")
         _, headers, _ = await router.post({"model": "adapter", "prompt": ids})
         assert headers["x-warmfleet-matched-tokens"] == "0"  # an adapter's blocks are others
+        for _ in range(2):
+            assert (await router.post({"model": model, "prompt": "the cat sat on a mat. " * 200}))[0] == 200
+        assert await router.metric('warmfleet_identified_tokens_total{source="known"}') > 500
         messages = [{"role": "user", "content": "hello"}]
         _, headers, _ = await router.post({"model": model, "messages": messages}, "/v1/chat/completions")
         assert 2 < int(headers["x-warmfleet-prompt-tokens"]) < 12

@@ -85,9 +85,9 @@ def cpu_s(box: Sandboxed) -> float:
 
 async def measure(repeats: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    folder = resources.files("warmfleet_loadtest").joinpath("data/kinds")
+    folder = resources.files("warmfleet_loadtest").joinpath("data")
     for kind in KINDS:
-        source = folder.joinpath(f"{kind}.jinja").read_text()
+        source = folder.joinpath(f"kind_{kind}.jinja").read_text()
         plain, sandbox = ChatTemplate(source, trusted=True), ChatTemplate(source)
         box = Sandboxed(source, "auto", kind, Metrics())
         begun = time.perf_counter()
