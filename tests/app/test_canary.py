@@ -80,8 +80,13 @@ def everything_logged() -> Iterator[list[str]]:
             logger.setLevel(level)
 
 
-async def stored(redis_url: str) -> list[str]:
-    """Every key of the store with its value, as text."""
+async def keys(redis_url: str) -> set[bytes]:
+    async with aioredis.Redis.from_url(redis_url) as store:
+        return {key async for key in store.scan_iter(count=1_000)}
+
+
+async def stored(redis_url: str, but: set[bytes]) -> list[str]:
+    """Every key of the store with its value, as text; but: keys of other tests."""
     store = aioredis.Redis.from_url(redis_url)
     read: dict[Any, Any] = {
         b"string": store.get,
@@ -92,7 +97,7 @@ async def stored(redis_url: str) -> list[str]:
         b"stream": store.xrange,
     }
     try:
-        return [f"{key!r} {await read[await store.type(key)](key)!r}" async for key in store.scan_iter()]
+        return [f"{key!r} {await read[await store.type(key)](key)!r}" for key in await keys(redis_url) - but]
     finally:
         await store.aclose()
 
@@ -119,6 +124,7 @@ async def ask_everything(router: Replica, model: str) -> set[int]:
 
 
 async def test_nothing_tells_a_prompt(valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    others = await keys(valkey_url)
     with everything_logged() as lines:
         async with joined(valkey_url, model, blocks=8_192), replica(valkey_url, model) as router:
             await proven(router)
@@ -129,7 +135,9 @@ async def test_nothing_tells_a_prompt(valkey_url: str, model: str, capsys: pytes
             for path in ("/metrics", "/workers", "/v1/models", "/readyz", "/nothing"):
                 clean(path, (await router.get(path))[1].decode())
             await router.unloaded()
-            for entry in await stored(valkey_url):
+            entries = await stored(valkey_url, but=others)
+            assert len(entries) > 50
+            for entry in entries:
                 clean("store", entry)
     printed = capsys.readouterr()
     clean("command", printed.out + printed.err)
