@@ -1,0 +1,244 @@
+"""A worker's own damage stays its own: anything at all in what it sends, and nobody notices but whoever looks at it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.app.damage import Damage
+from tests.app.test_probe import SMALL, TEMPLATE
+from tests.lua.stream import SCHEME
+from tests.lua.world import World
+
+from warmfleet import prompt, status
+from warmfleet.approval import Templates
+from warmfleet.fallback import Fallback
+from warmfleet.fleet import Fleet
+from warmfleet.fleet.upkeep import Pace
+from warmfleet.identity import Identities
+from warmfleet.maintenance import Reader
+from warmfleet.metrics import Metrics
+from warmfleet.pool import Pool, Pools
+from warmfleet.probe import Prober
+from warmfleet.settings import Settings
+from warmfleet.trie import Trie
+from warmfleet.truth import TruthWatch
+from warmfleet.upstream import Addresses, Upstream
+from warmfleet_worker import artifacts, wire
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import redis.asyncio as aioredis
+
+EVIL = 24  # damaged workers at a time, beside two healthy ones
+FACTS: dict[str, Any] = {
+    "max_model_len": 4096, "content_format": "string", "special_tokens": {"bos_token": "<s>"},
+    "add_special_tokens": {"completions": True, "chat": False}, "special_prefix_ids": [1],
+    "default_chat_template_kwargs": {"x": 1}, "same_template_with_tools": True,
+    "exclude_tools_when_tool_choice_none": False, "tool_parser": None, "prompt_tokens_details": True,
+    "kv_connector": False, "multimodal": True, "placeholders": {"image": "<i>"},
+    "renders": {"jinja": True, "render": True, "tokenize": True}, "token_handoff": ["completions", "chat"],
+    "loras": {"adapter": "/path"},
+}  # fmt: skip
+FILES = {"tokenizer.json": artifacts.split(SMALL), "chat_template.jinja": artifacts.split(TEMPLATE.encode())}
+MANIFEST = {name: entry for name, (entry, _) in FILES.items()}
+CHAT = {"role": "user", "content": "Hello there. " * 9}
+IMAGE = {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}]}
+
+
+@pytest.fixture
+def redis_url(valkey_url: str) -> str:
+    return valkey_url
+
+
+class Replica:
+    """What a replica does in the background with one model, one round at a time, without the waiting between."""
+
+    def __init__(self, fleet: Fleet, executor: ThreadPoolExecutor) -> None:
+        self.fleet, self.metrics = fleet, Metrics()
+        fleet.pace = Pace(min_gap_ms=0, share_permille=1000, max_streams=256)
+        self.pool = Pool(fleet.keys.tag, fleet, Fallback(1.0))
+        self.pools = Pools([self.pool])
+        self.identities = Identities(executor, Trie(2**20), Templates(self.metrics, trust_all=True))
+        self.reader = Reader(self.pools, self.identities, Settings(), self.metrics)
+        self.prober = Prober(self.pools, Upstream(Addresses((), ()), 1.0), Settings(), self.metrics)
+
+    async def applied(self) -> None:
+        empty = 0
+        while empty < 3:  # the first may be too soon after the last, and new names are only found
+            tick = await self.fleet.tick()
+            empty = 0 if tick.backlog + tick.snapshots else empty + tick.ran
+            for stream in tick.backlog + tick.snapshots:
+                kind, _, name = stream.partition(":")
+                await (self.fleet.apply(name) if kind == "events" else self.fleet.apply_server(name))
+
+    async def look(self) -> dict[str, Any]:
+        """Everything that reads the fleet; what ``/workers`` says, as its JSON."""
+        await self.reader.refresh()
+        await TruthWatch(self.pools, self.metrics).look()
+        view = self.pool.view
+        for worker in view.workers:  # whoever is due: as a round of probes finds out, without sending any
+            self.prober._first["x"] = 0.0
+            self.prober._due("x", view, worker)
+        status.models(self.pools)
+        shown = json.dumps(await status.workers(self.pool), ensure_ascii=False, allow_nan=False).encode()
+        return cast("dict[str, Any]", json.loads(shown))
+
+    async def loaded(self) -> None:
+        """Every identity that is being loaded is, or was refused; a task that raises is what no one would see."""
+        while self.reader._loads:
+            await asyncio.gather(*self.reader._loads.values())
+
+    async def asked(self) -> set[str]:
+        """How a text, a chat and one with an image are identified: never an error."""
+        kinds = set()
+        for endpoint, more in (
+            ("completions", {"prompt": "Hello there"}),
+            ("chat", {"messages": [CHAT]}),
+            ("chat", {"messages": [CHAT, IMAGE]}),
+        ):
+            request = prompt.from_dict(cast("Any", endpoint), {"model": "m", **more})
+            shape = await self.pool.shape(request, 4_096, 100)
+            kinds.add(shape.kind)
+        return kinds
+
+
+@asynccontextmanager
+async def one_replica(fleet: Fleet) -> AsyncIterator[Replica]:
+    with ThreadPoolExecutor(2) as executor:
+        made = Replica(fleet, executor)
+        try:
+            yield made
+        finally:
+            await made.reader.close()
+            await made.identities.templates.close()
+
+
+class Evil:
+    """One worker and its server. ``straight``: its record is there as if an older script had let it through."""
+
+    def __init__(self, store: aioredis.Redis, fleet: Fleet, name: str, damage: Damage) -> None:
+        self.store, self.keys, self.name, self.damage = store, fleet.keys, name, damage
+        self.worker = f"{name}.0"
+
+    def server(self) -> dict[str, Any]:
+        """Some claim what the healthy have, and bring nothing; the others agree with nobody."""
+        own = {name: entry | {"sha256": sha256(self.name.encode()).hexdigest()} for name, entry in MANIFEST.items()}
+        told = {"schema": 1, "server_id": self.name, "url": "http://10.0.0.9:1", "models": ["m", "other"]}
+        told |= {"artifacts": MANIFEST if self.damage.rng.random() < 0.3 else own, "facts": FACTS, "version": "1"}
+        return told
+
+    def core(self) -> dict[str, Any]:
+        told = {"schema": 1, "worker_id": self.worker, "server_id": self.name, "rank": 0, "scheme": SCHEME.as_dict()}
+        told |= {"scheme_id": SCHEME.scheme_id, "capacity_blocks": 100, "max_model_len": 4096, "version": "1"}
+        return told | {"closed": True}
+
+    async def send(self, nonce: str) -> None:
+        """Everything that it writes, most of it damaged."""
+        bent, rng, keys = self.damage.bent, self.damage.rng, self.keys
+        join, core = json.dumps(self.server()), json.dumps(self.core())
+        if rng.random() < 0.8:
+            join = bent(self.server())
+        else:
+            core = bent(self.core())
+        if rng.random() < 0.2:
+            join = join.replace(':"1"', ':"1" ', 1)
+        beats = [bent([1, 1, 5, 0, 0, 900, 0]), bent([1, 1, 5, 0, 0, 900, 0, 0, 0, 0]), "[0,0,0,0,0,0,0,0,0,0]"]
+        pipe = self.store.pipeline(transaction=False)
+        pipe.delete(keys.server(self.name), keys.events(self.worker))
+        pipe.xadd(keys.server(self.name), cast("Any", wire.entry(nonce, 1, "join", join.encode("utf-8", "replace"))))
+        batches = [("join", core), *[("heartbeat", beat) for beat in beats], ("progress", bent([["wf-x", 16, 32]]))]
+        batches += [("begin", bent({"snapshot": "5ea50001", "command": None})), ("end", bent({"snapshot": "5ea50001"}))]
+        for number, (operation, data) in enumerate(batches, 1):
+            fields = cast("Any", wire.entry(nonce, number, operation, data.encode("utf-8", "replace")))
+            pipe.xadd(keys.events(self.worker), fields)
+        for name in (f"server:{self.name}", f"events:{self.worker}"):
+            pipe.xadd(keys.hello, {"s": name})
+        await pipe.execute()
+
+    async def forge(self, nonce: str) -> None:
+        """Its record, or its server's, with damage that the scripts do not let through, or no longer."""
+        server = self.damage.bent(self.server() | {"nonce": nonce})
+        record = {**self.core(), "nonce": nonce, "slot": 7, "proof": "proven", "cause": "", "reason": "", "probed": 1}
+        record |= {"truth": {"cause": "gap", "found": 1, "healed": 1, "checked": 1, "resyncs": {"gap": 1}}, "tries": 1}
+        record |= {"url": "http://x", "models": ["m"], "suspect": "blocks", "strikes": 1, "shadow": 9}
+        text = self.damage.bent(record)
+        key, field, value = (
+            (self.keys.servers, self.name, server)
+            if self.damage.rng.random() < 0.5
+            else (self.keys.workers, self.worker, text)
+        )
+        if await cast("Any", self.store.hexists(key, field)):
+            await cast("Any", self.store.hset(key, field, value.encode("utf-8", "replace")))
+
+    async def restore(self) -> None:
+        """Nothing forged is left: scripts trust what they wrote."""
+        await cast("Any", self.store.hdel(self.keys.servers, self.name))
+        await cast("Any", self.store.hdel(self.keys.workers, self.worker))
+
+
+async def healthy(world: World) -> None:
+    """Two workers that are right, with what the others are compared to."""
+    for digest, piece in [one for _, chunks in FILES.values() for one in chunks.items()]:
+        for server in ("w1", "w2"):
+            await world.store.set(world.keys.artifact(server, digest), piece)
+    await world.workers(2, scheme=SCHEME.scheme_id)
+    for number in (1, 2):
+        told = {"nonce": "s1", "url": f"http://10.0.0.{number}:8000", "models": ["m"], "version": "1"}
+        told |= {"artifacts": MANIFEST, "facts": FACTS}
+        await cast("Any", world.store.hset(world.keys.servers, f"w{number}", wire.dumps(told)))
+        await world.store.zadd(world.keys.alive_servers, {f"w{number}": 2**41})
+        await world.store.zadd(world.keys.alive, {f"w{number}.0": 2**41})
+        record = {"nonce": "n1", "server_id": f"w{number}", "rank": 0, "slot": number, "scheme": SCHEME.as_dict()}
+        await cast("Any", world.store.hset(world.keys.workers, f"w{number}.0", wire.dumps(record)))
+        await world.fleet.prove(f"w{number}.0", "n1", "proven", "")
+
+
+async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) -> None:
+    world, damage = World(store, fleet), Damage(seed)
+    await healthy(world)
+    evil = [Evil(store, fleet, f"evil{number}", damage) for number in range(EVIL)]
+    async with one_replica(fleet) as replica:
+        await replica.look()
+        await replica.loaded()
+        seen = unreadable = 0
+        for number in range(rounds):
+            for one in evil:
+                await one.send(f"n{number}")
+            await replica.applied()
+            for one in evil:
+                if damage.rng.random() < 0.7:  # as if it had answered a probe
+                    await fleet.prove(one.worker, f"n{number}", "proven", "")
+                if damage.rng.random() < 0.4:
+                    await one.forge(f"n{number}")
+            shown = await replica.look()
+            await replica.loaded()
+            seen, unreadable = seen + len(shown["workers"]) - 2, unreadable + fleet.records.unreadable
+            routable = {worker["worker_id"]: worker["url"] for worker in shown["workers"] if worker["routable"]}
+            assert {"w1.0", "w2.0"} <= routable.keys(), f"seed {seed}, round {number}"
+            assert all(url for url in routable.values())
+            assert {"w1.0", "w2.0"} <= replica.pool.view.handoff.keys()
+            assert await replica.asked() == {"exact", "prefix"}
+            for one in evil:
+                await one.restore()
+        counts = await fleet.counts()
+        assert counts["malformed"] > rounds * EVIL, "most of it was refused"
+        assert seen > rounds * EVIL / 4, "some of it was not"
+        assert unreadable > rounds, "and some only here"
+
+
+async def test_damaged_joins_harm_nobody_else(store: aioredis.Redis, fleet: Fleet) -> None:
+    await _besiege(store, fleet, 1, 12)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(2, 22))
+async def test_many_more_damaged_joins_harm_nobody_else(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
+    await _besiege(store, fleet, seed, 250)
