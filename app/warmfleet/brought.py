@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
 
+#: What an identity is built of; whatever else a worker may bring is not read.
+FILES = ("tokenizer.json", "chat_template.jinja")
 #: Of a server's facts, those that decide token ids. The others (limits, parsers, keys) may differ within a fleet.
 TOKEN_FACTS = (
     "add_special_tokens",
@@ -51,6 +53,11 @@ def in_words(workers: Sequence[WorkerView]) -> str:
     artifacts = (workers[0].server or {})["artifacts"]
     files = (f"{name} {str(entry.get('sha256'))[:12]}" for name, entry in sorted(artifacts.items()))
     return f"{key(workers[0])[:12]} ({', '.join(files)})"
+
+
+def max_model_len(worker: WorkerView) -> int:
+    """What its server announced; 0: nothing. It may differ among those that agree: each engine refuses for itself."""
+    return int(_facts(worker).get("max_model_len") or 0)
 
 
 def _parts(worker: WorkerView) -> dict[str, Any]:

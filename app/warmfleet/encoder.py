@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from warmfleet.chat import NotReproducible
 from warmfleet.cuts import Cuts, Facts
 
 if TYPE_CHECKING:
@@ -40,11 +41,17 @@ class Encoder:
     @classmethod
     def load(cls, tokenizer_json: bytes) -> Encoder:
         """Raises ValueError if no engine reads it. Takes 0.5 to 3 s: call it in an executor."""
-        text = tokenizer_json.decode()
         try:
-            slow = Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing more special
+            return cls._load(tokenizer_json)
+        except ValueError:
+            raise
+        except Exception as error:  # the library raises nothing more special, some of it at the first text only
             raise ValueError(f"not a tokenizer: {error}") from error
+
+    @classmethod
+    def _load(cls, tokenizer_json: bytes) -> Encoder:
+        text = tokenizer_json.decode()
+        slow = Tokenizer.from_str(text)
         slow.no_truncation()
         slow.no_padding()
 
@@ -56,7 +63,7 @@ class Encoder:
         fast = _fast_twin(text, encode, facts.added[:64])
         affixes = _affixes(fast or encode, facts.added[:64])
         name = hashlib.sha256(tokenizer_json).hexdigest()
-        return cls(name, fast or encode, fast is not None, facts, affixes)
+        return cls(name, _guarded(fast or encode), fast is not None, facts, affixes)
 
     def cuts(self, template: str) -> Cuts:
         """Where texts of this tokenizer may be cut; template: the chat template that will make them."""
@@ -70,6 +77,20 @@ class Encoder:
     def whole(self, text: str) -> array[int]:
         """With the special tokens that the tokenizer adds."""
         return self.encode(text, True)
+
+
+def _guarded(encode: Encode) -> Encode:
+    """Some tokenizers have no id for some texts."""
+
+    def guarded(text: str, special: bool) -> array[int]:
+        try:
+            return encode(text, special)
+        except ValueError:  # a lone surrogate
+            raise
+        except Exception as error:  # as above
+            raise NotReproducible("tokenizer") from error
+
+    return guarded
 
 
 def _fast_twin(text: str, reference: Encode, specials: tuple[str, ...]) -> Encode | None:

@@ -11,13 +11,12 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import jinja2
-
 from warmfleet import brought
 from warmfleet.agreement import Agreement
 from warmfleet.blocks import TEXT_SCHEME, Hasher
-from warmfleet.errors import FleetUnavailable, WarmfleetError
+from warmfleet.errors import FleetUnavailable, NotFound, WarmfleetError
 from warmfleet.fleet import RENEW_AT_ONCE
+from warmfleet.fleet.views import BadArtifact
 from warmfleet.handoff import ability
 from warmfleet.view import view_of
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError
@@ -25,7 +24,7 @@ from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 
-    from warmfleet.fleet import WorkerView
+    from warmfleet.fleet import Memory, WorkerView
     from warmfleet.identity import Identities, Identity
     from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool, Pools
@@ -85,16 +84,13 @@ class Reader:
 
     async def refresh(self) -> None:
         """One reading of every model's workers. Raises FleetUnavailable if one could not be read."""
-        failures = [error for pool in self._pools.all if (error := await self._refresh(pool)) is not None]
-        self._count_workers()
-        if failures:
-            raise failures[0]
-
-    async def _refresh(self, pool: Pool) -> FleetUnavailable | None:
         try:
-            workers = await pool.fleet.workers()
-        except FleetUnavailable as error:
-            return error
+            await self._pools.each(self._refresh)
+        finally:
+            self._count_workers()
+
+    async def _refresh(self, pool: Pool) -> None:
+        workers = await pool.fleet.workers()
         alive = [w for w in workers if w.heartbeat_age_s is not None and w.heartbeat_age_s <= WORKER_TTL_SECONDS]
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
         identity, reference = self._identity(pool, alive)
@@ -104,7 +100,6 @@ class Reader:
         known, hashers = identity or pool.view.identity, self._schemes(pool, exact)
         pool.show(view_of(workers, known, hashers, text=text, reference=reference, handoff=handoff))
         self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
-        return None
 
     def _schemes(self, pool: Pool, workers: Sequence[WorkerView]) -> list[Hasher]:
         """A hasher for every scheme in use, the most frequent first."""
@@ -134,11 +129,11 @@ class Reader:
         self._agreement.look(
             pool.tag, "identity", {brought.in_words(workers): _ids(workers) for workers in bringers.values()}
         )
-        for key, (first, *_) in bringers.items():
+        for key, workers in bringers.items():
             known = self._identities.known(key)
             if known is None:
-                self._begin(key, self._brought(pool, key, first))
-            return known, first
+                self._begin(key, self._brought(pool, key, workers))
+            return known, workers[0]
         return None, None
 
     def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
@@ -151,7 +146,7 @@ class Reader:
         try:
             await work
             await self.refresh()
-        except (WarmfleetError, ValueError, TypeError, AttributeError, KeyError, jinja2.TemplateError) as error:
+        except Exception as error:  # noqa: BLE001  what a worker brought may raise anything at all
             self._metrics.task_failures.labels("identity").inc()
             logger.warning("no token identity, requests are routed by load: %s", error)
             if len(self._not_before) >= MAX_FAILED_LOADS:
@@ -163,10 +158,22 @@ class Reader:
     async def _override(self) -> None:
         await self._identities.load(self._settings.tokenizer)
 
-    async def _brought(self, pool: Pool, key: str, worker: WorkerView) -> None:
-        server, server_id = worker.server or {}, str(worker.record["server_id"])
-        artifacts = {name: await pool.fleet.artifact(server_id, entry) for name, entry in server["artifacts"].items()}
-        await self._identities.build(key, artifacts, server.get("facts") or {})
+    async def _brought(self, pool: Pool, key: str, workers: Sequence[WorkerView]) -> None:
+        """From the first of these whose files are there: whoever announces the same may have brought none."""
+        failure: WarmfleetError | None = None
+        for server_id, server in {str(one.record["server_id"]): one.server or {} for one in workers}.items():
+            files = {name: entry for name, entry in server["artifacts"].items() if name in brought.FILES}
+            try:
+                artifacts = {name: await pool.fleet.artifact(server_id, entry) for name, entry in files.items()}
+            except (NotFound, BadArtifact) as error:
+                failure = failure or error
+                continue
+            facts = server.get("facts") or {}
+            longest = max(brought.max_model_len(one) for one in workers)
+            await self._identities.build(key, artifacts, {**facts, "max_model_len": longest})
+            return
+        if failure is not None:
+            raise failure
 
     def _count_workers(self) -> None:
         states: Counter[str] = Counter()
@@ -174,6 +181,7 @@ class Reader:
             states.update(w.proof if w.routable else "unroutable" for w in pool.view.workers)
         for state in ("proven", "identity", "approximate", "unroutable"):
             self._metrics.workers.labels(state).set(states[state])
+        self._metrics.unreadable_records.set(sum(pool.fleet.records.unreadable for pool in self._pools.all))
 
     async def close(self) -> None:
         await stop(list(self._loads.values()))
@@ -193,7 +201,8 @@ def _in_words(scheme: Scheme) -> str:
 
 async def renew(pools: Pools, metrics: Metrics) -> None:
     """Keep the reservations of running requests; rebuild those that Redis lost."""
-    for pool in pools.all:
+
+    async def one(pool: Pool) -> None:
         reservations = list(pool.open)
         for start in range(0, len(reservations), RENEW_AT_ONCE):
             batch = reservations[start : start + RENEW_AT_ONCE]
@@ -204,20 +213,28 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
             for result, count in zip(("renewed", "rebuilt", "refused"), counts, strict=True):
                 metrics.renewed.labels(result).inc(count)
 
+    await pools.each(one)
+
 
 async def clear(pools: Pools) -> None:
     """Give back what nobody else will: outcomes that Redis did not take, and leases of replicas that died."""
-    for pool in pools.all:
+
+    async def one(pool: Pool) -> None:
         for reservation, outcome in list(pool.unsettled.items()):
             await pool.fleet.settle(reservation, outcome)
             pool.unsettled.pop(reservation, None)
         await pool.fleet.reap()
 
+    await pools.each(one)
+
 
 async def apply(pools: Pools, metrics: Metrics) -> None:
     """One round of the write path of every model; any number of replicas may do it at once."""
-    for pool in pools.all:
+
+    async def one(pool: Pool) -> None:
         metrics.applied_blocks.inc(await pool.fleet.step())
+
+    await pools.each(one)
 
 
 class MemoryWatch:
@@ -231,19 +248,22 @@ class MemoryWatch:
 
     async def look(self) -> None:
         """One reading for every model. Raises FleetUnavailable; then the next ticks know only whether writes pass."""
-        fullest = used = 0
-        for pool in self._pools.all:
+        read: list[Memory] = []
+
+        async def one(pool: Pool) -> None:
             try:
                 memory = await pool.fleet.memory()
             except FleetUnavailable:
                 pool.fleet.used_permille = -1
                 raise
+            read.append(memory)
             pool.fleet.used_permille = memory.used_permille
-            fullest, used = max(fullest, memory.used_permille), max(used, memory.used)
             self._warn(pool, memory.policy)
             self._tell(pool)
-        self._metrics.memory_used_ratio.set(fullest / 1_000)
-        self._metrics.memory_used_bytes.set(used)
+
+        await self._pools.each(one)
+        self._metrics.memory_used_ratio.set(max(memory.used_permille for memory in read) / 1_000)
+        self._metrics.memory_used_bytes.set(max(memory.used for memory in read))
         self._metrics.memory_short.set(len(self._short))
 
     def _warn(self, pool: Pool, policy: str) -> None:
@@ -262,7 +282,8 @@ class MemoryWatch:
 
 async def audit(pools: Pools, settings: Settings, metrics: Metrics) -> None:
     """Compare the index with its digests, a piece at a time, until nobody is due. One walk at a time for the fleet."""
-    for pool in pools.all:
+
+    async def one(pool: Pool) -> None:
         walking = True
         while walking:
             step = await pool.fleet.audit(settings.audit_interval_s)
@@ -273,3 +294,5 @@ async def audit(pools: Pools, settings: Settings, metrics: Metrics) -> None:
             walking = step.walking
             if walking:
                 await asyncio.sleep(pool.fleet.pace.audit_gap_ms / 1000)
+
+    await pools.each(one)

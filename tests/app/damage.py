@@ -1,4 +1,4 @@
-"""Joins with anything at all in one of their fields, as JSON text: what no library would write. Deterministic by seed."""
+"""Joins and files with anything at all in one of their fields: what no library would write. Deterministic by seed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,44 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ODD = (
-    "9" * 5_000, "-" + "9" * 400, "9" * 21, "9" * 20, "18446744073709551616", "-9223372036854775809", "1e999", "-1e999",
-    "1e5", "0.1", "-1", "-0", "0", "1" * 300 + ".5", "0." + "1" * 18, "NaN", "-Infinity", "0x10", "2147483648",
-    '""', '"x"', '"%s"' % ("x" * 70_000), '"\\ud800"', '"\\udc00\\ud800"', '"\\u0000"', '"\\ufffe"', '"é"', '"\n"', '"\\"',
-    '"http://["', '"http://x:99999999/"', '"__class__"', '"self"', "null", "true", "false", "[]", "{}", "[[]]", "[{}]", "[1]",
-    '[""]', "[null]", '["x",1]', '["x","x"]', '{"":1}', '{"x":null}', '{"x":"y"}', '{"x":["y"]}', '{"x":{"x":{"x":[]}}}',
-    '{"x":1,"x":[1]}', '{"messages":"x","self":"y"}', "[" * 90 + "]" * 90, "[" * 480 + "]" * 480, '{"a":' * 400 + "1" + "}" * 400,
-    "[" * 900 + "]" * 900, "[1,]", "", "/**/1", "[%s]" % ",".join(["1"] * 9_000),
-)  # fmt: skip
+    *("9" * 5_000, "-" + "9" * 400, "9" * 25, "9" * 24, "9" * 20, "18446744073709551616", "-9223372036854775809"),
+    *("1e999", "-1e999", "1e5", "0.1", "-1", "-0", "0", "1" * 300 + ".5", "0." + "1" * 18, "NaN", "-Infinity", "0x10"),
+    *("2147483648", '""', '"x"', f'"{"x" * 70_000}"', '"\\ud800"', '"\\udc00\\ud800"', '"\\u0000"', '"\\ufffe"', '"é"'),
+    *(
+        '"\n"',
+        '"\\"',
+        '"http://["',
+        '"http://x:99999999/"',
+        '"__class__"',
+        '"self"',
+        "null",
+        "true",
+        "false",
+        "[]",
+        "{}",
+    ),
+    *(
+        "[[]]",
+        "[{}]",
+        "[1]",
+        '[""]',
+        "[null]",
+        '["x",1]',
+        '["x","x"]',
+        '{"":1}',
+        '{"x":null}',
+        '{"x":"y"}',
+        '{"x":["y"]}',
+    ),
+    *('{"x":{"x":{"x":[]}}}', '{"x":1,"x":[1]}', '{"messages":"x","self":"y"}', "[" * 90 + "]" * 90),
+    *("[" * 480 + "]" * 480, '{"a":' * 400 + "1" + "}" * 400, "[" * 900 + "]" * 900, "[1,]", "", "/**/1"),
+    "[" + "1," * 9_000 + "1]",
+)
+TEMPLATES = (
+    *("{% bogus %}", "{{ messages[0].content.x.y() }}", "{{ 1 / 0 }}", "{% include 'x' %}", "{% extends 'x' %}", "{{"),
+    *("{{" + "(" * 3_000 + "x" + ")" * 3_000 + "}}", "{% if x %}" * 900, "{{ self.x() }}", "{% raw %}", "\0"),
+    "{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}",
+)
 MARK = '"@here@"'
 
 
@@ -65,11 +95,13 @@ class Damage:
     def content(self, good: bytes) -> bytes:
         """A file that is none, or that has something else in one place than ``good``."""
         rng = self.rng
-        way = rng.randrange(5)
+        way = rng.randrange(8)
         if way == 0:
             return rng.randbytes(rng.randrange(200))
         if way == 1:
             return self.odd().encode()
         if way == 2:
             return good[: rng.randrange(len(good))] + b"\xff" + good[rng.randrange(len(good)) :]
-        return self.bent(json.loads(good)).encode() if good.startswith(b"{") and good.endswith(b"}") else good * 3
+        if not good.endswith(b"]}}"):
+            return rng.choice(TEMPLATES).encode()
+        return self.bent(json.loads(good)).encode()

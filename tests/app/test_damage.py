@@ -18,7 +18,6 @@ from tests.lua.world import World
 from warmfleet import prompt, status
 from warmfleet.approval import Templates
 from warmfleet.fallback import Fallback
-from warmfleet.fleet import Fleet
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.identity import Identities
 from warmfleet.maintenance import Reader
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     import redis.asyncio as aioredis
+
+    from warmfleet.fleet import Fleet
 
 EVIL = 24  # damaged workers at a time, beside two healthy ones
 FACTS: dict[str, Any] = {
@@ -185,12 +186,11 @@ class Evil:
 
 async def healthy(world: World) -> None:
     """Two workers that are right, with what the others are compared to."""
-    for digest, piece in [one for _, chunks in FILES.values() for one in chunks.items()]:
-        for server in ("w1", "w2"):
-            await world.store.set(world.keys.artifact(server, digest), piece)
+    for server in ("w1", "w2"):
+        await bring(world.fleet, server, FILES)
     await world.workers(2, scheme=SCHEME.scheme_id)
     for number in (1, 2):
-        told = {"nonce": "s1", "url": f"http://10.0.0.{number}:8000", "models": ["m"], "version": "1"}
+        told: dict[str, Any] = {"nonce": "s1", "url": f"http://10.0.0.{number}:8000", "models": ["m"], "version": "1"}
         told |= {"artifacts": MANIFEST, "facts": FACTS}
         await cast("Any", world.store.hset(world.keys.servers, f"w{number}", wire.dumps(told)))
         await world.store.zadd(world.keys.alive_servers, {f"w{number}": 2**41})
@@ -237,8 +237,71 @@ async def test_damaged_joins_harm_nobody_else(store: aioredis.Redis, fleet: Flee
     await _besiege(store, fleet, 1, 12)
 
 
+async def bring(fleet: Fleet, server: str, files: dict[str, tuple[dict[str, Any], dict[str, bytes]]]) -> None:
+    for digest, piece in [one for _, chunks in files.values() for one in chunks.items()]:
+        await fleet.redis.set(fleet.keys.artifact(server, digest), piece)
+
+
+async def _brought(store: aioredis.Redis, fleet: Fleet, seed: int, cases: int) -> None:
+    """Files and facts of the only worker that brings any; the other two go on whatever they are."""
+    world, damage = World(store, fleet), Damage(seed)
+    await world.workers(3, scheme=SCHEME.scheme_id)
+    async with one_replica(fleet) as replica:
+        for number in range(cases):
+            which = damage.rng.randrange(3)
+            words, template = SMALL, TEMPLATE.encode()
+            if which == 0:
+                words = damage.content(SMALL)
+            elif which == 1:
+                template = damage.content(TEMPLATE.encode())
+            files = {"tokenizer.json": artifacts.split(words), "chat_template.jinja": artifacts.split(template)}
+            await bring(fleet, "w1", files)
+            told: dict[str, Any] = {"nonce": f"s{number}", "url": "http://10.0.0.1:8000", "models": ["m"]}
+            told |= {"artifacts": {name: entry for name, (entry, _) in files.items()}, "facts": FACTS | {"n": number}}
+            text = wire.dumps(told).replace('"n"', '"special_prefix_ids"')
+            if which == 2:
+                text = text[: text.rindex("}")] + f',"facts":{damage.bent(FACTS)}}}'
+            await cast("Any", store.hset(fleet.keys.servers, "w1", text.encode("utf-8", "replace")))
+            await replica.look()
+            await replica.loaded()
+            await replica.look()
+            kinds = await replica.asked()
+            assert kinds <= {"exact", "prefix", "load"}
+            view = replica.pool.view
+            assert {"w2.0", "w3.0"} <= {worker.worker_id for worker in view.workers if worker.routable}
+        shown = replica.metrics.render().decode()
+        refused = float(shown.split('warmfleet_task_failures_total{task="identity"} ')[1].split()[0])
+    assert cases / 5 < refused < cases * 0.9, "some are no identities, some are, after all"
+
+
+async def test_what_a_worker_brings_harms_nobody_else(store: aioredis.Redis, fleet: Fleet) -> None:
+    await _brought(store, fleet, 1, 12)
+
+
+async def test_who_announces_what_others_bring_hides_it_from_nobody(store: aioredis.Redis, fleet: Fleet) -> None:
+    """The first by name announces their files, brings none of their pieces, and says that every prompt is too long."""
+    world = World(store, fleet)
+    await healthy(world)
+    await world.worker(0, scheme=SCHEME.scheme_id)
+    told: dict[str, Any] = {"nonce": "s1", "url": "http://10.0.0.9:1", "models": ["m"], "artifacts": MANIFEST}
+    told |= {"facts": FACTS | {"max_model_len": 1}}
+    await cast("Any", store.hset(fleet.keys.servers, "w0", wire.dumps(told)))
+    async with one_replica(fleet) as replica:
+        await replica.look()
+        await replica.loaded()
+        await replica.look()
+        assert await replica.asked() == {"exact", "prefix"}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 22))
 async def test_many_more_damaged_joins_harm_nobody_else(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
     await _besiege(store, fleet, seed, 250)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(2, 6))
+async def test_whatever_a_worker_brings_harms_nobody_else(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
+    await _brought(store, fleet, seed, 500)

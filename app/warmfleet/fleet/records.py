@@ -42,6 +42,10 @@ def _object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
+def _or_null(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
 def _any_of(*words: str) -> Check:
     return lambda value: value in words
 
@@ -55,17 +59,13 @@ def _object_of(check: Check) -> Check:
 
 
 def _fields(**checks: Check) -> Check:
-    """An object in which each of these is as it should be, or is not there, or null. Others are nobody's concern."""
+    """An object in which each of these is as it should be, or is not there. Others are nobody's concern."""
     return lambda value: isinstance(value, dict) and not _wrong(value, checks)
 
 
 def _wrong(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:
     """The name of the first field that is not as it should be; empty if there is none."""
-    for name, check in checks.items():
-        value = record.get(name)
-        if value is not None and not check(value):
-            return name
-    return ""
+    return next((name for name, check in checks.items() if name in record and not check(record[name])), "")
 
 
 def _deep(value: Any) -> bool:
@@ -102,7 +102,7 @@ FACTS: dict[str, Check] = {
     "exclude_tools_when_tool_choice_none": _flag,
     "kv_connector": _flag,
     "multimodal": _flag,
-    "placeholders": _object_of(lambda value: value is None or isinstance(value, str)),
+    "placeholders": _object_of(_or_null(_text)),
     "renders": _object,
     "token_handoff": _list_of(_text),
     "loras": _object_of(_text),
@@ -112,11 +112,11 @@ SERVER: dict[str, Check] = {
     "url": _text,
     "models": _models,
     "artifacts": _manifest,
-    "facts": _fields(**FACTS),
+    "facts": _fields(**{name: _or_null(check) for name, check in FACTS.items()}),
 }
 WORKER: dict[str, Check] = {
-    **{name: _text for name in ("nonce", "server_id", "version", "reason", "cause", "suspect", "snapshot", "url")},
-    **{name: _count for name in ("slot", "shadow", "rank", "scheme_id", "capacity_blocks", "max_model_len", "tries")},
+    **dict.fromkeys(("nonce", "server_id", "version", "reason", "cause", "suspect", "snapshot", "url"), _text),
+    **dict.fromkeys(("slot", "shadow", "rank", "scheme_id", "capacity_blocks", "max_model_len", "tries"), _count),
     "models": _models,
     "proof": _any_of("pending", "proven", "identity", "url"),
     "probed": _time,

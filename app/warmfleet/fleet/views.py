@@ -51,8 +51,8 @@ class Memory:
 class WorkerView:
     """One worker. ``routable`` = a decision may choose it now; ``heartbeat_age_s`` is None when it is not alive.
 
-    ``record``, ``server``: every field is of its type, see ``records``. ``server`` is the record of its API server; None
-    for approximate workers and while that half is missing.
+    ``record``, ``server``: every field that anybody reads is of its type (``records``). ``server`` is the record of its
+    API server; None for approximate workers and while that half is missing.
     """
 
     worker_id: str
@@ -75,7 +75,7 @@ class Views(ScriptClient):
         self.records = Records(self.keys.tag)
 
     async def workers(self) -> list[WorkerView]:
-        """Every worker that has a record and a row, by name; a record that is none is left out. Raises FleetUnavailable."""
+        """Every worker that has a row and a record that can be read, by name. Raises FleetUnavailable."""
         keys = self.keys
         with redis_errors():
             async with self.redis.pipeline(transaction=False) as pipe:
@@ -166,15 +166,16 @@ def _view(
     approximate = bool(load.flags & Flag.APPROXIMATE)
     server = None if approximate else servers.get(str(record.get("server_id", "")))
     source = record if approximate else server or {}
+    url = str(source.get("url") or "")
     return WorkerView(
         worker_id=worker_id,
         record=record,
         server=server,
         load=load,
         heartbeat_age_s=age,
-        routable=load.routable and (approximate or server is not None) and age is not None and age <= WORKER_TTL_SECONDS,
+        routable=load.routable and url != "" and age is not None and age <= WORKER_TTL_SECONDS,
         proof="approximate" if approximate else str(record.get("proof", "pending")),
-        url=str(source.get("url", "")),
+        url=url,
         models=list(source.get("models") or []),
         probed_age_s=None if probed is None or probed / 1000 > now else now - probed / 1000,
     )
