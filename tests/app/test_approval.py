@@ -152,7 +152,7 @@ async def test_a_revocation_counts_at_once_whatever_becomes_of_the_others(
     damaged = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#damaged", timeouts=PATIENT)
     await fleet.redis.set(damaged.keys.operator_approved, "not a set")
     pools = Pools([Pool(one.keys.tag, one, Fallback(1.0)) for one in (damaged, fleet)])
-    templates, bad = Templates(Metrics()), "{% bogus %}"
+    templates, bad = Templates(Metrics()), "{{ x | bogus }}"
     held = await templates.take(PLAIN.encode(), "auto")
     await fleet.approve([sha256(bad), sha256(PLAIN)])
     for _ in range(2):
