@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from warmfleet import brought
 from warmfleet.agreement import Agreement
 from warmfleet.blocks import TEXT_SCHEME, Hasher
-from warmfleet.errors import FleetUnavailable, NotFound, WarmfleetError
+from warmfleet.errors import NotFound, WarmfleetError
 from warmfleet.fleet import RENEW_AT_ONCE
 from warmfleet.fleet.views import BadArtifact
 from warmfleet.handoff import ability
@@ -24,7 +24,7 @@ from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 
-    from warmfleet.fleet import Memory, WorkerView
+    from warmfleet.fleet import WorkerView
     from warmfleet.identity import Identities, Identity
     from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool, Pools
@@ -81,6 +81,9 @@ class Reader:
         self._hashers: dict[int, Hasher] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
+        self._unreadable: set[str] = (
+            set()
+        )  # keys of what is there, but no identity: whoever else brought one goes first
 
     async def refresh(self) -> None:
         """One reading of every model's workers. Raises FleetUnavailable if one could not be read."""
@@ -125,7 +128,7 @@ class Reader:
             if known is None:
                 self._begin(key, self._override())
             return known, None
-        bringers = brought.groups(alive)
+        bringers = dict(sorted(brought.groups(alive).items(), key=lambda one: one[0] in self._unreadable))
         self._agreement.look(
             pool.tag, "identity", {brought.in_words(workers): _ids(workers) for workers in bringers.values()}
         )
@@ -151,6 +154,9 @@ class Reader:
             logger.warning("no token identity, requests are routed by load: %s", error)
             if len(self._not_before) >= MAX_FAILED_LOADS:
                 self._not_before.clear()
+                self._unreadable.clear()
+            if not isinstance(error, WarmfleetError):
+                self._unreadable.add(key)
             self._not_before[key] = time.monotonic() + LOAD_RETRY_S
         finally:
             del self._loads[key]
@@ -235,49 +241,6 @@ async def apply(pools: Pools, metrics: Metrics) -> None:
         metrics.applied_blocks.inc(await pool.fleet.step())
 
     await pools.each(one)
-
-
-class MemoryWatch:
-    """Tells every model's next tick how full Redis is, and people what they should know about it."""
-
-    def __init__(self, pools: Pools, metrics: Metrics) -> None:
-        self._pools = pools
-        self._metrics = metrics
-        self._warned: set[tuple[str, str]] = set()
-        self._short: set[str] = set()
-
-    async def look(self) -> None:
-        """One reading for every model. Raises FleetUnavailable; then the next ticks know only whether writes pass."""
-        read: list[Memory] = []
-
-        async def one(pool: Pool) -> None:
-            try:
-                memory = await pool.fleet.memory()
-            except FleetUnavailable:
-                pool.fleet.used_permille = -1
-                raise
-            read.append(memory)
-            pool.fleet.used_permille = memory.used_permille
-            self._warn(pool, memory.policy)
-            self._tell(pool)
-
-        await self._pools.each(one)
-        self._metrics.memory_used_ratio.set(max(memory.used_permille for memory in read) / 1_000)
-        self._metrics.memory_used_bytes.set(max(memory.used for memory in read))
-        self._metrics.memory_short.set(len(self._short))
-
-    def _warn(self, pool: Pool, policy: str) -> None:
-        if policy != "noeviction" and (pool.tag, policy) not in self._warned:
-            self._warned.add((pool.tag, policy))
-            logger.warning("%s: maxmemory-policy is %s: Redis may drop the index; set noeviction", pool.tag, policy)
-
-    def _tell(self, pool: Pool) -> None:
-        if pool.fleet.short and pool.tag not in self._short:
-            self._short.add(pool.tag)
-            logger.error("%s: Redis is short of memory: new blocks are not indexed until it has room again", pool.tag)
-        elif not pool.fleet.short and pool.tag in self._short:
-            self._short.discard(pool.tag)
-            logger.warning("%s: Redis has room again: workers whose blocks were left out send them anew", pool.tag)
 
 
 async def audit(pools: Pools, settings: Settings, metrics: Metrics) -> None:

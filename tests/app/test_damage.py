@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.app.damage import Damage
+from tests.app.rounds import one_replica
 from tests.app.test_probe import SMALL, TEMPLATE
 from tests.lua.stream import SCHEME
 from tests.lua.world import World
 
-from warmfleet import brought, prompt, status
-from warmfleet.approval import Templates
-from warmfleet.fallback import Fallback
-from warmfleet.fleet.upkeep import Pace
-from warmfleet.identity import Identities
-from warmfleet.maintenance import Reader
-from warmfleet.metrics import Metrics
-from warmfleet.pool import Pool, Pools
-from warmfleet.probe import Prober
-from warmfleet.settings import Settings
-from warmfleet.trie import Trie
-from warmfleet.truth import TruthWatch
-from warmfleet.upstream import Addresses, Upstream
+from warmfleet import brought
 from warmfleet_worker import artifacts, wire
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     import redis.asyncio as aioredis
 
     from warmfleet.fleet import Fleet
@@ -49,81 +33,11 @@ FACTS: dict[str, Any] = {
 }  # fmt: skip
 FILES = {"tokenizer.json": artifacts.split(SMALL), "chat_template.jinja": artifacts.split(TEMPLATE.encode())}
 MANIFEST = {name: entry for name, (entry, _) in FILES.items()}
-CHAT = {"role": "user", "content": "Hello there. " * 9}
-IMAGE = {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}]}
 
 
 @pytest.fixture
 def redis_url(valkey_url: str) -> str:
     return valkey_url
-
-
-class Replica:
-    """What a replica does in the background with one model, one round at a time, without the waiting between."""
-
-    def __init__(self, fleet: Fleet, executor: ThreadPoolExecutor) -> None:
-        self.fleet, self.metrics = fleet, Metrics()
-        fleet.pace = Pace(min_gap_ms=0, share_permille=1000, max_streams=256)
-        self.pool = Pool(fleet.keys.tag, fleet, Fallback(1.0))
-        self.pools = Pools([self.pool])
-        self.identities = Identities(executor, Trie(2**20), Templates(self.metrics, trust_all=True))
-        self.reader = Reader(self.pools, self.identities, Settings(), self.metrics)
-        self.prober = Prober(self.pools, Upstream(Addresses((), ()), 1.0), Settings(), self.metrics)
-
-    async def applied(self) -> None:
-        empty = 0
-        while empty < 3:  # the first may be too soon after the last, and new names are only found
-            tick = await self.fleet.tick()
-            empty = 0 if tick.backlog + tick.snapshots else empty + tick.ran
-            for stream in tick.backlog + tick.snapshots:
-                kind, _, name = stream.partition(":")
-                await (self.fleet.apply(name) if kind == "events" else self.fleet.apply_server(name))
-
-    async def look(self) -> dict[str, Any]:
-        """Everything that reads the fleet; what ``/workers`` says, as its JSON."""
-        await self.reader.refresh()
-        await TruthWatch(self.pools, self.metrics).look()
-        view = self.pool.view
-        for worker in view.workers:  # whoever is due: as a round of probes finds out, without sending any
-            self.prober._first["x"] = 0.0
-            self.prober._due("x", view, worker)
-        status.models(self.pools)
-        shown = json.dumps(await status.workers(self.pool), ensure_ascii=False, allow_nan=False).encode()
-        return cast("dict[str, Any]", json.loads(shown))
-
-    async def loaded(self) -> None:
-        """Every identity that is being loaded is, or was refused; a task that raises is what no one would see."""
-        while self.reader._loads:
-            await asyncio.gather(*self.reader._loads.values())
-
-    @property
-    def refused(self) -> float:
-        """Identities that could not be built."""
-        return self.metrics.registry.get_sample_value("warmfleet_task_failures_total", {"task": "identity"}) or 0.0
-
-    async def asked(self) -> set[str]:
-        """How a text, a chat and one with an image are identified: never an error."""
-        kinds = set()
-        for endpoint, more in (
-            ("completions", {"prompt": "Hello there"}),
-            ("chat", {"messages": [CHAT]}),
-            ("chat", {"messages": [CHAT, IMAGE]}),
-        ):
-            request = prompt.from_dict(cast("Any", endpoint), {"model": "m", **more})
-            shape = await self.pool.shape(request, 4_096, 100)
-            kinds.add(shape.kind)
-        return kinds
-
-
-@asynccontextmanager
-async def one_replica(fleet: Fleet) -> AsyncIterator[Replica]:
-    with ThreadPoolExecutor(2) as executor:
-        made = Replica(fleet, executor)
-        try:
-            yield made
-        finally:
-            await made.reader.close()
-            await made.identities.templates.close()
 
 
 class Evil:
@@ -297,6 +211,23 @@ async def test_who_announces_what_others_bring_hides_it_from_nobody(store: aiore
         await replica.look()
         await replica.loaded()
         await replica.look()
+        assert await replica.asked() == {"exact", "prefix"}
+
+
+async def test_what_cannot_be_read_gives_way(store: aioredis.Redis, fleet: Fleet) -> None:
+    """Of two that differ the first by name counts, but not if what it brought is no tokenizer."""
+    world = World(store, fleet)
+    await healthy(world)
+    files = FILES | {"tokenizer.json": artifacts.split(b"{}")}
+    await bring(fleet, "w1", files)
+    told: dict[str, Any] = {"nonce": "s1", "url": "http://10.0.0.1:8000", "models": ["m"], "facts": FACTS}
+    told |= {"artifacts": {name: entry for name, (entry, _) in files.items()}}
+    await cast("Any", store.hset(fleet.keys.servers, "w1", wire.dumps(told)))
+    async with one_replica(fleet) as replica:
+        for _ in range(3):
+            await replica.look()
+            await replica.loaded()
+        assert replica.refused == 1
         assert await replica.asked() == {"exact", "prefix"}
 
 
