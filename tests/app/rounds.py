@@ -25,7 +25,7 @@ from warmfleet.upstream import Addresses, Upstream
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from warmfleet.fleet import Fleet
+    from warmfleet.fleet import Fleet, WorkerView
 
 CHAT = {"role": "user", "content": "Hello there. " * 9}
 IMAGE = {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}]}
@@ -41,7 +41,8 @@ class Replica:
         self.pools = Pools([self.pool])
         self.identities = Identities(executor, Trie(2**20), Templates(self.metrics, trust_all=True))
         self.reader = Reader(self.pools, self.identities, Settings(), self.metrics)
-        self.prober = Prober(self.pools, Upstream(Addresses((), ()), 1.0), Settings(), self.metrics)
+        self.upstream = Upstream(Addresses((), ()), 1.0)
+        self.prober = Prober(self.pools, self.upstream, Settings(), self.metrics)
 
     async def applied(self) -> None:
         empty = 0
@@ -63,6 +64,11 @@ class Replica:
         status.models(self.pools)
         shown = json.dumps(await status.workers(self.pool), ensure_ascii=False, allow_nan=False).encode()
         return cast("dict[str, Any]", json.loads(shown))
+
+    async def probed(self, worker: WorkerView) -> None:
+        """Up to the questions: nobody listens there."""
+        self.prober._running["x"] = asyncio.ensure_future(asyncio.sleep(0))
+        await self.prober._probe("x", self.pool, worker)
 
     async def loaded(self) -> None:
         """Every identity that is being loaded is, or was refused; a task that raises is what no one would see."""
@@ -93,8 +99,10 @@ class Replica:
 async def one_replica(fleet: Fleet) -> AsyncIterator[Replica]:
     with ThreadPoolExecutor(2) as executor:
         made = Replica(fleet, executor)
+        await made.upstream.open()
         try:
             yield made
         finally:
+            await made.upstream.close()
             await made.reader.close()
             await made.identities.templates.close()

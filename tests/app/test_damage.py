@@ -50,7 +50,7 @@ class Evil:
     def server(self) -> dict[str, Any]:
         """Some claim what the healthy have, and bring nothing; the others agree with nobody."""
         own = {name: entry | {"sha256": sha256(self.name.encode()).hexdigest()} for name, entry in MANIFEST.items()}
-        told = {"schema": 1, "server_id": self.name, "url": "http://10.0.0.9:1", "models": ["m", "other"]}
+        told = {"schema": 1, "server_id": self.name, "url": "http://127.0.0.1:1", "models": ["m", "other"]}
         told |= {"artifacts": MANIFEST if self.damage.rng.random() < 0.3 else own, "facts": FACTS, "version": "1"}
         return told
 
@@ -138,6 +138,9 @@ async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) 
                     await one.forge(f"n{number}")
             shown = await replica.look()
             await replica.loaded()
+            for worker in damage.rng.sample(replica.pool.view.workers, 2):
+                if worker.worker_id.startswith("evil") and worker.server:
+                    await replica.probed(worker)
             seen, unreadable = seen + len(shown["workers"]) - 2, unreadable + fleet.records.unreadable
             routable = {worker["worker_id"]: worker["url"] for worker in shown["workers"] if worker["routable"]}
             assert {"w1.0", "w2.0"} <= routable.keys(), f"seed {seed}, round {number}"
