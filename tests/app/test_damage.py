@@ -179,7 +179,10 @@ async def _brought(store: aioredis.Redis, fleet: Fleet, seed: int, cases: int) -
             files = {"tokenizer.json": artifacts.split(words), "chat_template.jinja": artifacts.split(template)}
             await bring(fleet, "w1", files)
             told: dict[str, Any] = {"nonce": f"s{number}", "url": "http://10.0.0.1:8000", "models": ["m"]}
-            told |= {"artifacts": {name: entry for name, (entry, _) in files.items()}, "facts": FACTS | {"special_prefix_ids": [number]}}
+            told |= {
+                "artifacts": {name: entry for name, (entry, _) in files.items()},
+                "facts": FACTS | {"special_prefix_ids": [number]},
+            }
             text = wire.dumps(told)
             if which == 2:
                 text = text[: text.rindex("}")] + f',"facts":{damage.bent(FACTS)}}}'
