@@ -12,8 +12,11 @@ from tests.app.rounds import one_replica
 from tests.app.test_probe import SMALL, TEMPLATE
 from tests.lua.stream import SCHEME
 from tests.lua.world import World
+from tokenizers import Tokenizer
+from tokenizers.models import Unigram
 
-from warmfleet import brought
+from warmfleet import brought, encoder
+from warmfleet.chat import NotReproducible
 from warmfleet_worker import artifacts, wire
 
 if TYPE_CHECKING:
@@ -203,6 +206,15 @@ async def _brought(store: aioredis.Redis, fleet: Fleet, seed: int, cases: int) -
 
 async def test_what_a_worker_brings_harms_nobody_else(store: aioredis.Redis, fleet: Fleet) -> None:
     await _brought(store, fleet, 1, 40)
+
+
+def test_a_tokenizer_without_ids_for_some_texts() -> None:
+    """It knows whatever it is tried with, and meets another letter in a request."""
+    letters = sorted({*"".join(encoder._samples(())), *"a"})
+    made = encoder.Encoder.load(Tokenizer(Unigram([(one, -1.0) for one in letters], None, False)).to_str().encode())
+    assert len(made.plain("abc")) == 3
+    with pytest.raises(NotReproducible, match="tokenizer"):
+        made.plain("\u046b")
 
 
 async def test_who_announces_what_others_bring_hides_it_from_nobody(store: aioredis.Redis, fleet: Fleet) -> None:
