@@ -19,6 +19,7 @@ from warmfleet.blocks import TEXT_SCHEME, Hasher
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import RENEW_AT_ONCE
 from warmfleet.handoff import ability
+from warmfleet.trial import Refused
 from warmfleet.view import view_of
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError
 
@@ -156,7 +157,8 @@ class Reader:
             logger.warning("no token identity, requests are routed by load: %s", error)
             if len(self._not_before) >= MAX_FAILED_LOADS:
                 self._not_before.clear()
-            self._not_before[key] = time.monotonic() + LOAD_RETRY_S
+            pause = error.again_s if isinstance(error, Refused) else LOAD_RETRY_S
+            self._not_before[key] = time.monotonic() + pause
         finally:
             del self._loads[key]
 
