@@ -247,6 +247,7 @@ class Identities:
             raise ValueError("the worker brought no tokenizer")
         source = artifacts.get("chat_template.jinja")
         text = source.decode() if source is not None else ""
+        trusted = trusted or self.templates.trust_all  # who lets workers' code run here needs no trial of their tables
         encoder, cuts = await self._encoders.take(tokenizer, text, trusted=trusted)
         template = None
         if source is not None:

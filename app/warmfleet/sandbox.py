@@ -77,8 +77,15 @@ class Child:
     @classmethod
     async def start(cls, program: str = sandbox_child.__file__, folders: Sequence[str] = _FOLDERS) -> Child:
         """folders: what ``program`` may import from. Raises LimitMet if no process can be had."""
+        spawning = asyncio.ensure_future(asyncio.to_thread(_spawn, program, folders))
         try:
-            process, ours = await asyncio.to_thread(_spawn, program, folders)
+            process, ours = await asyncio.shield(spawning)
+        except asyncio.CancelledError:
+            process, ours = await spawning  # a process that nobody knows of would live on
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
         except OSError as error:
             logger.warning("no process for what a worker brought: %s", error)
             raise LimitMet("crash") from error

@@ -112,19 +112,21 @@ class Encoders:
 
 
 async def _tried(name: str, tokenizer_json: bytes, template: str) -> Verdict:
-    """Raises Refused."""
+    """Raises Refused, ValueError if there is no process to be had."""
     request = await asyncio.to_thread(marshal.dumps, (tokenizer_json, template))
     try:
         child = await Child.start(trial_child.__file__, _folders())
-        try:
-            status, body = await child.ask(request, WALL_S + WALL_PER_MB * len(request) / 1e6)
-        finally:
-            await child.end()
+    except LimitMet as limit:
+        raise ValueError(f"tokenizer {name[:12]} cannot be tried now") from limit
+    try:
+        status, body = await child.ask(request, WALL_S + WALL_PER_MB * len(request) / 1e6)
         if status != DONE:
             raise Refused(name, body.decode(errors="replace")[:400])
         verdict = _verdict(body)
     except LimitMet as limit:
         raise Refused(name, f"it met a limit of its trial: {limit.kind}") from limit
+    finally:
+        await child.end()
     logger.info("tokenizer %s is read by %s", name[:12], "fastokens" if verdict.fast else "tokenizers: slower")
     return verdict
 
