@@ -78,7 +78,7 @@ class Templates:
 
     def __init__(self, metrics: Metrics, *, trust_all: bool = False, approved: Collection[str] = ()) -> None:
         self._metrics = metrics
-        self._trust_all = trust_all
+        self.trust_all = trust_all
         self._configured = frozenset(approved)
         self._of_model: dict[str, frozenset[str]] = {}
         self._approved = self._configured
@@ -88,7 +88,7 @@ class Templates:
         self._ending: set[asyncio.Task[None]] = set()
 
     def is_approved(self, sha256: str) -> bool:
-        return self._trust_all or sha256 in self._approved
+        return self.trust_all or sha256 in self._approved
 
     async def take(self, source: bytes, content_format: str) -> Template:
         """The template with this source, ready to render. Raises ValueError, and what compiling it raises."""

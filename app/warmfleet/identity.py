@@ -7,7 +7,6 @@ with a new one is not tokenised or hashed again (``trie``).
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from array import array
 from collections import OrderedDict
@@ -20,9 +19,9 @@ import orjson
 from warmfleet import chat
 from warmfleet.chat import NotReproducible
 from warmfleet.cuts import Cuts
-from warmfleet.encoder import Encoder
 from warmfleet.partial import agreed, variants
 from warmfleet.prompt import MAX_MODEL_LEN
+from warmfleet.trial import Encoders
 from warmfleet.trie import Prompt, Reading, Trie
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from warmfleet.approval import Template, Templates
     from warmfleet.blocks import Hasher, Lora
     from warmfleet.chat import Format, Message
+    from warmfleet.encoder import Encoder
     from warmfleet.partial import Change
     from warmfleet.prompt import Request
     from warmfleet.template import ChatTemplate
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.identity")
 
-MAX_TOKENIZERS = 4  # 100 to 240 MB each
 MAX_IDENTITIES = 16
 MAX_WAITING = 64  # texts in the executor; beyond, requests are routed by load
 INLINE_BYTES = 65_536  # larger bodies are rendered and read in the executor: 1 ms of the event loop and more
@@ -233,29 +232,26 @@ class Identities:
         self._executor = executor
         self._trie = trie
         self.templates = templates
-        self._encoders: OrderedDict[str, Encoder] = OrderedDict()
+        self._encoders = Encoders(executor)
         self._built: OrderedDict[str, Identity] = OrderedDict()
 
     def known(self, key: str) -> Identity | None:
         return self._built.get(key)
 
-    async def build(self, key: str, artifacts: Mapping[str, bytes], facts: Mapping[str, Any]) -> Identity:
-        """Raises ValueError (or jinja2.TemplateError) for artifacts that cannot be used."""
-        loop = asyncio.get_running_loop()
+    async def build(
+        self, key: str, artifacts: Mapping[str, bytes], facts: Mapping[str, Any], *, trusted: bool = False
+    ) -> Identity:
+        """Raises ValueError (or jinja2.TemplateError) for artifacts that cannot be used. trusted: the operator's."""
         tokenizer = artifacts.get("tokenizer.json")
         if tokenizer is None:
             raise ValueError("the worker brought no tokenizer")
-        sha = hashlib.sha256(tokenizer).hexdigest()
-        encoder = self._encoders.get(sha)
-        if encoder is None:
-            encoder = await loop.run_in_executor(self._executor, Encoder.load, tokenizer)
-            _remember(self._encoders, sha, encoder, MAX_TOKENIZERS)
         source = artifacts.get("chat_template.jinja")
+        text = source.decode() if source is not None else ""
+        trusted = trusted or self.templates.trust_all  # who lets workers' code run here needs no trial of their tables
+        encoder, cuts = await self._encoders.take(tokenizer, text, trusted=trusted)
         template = None
         if source is not None:
             template = await self.templates.take(source, str(facts.get("content_format", "auto")))
-        text = source.decode() if source is not None else ""
-        cuts = await loop.run_in_executor(self._executor, encoder.cuts, text)
         identity = Identity(encoder, template, facts, self._executor, self._trie, cuts)
         identity.key = key
         _remember(self._built, key, identity, MAX_IDENTITIES)
@@ -269,7 +265,7 @@ class Identities:
             return known
         loop = asyncio.get_running_loop()
         artifacts, facts = await loop.run_in_executor(self._executor, _with_transformers, name)
-        return await self.build(key, artifacts, facts)
+        return await self.build(key, artifacts, facts, trusted=True)
 
 
 def _with_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:

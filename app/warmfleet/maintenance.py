@@ -18,6 +18,7 @@ from warmfleet.errors import NotFound, WarmfleetError
 from warmfleet.fleet import RENEW_AT_ONCE
 from warmfleet.fleet.views import BadArtifact
 from warmfleet.handoff import ability
+from warmfleet.trial import Refused
 from warmfleet.view import view_of
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError
 
@@ -157,7 +158,8 @@ class Reader:
                 self._unreadable.clear()
             if not isinstance(error, WarmfleetError):
                 self._unreadable.add(key)
-            self._not_before[key] = time.monotonic() + LOAD_RETRY_S
+            pause = error.again_s if isinstance(error, Refused) else LOAD_RETRY_S
+            self._not_before[key] = time.monotonic() + pause
         finally:
             del self._loads[key]
 

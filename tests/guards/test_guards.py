@@ -58,6 +58,7 @@ CASES = {
     "a key of a wrong type",
     "a hostile chat template",
     "a malformed join",
+    "a hostile tokenizer",
 }
 
 
