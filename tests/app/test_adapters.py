@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.app.engine import engine
 from tests.app.replica import Replica, replica
@@ -42,7 +42,7 @@ async def test_a_request_goes_only_to_who_serves_its_adapter(
 ) -> None:
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     trackers, adapters = {"a": Tracker(), "b": Tracker()}, {"a": {"one": "/one"}, "b": {"one": "/one", "two": "/two"}}
-    facts = {"renders": {"render": True}, "same_template_with_tools": False}
+    facts: dict[str, Any] = {"renders": {"render": True}, "same_template_with_tools": False}
     async with (
         engine(model) as first,
         engine(model) as second,

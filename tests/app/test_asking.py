@@ -120,24 +120,23 @@ ANSWERS = {
 
 
 async def test_whatever_goes_wrong_load_decides(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, text, pause = 200, "", 0.0
+    answer, pause = ANSWERS["wrong"], 0.0
 
     async def render(_self: Api, _http: web.Request) -> web.Response:
         await asyncio.sleep(pause)
-        return web.Response(status=status, text=text)
+        return web.Response(status=answer[0], text=answer[1])
 
     monkeypatch.setattr(Api, "render", render)
     body = {"model": model, "messages": LONG, "max_tokens": 1}
     async with two(valkey_url, model, BOTH, bare=True, ask_timeout_s=0.2) as (router, _):
         counted = {"refused": 0, "failed": 0}
-        for count, (wrong, (status, text, result)) in enumerate(ANSWERS.items(), 1):
-            answered, headers, _ = await router.post(body, CHAT)
-            assert (answered, headers["x-warmfleet-matched-tokens"]) == (200, "0"), wrong
+        for count, (wrong, answer) in enumerate(ANSWERS.items(), 1):
+            status, headers, _ = await router.post(body, CHAT)
+            assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0"), wrong
             assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') == count
-            counted[result] += 1
+            counted[answer[2]] += 1
             assert {one: await asked(router, one) for one in counted} == counted, f"nobody rests after {wrong}"
-        status, text = 200, '{"token_ids": [' + "100000," * 160_000 + "7]}"  # as long as the request lets it be
-        pause = 0.3
+        answer, pause = (200, '{"token_ids": [' + "100000," * 160_000 + "7]}", ""), 0.3  # for a long request it is right
         long = [{"role": "user", "content": "jumps over " * 20_000}]
         await router.post(body | {"messages": long}, CHAT)
         assert await asked(router, "answered") == 1
