@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import repeat
 from operator import itemgetter
@@ -33,21 +32,11 @@ TEXT_BLOCK_TOKENS = 16
 TEXT_SCHEME = Scheme("sha256_cbor", hashlib.sha256(b"warmfleet text 1").digest(), TEXT_BLOCK_TOKENS)
 
 
-@dataclass(slots=True)  # not frozen, which would be slower to make: nobody changes one
-class Tip:
-    """Where a chain stands: the digest of its last full block, the number of blocks, the token ids behind them."""
-
-    digest: bytes
-    blocks: int = 0
-    rest: array[int] = field(default_factory=lambda: array("I"))
-
-
 class Hasher:
     """Block hashes of one scheme, equal to ``wire.chain_hashes`` and four times as fast."""
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
-        self.start = Tip(scheme.none_hash)
         self._new = hash_of(scheme.algorithm)
         self._table = _cbor_table() if scheme.algorithm.endswith("_cbor") else ()
         self._head = b"\x83" + cbor.head(0x40, DIGEST_BYTES[scheme.algorithm])
@@ -56,23 +45,24 @@ class Hasher:
     def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None) -> Chain:
         """The chain of a prompt."""
         ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
-        return self.capped(wire.pack_hashes(self.digests(self.start, ids, salt, lora)), len(ids))
+        return self.capped(wire.pack_hashes(self.digests(self.scheme.none_hash, 0, ids, salt, lora)), len(ids))
 
     def capped(self, packed: bytes, tokens: int) -> Chain:
         """As the engine caps a prompt's blocks: its last token is always computed."""
         size = self.scheme.block_tokens
         return Chain(self.scheme.scheme_id, size, packed[: max(0, (tokens - 1) // size) * HASH_BYTES])
 
-    def digests(self, tip: Tip, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
-        """Full digests of the blocks behind ``tip``, at most MAX_BLOCKS in all. ids: from the first of them on.
+    def digests(self, previous: bytes, blocks: int, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
+        """Full digests of a chain from block number ``blocks`` on, at most MAX_BLOCKS in all.
 
-        salt counts in a prompt's first block only. lora: (name, path) of the adapter, in every block.
+        previous: the digest before; ids: from there on. salt counts in a prompt's first block only. lora: (name, path)
+        of the adapter, in every block.
         """
-        size, found, previous = self.scheme.block_tokens, [], tip.digest
-        count = min(len(ids) // size, MAX_BLOCKS - tip.blocks)
+        size, found = self.scheme.block_tokens, list[bytes]()
+        count = min(len(ids) // size, MAX_BLOCKS - blocks)
         for start in range(0, count, BLOCKS_AT_ONCE):
             part = ids[start * size : min(start + BLOCKS_AT_ONCE, count) * size]
-            first = tip.blocks + start == 0
+            first = blocks + start == 0
             found += self._digests(previous, part, salt if first else None, lora, first=first)
             previous = found[-1]
         return found

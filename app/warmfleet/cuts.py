@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 GRID = 1_024  # characters of a piece, at least
+WINDOW = 65_536  # characters that are searched in one call, which holds the interpreter: 1 ms
 MAX_SEPARATORS = 16  # those of the chat template: a pattern of hundreds would be slow to look for
 CHECKS = 1_000
 #: Of a pre-tokenizer's pattern, its classes taken out: what may look to the left of where a match begins.
@@ -37,19 +38,28 @@ class Cuts:
         self.separators, self.spaces, self.grid = tuple(separators), spaces, grid
         rules = (["[A-Za-z] "] if spaces else []) + [re.escape(one) for one in separators]
         self._pattern = re.compile("|".join(rules)) if rules else None
+        self._longest = max(map(len, ("a ", *separators)))
 
     def next(self, text: str, start: int) -> tuple[int, int] | None:
         """(where the piece from ``start`` ends, how far the text has to agree for it to end there), or None.
 
         Depends on the text up to the second number only, so equal beginnings are cut alike.
         """
-        found = self._pattern.search(text, start + self.grid - 1) if self._pattern else None
+        found = self._search(text, start + self.grid - 1)
         while found is not None:
             if found[0][-1] == " " and len(found[0]) == 2:
                 return found.end() - 1, found.end()
             if found.start() >= start + self.grid:
                 return found.start(), found.end()
-            found = self._pattern.search(text, found.start() + 1) if self._pattern else None
+            found = self._search(text, found.start() + 1)
+        return None
+
+    def _search(self, text: str, start: int) -> re.Match[str] | None:
+        while self._pattern is not None and start < len(text):
+            found = self._pattern.search(text, start, start + WINDOW + self._longest)
+            if found is not None:
+                return found
+            start += WINDOW
         return None
 
     def pieces(self, text: str) -> Iterator[str]:

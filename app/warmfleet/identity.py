@@ -26,7 +26,7 @@ from warmfleet.prompt import MAX_MODEL_LEN
 from warmfleet.trie import Prompt, Reading, Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Executor
 
     from warmfleet.approval import Template, Templates
@@ -42,7 +42,7 @@ logger = logging.getLogger("warmfleet.identity")
 MAX_TOKENIZERS = 4  # 100 to 240 MB each
 MAX_IDENTITIES = 16
 MAX_WAITING = 64  # texts in the executor; beyond, requests are routed by load
-RENDER_INLINE_BYTES = 65_536  # bodies of larger chats are rendered in the executor: 1 ms of the event loop and more
+INLINE_BYTES = 65_536  # larger bodies are rendered and read in the executor: 1 ms of the event loop and more
 FAST_FACTOR = 20  # how much longer a new text may be inline with the fast engine: 1.5 ms of the event loop
 
 NO_IDS = array("I")
@@ -96,19 +96,15 @@ class Identity:
         if request.endpoint == "chat":
             if self._template is not None and self._template.here is None:
                 return [await self._read(await self._render_apart(request, self._template), reading, inline_characters)]
-            if request.size_bytes > RENDER_INLINE_BYTES:
+            if request.size_bytes > INLINE_BYTES:
                 return [await self._elsewhere(self._render_and_read, request, reading)]
             return [await self._read(self.render(request), reading, inline_characters)]
-        several = len(request.prompts) > 1
-        plain = replace(reading, hashers=()) if several else reading
-        prompts = [
-            _given(prompt, plain) if isinstance(prompt, list) else await self._read(prompt, plain, inline_characters)
-            for prompt in request.prompts
-        ]
-        if several:
-            k = max(range(len(prompts)), key=lambda one: prompts[one].tokens)
-            prompts[k] = _given(prompts[k].ids, reading)
-        return prompts
+        if request.size_bytes > INLINE_BYTES or len(request.prompts) > 1:
+            return await self._elsewhere(self._read_all, request.prompts, reading)
+        (prompt,) = request.prompts
+        if isinstance(prompt, list):
+            return [_given(prompt, reading)]
+        return [await self._read(prompt, reading, inline_characters)]
 
     async def token_ids(self, request: Request, inline_characters: int) -> list[list[int]]:
         """The ids alone, a list for each prompt. Raises NotReproducible with the reason."""
@@ -142,7 +138,7 @@ class Identity:
         """The same in the process of a template that nobody approved."""
         form = await template.ready()
         make = partial(self._rendering, request, form, knows_developer=template.knows_developer)
-        large = request.size_bytes > RENDER_INLINE_BYTES
+        large = request.size_bytes > INLINE_BYTES
         return await template.render(*(await self._elsewhere(make) if large else make()))
 
     def _rendering(
@@ -173,6 +169,14 @@ class Identity:
             return self._trie.read(text, reading, path)
         except (UnicodeEncodeError, UnicodeDecodeError) as error:  # a lone surrogate: the engine answers 400
             raise NotReproducible("unicode") from error
+
+    def _read_all(self, given: Sequence[str | list[int]], reading: Reading) -> list[Prompt]:
+        plain = replace(reading, hashers=()) if len(given) > 1 else reading
+        prompts = [_given(one, plain) if isinstance(one, list) else self._read_now(one, plain) for one in given]
+        if len(given) > 1:
+            k = max(range(len(prompts)), key=lambda one: prompts[one].tokens)
+            prompts[k] = _given(prompts[k].ids, reading)
+        return prompts
 
     def _render_and_read(self, request: Request, reading: Reading) -> Prompt:
         return self._read_now(self.render(request), reading)

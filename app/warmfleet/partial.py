@@ -46,6 +46,8 @@ def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) ->
     """
     if all(chat.is_text(part) for message in request.messages for part in _parts(message)):
         raise NotReproducible("parts")
+    if any(REAL in text for message in request.messages for text in _texts(message)):
+        raise NotReproducible("parts")  # the client knows our word
     items = [MODALITIES[part["type"]] for message in request.messages for part in _parts(message) if _is_item(part)]
     if form == "string" and not all(placeholders.get(item) for item in items):
         raise NotReproducible("parts")  # such models put their tokens anywhere, mostly in front of everything
@@ -79,6 +81,16 @@ def common(one: Line, other: Line) -> Line:
         else:
             high = middle - 1
     return one[:low]
+
+
+def _texts(message: Message) -> list[str]:
+    parts = _parts(message) or [message.get("content")]
+    return [
+        text
+        for part in parts
+        for text in (part.values() if isinstance(part, dict) else [part])
+        if isinstance(text, str)
+    ]
 
 
 def _parts(message: Message) -> Sequence[Any]:

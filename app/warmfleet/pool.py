@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.prompt import Request
     from warmfleet.trie import Prompt
+
+logger = logging.getLogger("warmfleet.pool")
 
 SUSPECT_S = 3.0  # a worker that failed a request is passed over; the fleet needs a TTL to see it
 LAST_KNOWN_S = 8.0  # an emptied Redis is whole again within one slow-path period
@@ -131,9 +135,15 @@ class Pool:
         try:
             shape = await self._known(request, inline_characters)
         except NotReproducible as why:
-            chains, tokens = await self._in_part(request, why.reason)
-            shape = Shape(chains, tokens, 0, "prefix" if chains else "load", why.reason)
+            shape = await self._in_part(request, why.reason)
+        except Exception as error:  # noqa: BLE001  our mistake must not cost the request
+            shape = self._unknown(request, error)
         return self._booked(shape, request, expected_output)
+
+    def _unknown(self, request: Request, error: Exception) -> Shape:
+        place = traceback.extract_tb(error.__traceback__)[-1]  # not its message, which may tell the prompt
+        logger.error("%s at %s:%s: a prompt is not known", type(error).__name__, place.filename, place.lineno)
+        return Shape((), prompt.estimated_tokens(request), 0, "load", "error")
 
     def _booked(self, shape: Shape, request: Request, expected_output: int) -> Shape:
         adapter = self.view.adapters.get(request.model)
@@ -149,16 +159,19 @@ class Pool:
         chains, tokens = self._chains(self.view, request, max(prompts, key=len)), sum(map(len, prompts))
         return self._booked(Shape(chains, tokens, 0, kind), request, expected_output)
 
-    async def _in_part(self, request: Request, reason: str) -> tuple[tuple[Chain, ...], int]:
-        """Chains of what the prompt certainly begins with, and its tokens as a guess: an image's are not known."""
+    async def _in_part(self, request: Request, reason: str) -> Shape:
+        """By what the prompt certainly begins with, if there is; its tokens are a guess: an image's are not known."""
         view, tokens = self.view, prompt.estimated_tokens(request)
-        if reason != "parts" or view.identity is None or request.endpoint != "chat":
-            return (), tokens
-        with suppress(NotReproducible):
-            ids, tokens = await view.identity.beginning(request)
-            chains = self._chains(view, request, ids)
-            return tuple(chain for chain in chains if chain.hashes), max(tokens, 1)
-        return (), tokens
+        chains: tuple[Chain, ...] = ()
+        if reason == "parts" and view.identity is not None and request.endpoint == "chat":
+            try:
+                ids, tokens = await view.identity.beginning(request)
+                chains = tuple(chain for chain in self._chains(view, request, ids) if chain.hashes)
+            except NotReproducible:
+                pass
+            except Exception as error:  # noqa: BLE001  as above
+                return self._unknown(request, error)
+        return Shape(chains, max(tokens, 1), 0, "prefix" if chains else "load", reason)
 
     def _chains(self, view: View, request: Request, ids: list[int]) -> tuple[Chain, ...]:
         lora = _lora(view, request)

@@ -38,9 +38,15 @@ UNFORESEEABLE = {
 }
 #: Fields for which the engine needs the prompt's text itself: such a request is never handed off as token ids.
 TEXT_ONLY = ("echo", "return_prompt_text")
+#: Fields of a chat whose numbers a template may print, beside those in its messages.
+NOT_ONLY_TEXT = ("tools", "chat_template_kwargs", "documents")
 #: Of chat_template_kwargs: with ``tokenize`` the template's ids come by another way.
 UNFORESEEABLE_ARGUMENTS = ("tokenize", "chat_template")
-_ROUNDED = re.compile(r"\de\+\d\d")  # orjson reads an integer of more than 64 bits as a float, vLLM does not
+MAX_SALT = 1_024  # characters; newer engines take 128
+#: orjson reads an integer of more than 64 bits as a float, vLLM does not.
+_LONG = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
+_LONG_NUMBER = re.compile(rb"[\[:,]\s*-?\d{19}")
+MAX_LONG_NUMBERS_BYTES = 1_000_000  # of a body with such numbers: the other parser is slow
 
 
 @dataclass(slots=True)
@@ -74,18 +80,21 @@ class Request:
 
 def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
     """Raises BadRequest naming the field at fault, TooLarge."""
-    request = from_dict(endpoint, decoded(body), allowed)
+    data = decoded(body)
+    request = from_dict(endpoint, data, allowed)
     request.size_bytes = len(body)
+    if len(body) > MAX_LONG_NUMBERS_BYTES and not request.unforeseen and _may_be_rounded(data, body):
+        request.unforeseen = "numbers"
     return request
 
 
 def decoded(body: bytes) -> dict[str, Any]:
-    """The JSON object, its numbers as vLLM reads them. Raises BadRequest, TooLarge."""
+    """The JSON object, its numbers as vLLM reads them if it is not very large. Raises BadRequest, TooLarge."""
     if body.count(b",") > MAX_VALUES:
         raise TooLarge(f"The body has more than {MAX_VALUES} values.")
     try:
         data = orjson.loads(body)
-        if isinstance(data, dict) and _may_be_rounded(data):
+        if isinstance(data, dict) and len(body) <= MAX_LONG_NUMBERS_BYTES and _may_be_rounded(data, body):
             data = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"The body is not valid JSON: {error}") from error
@@ -108,9 +117,9 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
         stream=_typed(data, "stream", bool, False),
         samples=_whole(data, "n", 1, MAX_SAMPLES) or 1,
         max_tokens=_whole(data, "max_completion_tokens", 0) or _whole(data, "max_tokens", 0),
-        salt=_typed(data, "cache_salt", str, None) or None,
+        salt=_salt(data),
         add_special_tokens=_typed(data, "add_special_tokens", bool, endpoint == "completions"),
-        unforeseen=_unforeseen(data),
+        unforeseen=_unforeseen(endpoint, data),
         text_only=any(data.get(name) not in (None, False) for name in TEXT_ONLY),
     )
     if endpoint == "completions":
@@ -122,10 +131,14 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
     return request
 
 
-def _may_be_rounded(data: dict[str, Any]) -> bool:
+def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
     """Whether a number that may reach the prompt is one that orjson has changed, perhaps: the other parser decides."""
-    values = [data[name] for name in ("tools", "chat_template_kwargs") if data.get(name)]
-    return bool(values) and _ROUNDED.search(repr(values)) is not None
+    if not any(data.get(name) for name in NOT_ONLY_TEXT):
+        messages = data.get("messages")
+        values = [one.values() for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+        if {type(value) for one in values for value in one} <= {str}:
+            return False
+    return b"0" * 19 in body.translate(_LONG) and _LONG_NUMBER.search(body) is not None
 
 
 def estimated_tokens(request: Request) -> int:
@@ -169,15 +182,22 @@ def decode_tokens(request: Request, prompt_tokens: int, expected_output: int) ->
     return min(request.samples * (prompt_tokens + output), MAX_BOOKED_TOKENS)
 
 
-def _unforeseen(data: dict[str, Any]) -> str:
+def _salt(data: dict[str, Any]) -> str | None:
+    salt: str | None = _typed(data, "cache_salt", str, None)
+    if salt is not None and len(salt) > MAX_SALT:
+        raise BadRequest(f"cache_salt has {len(salt)} characters; at most {MAX_SALT} are allowed.", "cache_salt")
+    return salt or None
+
+
+def _unforeseen(endpoint: Endpoint, data: dict[str, Any]) -> str:
     for name, reason in UNFORESEEABLE.items():
         if data.get(name) is not None:
             return reason
     for name in REFUSED:
         if data.get(name) is not None:
             return name
-    if data.get("echo") and data.get("logprobs") is not None:
-        return "prompt_logprobs"  # the engine turns echoed logprobs into them
+    if data.get("echo") and (endpoint == "chat" or data.get("logprobs") is not None):
+        return "prompt_logprobs"  # the engine turns echoed logprobs into them; a chat's are 0 where none are asked for
     given = data.get("chat_template_kwargs")
     if isinstance(given, dict) and any(given.get(name) is not None for name in UNFORESEEABLE_ARGUMENTS):
         return "chat_template"

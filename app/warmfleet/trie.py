@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from warmfleet.blocks import MAX_BLOCKS, Tip
+from warmfleet.blocks import MAX_BLOCKS
 from warmfleet_worker.wire import HASH_BYTES, pack_hashes
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Chain
 
 NODE_BYTES = 900  # of objects, beside text, ids and hashes
+HASHER_BYTES = 160  # of objects, for each hasher
 TOKEN_BYTES = 11  # an id, and its digits once they are asked for
 ONE_PROMPT = 4  # a prompt may fill this part of the trie: the rest belongs to others
 
@@ -33,16 +34,17 @@ ONE_PROMPT = 4  # a prompt may fill this part of the trie: the rest belongs to o
 class Node:
     """One piece. key: its text and as much behind it as says that it ends there. tokens: with all above it.
 
-    hashes, tips: one for each hasher; set once, before the node is in the trie.
+    hashes, ends: one for each hasher, of the blocks that are full with this piece, and the digest of the last block so
+    far; set once, before the node is in the trie.
     """
 
-    __slots__ = ("_digits", "children", "hashes", "ids", "key", "latest", "parent", "size", "tips", "tokens")
+    __slots__ = ("_digits", "children", "ends", "hashes", "ids", "key", "latest", "parent", "size", "tokens")
 
     def __init__(self, parent: Node | None, key: Hashable, size: int, ids: array[int]) -> None:
         self.parent, self.key, self.size, self.ids = parent, key, size, ids
         self.tokens: int = (parent.tokens if parent else 0) + len(ids)
         self.hashes: list[bytes] = []
-        self.tips: list[Tip] = []
+        self.ends: list[bytes] = []
         self.children: dict[Hashable, Node] = {}
         self._digits: bytes | None = None
         self.latest: Node | None = None  # the child that was met last: compared before any cut is looked for
@@ -57,8 +59,10 @@ class Node:
     @property
     def cost(self) -> int:
         """Bytes, about."""
-        text = 4 * self.size if isinstance(self.key, str) and not self.key.isascii() else self.size
-        return NODE_BYTES + text + TOKEN_BYTES * len(self.ids) + sum(map(len, self.hashes))
+        key = self.key if isinstance(self.key, str) else repr(self.key)  # a root's has the salt
+        text = len(key) if key.isascii() else 4 * len(key)
+        hashes = HASHER_BYTES * len(self.hashes) + sum(map(len, self.hashes))
+        return NODE_BYTES + text + TOKEN_BYTES * len(self.ids) + hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +158,18 @@ class Trie:
     def _root(self, reading: Reading) -> Node:
         root = Node(self._top, reading.key, 0, reading.prefix)
         for hasher in reading.hashers:
-            _hash(hasher, hasher.start, [root], reading.prefix, reading)
+            _hash(hasher, hasher.scheme.none_hash, [root], 0, reading.prefix, reading)
         return root
 
     def _keep(self, path: Sequence[Node], known: int) -> None:
         """Add what is new, move the path to the young end (the root last, so that it leaves last), evict the oldest."""
         with self._lock:
             room = self.limit_bytes // ONE_PROMPT
-            for node in path[known:]:
+            for node in path[known:] if path[0] in self._used else (path[0], *path[known:]):
                 room -= node.cost
                 if room < 0:
                     break
                 self._add(node)
-            self._add(path[0])
             for node in reversed(path):
                 if node in self._used:
                     self._used.move_to_end(node)
@@ -198,25 +201,41 @@ def _digits(ids: array[int]) -> bytes:
 
 def _chain(k: int, hasher: Hasher, path: list[Node], known: int, tail: array[int], reading: Reading) -> Chain:
     """The chain by hasher ``k`` of a path, of which the first ``known`` nodes are hashed already, and its tail."""
-    tip, new = path[known - 1].tips[k], path[known:]
-    ids = tip.rest[:]
-    for node in new:
+    ids = _rest(path[:known], hasher)
+    for node in path[known:]:
         ids += node.ids
     packed = [node.hashes[k] for node in path[:known]]
-    packed.append(_hash(hasher, tip, new, ids + tail, reading))
+    packed.append(_hash(hasher, path[known - 1].ends[k], path, known, ids + tail, reading))
     return hasher.capped(b"".join(packed), path[-1].tokens + len(tail))
 
 
-def _hash(hasher: Hasher, tip: Tip, nodes: Sequence[Node], ids: array[int], reading: Reading) -> bytes:
-    """Packed hashes of what is behind ``tip``, in one go; each of ``nodes`` gets its share. ids: behind the tip."""
-    digests, size, done = hasher.digests(tip, ids, reading.salt, reading.lora), hasher.scheme.block_tokens, tip.blocks
+def _rest(path: Sequence[Node], hasher: Hasher) -> array[int]:
+    """The ids of a path behind its last full block."""
+    blocks, ids = _blocks(path[-1].tokens, hasher), array("I")
+    need = path[-1].tokens - blocks * hasher.scheme.block_tokens if blocks < MAX_BLOCKS else 0
+    for node in reversed(path):
+        if need <= 0:
+            break
+        ids = node.ids[-need:] + ids
+        need -= len(node.ids)
+    return ids
+
+
+def _blocks(tokens: int, hasher: Hasher) -> int:
+    return min(tokens // hasher.scheme.block_tokens, MAX_BLOCKS)
+
+
+def _hash(hasher: Hasher, end: bytes, path: Sequence[Node], known: int, ids: array[int], reading: Reading) -> bytes:
+    """Packed hashes of what is behind the ``known`` first nodes, in one go; each new node gets its share.
+
+    end: the digest before; ids: behind the blocks that it ends.
+    """
+    before = done = _blocks(path[known - 1].tokens, hasher) if known else 0
+    digests = hasher.digests(end, before, ids, reading.salt, reading.lora)
     packed = pack_hashes(digests)
-    for node in nodes:
-        blocks = min(node.tokens // size, tip.blocks + len(digests))
-        node.hashes.append(packed[(done - tip.blocks) * HASH_BYTES : (blocks - tip.blocks) * HASH_BYTES])
-        rest = (
-            ids[(blocks - tip.blocks) * size : node.tokens - tip.blocks * size] if blocks < MAX_BLOCKS else array("I")
-        )
-        node.tips.append(Tip(digests[blocks - tip.blocks - 1] if blocks > tip.blocks else tip.digest, blocks, rest))
+    for node in path[known:]:
+        blocks = _blocks(node.tokens, hasher)
+        node.hashes.append(packed[(done - before) * HASH_BYTES : (blocks - before) * HASH_BYTES])
+        node.ends.append(digests[blocks - before - 1] if blocks > before else end)
         done = blocks
     return packed

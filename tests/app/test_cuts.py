@@ -11,7 +11,7 @@ import pytest
 from tests.app.texts import Texts
 from tokenizers import Tokenizer
 
-from warmfleet.cuts import Cuts, Facts
+from warmfleet.cuts import WINDOW, Cuts, Facts
 
 END = "<｜end▁of▁sentence｜>"  # noqa: RUF001
 
@@ -47,6 +47,14 @@ def test_pieces_end_before_a_space_behind_a_letter_or_before_a_separator() -> No
     assert list(Cuts([], spaces=False).pieces("a b " * 3_000)) == ["a b " * 3_000]
     assert cuts.next("abcd e", 0) == (4, 5)
     assert cuts.next("abcd<s>", 0) == (4, 7)  # how far a text must agree to be cut there
+
+
+def test_a_place_is_found_however_far_away_it_is() -> None:
+    cuts = Cuts(["<s>"], spaces=True, grid=4)
+    for length in (*range(WINDOW - 4, WINDOW + 8), 5 * WINDOW):
+        assert cuts.next("." * length + "<s>", 0) == (length, length + 3)
+        assert cuts.next("." * length + "a b", 0) == (length + 1, length + 2)
+        assert cuts.next("." * length, 0) is None
 
 
 def test_where_a_piece_ends_depends_on_what_is_before_it_only() -> None:

@@ -160,6 +160,14 @@ async def test_where_the_place_is_not_known_nothing_is_certain(
         await made(encoder, executor, template, **facts).beginning(request)
 
 
+@pytest.mark.parametrize("content", ["\ue0a1image", ["\ue0a1image"], [{"type": "text", "text": "\ue0a1image"}]])
+async def test_a_client_that_writes_our_word(content: Any, encoder: Encoder, executor: ThreadPoolExecutor) -> None:
+    messages = [{"role": "developer", "content": content}, {"role": "user", "content": [IMAGE]}]
+    request = parse("chat", json.dumps({"messages": messages}).encode())
+    with pytest.raises(NotReproducible):
+        await made(encoder, executor, PARTS).beginning(request)
+
+
 async def test_a_tokenizer_that_looks_ahead_is_not_believed(executor: ThreadPoolExecutor) -> None:
     """Only ids that stay whatever follows are certain."""
     facts = Facts.of(Tokenizer.from_str(demo().artifacts()["tokenizer.json"].decode()))

@@ -7,8 +7,11 @@ import time
 from array import array
 from typing import TYPE_CHECKING, cast
 
+import pytest
+
 from warmfleet import pool as pool_module
 from warmfleet.adapters import Adapter, adapters_of
+from warmfleet.chat import NotReproducible
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import LoadRow, WorkerView
 from warmfleet.pool import Pool, Pools
@@ -17,8 +20,6 @@ from warmfleet.trie import Prompt
 from warmfleet.view import View, view_of
 
 if TYPE_CHECKING:
-    import pytest
-
     from warmfleet.fleet import Fleet
     from warmfleet.identity import Identity
     from warmfleet.prompt import Request
@@ -81,6 +82,26 @@ def test_every_model_counts() -> None:
         assert fleet.unready()
         one.show(View((worker(True),), text=True, read_at=time.monotonic()))
     assert fleet.unready() == ""
+
+
+@pytest.mark.parametrize("failing", ["prompts", "beginning"])
+async def test_a_mistake_of_ours_costs_a_log_line(failing: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        max_model_len, key = 4_096, ""
+
+        async def prompts(self, *_: object) -> list[Prompt]:
+            raise KeyError("secret") if failing == "prompts" else NotReproducible("parts")
+
+        async def beginning(self, *_: object) -> None:
+            raise RecursionError("secret")
+
+    (only,) = pools().all
+    only.show(View((worker(True),), cast("Identity", Broken()), (), text=False, read_at=time.monotonic()))
+    request = parse("chat", b'{"messages": [{"role": "user", "content": "four characters a token"}]}')
+    shape = await only.shape(request, 2_000, 256)
+    assert (shape.kind, shape.reason, shape.prompt_tokens, shape.chains) == ("load", "error", 5, ())
+    assert "a prompt is not known" in caplog.text
+    assert "secret" not in caplog.text
 
 
 async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:

@@ -117,6 +117,29 @@ def test_numbers_that_reach_the_prompt_are_not_rounded(number: float) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"minimum": number}}}]
     read = parse("chat", json.dumps({"messages": [USER], "tools": tools}).encode()).tools
     assert repr(read) == repr(tools)
+    part = {"type": "text", "text": "t", "n": [number]}
+    for message in ({"role": "developer", "content": "x", "tools": tools}, {"role": "user", "content": [part]}):
+        request = parse("chat", json.dumps({"messages": [USER, message]}, indent=1).encode())
+        assert repr(request.messages) == repr([USER, message])
+
+
+def test_numbers_in_a_very_large_body_are_not_known() -> None:
+    part = {"type": "text", "text": "t" * 1_000_000, "n": 2**70}
+    body = json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode()
+    assert parse("chat", body).unforeseen == "numbers"
+    assert parse("chat", body.replace(str(2**70).encode(), b"7")).unforeseen == ""
+
+
+def test_echo_in_a_chat_skips_the_cache() -> None:
+    assert parse("chat", json.dumps({"messages": [USER], "echo": True}).encode()).unforeseen == "prompt_logprobs"
+    assert parse("completions", b'{"prompt": "a", "echo": true}').unforeseen == ""
+    assert parse("completions", b'{"prompt": "a", "echo": true, "logprobs": 0}').unforeseen == "prompt_logprobs"
+
+
+def test_a_salt_has_a_bound() -> None:
+    assert parse("completions", json.dumps({"prompt": "a", "cache_salt": "s" * 1_024}).encode()).salt == "s" * 1_024
+    with pytest.raises(BadRequest, match="cache_salt"):
+        parse("completions", json.dumps({"prompt": "a", "cache_salt": "s" * 1_025}).encode())
 
 
 def test_bookings() -> None:

@@ -163,16 +163,36 @@ def test_the_least_recently_used_leave_first_and_leaves_before_their_parents(enc
         assert node.parent is not None
 
 
-def test_the_bound_is_about_what_memory_it_takes(encoder: Encoder) -> None:
-    trie, read, rng = Trie(10**9), reading(encoder), random.Random(2)
+MANY = tuple(Hasher(Scheme("sha256", default_none_hash("sha256"), tokens)) for tokens in (16, 1_024, 2_048, 4_096))
+
+
+@pytest.mark.parametrize("hashers", [(CBOR, PICKLE), MANY[-1:], MANY], ids=["usual", "large blocks", "four schemes"])
+def test_the_bound_is_about_what_memory_it_takes(encoder: Encoder, hashers: tuple[Hasher, ...]) -> None:
+    trie, read, rng = Trie(10**9), replace(reading(encoder), hashers=hashers), random.Random(2)
     prompts = [" ".join(rng.choices(WORDS, k=4_000)) for _ in range(40)]
     tracemalloc.start()
     for prompt in prompts:
-        trie.read(prompt, read)
+        trie.read(prompt, read).json()
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert 0.7 < trie.bytes / grown < 1.5
+    assert 0.8 < trie.bytes / grown < 1.3
     assert NODE_BYTES * len(trie) < trie.bytes
+
+
+def test_a_long_salt_counts(encoder: Encoder) -> None:
+    trie, read = Trie(4_000_000), reading(encoder)
+    for number in range(20):
+        trie.read("hi", replace(read, salt=f"{number}" + "s" * 500_000))
+    assert 500_000 < trie.bytes <= trie.limit_bytes
+    assert len(trie) <= 8
+    trie.read("hi", replace(read, salt="s" * 5_000_000))
+    assert len(trie) <= 8  # not kept at all
+
+
+def test_the_first_prompt_of_a_tenant_is_kept(encoder: Encoder) -> None:
+    trie, text, read = Trie(10**8), "the cat sat on a mat " * 400, replace(reading(encoder), salt="new")
+    assert trie.read(text, read).known_tokens == 0
+    assert trie.read(text, read).known_tokens > 1_000
 
 
 def test_many_threads_share_it(encoder: Encoder) -> None:
