@@ -105,7 +105,8 @@ class Asker:
         Only an engine that is not there rests: what a request may be the cause of must not keep it from others.
         """
         headers = {key: value for key, value in call.headers.items() if key in ("Authorization", "Content-Type")}
-        status, ids, size = 0, [], len(call.body)
+        ids: list[int] = []
+        status, size = 0, len(call.body)
         try:
             async with asyncio.timeout(self._settings.ask_timeout_s + S_PER_BYTE * size):
                 limit = SMALL_ANSWER_BYTES + ANSWER_BYTES_PER_BYTE * size

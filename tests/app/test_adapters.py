@@ -51,6 +51,7 @@ async def test_a_request_goes_only_to_who_serves_its_adapter(
         worker(valkey_url, model, second.url, trackers["b"], name="b", adapters=adapters["b"], **facts),
     ):
         await listed(router, model, "one", "two")
+        await router.routable(2)
         chat = {"messages": [{"role": "user", "content": "a fox " * 500}], "tools": [{"type": "function"}]}
         await router.post(chat | {"model": "two"}, "/v1/chat/completions")
         assert "/v1/chat/completions/render" not in [seen.path for seen in first.seen + second.seen], "no choice"
