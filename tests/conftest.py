@@ -27,6 +27,21 @@ if TYPE_CHECKING:
 
 PATIENT = Timeouts(request_s=10, upkeep_s=10)  # a test machine may be busy; a time-out has tests of its own
 
+SERVERS = ("valkey", "redis7")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tests marked ``in_turn`` each case runs on one of the two servers, in turn; on the other in the long run."""
+    cases: dict[tuple[str, str], int] = {}
+    for item in items:
+        if not item.get_closest_marker("in_turn") or item.get_closest_marker("long"):
+            continue
+        name, _, rest = item.nodeid.partition("[")
+        for number, one in enumerate(SERVERS):
+            if one in rest and cases.setdefault((name, rest.replace(one, "")), len(cases)) % 2 != number:
+                item.add_marker(pytest.mark.long)
+
 
 @contextmanager
 def server(binary: str, *options: str) -> Iterator[str]:
@@ -88,7 +103,7 @@ def redis7_url() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="session", params=["valkey", "redis7"])
+@pytest.fixture(scope="session", params=SERVERS)
 def redis_url(request: pytest.FixtureRequest) -> str:
     """Both servers, one after the other: for tests of scripts."""
     return str(request.getfixturevalue(f"{request.param}_url"))

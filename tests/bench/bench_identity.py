@@ -1,9 +1,10 @@
 """What it costs to know a prompt: ``python -m tests.bench.bench_identity`` prints one JSON object as its last line.
 
 CPU µs of one request, parse + render + ids + block hashes (sha256_cbor, 16 tokens), through the router's own code with
-the prompt trie. 500 tokens and ``_cold``: a conversation never seen; ``_warm``: one of which all but the last 650
-tokens was there before. ``_plain``: the same requests with plain transformers (chat template and tokenizer) and the
-block hash as vLLM computes it (cbor2), in the same run. parts: parse, render, ids, hashes apart. Least of three means.
+the prompt trie. 500 tokens and ``_cold``: a conversation never seen, at a replica that has seen others; ``_warm``: one
+of which all but the last 650 tokens was there before. ``_plain``: the same requests with plain transformers (chat
+template and tokenizer) and the block hash as vLLM computes it (cbor2), in the same run. parts: parse, render, ids,
+hashes apart. Least of three means.
 ``stall_ms_3mb``: wall time, the longest that the event loop waits while a prompt of 3 MB becomes known in a thread.
 ``--plot FILE.svg``: the growth over a conversation of 60 turns. ``--tokenizer DIR``: tokenizer.json with its
 tokenizer_config.json; without it the small one of the demo, in a Qwen3-like template.
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 TURN_TOKENS, NEW_TOKENS, ROUNDS, REPEATS = 500, 650, 3, 12
 CHATML = Path(__file__).with_name("identity_template.jinja").read_text()
 WORDS = (Path(__file__).with_name("words.txt")).read_text().split()
+OTHER = json.dumps(
+    {"model": "m", "messages": [{"role": "user", "content": "something else"}], "max_tokens": 16}
+).encode()
 
 
 class Talk:
@@ -109,7 +113,7 @@ async def mean_us(bodies: list[tuple[list[bytes], bytes]], ours: Ours) -> float:
     spent = 0.0
     for before, body in bodies:
         identity = ours.new()
-        for one in before:
+        for one in (OTHER, *before):  # a replica has served somebody before
             await ours.known(identity, one)
         started = time.process_time()
         await ours.known(identity, body)

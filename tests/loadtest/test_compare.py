@@ -17,12 +17,12 @@ def test_a_trace_through_a_fleet_by_two_policies(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setattr("warmfleet_loadtest.trace.SHARED", "nowhere")
     monkeypatch.delenv("TRACE", raising=False)
-    options = ["--rows", "60", "--speed", "10", "--engines", "2", "--step-time", "fast", "--skip", "0"]
+    options = ["--rows", "30", "--speed", "10", "--engines", "2", "--step-time", "fast", "--skip", "0"]
     assert main([*options, "--policies", "cost,round_robin"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(results) == {"cost", "round_robin"}
     for row in results.values():
-        assert (row["requests"], row["errors"]) == (60, 0)
+        assert (row["requests"], row["errors"]) == (30, 0)
         assert row["ttft_mean_s"] > 0
     assert results["round_robin"]["busiest_over_mean"] < 1.2
 

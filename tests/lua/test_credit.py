@@ -86,6 +86,7 @@ async def test_a_row_without_a_name_is_nobody(world: World) -> None:
     assert {(await world.fleet.decide(world.ask(world.chain(30)))).worker_id for _ in range(4)} == {"w1.0"}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("blocks", [625, 6_250])
 async def test_open_leases_of_everybody_on_one_chain_do_not_make_a_decision_dear(world: World, blocks: int) -> None:
     """64 workers hold it and make more of it, one makes all: 100 ms if every chain were read and compared whole."""

@@ -71,6 +71,7 @@ async def ages_s(fleet: Fleet, *names: str) -> list[float]:
     return [(now - (await fleet.redis.zscore(fleet.keys.alive, name) or now)) / 1000 for name in names]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("span", SPANS)
 async def test_no_router_for_ten_minutes(
     own_url: str, own_store: aioredis.Redis, model: str, monkeypatch: pytest.MonkeyPatch, span: Span
@@ -190,6 +191,7 @@ async def test_over_the_limit_and_back(
     await core.holds()  # both directions agree
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("span", SPANS)
 async def test_at_95_percent_for_ten_minutes(
     own_url: str, own_store: aioredis.Redis, model: str, monkeypatch: pytest.MonkeyPatch, span: Span

@@ -148,10 +148,10 @@ async def test_the_second_turn_through_the_other_replica_and_again_after_evictio
 
 
 async def test_prediction_is_exact_over_many_conversations(real: Real, index: Fleet) -> None:
-    """Ten conversations, three under way at a time over caches that hold four; at last the first ones return."""
+    """Six conversations, three under way at a time over caches that hold four; at last the first ones return."""
     before = await index.counts()
-    talks: dict[int, list[dict[str, str]]] = {number: [] for number in range(10)}
-    turns = [number for start in range(-2, 10) for number in range(start, start + 3) if number in talks] + [0, 1, 2]
+    talks: dict[int, list[dict[str, str]]] = {number: [] for number in range(6)}
+    turns = [number for start in range(-2, 6) for number in range(start, start + 3) if number in talks] + [0, 1, 2]
     hits = 0
     for turn, number in enumerate(turns):
         messages = talks[number]
@@ -161,7 +161,7 @@ async def test_prediction_is_exact_over_many_conversations(real: Real, index: Fl
         hits += got.cached > 0
         messages.append({"role": "assistant", "content": got.text})
         await settled(real, index)
-    assert hits > 10, "most second and third turns; the caches had room for them"
+    assert hits > 6, "most second and third turns; the caches had room for them"
     after = await index.counts()
     counts = {name: after.get(name, 0) - before.get(name, 0) for name in ("exact", "over", "short", "mismatch")}
     assert counts.pop("exact") > 0

@@ -16,7 +16,7 @@ from warmfleet.cli.stack import Plan, Stack
 if TYPE_CHECKING:
     from tests.vllm.engine import VllmEngine
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 KEY = "sk-only-the-fleet-knows"
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Fleet
 
 
-pytestmark = pytest.mark.usefixtures("short_periods")
+pytestmark = [pytest.mark.in_turn, pytest.mark.usefixtures("short_periods")]
 
 
 async def test_the_index_follows_the_table(fleet: Fleet, redis_url: str, model: str) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Fleet
 
 
-pytestmark = pytest.mark.usefixtures("short_periods")
+pytestmark = [pytest.mark.in_turn, pytest.mark.usefixtures("short_periods")]
 
 
 async def test_progress_arrives_within_20_ms(fleet: Fleet, redis_url: str, model: str) -> None:

@@ -15,7 +15,7 @@ from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
 from warmfleet_worker.tracker import Tracker
 
-pytestmark = pytest.mark.usefixtures("short_periods")
+pytestmark = [pytest.mark.in_turn, pytest.mark.usefixtures("short_periods")]
 
 
 async def test_redis_is_absent_killed_and_comes_back_empty(own_server: Server, model: str) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import Fleet
 
+pytestmark = pytest.mark.in_turn
+
 LAST = "18446744073709551615-18446744073709551615"
 KINDS = ["string", "last id", "last id, emptied", "next year, emptied"]
 

@@ -16,6 +16,8 @@ from warmfleet_worker.tracker import Tracker
 if TYPE_CHECKING:
     from warmfleet.fleet import Fleet
 
+pytestmark = pytest.mark.in_turn
+
 
 @pytest.fixture(autouse=True)
 def seconds_for_minutes(short_periods: None, monkeypatch: pytest.MonkeyPatch) -> None:
