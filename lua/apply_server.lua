@@ -17,6 +17,8 @@ local FIELD = "server:" .. SERVER_ID
 local STREAM, ARTIFACT = PREFIX .. FIELD, PREFIX .. "artifact:" .. SERVER_ID .. ":"
 local SCHEMA, SERVER, URL_AND_PROVEN, FAR_FUTURE_MS, LAST_SEQUENCE = 1, 1, 2 + 4, 3600000, 2 ^ 52
 local MAX_JOIN_BYTES, MAX_URL_BYTES, MAX_MODELS, MAX_FILES, MAX_CHUNKS, MAX_BRACKETS = 262144, 512, 256, 8, 2048, 500
+local URL = '^https?://[^%s%c"\\<>\128-\255]+$'
+local MAX_NUMBER_BYTES = 24 -- what Python writes of any float; of thousands of digits some parsers make an error
 
 local call = redis.call
 local clock = call("TIME")
@@ -30,14 +32,17 @@ local function text(value, pattern, bytes)
   return type(value) == "string" and #value <= bytes and value:match(pattern) ~= nil
 end
 
+-- An object (keys "") or a list (keys 1); of an empty one nobody can tell.
+local function holds(value, keys) return type(value) == "table" and type(next(value) or keys) == type(keys) end
+
 -- Names of the artifact chunks of a manifest, as a set; nil if it is malformed.
 local function chunks_of(artifacts)
   if type(artifacts) ~= "table" then return nil end
   local chunks, n, files = {}, 0, 0
   for name, file in pairs(artifacts) do
     files = files + 1
-    if not text(name, "^[%w._-]+$", 64) or type(file) ~= "table" or type(file.chunks) ~= "table"
-      or not text(file.sha256, "^%x+$", 64) or type(file.bytes) ~= "number" then
+    if not text(name, "^[%w._-]+$", 64) or type(file) ~= "table" or not holds(file.chunks, 1)
+      or not text(file.sha256, "^%x+$", 64) or type(file.bytes) ~= "number" or file.bytes < 0 or file.bytes % 1 > 0 then
       return nil
     end
     for _, sha256 in ipairs(file.chunks) do
@@ -55,6 +60,7 @@ local function plain(data)
   for token in bare:gmatch("[^%[%]{}:,%s]+") do
     local number = (token:match("^%-?%d+$") or token:match("^%-?%d+%.%d+$")) and not token:match("^%-?0%d")
     if not number and token ~= "true" and token ~= "false" and token ~= "null" then return false end
+    if number and #token > MAX_NUMBER_BYTES then return false end
   end
   local _, brackets = bare:gsub("[%[{]", "")
   return brackets <= MAX_BRACKETS and data:sub(1, 2) == '{"' and not data:find("[^\32-\126]")
@@ -65,10 +71,10 @@ local function announced(data)
   if #data > MAX_JOIN_BYTES or not plain(data) then return nil end
   local ok, it = pcall(cjson.decode, data)
   if not ok or it.schema ~= SCHEMA or it.server_id ~= SERVER_ID or it.nonce ~= nil then return nil end
-  if not text(it.url, "^https?://[^%s\"<>]+$", MAX_URL_BYTES) or type(it.version) ~= "string" then return nil end
+  if not text(it.url, URL, MAX_URL_BYTES) or type(it.version) ~= "string" then return nil end
   if type(it.models) ~= "table" or #it.models < 1 or #it.models > MAX_MODELS then return nil end
   for _, model in ipairs(it.models) do if not text(model, "^[^%c]+$", 256) then return nil end end
-  return type(it.facts) == "table" and chunks_of(it.artifacts) and it or nil
+  return holds(it.facts, "") and chunks_of(it.artifacts) and it or nil
 end
 
 -- Call patch(row's flags) -> flags for every worker of this server.
@@ -89,7 +95,8 @@ local function join(data, nonce)
   for sha256 in pairs(record and chunks_of(record.artifacts) or {}) do
     if not kept[sha256] then call("UNLINK", ARTIFACT .. sha256) end
   end
-  call("HSET", SERVERS, SERVER_ID, '{"nonce":"' .. nonce .. '",' .. data:sub(2))
+  -- decide takes the first URL it finds; facts may have some. Parsers take the last of two equal keys.
+  call("HSET", SERVERS, SERVER_ID, ('{"nonce":"%s","url":"%s",'):format(nonce, it.url) .. data:sub(2))
   it.nonce, record, rejoined = nonce, it, true
 end
 

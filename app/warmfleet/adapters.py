@@ -38,11 +38,9 @@ def adapters_of(workers: Sequence[WorkerView]) -> dict[str, Adapter]:
 
 
 def _loras(worker: WorkerView) -> dict[str, str]:
-    """Name and path of the adapters that its server announced: its own words, hence looked at."""
-    loras = ((worker.server or {}).get("facts") or {}).get("loras")
-    if not isinstance(loras, dict):
-        return {}
-    return {name: path for name, path in loras.items() if isinstance(path, str) and name not in worker.models}
+    """Name and path of the adapters that its server announced."""
+    loras = ((worker.server or {}).get("facts") or {}).get("loras") or {}
+    return {name: path for name, path in loras.items() if name not in worker.models}
 
 
 def served(worker: WorkerView) -> list[str]:

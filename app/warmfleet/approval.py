@@ -12,17 +12,18 @@ import logging
 from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from warmfleet.chat import NotReproducible
 from warmfleet.sandbox import Sandboxed
 from warmfleet.template import ChatTemplate, knows_developer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from warmfleet.chat import Format, Message
     from warmfleet.metrics import Metrics
-    from warmfleet.pool import Pools
+    from warmfleet.pool import Pool, Pools
 
 logger = logging.getLogger("warmfleet.approval")
 
@@ -32,15 +33,21 @@ MAX_SOURCE_BYTES = 2**20
 
 
 class Template:
-    """One template as workers brought it. ``here``: compiled in this process, as long as it is approved."""
+    """One template as workers brought it. is_approved: by its digest, asked at every render."""
 
-    def __init__(self, source: str, content_format: str, sha256: str, metrics: Metrics) -> None:
-        self.sha256 = sha256
+    def __init__(self, source: str, content_format: str, is_approved: Callable[[str], bool], metrics: Metrics) -> None:
+        self.sha256 = hashlib.sha256(source.encode()).hexdigest()
         self.knows_developer = knows_developer(source)
-        self.here: ChatTemplate | None = None
-        self.sandbox = Sandboxed(source, content_format, sha256[:12], metrics)
+        self.sandbox = Sandboxed(source, content_format, self.sha256[:12], metrics)
+        self._is_approved = is_approved
+        self._compiled: ChatTemplate | None = None
         self._source = source
         self._form = content_format
+
+    @property
+    def here(self) -> ChatTemplate | None:
+        """It in this process; None unless it is approved now, whoever holds it and whatever became of a look."""
+        return self._compiled if self._is_approved(self.sha256) else None
 
     @property
     def state(self) -> str:
@@ -59,13 +66,11 @@ class Template:
             return here.render(messages, arguments, fixed)
         return await self.sandbox.render(messages, arguments, fixed)
 
-    async def move(self, *, approved: bool) -> None:
-        """Into this process, or out of it. Raises jinja2.TemplateError."""
-        if not approved:
-            self.here = None
-        elif self.here is None:
-            self.here = await asyncio.to_thread(ChatTemplate, self._source, self._form, trusted=True)
-            await self.sandbox.end()
+    async def compile(self) -> None:
+        """Be ready to render in this process. Raises jinja2.TemplateError."""
+        if self._compiled is None:
+            self._compiled = await asyncio.to_thread(ChatTemplate, self._source, self._form, trusted=True)
+        await self.sandbox.end()
 
 
 class Templates:
@@ -73,26 +78,28 @@ class Templates:
 
     def __init__(self, metrics: Metrics, *, trust_all: bool = False, approved: Collection[str] = ()) -> None:
         self._metrics = metrics
-        self._trust_all = trust_all
+        self.trust_all = trust_all
         self._configured = frozenset(approved)
         self._of_model: dict[str, frozenset[str]] = {}
         self._approved = self._configured
         self._known: OrderedDict[tuple[str, str], Template] = OrderedDict()
+        self._held: WeakSet[Template] = WeakSet()  # those that identities still hold, too
         self._processes: OrderedDict[Sandboxed, None] = OrderedDict()
         self._ending: set[asyncio.Task[None]] = set()
 
     def is_approved(self, sha256: str) -> bool:
-        return self._trust_all or sha256 in self._approved
+        return self.trust_all or sha256 in self._approved
 
     async def take(self, source: bytes, content_format: str) -> Template:
-        """The template with this source, ready to render. Raises jinja2.TemplateError, ValueError."""
-        sha256 = hashlib.sha256(source).hexdigest()
-        key = sha256, content_format
+        """The template with this source, ready to render. Raises ValueError, and what compiling it raises."""
+        if len(source) > MAX_SOURCE_BYTES:
+            raise ValueError(f"a chat template has {len(source)} bytes; {MAX_SOURCE_BYTES} are allowed")
+        key = hashlib.sha256(source).hexdigest(), content_format
         template = self._known.get(key)
         if template is None:
-            if len(source) > MAX_SOURCE_BYTES:
-                raise ValueError(f"chat template {sha256[:12]} has {len(source)} bytes; {MAX_SOURCE_BYTES} are allowed")
-            template = self._known[key] = Template(source.decode(), content_format, sha256, self._metrics)
+            template = Template(source.decode(), content_format, self.is_approved, self._metrics)
+            self._known[key] = template
+            self._held.add(template)
             template.sandbox.started = self._bound
         self._known.move_to_end(key)
         while len(self._known) > MAX_TEMPLATES:
@@ -103,28 +110,29 @@ class Templates:
     async def look(self, pools: Pools) -> None:
         """Take what operators approved in Redis. Raises FleetUnavailable; what was known of that model then stays."""
         try:
-            for pool in pools.all:
-                self._of_model[pool.tag] = await pool.fleet.approved()
+            await pools.each(self._read)
         finally:
-            approved = self._configured.union(*self._of_model.values())
-            if approved != self._approved:
-                self._approved = approved
-                for template in list(self._known.values()):
+            before, self._approved = self._approved, self._configured.union(*self._of_model.values())
+            for template in list(self._held) if before != self._approved else ():
+                try:
                     await self._settle(template)
+                except Exception as error:  # noqa: BLE001  as foreign code raises it; it stays in its sandbox
+                    logger.warning("chat template %s does not compile: %s", template.sha256[:12], error)
+
+    async def _read(self, pool: Pool) -> None:
+        self._of_model[pool.tag] = await pool.fleet.approved()
 
     async def close(self) -> None:
         """End every process."""
-        for template in self._known.values():
-            await template.sandbox.end()
+        for sandbox in {*self._processes, *(template.sandbox for template in self._held)}:
+            await sandbox.end()
         await asyncio.gather(*self._ending)
 
     async def _settle(self, template: Template) -> None:
-        """Have it run where it may. Raises jinja2.TemplateError for an approved one that does not compile."""
-        approved, before = self.is_approved(template.sha256), template.here is not None
-        await template.move(approved=approved)
-        if approved:
-            if not before:
-                logger.info("chat template %s is approved: rendered in this process", template.sha256[:12])
+        """Have it ready where it may run. Raises what compiling it raises, if it is approved."""
+        if self.is_approved(template.sha256):
+            await template.compile()
+            logger.info("chat template %s is approved: rendered in this process", template.sha256[:12])
             return
         logger.warning(
             "chat template %s is not approved: rendered in a process of its own. Once you have read it: "

@@ -126,8 +126,7 @@ class Asker:
 
 
 def _facts(worker: WorkerView) -> dict[str, Any]:
-    facts = (worker.server or {}).get("facts")
-    return facts if isinstance(facts, dict) else {}
+    return (worker.server or {}).get("facts") or {}
 
 
 def _way(renders: Any, request: Request) -> tuple[str, str] | None:

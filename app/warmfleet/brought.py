@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.errors import FleetUnavailable, NotFound, WarmfleetError
 from warmfleet_worker.wire import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from warmfleet.fleet import Fleet, WorkerView
+    from warmfleet.fleet import WorkerView
 
-MAX_SERVERS = 8  # that are asked for the same artifact
+MAX_SERVERS = 8  # that are asked for the same files
+#: What an identity is built of; whatever else a worker may bring is not read.
+FILES = ("tokenizer.json", "chat_template.jinja")
 #: Of a server's facts, those that decide token ids. The others (limits, parsers, keys) may differ within a fleet.
 TOKEN_FACTS = (
     "add_special_tokens",
@@ -53,23 +54,6 @@ def in_words(workers: Sequence[WorkerView]) -> str:
     artifacts = (workers[0].server or {})["artifacts"]
     files = (f"{name} {str(entry.get('sha256'))[:12]}" for name, entry in sorted(artifacts.items()))
     return f"{key(workers[0])[:12]} ({', '.join(files)})"
-
-
-async def content(fleet: Fleet, workers: Sequence[WorkerView], name: str) -> bytes:
-    """An artifact of workers that brought the same, from the first few servers in turn: one may lack pieces of it.
-
-    Raises WarmfleetError, KeyError or TypeError as the last of them did.
-    """
-    servers = {str(worker.record["server_id"]): (worker.server or {})["artifacts"][name] for worker in workers}
-    failure: Exception = NotFound(f"nobody brought {name}")
-    for server_id, entry in list(servers.items())[:MAX_SERVERS]:
-        try:
-            return await fleet.artifact(server_id, entry)
-        except FleetUnavailable:
-            raise
-        except (WarmfleetError, KeyError, TypeError) as error:
-            failure = error
-    raise failure
 
 
 def _parts(worker: WorkerView) -> dict[str, Any]:

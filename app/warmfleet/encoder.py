@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import random
@@ -12,16 +13,20 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from warmfleet.chat import NotReproducible
 from warmfleet.cuts import Cuts, Facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Encode = Callable[[str, bool], array[int]]
+    Affixes = tuple[array[int], array[int]]
 
 logger = logging.getLogger("warmfleet.encoder")
 
 PROBES = 300
+MAX_SPECIAL = 256  # characters of a special token that is tried in texts
+UNTOLD = Facts((), spaces=False, added=())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,40 +34,47 @@ class Encoder:
     """Text and whether to add special tokens → token ids, unsigned 32-bit. fast: the 30 to 90 times faster engine.
 
     affixes: the special tokens that are added before and behind every text; None: they are not the same for all.
+    ``encode`` raises UnicodeEncodeError for half a surrogate pair, NotReproducible for any other text it fails on.
     """
 
     name: str
     encode: Encode
     fast: bool
     facts: Facts
-    affixes: tuple[array[int], array[int]] | None
+    affixes: Affixes | None
 
     @classmethod
     def load(cls, tokenizer_json: bytes) -> Encoder:
-        """Raises ValueError if no engine reads it. Takes 0.5 to 3 s: call it in an executor."""
-        text = tokenizer_json.decode()
+        """Try it in this process: for those that are trusted. Raises ValueError. 0.1 to 6 s: call it in an executor."""
+        return cls.of(read(tokenizer_json), tokenizer_json)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, tokenizer_json: bytes) -> Encoder:
+        """The same of what ``read`` gave. Raises ValueError."""
         try:
-            slow = Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing more special
-            raise ValueError(f"not a tokenizer: {error}") from error
-        slow.no_truncation()
-        slow.no_padding()
+            slow = _slow(tokenizer)
+            facts = Facts.of(tokenizer)
+            samples = _samples(tuple(one for one in facts.added if len(one) <= MAX_SPECIAL)[:64])
+            fast = _proven_twin(tokenizer_json.decode(), slow, samples)
+            affixes = _affixes(fast or slow, samples)
+        except NotReproducible as error:
+            raise ValueError(f"it fails on a text: {in_words(error.__cause__)}") from error
+        return cls(_name(tokenizer_json), fast or slow, fast is not None, facts, affixes)
 
-        def encode(text: str, special: bool) -> array[int]:
-            # Of all ways only this one releases the GIL: other requests go on meanwhile.
-            return array("I", slow.encode_batch_fast([text], add_special_tokens=special)[0].ids)
-
-        facts = Facts.of(slow)
-        fast = _fast_twin(text, encode, facts.added[:64])
-        affixes = _affixes(fast or encode, facts.added[:64])
-        name = hashlib.sha256(tokenizer_json).hexdigest()
-        return cls(name, fast or encode, fast is not None, facts, affixes)
+    @classmethod
+    def made(cls, tokenizer_json: bytes, *, fast: bool, affixes: Affixes | None) -> Encoder:
+        """One that was tried elsewhere: only constructed here, so other threads wait less. Raises ValueError."""
+        encode = _fast(tokenizer_json.decode()) if fast else _slow(read(tokenizer_json))
+        return cls(_name(tokenizer_json), encode, fast, UNTOLD, affixes)
 
     def cuts(self, template: str) -> Cuts:
         """Where texts of this tokenizer may be cut; template: the chat template that will make them."""
         if self.affixes is None:
             return Cuts((), spaces=False)
-        return self.facts.cuts(template, self.plain)
+        try:
+            return self.facts.cuts(template, self.plain)
+        except NotReproducible:
+            return Cuts((), spaces=False)
 
     def plain(self, text: str) -> array[int]:
         return self.encode(text, False)
@@ -72,35 +84,99 @@ class Encoder:
         return self.encode(text, True)
 
 
-def _fast_twin(text: str, reference: Encode, specials: tuple[str, ...]) -> Encode | None:
+def read(tokenizer_json: bytes) -> Tokenizer:
+    """Raises ValueError. Holds the interpreter's lock: 50 ms for each MB."""
+    try:
+        tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    except OURS:
+        raise
+    except BaseException as error:
+        raise ValueError(f"not a tokenizer: {in_words(error)}") from error
+    return tokenizer
+
+
+def in_words(error: BaseException | None) -> str:
+    """What a foreign file made a library say, fit for a line of a log."""
+    return " ".join(str(error).split())[:200]
+
+
+#: What ends a thread or a task is no panic of Rust's, which is a BaseException, too.
+OURS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+
+
+def _guarded(encode: Encode) -> Encode:
+    """A text on which a library fails costs that text its identity and nobody anything else."""
+
+    def guarded(text: str, special: bool) -> array[int]:
+        try:
+            return encode(text, special)
+        except (UnicodeError, *OURS):
+            raise
+        except BaseException as error:
+            raise NotReproducible("tokenizer") from error
+
+    return guarded
+
+
+def _slow(tokenizer: Tokenizer) -> Encode:
+    def encode(text: str, special: bool) -> array[int]:
+        if not text.isascii():
+            text.encode()  # of half a surrogate pair the library says TypeError
+        # Of all ways only this one releases the GIL: other requests go on meanwhile.
+        return array("I", tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
+    return _guarded(encode)
+
+
+def _fast(text: str) -> Encode:
+    """Raises ValueError where fastokens is not installed or does not take it."""
+    if sys.byteorder != "little":
+        raise ValueError("fastokens gives little-endian ids")
     try:
         import fastokens
-    except ImportError:
-        return None
-    if sys.byteorder != "little":
-        return None
-    try:
+
         twin = fastokens.Tokenizer.from_json_str(text)
         twin.no_truncation()
         twin.no_padding()
+    except OURS:
+        raise
+    except BaseException as error:
+        raise ValueError(f"fastokens does not take it: {in_words(error)}") from error
 
-        def encode(text: str, special: bool) -> array[int]:
-            ids = array("I")
-            ids.frombytes(twin.encode_batch_flat([text], add_special_tokens=special)[0])
-            return ids
+    def encode(text: str, special: bool) -> array[int]:
+        ids = array("I")
+        ids.frombytes(twin.encode_batch_flat([text], add_special_tokens=special)[0])
+        return ids
 
-        for sample in _samples(specials):
-            for special in (False, True):
-                if encode(sample, special) != reference(sample, special):
-                    logger.warning("fastokens differs from tokenizers on a probe: not used for this model")
-                    return None
-    except Exception as error:  # noqa: BLE001  whatever a faster engine stumbles over, the reference remains
-        logger.info("fastokens does not take this tokenizer: %s", error)
+    return _guarded(encode)
+
+
+def _proven_twin(text: str, slow: Encode, samples: list[str]) -> Encode | None:
+    try:
+        fast = _fast(text)
+    except ValueError as error:  # whatever a faster engine stumbles over, the reference remains
+        logger.info("%s", error)
         return None
-    return encode
+    for sample in samples:
+        for special in (False, True):
+            wanted = slow(sample, special)
+            try:
+                same = fast(sample, special) == wanted
+            except NotReproducible:
+                same = False
+            if not same:
+                logger.warning("fastokens differs from tokenizers on a probe: not used for this model")
+                return None
+    return fast
 
 
-def _affixes(encode: Encode, specials: tuple[str, ...]) -> tuple[array[int], array[int]] | None:
+def _name(tokenizer_json: bytes) -> str:
+    return hashlib.sha256(tokenizer_json).hexdigest()
+
+
+def _affixes(encode: Encode, samples: list[str]) -> Affixes | None:
     """What ``special`` adds, if it is the same whatever the text."""
     plain, whole = encode("a", False), encode("a", True)
     ends = range(len(whole) - len(plain) + 1)
@@ -108,7 +184,7 @@ def _affixes(encode: Encode, specials: tuple[str, ...]) -> tuple[array[int], arr
     if at is None:
         return None
     before, behind = whole[:at], whole[at + len(plain) :]
-    same = all(encode(sample, True) == before + encode(sample, False) + behind for sample in _samples(specials))
+    same = all(encode(sample, True) == before + encode(sample, False) + behind for sample in samples)
     return (before, behind) if same else None
 
 

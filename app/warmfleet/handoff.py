@@ -59,9 +59,7 @@ def ability(worker: WorkerView, identity_key: str) -> Ability | None:
     endpoints, limit = facts.get("token_handoff"), facts.get("max_model_len")
     if worker.proof != "proven" or not worker.routable or facts.get("kv_connector") is not False:
         return None
-    if not isinstance(endpoints, list) or not endpoints or not isinstance(limit, int):
-        return None
-    return Ability(identity_key, frozenset(map(str, endpoints)), limit)
+    return Ability(identity_key, frozenset(endpoints), limit) if endpoints and limit else None
 
 
 @dataclass(frozen=True, slots=True)

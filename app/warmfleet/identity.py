@@ -7,7 +7,6 @@ with a new one is not tokenised or hashed again (``trie``).
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from array import array
 from dataclasses import replace
@@ -19,8 +18,8 @@ import orjson
 from warmfleet import chat
 from warmfleet.chat import NotReproducible
 from warmfleet.cuts import Cuts
-from warmfleet.encoder import Encoder
 from warmfleet.partial import agreed, variants
+from warmfleet.trial import Encoders
 from warmfleet.trie import Prompt, Reading, Trie
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from warmfleet.approval import Template, Templates
     from warmfleet.blocks import Hasher, Lora
     from warmfleet.chat import Format, Message
+    from warmfleet.encoder import Encoder
     from warmfleet.partial import Change
     from warmfleet.prompt import Request
     from warmfleet.template import ChatTemplate
@@ -236,6 +236,7 @@ class Identities:
         self._executor = executor
         self._trie = trie
         self.templates = templates
+        self._encoders = Encoders(executor)
         self._built: dict[str, Identity] = {}
 
     def known(self, key: str) -> Identity | None:
@@ -246,22 +247,20 @@ class Identities:
         for key in [key for key in self._built if key not in used][:-MAX_UNUSED]:
             del self._built[key]
 
-    async def build(self, key: str, artifacts: Mapping[str, bytes], facts: Mapping[str, Any]) -> Identity:
-        """Raises ValueError (or jinja2.TemplateError) for artifacts that cannot be used."""
-        loop = asyncio.get_running_loop()
+    async def build(
+        self, key: str, artifacts: Mapping[str, bytes], facts: Mapping[str, Any], *, trusted: bool = False
+    ) -> Identity:
+        """Raises ValueError (or jinja2.TemplateError) for artifacts that cannot be used. trusted: the operator's."""
         tokenizer = artifacts.get("tokenizer.json")
         if tokenizer is None:
             raise ValueError("the worker brought no tokenizer")
         source = artifacts.get("chat_template.jinja")
+        text = source.decode() if source is not None else ""
+        trusted = trusted or self.templates.trust_all  # who lets workers' code run here needs no trial of their tables
+        encoder, cuts = await self._encoders.take(tokenizer, text, trusted=trusted)
         template = None
         if source is not None:
             template = await self.templates.take(source, str(facts.get("content_format", "auto")))
-        sha = hashlib.sha256(tokenizer).hexdigest()
-        encoder = next((one.encoder for one in self._built.values() if one.encoder.name == sha), None)
-        if encoder is None:
-            encoder = await loop.run_in_executor(self._executor, Encoder.load, tokenizer)
-        text = source.decode() if source is not None else ""
-        cuts = await loop.run_in_executor(self._executor, encoder.cuts, text)
         identity = Identity(encoder, template, facts, self._executor, self._trie, cuts)
         identity.key = key
         self._built[key] = identity
@@ -277,7 +276,7 @@ class Identities:
             return known
         loop = asyncio.get_running_loop()
         artifacts, facts = await loop.run_in_executor(self._executor, _with_transformers, name)
-        return await self.build(key, artifacts, facts)
+        return await self.build(key, artifacts, facts, trusted=True)
 
 
 def _with_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:

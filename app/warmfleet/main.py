@@ -25,6 +25,7 @@ from warmfleet.fleet import Fleet, Timeouts, connect
 from warmfleet.guard import guarded
 from warmfleet.identity import Identities
 from warmfleet.maintenance import Reader, supervise
+from warmfleet.memory import MemoryWatch
 from warmfleet.metrics import Metrics
 from warmfleet.pool import Pool, Pools
 from warmfleet.probe import Prober
@@ -159,7 +160,7 @@ async def _background(
         ("truth", settings.view_interval_s, TruthWatch(pools, metrics).look),
         ("probe", settings.view_interval_s, prober.round),
         ("renew", settings.renew_interval_s, partial(maintenance.renew, pools, metrics)),
-        ("memory", MEMORY_INTERVAL_S, maintenance.MemoryWatch(pools, metrics).look),
+        ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),
         ("check", settings.health_interval_s, HealthChecks(pools, upstream, settings, metrics).round),
         ("clear", CLEAR_INTERVAL_S, partial(maintenance.clear, pools)),
     ]

@@ -11,14 +11,14 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 from warmfleet import brought
 from warmfleet.agreement import Agreement
 from warmfleet.blocks import TEXT_SCHEME, Hasher
-from warmfleet.errors import FleetUnavailable, WarmfleetError
+from warmfleet.errors import NotFound, WarmfleetError
 from warmfleet.fleet import RENEW_AT_ONCE
+from warmfleet.fleet.views import BadArtifact
 from warmfleet.handoff import ability
+from warmfleet.trial import Refused
 from warmfleet.view import MAX_SCHEMES, view_of
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError
 
@@ -80,22 +80,22 @@ class Reader:
         self._hashers: dict[int, Hasher] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
+        self._unreadable: set[str] = (
+            set()
+        )  # keys of what is there, but no identity: whoever else brought one goes first
 
     async def refresh(self) -> None:
         """One reading of every model's workers. Raises FleetUnavailable if one could not be read."""
-        failures = [error for pool in self._pools.all if (error := await self._refresh(pool)) is not None]
-        views = [pool.view for pool in self._pools.all]
-        self._identities.keep({view.identity.key for view in views if view.identity is not None})
-        self._hashers = {hasher.scheme.scheme_id: hasher for view in views for hasher in view.hashers}
-        self._count_workers()
-        if failures:
-            raise failures[0]
-
-    async def _refresh(self, pool: Pool) -> FleetUnavailable | None:
         try:
-            workers = await pool.fleet.workers()
-        except FleetUnavailable as error:
-            return error
+            await self._pools.each(self._refresh)
+        finally:
+            views = [pool.view for pool in self._pools.all]
+            self._identities.keep({view.identity.key for view in views if view.identity is not None})
+            self._hashers = {hasher.scheme.scheme_id: hasher for view in views for hasher in view.hashers}
+            self._count_workers()
+
+    async def _refresh(self, pool: Pool) -> None:
+        workers = await pool.fleet.workers()
         alive = [w for w in workers if w.heartbeat_age_s is not None and w.heartbeat_age_s <= WORKER_TTL_SECONDS]
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
         bringers = brought.groups(alive)
@@ -106,7 +106,6 @@ class Reader:
         known, hashers = identity or pool.view.identity, self._schemes(pool, exact, MAX_SCHEMES - text)
         pool.show(view_of(workers, known, hashers, text=text, reference=reference, handoff=handoff))
         self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
-        return None
 
     def _schemes(self, pool: Pool, workers: Sequence[WorkerView], limit: int) -> list[Hasher]:
         """Hashers for the schemes in use, the most frequent first; not for more than ``limit`` of them."""
@@ -133,6 +132,7 @@ class Reader:
             if known is None:
                 self._begin(key, self._override())
             return known, None
+        bringers = dict(sorted(bringers.items(), key=lambda one: one[0] in self._unreadable))
         self._agreement.look(
             pool.tag, "identity", {brought.in_words(workers): _ids(workers) for workers in bringers.values()}
         )
@@ -154,22 +154,37 @@ class Reader:
         try:
             await work
             await self.refresh()
-        except (WarmfleetError, ValueError, TypeError, AttributeError, KeyError, jinja2.TemplateError) as error:
+        except Exception as error:  # noqa: BLE001  what a worker brought may raise anything at all
             self._metrics.task_failures.labels("identity").inc()
             logger.warning("no token identity, requests are routed by load: %s", error)
             if len(self._not_before) >= MAX_FAILED_LOADS:
                 self._not_before.clear()
-            self._not_before[key] = time.monotonic() + LOAD_RETRY_S
+                self._unreadable.clear()
+            if not isinstance(error, WarmfleetError):
+                self._unreadable.add(key)
+            pause = error.again_s if isinstance(error, Refused) else LOAD_RETRY_S
+            self._not_before[key] = time.monotonic() + pause
         finally:
             del self._loads[key]
 
     async def _override(self) -> None:
         await self._identities.load(self._settings.tokenizer)
 
-    async def _brought(self, pool: Pool, key: str, group: Sequence[WorkerView]) -> None:
-        server = group[0].server or {}
-        artifacts = {name: await brought.content(pool.fleet, group, name) for name in server["artifacts"]}
-        await self._identities.build(key, artifacts, server.get("facts") or {})
+    async def _brought(self, pool: Pool, key: str, workers: Sequence[WorkerView]) -> None:
+        """From the first of these whose files are there: whoever announces the same may have brought none."""
+        failure: WarmfleetError | None = None
+        servers = {str(one.record["server_id"]): one.server or {} for one in workers}
+        for server_id, server in list(servers.items())[: brought.MAX_SERVERS]:
+            files = {name: entry for name, entry in server["artifacts"].items() if name in brought.FILES}
+            try:
+                artifacts = {name: await pool.fleet.artifact(server_id, entry) for name, entry in files.items()}
+            except (NotFound, BadArtifact) as error:
+                failure = failure or error
+                continue
+            await self._identities.build(key, artifacts, server.get("facts") or {})
+            return
+        if failure is not None:
+            raise failure
 
     def _count_workers(self) -> None:
         states: Counter[str] = Counter()
@@ -177,6 +192,7 @@ class Reader:
             states.update(w.proof if w.routable else "unroutable" for w in pool.view.workers)
         for state in ("proven", "identity", "approximate", "unroutable"):
             self._metrics.workers.labels(state).set(states[state])
+        self._metrics.unreadable_records.set(sum(pool.fleet.records.unreadable for pool in self._pools.all))
 
     async def close(self) -> None:
         await stop(list(self._loads.values()))
@@ -192,7 +208,8 @@ def _in_words(scheme: Scheme) -> str:
 
 async def renew(pools: Pools, metrics: Metrics) -> None:
     """Keep the reservations of running requests; rebuild those that Redis lost."""
-    for pool in pools.all:
+
+    async def one(pool: Pool) -> None:
         reservations = list(pool.open)
         for start in range(0, len(reservations), RENEW_AT_ONCE):
             batch = reservations[start : start + RENEW_AT_ONCE]
@@ -203,65 +220,34 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
             for result, count in zip(("renewed", "rebuilt", "refused"), counts, strict=True):
                 metrics.renewed.labels(result).inc(count)
 
+    await pools.each(one)
+
 
 async def clear(pools: Pools) -> None:
     """Give back what nobody else will: outcomes that Redis did not take, and leases of replicas that died."""
-    for pool in pools.all:
+
+    async def one(pool: Pool) -> None:
         for reservation, outcome in list(pool.unsettled.items()):
             await pool.fleet.settle(reservation, outcome)
             pool.unsettled.pop(reservation, None)
         await pool.fleet.reap()
 
+    await pools.each(one)
+
 
 async def apply(pools: Pools, metrics: Metrics) -> None:
     """One round of the write path of every model; any number of replicas may do it at once."""
-    for pool in pools.all:
+
+    async def one(pool: Pool) -> None:
         metrics.applied_blocks.inc(await pool.fleet.step())
 
-
-class MemoryWatch:
-    """Tells every model's next tick how full Redis is, and people what they should know about it."""
-
-    def __init__(self, pools: Pools, metrics: Metrics) -> None:
-        self._pools = pools
-        self._metrics = metrics
-        self._warned: set[tuple[str, str]] = set()
-        self._short: set[str] = set()
-
-    async def look(self) -> None:
-        """One reading for every model. Raises FleetUnavailable; then the next ticks know only whether writes pass."""
-        fullest = used = 0
-        for pool in self._pools.all:
-            try:
-                memory = await pool.fleet.memory()
-            except FleetUnavailable:
-                pool.fleet.used_permille = -1
-                raise
-            pool.fleet.used_permille = memory.used_permille
-            fullest, used = max(fullest, memory.used_permille), max(used, memory.used)
-            self._warn(pool, memory.policy)
-            self._tell(pool)
-        self._metrics.memory_used_ratio.set(fullest / 1_000)
-        self._metrics.memory_used_bytes.set(used)
-        self._metrics.memory_short.set(len(self._short))
-
-    def _warn(self, pool: Pool, policy: str) -> None:
-        if policy != "noeviction" and (pool.tag, policy) not in self._warned:
-            self._warned.add((pool.tag, policy))
-            logger.warning("%s: maxmemory-policy is %s: Redis may drop the index; set noeviction", pool.tag, policy)
-
-    def _tell(self, pool: Pool) -> None:
-        if pool.fleet.short and pool.tag not in self._short:
-            self._short.add(pool.tag)
-            logger.error("%s: Redis is short of memory: new blocks are not indexed until it has room again", pool.tag)
-        elif not pool.fleet.short and pool.tag in self._short:
-            self._short.discard(pool.tag)
-            logger.warning("%s: Redis has room again: workers whose blocks were left out send them anew", pool.tag)
+    await pools.each(one)
 
 
 async def audit(pools: Pools, settings: Settings, metrics: Metrics) -> None:
     """Compare the index with its digests, a piece at a time, until nobody is due. One walk at a time for the fleet."""
-    for pool in pools.all:
+
+    async def one(pool: Pool) -> None:
         walking = True
         while walking:
             step = await pool.fleet.audit(settings.audit_interval_s)
@@ -272,3 +258,5 @@ async def audit(pools: Pools, settings: Settings, metrics: Metrics) -> None:
             walking = step.walking
             if walking:
                 await asyncio.sleep(pool.fleet.pace.audit_gap_ms / 1000)
+
+    await pools.each(one)

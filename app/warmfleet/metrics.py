@@ -62,6 +62,9 @@ class Metrics:
         self.downgrades = self._counter("downgrades", "Proven workers that are routed by load only now", "cause")
         self.renewed = self._counter("renewed", "Reservations renewed, rebuilt after a loss, refused", "result")
         self.workers = self._gauge("workers", "Workers by state, at the last reading", "state")
+        self.unreadable_records = self._gauge(
+            "unreadable_records", "Records of workers and servers that are left out: they are none"
+        )
         self.outvoted_workers = self._gauge("outvoted_workers", "Workers that differ from most of their model", "what")
         self.view_age_seconds = self._gauge("view_age_seconds", "Age of the last reading of the fleet, oldest model")
 

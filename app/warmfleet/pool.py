@@ -18,7 +18,7 @@ from warmfleet.view import MAX_SCHEMES, View
 from warmfleet_worker.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from warmfleet.blocks import Lora
     from warmfleet.fallback import Fallback
@@ -262,3 +262,14 @@ class Pools:
     @property
     def contacted(self) -> bool:
         return all(pool.contacted for pool in self.all)
+
+    async def each(self, work: Callable[[Pool], Awaitable[object]]) -> None:
+        """``work`` for every model, whatever becomes of the others; then raises the first failure."""
+        failures: list[Exception] = []
+        for pool in self.all:
+            try:
+                await work(pool)
+            except Exception as error:  # noqa: BLE001  raised below
+                failures.append(error)
+        if failures:
+            raise failures[0]

@@ -29,7 +29,8 @@ from warmfleet.chat import Format, Message, NotReproducible
 from warmfleet.sandbox_child import DONE, HEAD_BYTES, MEMORY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
 
     from warmfleet.metrics import Metrics
 
@@ -40,12 +41,19 @@ WALL_S = 3.0  # CPU has a limit of its own: this one ends a process that is stop
 WAIT_S = 2.0  # for those before; then a request is routed by load
 MAX_WAITING = 64
 MAX_REQUEST_BYTES = 4 * 2**20
+PIECE_BYTES = 2**20  # one write: what it copies holds up the event loop
 #: A prompt is hardly longer than what it is made of; who prints more makes others wait for the tokenizer.
 OUTPUT_BYTES, OUTPUT_FACTOR = 65_536, 4
 STRIKES, WITHIN_S = 3, 60.0
 HOLD_S = 60.0, 600.0
 
-_FOLDERS = sorted({str(Path(str(module.__file__)).parents[1]) for module in (warmfleet, jinja2, markupsafe)})
+
+def folders_of(*modules: ModuleType) -> Sequence[str]:
+    """What a process needs on its path to import them."""
+    return sorted({str(Path(str(module.__file__)).parents[1]) for module in modules})
+
+
+_FOLDERS = folders_of(warmfleet, jinja2, markupsafe)
 
 
 class LimitMet(Exception):  # noqa: N818  what happens to foreign code is no error of ours
@@ -67,12 +75,19 @@ class Child:
         self._writer = writer
 
     @classmethod
-    async def start(cls) -> Child:
-        """Raises LimitMet if no process can be had."""
+    async def start(cls, program: str = sandbox_child.__file__, folders: Sequence[str] = _FOLDERS) -> Child:
+        """folders: what ``program`` may import from. Raises LimitMet if no process can be had."""
+        spawning = asyncio.ensure_future(asyncio.to_thread(_spawn, program, folders))
         try:
-            process, ours = await asyncio.to_thread(_spawn)
+            process, ours = await asyncio.shield(spawning)
+        except asyncio.CancelledError:
+            process, ours = await spawning  # a process that nobody knows of would live on
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
         except OSError as error:
-            logger.warning("no process for a chat template: %s", error)
+            logger.warning("no process for what a worker brought: %s", error)
             raise LimitMet("crash") from error
         return cls(process, *await asyncio.open_unix_connection(sock=ours))
 
@@ -80,7 +95,10 @@ class Child:
         """Status and body of the answer. After LimitMet it must be ended."""
         try:
             async with asyncio.timeout(seconds or WALL_S):
-                self._writer.write(len(request).to_bytes(HEAD_BYTES, "little") + request)
+                self._writer.write(len(request).to_bytes(HEAD_BYTES, "little") + request[:PIECE_BYTES])
+                for start in range(PIECE_BYTES, len(request), PIECE_BYTES):
+                    await self._writer.drain()
+                    self._writer.write(request[start : start + PIECE_BYTES])
                 head = await self._reader.readexactly(1 + HEAD_BYTES)
                 size = int.from_bytes(head[1:], "little")
                 if size > OUTPUT_BYTES + OUTPUT_FACTOR * len(request):
@@ -103,12 +121,12 @@ class Child:
         await asyncio.to_thread(self.process.wait)
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(program: str, folders: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     zone = {"TZ": os.environ["TZ"]} if "TZ" in os.environ else {}  # strftime_now must say what the engine's says
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", sandbox_child.__file__, *_FOLDERS],
+            [sys.executable, "-I", "-S", program, *folders],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # a traceback might quote a prompt

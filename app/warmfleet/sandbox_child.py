@@ -32,9 +32,9 @@ def main() -> None:
     """Serve until the parent closes the socket. Arguments: folders to import from."""
     sys.path[:0] = sys.argv[1:]
     _import_all()
-    _close_doors()
+    close_doors(MEMORY_BYTES)
     template: ChatTemplate | None = None
-    while (request := _read()) is not None:
+    while (request := read_request()) is not None:
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
         try:
             if template is None:
@@ -45,7 +45,7 @@ def main() -> None:
         except MemoryError:
             answer, body = (MEMORY, ""), b""
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(answer[0] + len(body).to_bytes(HEAD_BYTES, "little") + body)
+        send_answer(answer[0], body)
 
 
 def _compiled(request: bytes) -> tuple[ChatTemplate | None, Answer]:
@@ -82,11 +82,12 @@ def _import_all() -> None:
     ChatTemplate("{{ strftime_now('%Y') }}").render([], {}, {})  # the time zone is read now
 
 
-def _close_doors() -> None:
+def close_doors(memory_bytes: int) -> None:
+    """From here on this process gets nothing from the kernel but ``memory_bytes`` of address space."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:  # noqa: PTH123  pathlib takes time to import
         score.write("1000")  # if memory is short, this process is the one to end
     limits = {
-        resource.RLIMIT_AS: MEMORY_BYTES,
+        resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NPROC: 0,
@@ -97,7 +98,8 @@ def _close_doors() -> None:
             resource.setrlimit(name, (value, value))
 
 
-def _read() -> bytes | None:
+def read_request() -> bytes | None:
+    """None: the parent closed the socket."""
     head = _exactly(HEAD_BYTES)
     return None if head is None else _exactly(int.from_bytes(head, "little"))
 
@@ -112,8 +114,8 @@ def _exactly(size: int) -> bytes | None:
     return bytes(data)
 
 
-def _write(data: bytes) -> None:
-    view = memoryview(data)
+def send_answer(status: bytes, body: bytes) -> None:
+    view = memoryview(status + len(body).to_bytes(HEAD_BYTES, "little") + body)
     while view:
         view = view[os.write(0, view) :]
 

@@ -101,7 +101,9 @@ class Settings:
     approved_templates: tuple[str, ...] = _setting(
         (), "sha256 of chat templates that may run in this process, besides those of `warmfleet artifacts approve`"
     )
-    trust_templates: bool = _setting(False, "all chat templates that workers bring may run in this process")
+    trust_templates: bool = _setting(
+        False, "all chat templates that workers bring may run in this process, and their tokenizers are loaded untried"
+    )
     token_handoff: bool = _setting(
         True, "engines that can are given the token ids made here, and do not tokenise again"
     )

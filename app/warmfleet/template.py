@@ -68,6 +68,7 @@ class ChatTemplate:
         tree = environment.parse(source)
         self._source = source
         self._template = environment.from_string(source)
+        self._template.globals = dict(self._template.globals)  # every render copies it: a ChainMap is slow to
         self._names = frozenset(jinja2.meta.find_undeclared_variables(tree)) - SWALLOWED | BASE_PARAMETERS
         self.knows_developer = knows_developer(source)
         detected: Format = "openai" if any(_content_loops(tree)) else "string"

@@ -65,7 +65,7 @@ class Node:
         return NODE_BYTES + text + TOKEN_BYTES * len(self.ids) + hashes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would be slower to make: nobody changes one
 class Prompt:
     """One prompt of a request as the engines see it: ids in pieces, and a chain for each hasher.
 
@@ -91,7 +91,7 @@ class Prompt:
         return b"[%b]" % b",".join([piece for piece in pieces if piece])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as above
 class Reading:
     """How a text becomes ids and hashes. encode: text → ids without specials; prefix, suffix: the specials around them.
 
@@ -166,24 +166,26 @@ class Trie:
         with self._lock:
             room = self.limit_bytes // ONE_PROMPT
             for node in path[known:] if path[0] in self._used else (path[0], *path[known:]):
-                room -= node.cost
+                cost = node.cost
+                room -= cost
                 if room < 0:
                     break
-                self._add(node)
+                self._add(node, cost)
+            used = self._used
             for node in reversed(path):
-                if node in self._used:
-                    self._used.move_to_end(node)
+                if node in used:
+                    used.move_to_end(node)
             while self.bytes > self.limit_bytes:
                 self._evict()
 
-    def _add(self, node: Node) -> None:
+    def _add(self, node: Node, cost: int) -> None:
         parent = node.parent
         if parent is None or node in self._used or node.key in parent.children:
             return  # known, or another thread was first
         if parent is self._top or parent in self._used:
             parent.children[node.key] = parent.latest = node
-            self._used[node] = node.cost
-            self.bytes += node.cost
+            self._used[node] = cost
+            self.bytes += cost
 
     def _evict(self) -> None:
         node, cost = self._used.popitem(last=False)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from warmfleet.fleet import Truth
 from warmfleet_worker.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from warmfleet.fleet import Truth, WorkerTruth
+    from warmfleet.fleet import WorkerTruth
     from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool, Pools
 
@@ -23,12 +24,18 @@ class TruthWatch:
     def __init__(self, pools: Pools, metrics: Metrics) -> None:
         self._pools = pools
         self._metrics = metrics
+        self._last: dict[str, Truth] = {}
 
     async def look(self) -> None:
-        """One reading of every model. Raises FleetUnavailable."""
-        read = [(pool, await pool.fleet.truth(pool.view.workers)) for pool in self._pools.all]
-        self._fleet([truth for _, truth in read])
-        self._workers([of for pool, truth in read for of in _alive(pool, truth)])
+        """One reading of every model. Raises FleetUnavailable; what was known of that model then stays."""
+        try:
+            await self._pools.each(self._read)
+        finally:
+            self._fleet(list(self._last.values()))
+            self._workers([of for pool in self._pools.all for of in _alive(pool, self._last.get(pool.tag, Truth()))])
+
+    async def _read(self, pool: Pool) -> None:
+        self._last[pool.tag] = await pool.fleet.truth(pool.view.workers)
 
     def _fleet(self, truths: Sequence[Truth]) -> None:
         metrics, counts = self._metrics, Counter[str]()

@@ -74,8 +74,12 @@ class Replica:
 async def replica(
     redis_url: str, model: str, *engines: str, look_url: str = "", **settings: Any
 ) -> AsyncIterator[Replica]:
-    """A replica with ``engines`` as static workers, all of them routable. look_url: the store, for the test's eyes."""
+    """A replica with ``engines`` as static workers, all of them routable. look_url: the store, for the test's eyes.
+
+    It trusts what workers bring, unless told otherwise: trying their tokenizers takes time.
+    """
     chosen = {"view_interval_s": 0.1, "health_interval_s": 0.2, "decide_timeout_s": 1.0, "shutdown_grace_s": 2.0}
+    chosen |= {"trust_templates": True}
     made = Settings(redis_url=redis_url, models=(model,), static_workers=engines, **(chosen | settings))
     listener = socket.create_server(("127.0.0.1", 0))
     running = server(made)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import Flag, LoadRow, WorkerView
+from warmfleet.fleet.records import Records
 from warmfleet.maintenance import Reader
 from warmfleet.metrics import Metrics
 from warmfleet.pool import Pool, Pools
@@ -33,6 +34,7 @@ class Fixed:
 
     def __init__(self) -> None:
         self.now: list[WorkerView] = []
+        self.records = Records("m")
 
     async def workers(self) -> list[WorkerView]:
         return self.now

@@ -6,24 +6,23 @@ import asyncio
 import hashlib
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import pytest
 from tests.app.engine import engine
 from tests.app.replica import Replica, replica
 from tests.app.test_probe import TOKENIZER, exact, worker
-from tests.conftest import poll
+from tests.conftest import PATIENT, poll
 
 from warmfleet import approval
 from warmfleet.approval import Templates
+from warmfleet.errors import FleetUnavailable
 from warmfleet.fallback import Fallback
+from warmfleet.fleet import Fleet
 from warmfleet.metrics import Metrics
 from warmfleet.pool import Pool, Pools
 from warmfleet_worker.tracker import Tracker
-
-if TYPE_CHECKING:
-    from warmfleet.fleet import Fleet
 
 pytestmark = pytest.mark.usefixtures("patience")
 
@@ -56,7 +55,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
     model = "served"
     async with (
         engine(model) as upstream,
-        replica(valkey_url, model, probe_timeout_s=0.3) as router,
+        replica(valkey_url, model, probe_timeout_s=0.3, trust_templates=False) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=BOMB, tokenizer=TOKENIZER),
     ):
         await exact(router)
@@ -93,7 +92,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
 async def test_approving_takes_a_template_in_and_revoking_puts_it_out(valkey_url: str, model: str) -> None:
     async with (
         engine("served") as upstream,
-        replica(valkey_url, model, probe_timeout_s=0.3) as router,
+        replica(valkey_url, model, probe_timeout_s=0.3, trust_templates=False) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN, tokenizer=TOKENIZER),
     ):
         await exact(router)
@@ -113,7 +112,7 @@ async def test_approving_takes_a_template_in_and_revoking_puts_it_out(valkey_url
 async def test_a_setting_approves(valkey_url: str, model: str) -> None:
     async with (
         engine("served") as upstream,
-        replica(valkey_url, model, approved_templates=(sha256(PLAIN),)) as router,
+        replica(valkey_url, model, approved_templates=(sha256(PLAIN),), trust_templates=False) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN, tokenizer=TOKENIZER),
     ):
         await exact(router)
@@ -142,6 +141,39 @@ async def test_approvals_outlive_redis_but_not_their_revocation(fleet: Fleet) ->
     assert template.here is None
     assert templates.is_approved("0" * 64)
     assert await template.render(MESSAGES, {}, {}) == "<user>hello"
+    await templates.close()
+
+
+async def test_a_revocation_counts_at_once_whatever_becomes_of_the_others(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that does not compile is before it, another model's Redis key is damaged, and only an identity holds it."""
+    monkeypatch.setattr(approval, "MAX_TEMPLATES", 2)
+    damaged = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#damaged", timeouts=PATIENT)
+    await fleet.redis.set(damaged.keys.operator_approved, "not a set")
+    pools = Pools([Pool(one.keys.tag, one, Fallback(1.0)) for one in (damaged, fleet)])
+    templates, bad = Templates(Metrics()), "{{ x | bogus }}"
+    held = await templates.take(PLAIN.encode(), "auto")
+    await fleet.approve([sha256(bad), sha256(PLAIN)])
+    for _ in range(2):
+        with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
+            await templates.look(pools)
+    with pytest.raises(jinja2.TemplateError):
+        await templates.take(bad.encode(), "auto")
+    await templates.take(b"1", "auto")
+    assert held.here is not None
+    templates._known.move_to_end((sha256(bad), "auto"), last=False)
+    await fleet.revoke([sha256(PLAIN)])
+    with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
+        await templates.look(pools)
+    assert held.here is None
+    assert held.state == "sandbox"
+    assert await held.render(MESSAGES, {}, {}) == "<user>hello"
+    await fleet.approve([sha256(PLAIN)])
+    with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
+        await templates.look(pools)
+    assert held.here is not None, "it is not known any more, but in use"
+    assert held.sandbox._child is None
     await templates.close()
 
 

@@ -126,7 +126,7 @@ async def ask_everything(router: Replica, model: str) -> set[int]:
 async def test_nothing_tells_a_prompt(valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     others = await keys(valkey_url)
     with everything_logged() as lines:
-        async with joined(valkey_url, model, blocks=8_192), replica(valkey_url, model) as router:
+        async with joined(valkey_url, model, blocks=8_192), replica(valkey_url, model, trust_templates=False) as router:
             await proven(router)
             assert {200, 400} <= await ask_everything(router, model)
             code = await asyncio.to_thread(main, ["explain", "--url", router.url, "--model", model, "--prompt", TEXT])

@@ -21,6 +21,7 @@ from warmfleet.fleet import RENEW_AT_ONCE, Fleet, Renewal, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.main import _Server, server
 from warmfleet.maintenance import stop, supervise
+from warmfleet.memory import MemoryWatch
 from warmfleet.metrics import Metrics
 from warmfleet.pool import Pool, Pools
 from warmfleet.settings import Settings
@@ -112,7 +113,7 @@ async def test_how_full_redis_is_reaches_the_next_tick_and_people(model: str, ca
         async with connect(url, timeout_s=5) as client:
             fleet, metrics = Fleet(client, model), Metrics()
             fleet.pace = Pace(min_gap_ms=0, short_ms=0)
-            watch = maintenance.MemoryWatch(Pools([Pool(model, fleet, Fallback(1.0))]), metrics)
+            watch = MemoryWatch(Pools([Pool(model, fleet, Fallback(1.0))]), metrics)
             await client.config_set("maxmemory", (await fleet.memory()).used + 100_000)
             await client.config_set("maxmemory-policy", "allkeys-lru")
             for _ in range(2):
@@ -131,7 +132,7 @@ async def test_how_full_redis_is_reaches_the_next_tick_and_people(model: str, ca
         fleet = Fleet(connect("unix:///nowhere/s"), model)
         fleet.used_permille = 900
         with pytest.raises(FleetUnavailable):
-            await maintenance.MemoryWatch(Pools([Pool(model, fleet, Fallback(1.0))]), metrics).look()
+            await MemoryWatch(Pools([Pool(model, fleet, Fallback(1.0))]), metrics).look()
         assert fleet.used_permille == -1
 
 

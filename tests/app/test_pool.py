@@ -43,7 +43,7 @@ def test_an_adapter_belongs_to_the_workers_that_serve_it() -> None:
     assert adapters_of(workers) == {"one": Adapter("/x", ("c",)), "two": Adapter("/y", ("b", "c"))}
     other = WorkerView("d", {}, None, LoadRow(), 0.0, True, "approximate", "http://d", ["m", "two"])  # it says so
     assert adapters_of([*workers, other])["two"].lacking == ("b", "c")
-    assert adapters_of([serving("a", ["one"]), serving("b", {"one": 7, "m": "/base"}), worker(True)]) == {}
+    assert adapters_of([serving("a", None), serving("b", {"m": "/base"}), worker(True)]) == {}
 
 
 def test_adapters_are_listed_while_somebody_serves_them() -> None:

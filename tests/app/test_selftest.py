@@ -62,7 +62,7 @@ async def test_liars_are_routed_by_load_only_and_the_reason_is_told(valkey_url: 
         await stack.enter_async_context(simulated(valkey_url, model, "elsewhere", url=right.url))
         for kind in LIARS:
             await stack.enter_async_context(simulated(valkey_url, model, kind.split()[0], kind, lies=True))
-        router = await stack.enter_async_context(replica(valkey_url, model, probe_timeout_s=1.0))
+        router = await stack.enter_async_context(replica(valkey_url, model, probe_timeout_s=1.0, trust_templates=False))
         workers = await seen(router, 7)
         assert workers.pop("right").proof == "proven"
         assert "its stream tells nothing of a probe" in workers.pop("elsewhere").record["reason"]

@@ -57,6 +57,8 @@ CASES = {
     "forged ids",
     "a key of a wrong type",
     "a hostile chat template",
+    "a malformed join",
+    "a hostile tokenizer",
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.lua.stream import SHA, Core
 
-from warmfleet.fleet import Flag, Fleet
+from warmfleet.fleet import Ask, Flag, Fleet
 from warmfleet_worker import wire
 
 if TYPE_CHECKING:
@@ -179,15 +179,23 @@ async def test_pieces_that_a_new_manifest_does_not_name_are_deleted(server: Serv
         {"url": 'http://x"y'},
         {"url": "http://x y"},
         {"url": "http://" + "x" * 600},
+        {"url": "http://x\\y"},
+        {"url": "http://x\x00y"},
         {"url": None},
         {"models": []},
         {"models": "base"},
         {"models": [1]},
         {"models": ["m"] * 257},
         {"facts": 1},
+        {"facts": [1]},
+        {"facts": None},
         {"artifacts": 1},
         {"artifacts": {"../x": MANIFEST["tokenizer.json"]}},
+        {"artifacts": [MANIFEST["tokenizer.json"]]},
         {"artifacts": {"t": {"sha256": SHA, "bytes": 5}}},
+        {"artifacts": {"t": {"sha256": SHA, "bytes": -5, "chunks": [SHA]}}},
+        {"artifacts": {"t": {"sha256": SHA, "bytes": 0.5, "chunks": [SHA]}}},
+        {"artifacts": {"t": {"sha256": SHA, "bytes": 5, "chunks": {"1": SHA}}}},
         {"artifacts": {"t": {"sha256": SHA, "bytes": 5, "chunks": ["*"]}}},
         {"artifacts": {"t": {"sha256": SHA, "bytes": 5, "chunks": [SHA] * 2049}}},
         {"artifacts": {str(n): MANIFEST["tokenizer.json"] for n in range(9)}},
@@ -206,7 +214,10 @@ async def test_a_malformed_join_joins_nobody(server: Server, fleet: Fleet, chang
 
 @pytest.mark.parametrize(
     "value",
-    ["0x10", "01", "NaN", "nan", "Infinity", "1.", "+1", "1e5", '"\xe9"', "'a'", "[" * 600 + "]" * 600],
+    [
+        *("0x10", "01", "NaN", "nan", "Infinity", "1.", "+1", "1e5", '"\xe9"', "'a'", "[" * 600 + "]" * 600),
+        *("9" * 5_000, "-" + "9" * 24, "0." + "1" * 23, '"\\ud800"'),
+    ],
     ids=lambda value: value[:9],
 )
 async def test_what_parsers_disagree_on_is_refused(server: Server, fleet: Fleet, value: str) -> None:
@@ -215,6 +226,16 @@ async def test_what_parsers_disagree_on_is_refused(server: Server, fleet: Fleet,
     await server.applied()
     assert await server.record() == {}
     assert await fleet.counts() == {"malformed": 1}
+
+
+async def test_a_decision_names_the_url_that_was_proved(server: Server, core: Core, fleet: Fleet) -> None:
+    """Not the first that stands in the join: facts come before it, and the probe went elsewhere."""
+    await server.join(facts={"url": "http://10.9.9.9:1", "float": -0.00012345678901234567})
+    await server.applied()
+    await fleet.prove("s.0", "n1", "proven", "")
+    (worker,) = await fleet.workers()
+    decision = await fleet.decide(Ask("wf-url", (), prompt_tokens=5, decode_tokens=6))
+    assert decision.url == worker.url == "http://10.0.0.7:8000"
 
 
 async def test_junk_is_counted_and_skipped(server: Server, fleet: Fleet) -> None:

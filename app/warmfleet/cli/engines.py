@@ -44,7 +44,7 @@ def engine_command(options: EngineOptions, name: str, port: int, redis_url: str)
         return _vllm(options, name, port, redis_url)
     argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--model", options.served_name]
     if options.step_time:
-        argv += ["--costs", options.step_time]
+        argv += ["--step-time", options.step_time]
     if options.blocks:
         argv += ["--blocks", str(options.blocks)]
     # not as an argument: process lists would show a password in it

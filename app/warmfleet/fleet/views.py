@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from warmfleet.errors import BadRequest, NotFound
 from warmfleet.fleet.client import ScriptClient, redis_errors
+from warmfleet.fleet.records import Records
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet_worker import artifacts
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
+
+    import redis.asyncio as aioredis
+
+    from warmfleet.fleet.client import Timeouts
 
 ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
 HOLDS_AT_ONCE = 512
@@ -46,7 +51,8 @@ class Memory:
 class WorkerView:
     """One worker. ``routable`` = a decision may choose it now; ``heartbeat_age_s`` is None when it is not alive.
 
-    ``server`` is the record of its API server; None for approximate workers and while that half is missing.
+    ``record``, ``server``: every field that anybody reads is of its type (``records``). ``server`` is the record of its
+    API server; None for approximate workers and while that half is missing.
     """
 
     worker_id: str
@@ -64,8 +70,12 @@ class WorkerView:
 class Views(ScriptClient):
     """Reads only, but for probes, ``prove`` and ``register``: what a router finds out about a worker."""
 
+    def __init__(self, redis: aioredis.Redis, model: str, timeouts: Timeouts | None = None) -> None:
+        super().__init__(redis, model, timeouts)
+        self.records = Records(self.keys.tag)
+
     async def workers(self) -> list[WorkerView]:
-        """Every worker that has a record and a row, by name. Raises FleetUnavailable."""
+        """Every worker that has a row and a record that can be read, by name. Raises FleetUnavailable."""
         keys = self.keys
         with redis_errors():
             async with self.redis.pipeline(transaction=False) as pipe:
@@ -76,11 +86,11 @@ class Views(ScriptClient):
                 records, servers, rows, alive, (seconds, micros) = await pipe.execute()
         now = seconds + micros / 1e6
         ages = {name.decode(): max(0.0, now - score / 1000) for name, score in alive}
-        server_records = {name.decode(): json.loads(value) for name, value in servers.items()}
+        whole = [(name, records[name]) for name in sorted(records) if name in rows]
+        told, server_records = self.records.read(whole, servers.items())
         return [
-            _view(name.decode(), json.loads(records[name]), LoadRow.unpack(rows[name]), server_records, ages, now)
-            for name in sorted(records)
-            if name in rows
+            _view(name, record, LoadRow.unpack(rows[name.encode()]), server_records, ages, now)
+            for name, record in told.items()
         ]
 
     async def holds(self, slot: int, hashes: Sequence[bytes]) -> list[bool]:
@@ -180,15 +190,16 @@ def _view(
     approximate = bool(load.flags & Flag.APPROXIMATE)
     server = None if approximate else servers.get(str(record.get("server_id", "")))
     source = record if approximate else server or {}
+    url = str(source.get("url") or "")
     return WorkerView(
         worker_id=worker_id,
         record=record,
         server=server,
         load=load,
         heartbeat_age_s=age,
-        routable=load.routable and age is not None and age <= WORKER_TTL_SECONDS,
+        routable=load.routable and url != "" and age is not None and age <= WORKER_TTL_SECONDS,
         proof="approximate" if approximate else str(record.get("proof", "pending")),
-        url=str(source.get("url", "")),
+        url=url,
         models=list(source.get("models") or []),
         probed_age_s=None if probed is None or probed / 1000 > now else now - probed / 1000,
     )

@@ -1,0 +1,177 @@
+"""The records of workers and of their servers, read one by one: what a worker says of itself is its own words.
+
+The scripts refuse what is malformed, but they keep a server's join as it came, and another version of them may have
+kept more. Here, and nowhere else, every field that anybody reads later is looked at; a record with one of another type
+counts as none, so its worker is not routable, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    Check = Callable[[Any], bool]
+
+logger = logging.getLogger("warmfleet.records")
+
+MAX_DEPTH = 500
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 2**53
+
+
+def _object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _or_null(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _any_of(*words: str) -> Check:
+    return lambda value: value in words
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _object_of(check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _fields(**checks: Check) -> Check:
+    """An object in which each of these is as it should be, or is not there. Others are nobody's concern."""
+    return lambda value: isinstance(value, dict) and not _wrong(value, checks)
+
+
+def _wrong(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:
+    """The name of the first field that is not as it should be; empty if there is none."""
+    return next((name for name, check in checks.items() if name in record and not check(record[name])), "")
+
+
+def _deep(value: Any) -> bool:
+    """Nested deeper than whoever writes or walks it can go; the scripts take 500 brackets at most."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _models(value: Any) -> bool:
+    return value == {} or _list_of(_text)(value)  # of an approximate worker: cjson writes an empty list so
+
+
+def _manifest(value: Any) -> bool:
+    """Of each file all three: whoever reads one needs them."""
+    file = _fields(sha256=_text, bytes=_count, chunks=_list_of(_text))
+    return _object_of(lambda one: file(one) and {"sha256", "bytes", "chunks"} <= one.keys())(value)
+
+
+FACTS: dict[str, Check] = {
+    "max_model_len": _count,
+    "content_format": _text,
+    "special_tokens": _object_of(_text),
+    "default_chat_template_kwargs": _object,
+    "same_template_with_tools": _flag,
+    "exclude_tools_when_tool_choice_none": _flag,
+    "kv_connector": _flag,
+    "multimodal": _flag,
+    "placeholders": _object_of(_or_null(_text)),
+    "renders": _object,
+    "token_handoff": _list_of(_text),
+    "loras": _object_of(_text),
+}
+SERVER: dict[str, Check] = {
+    "nonce": _text,
+    "url": _text,
+    "models": _models,
+    "artifacts": _manifest,
+    "facts": _fields(**{name: _or_null(check) for name, check in FACTS.items()}),
+}
+WORKER: dict[str, Check] = {
+    **dict.fromkeys(("nonce", "server_id", "version", "reason", "cause", "suspect", "snapshot", "url"), _text),
+    **dict.fromkeys(("slot", "shadow", "rank", "scheme_id", "capacity_blocks", "max_model_len", "tries"), _count),
+    "models": _models,
+    "proof": _any_of("pending", "proven", "identity", "url"),
+    "probed": _time,
+    "scheme": _fields(algorithm=_text, none_hash=_text, block_tokens=_count, extra_keys=_text),
+    "truth": _fields(cause=_text, found=_count, healed=_count, checked=_time, resyncs=_object_of(_count)),
+}
+
+
+class Records:
+    """Remembers the last reading: a server's record is looked at once, and what is wrong is said once.
+
+    unreadable: records that were none, at that reading.
+    """
+
+    def __init__(self, tag: str) -> None:
+        self.unreadable = 0
+        self._tag = tag
+        self._servers: dict[bytes, dict[str, Any] | None] = {}
+        self._told: frozenset[str] = frozenset()
+        self._now: set[str] = set()
+
+    def read(
+        self, workers: Iterable[tuple[bytes, bytes]], servers: Iterable[tuple[bytes, bytes]]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+        """The records of one reading that are such, by name."""
+        before, self._servers, self._now = self._servers, {}, set()
+        found: dict[str, dict[str, Any]] = {}
+        for name, raw in servers:
+            known = before[raw] if raw in before else self._parsed("server", name, raw, SERVER)
+            self._servers[raw] = known
+            if known is not None:
+                found[name.decode()] = known
+            elif raw in before:
+                self._now.add(f"server {_shown(name)}")
+        parsed = ((name, self._parsed("worker", name, raw, WORKER)) for name, raw in workers)
+        records = {name.decode(): record for name, record in parsed if record is not None}
+        self._told, self.unreadable = frozenset(self._now), len(self._now)
+        return records, found
+
+    def _parsed(self, kind: str, name: bytes, raw: bytes, checks: Mapping[str, Check]) -> dict[str, Any] | None:
+        """orjson reads what JSON is and no more: no NaN, no number beyond a double, no half of a surrogate pair."""
+        try:
+            name.decode("ascii")
+            record = orjson.loads(raw)
+            wrong = _wrong(record, checks) if isinstance(record, dict) and not _deep(record) else "itself"
+        except ValueError as error:
+            record, wrong = None, str(error)
+        if not wrong:
+            return dict(record)
+        who = f"{kind} {_shown(name)}"
+        self._now.add(who)
+        if who not in self._told:
+            logger.warning("%s: the record of %s is none and is left out: %s", self._tag, who, wrong[:80])
+        return None
+
+
+def _shown(name: bytes) -> str:
+    return ascii(name[:64].decode("ascii", "replace"))

@@ -1,0 +1,108 @@
+"""What a replica does in the background, one round at a time: no HTTP, no time between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from warmfleet import prompt, status
+from warmfleet.approval import Templates
+from warmfleet.fallback import Fallback
+from warmfleet.fleet.upkeep import Pace
+from warmfleet.identity import Identities
+from warmfleet.maintenance import Reader
+from warmfleet.metrics import Metrics
+from warmfleet.pool import Pool, Pools
+from warmfleet.probe import Prober
+from warmfleet.settings import Settings
+from warmfleet.trie import Trie
+from warmfleet.truth import TruthWatch
+from warmfleet.upstream import Addresses, Upstream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from warmfleet.fleet import Fleet, WorkerView
+
+CHAT = {"role": "user", "content": "Hello there. " * 9}
+IMAGE = {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}]}
+
+
+class Replica:
+    """What a replica does in the background with one model, one round at a time, without the waiting between."""
+
+    def __init__(self, fleet: Fleet, executor: ThreadPoolExecutor) -> None:
+        self.fleet, self.metrics = fleet, Metrics()
+        fleet.pace = Pace(min_gap_ms=0, share_permille=1000, max_streams=256)
+        self.pool = Pool(fleet.keys.tag, fleet, Fallback(1.0))
+        self.pools = Pools([self.pool])
+        self.identities = Identities(executor, Trie(2**20), Templates(self.metrics, trust_all=True))
+        self.reader = Reader(self.pools, self.identities, Settings(), self.metrics)
+        self.upstream = Upstream(Addresses((), ()), 1.0)
+        self.prober = Prober(self.pools, self.upstream, Settings(), self.metrics)
+
+    async def applied(self) -> None:
+        empty = 0
+        while empty < 3:  # the first may be too soon after the last, and new names are only found
+            tick = await self.fleet.tick()
+            empty = 0 if tick.backlog + tick.snapshots else empty + tick.ran
+            for stream in tick.backlog + tick.snapshots:
+                kind, _, name = stream.partition(":")
+                await (self.fleet.apply(name) if kind == "events" else self.fleet.apply_server(name))
+
+    async def look(self) -> dict[str, Any]:
+        """Everything that reads the fleet; what ``/workers`` says, as its JSON."""
+        await self.reader.refresh()
+        await TruthWatch(self.pools, self.metrics).look()
+        view = self.pool.view
+        for worker in view.workers:  # whoever is due: as a round of probes finds out, without sending any
+            self.prober._first["x"] = 0.0
+            self.prober._due("x", view, worker)
+        status.models(self.pools)
+        shown = json.dumps(await status.workers(self.pool), ensure_ascii=False, allow_nan=False).encode()
+        return cast("dict[str, Any]", json.loads(shown))
+
+    async def probed(self, worker: WorkerView) -> None:
+        """Up to the questions: nobody listens there."""
+        self.prober._running["x"] = asyncio.ensure_future(asyncio.sleep(0))
+        await self.prober._probe("x", self.pool, worker)
+
+    async def loaded(self) -> None:
+        """Every identity that is being loaded is, or was refused; a task that raises is what no one would see."""
+        while self.reader._loads:
+            await asyncio.gather(*self.reader._loads.values())
+
+    @property
+    def refused(self) -> float:
+        """Identities that could not be built."""
+        return self.metrics.registry.get_sample_value("warmfleet_task_failures_total", {"task": "identity"}) or 0.0
+
+    async def asked(self) -> set[str]:
+        """How a text, a chat and one with an image are identified: never an error."""
+        kinds = set()
+        for endpoint, more in (
+            ("completions", {"prompt": "Hello there"}),
+            ("chat", {"messages": [CHAT]}),
+            ("chat", {"messages": [CHAT, IMAGE]}),
+        ):
+            request = prompt.from_dict(cast("Any", endpoint), {"model": "m", **more})
+            shape = await self.pool.shape(request, 4_096, 100)
+            assert shape.reason != "error", "a mistake of ours"
+            kinds.add(shape.kind)
+        return kinds
+
+
+@asynccontextmanager
+async def one_replica(fleet: Fleet) -> AsyncIterator[Replica]:
+    with ThreadPoolExecutor(2) as executor:
+        made = Replica(fleet, executor)
+        await made.upstream.open()
+        try:
+            yield made
+        finally:
+            await made.upstream.close()
+            await made.reader.close()
+            await made.identities.templates.close()

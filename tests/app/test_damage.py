@@ -1,0 +1,263 @@
+"""A worker's own damage stays its own: anything at all in what it sends, and nobody notices but whoever looks at it."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.app.damage import Damage
+from tests.app.rounds import one_replica
+from tests.app.test_probe import SMALL, TEMPLATE
+from tests.lua.stream import SCHEME
+from tests.lua.world import World
+from tokenizers import Tokenizer
+from tokenizers.models import Unigram
+
+from warmfleet import brought, encoder
+from warmfleet.chat import NotReproducible
+from warmfleet_worker import artifacts, wire
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+    from warmfleet.fleet import Fleet
+
+EVIL = 24  # damaged workers at a time, beside two healthy ones
+FACTS: dict[str, Any] = {
+    "max_model_len": 4096, "content_format": "string", "special_tokens": {"bos_token": "<s>"},
+    "add_special_tokens": {"completions": True, "chat": False}, "special_prefix_ids": [1],
+    "default_chat_template_kwargs": {"x": 1}, "same_template_with_tools": True,
+    "exclude_tools_when_tool_choice_none": False, "tool_parser": None, "prompt_tokens_details": True,
+    "kv_connector": False, "multimodal": True, "placeholders": {"image": "<i>"},
+    "renders": {"jinja": True, "render": True, "tokenize": True}, "token_handoff": ["completions", "chat"],
+    "loras": {"adapter": "/path"},
+}  # fmt: skip
+FILES = {"tokenizer.json": artifacts.split(SMALL), "chat_template.jinja": artifacts.split(TEMPLATE.encode())}
+MANIFEST = {name: entry for name, (entry, _) in FILES.items()}
+
+
+@pytest.fixture
+def redis_url(valkey_url: str) -> str:
+    return valkey_url
+
+
+class Evil:
+    """One worker and its server. ``straight``: its record is there as if an older script had let it through."""
+
+    def __init__(self, store: aioredis.Redis, fleet: Fleet, name: str, damage: Damage) -> None:
+        self.store, self.keys, self.name, self.damage = store, fleet.keys, name, damage
+        self.worker = f"{name}.0"
+
+    def server(self) -> dict[str, Any]:
+        """Some claim what the healthy have, and bring nothing; the others agree with nobody."""
+        own = {name: entry | {"sha256": sha256(self.name.encode()).hexdigest()} for name, entry in MANIFEST.items()}
+        told = {"schema": 1, "server_id": self.name, "url": "http://127.0.0.1:1", "models": ["m", "other"]}
+        told |= {"artifacts": MANIFEST if self.damage.rng.random() < 0.3 else own, "facts": FACTS, "version": "1"}
+        return told
+
+    def core(self) -> dict[str, Any]:
+        told = {"schema": 1, "worker_id": self.worker, "server_id": self.name, "rank": 0, "scheme": SCHEME.as_dict()}
+        told |= {"scheme_id": SCHEME.scheme_id, "capacity_blocks": 100, "max_model_len": 4096, "version": "1"}
+        return told | {"closed": True}
+
+    async def send(self, nonce: str) -> None:
+        """Everything that it writes, most of it damaged."""
+        bent, rng, keys = self.damage.bent, self.damage.rng, self.keys
+        join, core = json.dumps(self.server()), json.dumps(self.core())
+        if rng.random() < 0.8:
+            join = bent(self.server())
+        else:
+            core = bent(self.core())
+        if rng.random() < 0.2:
+            join = join.replace(':"1"', ':"1" ', 1)
+        beats = [bent([1, 1, 5, 0, 0, 900, 0]), bent([1, 1, 5, 0, 0, 900, 0, 0, 0, 0]), "[0,0,0,0,0,0,0,0,0,0]"]
+        pipe = self.store.pipeline(transaction=False)
+        pipe.delete(keys.server(self.name), keys.events(self.worker))
+        pipe.xadd(keys.server(self.name), cast("Any", wire.entry(nonce, 1, "join", join.encode("utf-8", "replace"))))
+        batches = [("join", core), *[("heartbeat", beat) for beat in beats], ("progress", bent([["wf-x", 16, 32]]))]
+        batches += [("begin", bent({"snapshot": "5ea50001", "command": None})), ("end", bent({"snapshot": "5ea50001"}))]
+        for number, (operation, data) in enumerate(batches, 1):
+            fields = cast("Any", wire.entry(nonce, number, operation, data.encode("utf-8", "replace")))
+            pipe.xadd(keys.events(self.worker), fields)
+        for name in (f"server:{self.name}", f"events:{self.worker}"):
+            pipe.xadd(keys.hello, {"s": name})
+        await pipe.execute()
+
+    async def forge(self, nonce: str) -> None:
+        """Its record, or its server's, with damage that the scripts do not let through, or no longer."""
+        server = self.damage.bent(self.server() | {"nonce": nonce})
+        record = {**self.core(), "nonce": nonce, "slot": 7, "proof": "proven", "cause": "", "reason": "", "probed": 1}
+        record |= {"truth": {"cause": "gap", "found": 1, "healed": 1, "checked": 1, "resyncs": {"gap": 1}}, "tries": 1}
+        record |= {"url": "http://x", "models": ["m"], "suspect": "blocks", "strikes": 1, "shadow": 9}
+        text = self.damage.bent(record)
+        key, field, value = (
+            (self.keys.servers, self.name, server)
+            if self.damage.rng.random() < 0.5
+            else (self.keys.workers, self.worker, text)
+        )
+        if await cast("Any", self.store.hexists(key, field)):
+            await cast("Any", self.store.hset(key, field, value.encode("utf-8", "replace")))
+
+    async def restore(self) -> None:
+        """Nothing forged is left: scripts trust what they wrote."""
+        await cast("Any", self.store.hdel(self.keys.servers, self.name))
+        await cast("Any", self.store.hdel(self.keys.workers, self.worker))
+
+
+async def healthy(world: World) -> None:
+    """Two workers that are right, with what the others are compared to."""
+    for server in ("w1", "w2"):
+        await bring(world.fleet, server, FILES)
+    await world.workers(2, scheme=SCHEME.scheme_id)
+    for number in (1, 2):
+        told: dict[str, Any] = {"nonce": "s1", "url": f"http://10.0.0.{number}:8000", "models": ["m"], "version": "1"}
+        told |= {"artifacts": MANIFEST, "facts": FACTS}
+        await cast("Any", world.store.hset(world.keys.servers, f"w{number}", wire.dumps(told)))
+        await world.store.zadd(world.keys.alive_servers, {f"w{number}": 2**41})
+        await world.store.zadd(world.keys.alive, {f"w{number}.0": 2**41})
+        record = {"nonce": "n1", "server_id": f"w{number}", "rank": 0, "slot": number, "scheme": SCHEME.as_dict()}
+        await cast("Any", world.store.hset(world.keys.workers, f"w{number}.0", wire.dumps(record)))
+        await world.fleet.prove(f"w{number}.0", "n1", "proven", "")
+
+
+async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) -> None:
+    world, damage = World(store, fleet), Damage(seed)
+    await healthy(world)
+    evil = [Evil(store, fleet, f"evil{number}", damage) for number in range(EVIL)]
+    async with one_replica(fleet) as replica:
+        await replica.look()
+        await replica.loaded()
+        seen = unreadable = 0
+        for number in range(rounds):
+            for one in evil:
+                await one.send(f"n{number}")
+            await replica.applied()
+            for one in evil:
+                if damage.rng.random() < 0.7:  # as if it had answered a probe
+                    await fleet.prove(one.worker, f"n{number}", "proven", "")
+                if damage.rng.random() < 0.4:
+                    await one.forge(f"n{number}")
+            shown = await replica.look()
+            await replica.loaded()
+            for worker in damage.rng.sample(replica.pool.view.workers, 2):
+                if worker.worker_id.startswith("evil") and worker.server:
+                    await replica.probed(worker)
+            seen, unreadable = seen + len(shown["workers"]) - 2, unreadable + fleet.records.unreadable
+            routable = {worker["worker_id"]: worker["url"] for worker in shown["workers"] if worker["routable"]}
+            assert {"w1.0", "w2.0"} <= routable.keys(), f"seed {seed}, round {number}"
+            assert all(url for url in routable.values())
+            assert {"w1.0", "w2.0"} <= replica.pool.view.handoff.keys()
+            assert await replica.asked() == {"exact", "prefix"}
+            for one in evil:
+                await one.restore()
+        counts = await fleet.counts()
+        assert counts["malformed"] > rounds * EVIL, "most of it was refused"
+        assert seen > rounds * EVIL / 4, "some of it was not"
+        assert unreadable > rounds, "and some only here"
+
+
+async def test_damaged_joins_harm_nobody_else(store: aioredis.Redis, fleet: Fleet) -> None:
+    await _besiege(store, fleet, 1, 12)
+
+
+async def bring(fleet: Fleet, server: str, files: dict[str, tuple[dict[str, Any], dict[str, bytes]]]) -> None:
+    for digest, piece in [one for _, chunks in files.values() for one in chunks.items()]:
+        await fleet.redis.set(fleet.keys.artifact(server, digest), piece)
+
+
+async def _brought(store: aioredis.Redis, fleet: Fleet, seed: int, cases: int) -> None:
+    """Files and facts of the only worker that brings any; the other two go on whatever they are."""
+    world, damage = World(store, fleet), Damage(seed)
+    await world.workers(3, scheme=SCHEME.scheme_id)
+    async with one_replica(fleet) as replica:
+        for number in range(cases):
+            which = damage.rng.randrange(3)
+            words, template = SMALL, TEMPLATE.encode()
+            if which == 0:
+                words = damage.content(SMALL)
+            elif which == 1:
+                template = damage.content(TEMPLATE.encode())
+            files = {"tokenizer.json": artifacts.split(words), "chat_template.jinja": artifacts.split(template)}
+            await bring(fleet, "w1", files)
+            told: dict[str, Any] = {"nonce": f"s{number}", "url": "http://10.0.0.1:8000", "models": ["m"]}
+            told |= {
+                "artifacts": {name: entry for name, (entry, _) in files.items()},
+                "facts": FACTS | {"special_prefix_ids": [number]},
+            }
+            text = wire.dumps(told)
+            if which == 2:
+                text = text[: text.rindex("}")] + f',"facts":{damage.bent(FACTS)}}}'
+            await cast("Any", store.hset(fleet.keys.servers, "w1", text.encode("utf-8", "replace")))
+            before = replica.refused
+            await replica.look()
+            await replica.loaded()
+            await replica.look()
+            kinds = await replica.asked()
+            assert kinds <= {"exact", "prefix", "load"}
+            one, *others = replica.pool.view.workers
+            assert [worker.routable for worker in others] == [True, True]
+            if one.server and one.server["artifacts"]:
+                built = replica.identities.known(brought.key(one)) is not None
+                assert built != (replica.refused == before + 1), f"seed {seed}, case {number}: built, or counted"
+        assert cases / 5 < replica.refused < cases * 0.9, "some are no identities, some are, after all"
+
+
+async def test_what_a_worker_brings_harms_nobody_else(store: aioredis.Redis, fleet: Fleet) -> None:
+    await _brought(store, fleet, 1, 40)
+
+
+def test_a_tokenizer_without_ids_for_some_texts() -> None:
+    """It knows whatever it is tried with, and meets another letter in a request."""
+    letters = sorted({*"".join(encoder._samples(())), *"a"})
+    made = encoder.Encoder.load(Tokenizer(Unigram([(one, -1.0) for one in letters], None, False)).to_str().encode())
+    assert len(made.plain("abc")) == 3
+    with pytest.raises(NotReproducible, match="tokenizer"):
+        made.plain("\u046b")
+
+
+async def test_who_announces_what_others_bring_hides_it_from_nobody(store: aioredis.Redis, fleet: Fleet) -> None:
+    """The first by name announces their files, brings none of their pieces, and says that every prompt is too long."""
+    world = World(store, fleet)
+    await healthy(world)
+    await world.worker(0, scheme=SCHEME.scheme_id)
+    told: dict[str, Any] = {"nonce": "s1", "url": "http://10.0.0.9:1", "models": ["m"], "artifacts": MANIFEST}
+    told |= {"facts": FACTS | {"max_model_len": 1}}
+    await cast("Any", store.hset(fleet.keys.servers, "w0", wire.dumps(told)))
+    async with one_replica(fleet) as replica:
+        await replica.look()
+        await replica.loaded()
+        await replica.look()
+        assert await replica.asked() == {"exact", "prefix"}
+
+
+async def test_what_cannot_be_read_gives_way(store: aioredis.Redis, fleet: Fleet) -> None:
+    """Of two that differ the first by name counts, but not if what it brought is no tokenizer."""
+    world = World(store, fleet)
+    await healthy(world)
+    files = FILES | {"tokenizer.json": artifacts.split(b"{}")}
+    await bring(fleet, "w1", files)
+    told: dict[str, Any] = {"nonce": "s1", "url": "http://10.0.0.1:8000", "models": ["m"], "facts": FACTS}
+    told |= {"artifacts": {name: entry for name, (entry, _) in files.items()}}
+    await cast("Any", store.hset(fleet.keys.servers, "w1", wire.dumps(told)))
+    async with one_replica(fleet) as replica:
+        for _ in range(3):
+            await replica.look()
+            await replica.loaded()
+        assert replica.refused == 1
+        assert await replica.asked() == {"exact", "prefix"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(2, 22))
+async def test_many_more_damaged_joins_harm_nobody_else(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
+    await _besiege(store, fleet, seed, 250)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(2, 6))
+async def test_whatever_a_worker_brings_harms_nobody_else(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
+    await _brought(store, fleet, seed, 500)
