@@ -11,14 +11,14 @@ ARGV: prefix, worker_id, max_blocks (an entry costs its bytes / 8)
 Returns: {entries, blocks, next, suspect}; blocks = hashes read; next: 0 nothing left, 1 call again, 2 call
       apply_control; suspect: 1 = the worker has become suspected: a probe is due
 Cost: O(max_blocks), 0.3-0.45 ms cold at 128
-Keys that depend on data: events:<worker_id>, command:<worker_id>, b:<hash>, s:<slot>
+Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, b:<hash>, s:<slot>
 --]]
 local WORKERS, LOAD, ALIVE, CURSOR, BATCH = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local DIGEST, RESYNC, RETIRED, LEASE, COUNTS, TICK = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local PREFIX, WORKER, MAX_BLOCKS = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local FIELD, SHADOW = "events:" .. WORKER, "~" .. WORKER
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
-local BLOCK, HELD = PREFIX .. "b:", PREFIX .. "s:"
+local BLOCK, HELD, PROBE = PREFIX .. "b:", PREFIX .. "s:", PREFIX .. "probe:" .. WORKER
 local ROW, LEASE_HEAD, LEASE_BYTES = ">I4i4i4i4I4I2I4I4I4I4I4I4I4", ">I4I4I4I4I4I4BB", 26
 local NO_LEASE = ("\0"):rep(LEASE_BYTES)
 local EPOCH, PREFILL, DECODE, SLOT, FLAGS, CAPACITY, PARTIAL, PROVEN = 1, 2, 3, 5, 6, 12, 64, 4 -- of the row; two flags
@@ -40,7 +40,7 @@ local sums = call("HMGET", DIGEST, WORKER, SHADOW)
 local live = { struct.unpack(">I4I4I4", sums[1] or string.rep("\0", 12)) }
 local shadow = { struct.unpack(">I4I4I4", sums[2] or string.rep("\0", 12)) }
 local changed, blocks, seen = {}, 0, nil
-local truth = record.truth or {}
+local truth, probed = record.truth or {}, call("TYPE", PROBE).ok == "set"
 record.truth = truth
 
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
@@ -88,6 +88,7 @@ local function change(verb, sign, data, first, slot, digest)
     end
   end
   if n > 0 then call(verb, HELD .. slot, unpack(hashes)) end
+  if n > 0 and sign > 0 and probed then call("SREM", PROBE, unpack(hashes)) end -- told, though it may be evicted next
   digest[1], digest[2] = digest[1] + sign * n, (digest[2] + sign * high) % U32
   digest[3] = (digest[3] + sign * low) % U32
   blocks = blocks + (#data - first + 1) / 8

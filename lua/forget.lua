@@ -9,7 +9,8 @@ KEYS: workers servers load alive alive_servers cursor batch digest resync retire
 ARGV: prefix, worker_id, silent_ms
 Returns: 1 if the worker or its server was forgotten, else 0
 Cost: O(workers + artifact chunks)
-Keys that depend on data: events:<worker_id>, command:<worker_id>, server:<server_id>, artifact:<server_id>:<sha256>
+Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, server:<server_id>,
+      artifact:<server_id>:<sha256>
 --]]
 local WORKERS, SERVERS, LOAD, ALIVE, ALIVE_SERVERS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local CURSOR, BATCH, DIGEST, RESYNC, RETIRED = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
@@ -38,7 +39,7 @@ local function forget_worker()
   call("HDEL", DIGEST, WORKER, "~" .. WORKER)
   call("HDEL", CURSOR, "events:" .. WORKER)
   call("ZREM", ALIVE, WORKER)
-  call("UNLINK", PREFIX .. "events:" .. WORKER, PREFIX .. "command:" .. WORKER)
+  call("UNLINK", PREFIX .. "events:" .. WORKER, PREFIX .. "command:" .. WORKER, PREFIX .. "probe:" .. WORKER)
   return (row or record) and 1 or 0
 end
 

@@ -16,7 +16,7 @@ Matter = Literal["identity", "scheme"]
 NAMED = 8  # workers of one group in a log line
 CONSEQUENCE = {
     "identity": "prompts are identified as by the first; cached blocks of the others are not found",
-    "scheme": "every prompt is hashed in each of these ways",
+    "scheme": "every prompt is hashed in each of these ways, if they are not too many",
 }
 
 
@@ -26,6 +26,7 @@ class Agreement:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._last: dict[tuple[str, Matter], dict[str, tuple[str, ...]]] = {}
+        self._unhashed: dict[str, tuple[str, ...]] = {}
 
     def look(self, tag: str, matter: Matter, groups: Mapping[str, Sequence[str]]) -> None:
         """groups: what they hold (a digest, in words) -> worker ids; the one that most hold comes first."""
@@ -41,6 +42,14 @@ class Agreement:
             logger.warning("%s: its workers differ in their %s. %s (%s)", tag, matter, shown, CONSEQUENCE[matter])
         elif len(before) > 1 >= len(now):
             logger.info("%s: its workers agree on their %s again", tag, matter)
+
+    def unhashed(self, tag: str, workers: Sequence[str]) -> None:
+        """workers: those that hash in a way of their own for which there is no room in a decision."""
+        before, now = self._unhashed.get(tag, ()), tuple(workers)
+        self._unhashed[tag] = now
+        self._metrics.outvoted_workers.labels("unhashed").set(sum(map(len, self._unhashed.values())))
+        if now and now != before:
+            logger.warning("%s: its workers hash in too many ways: cached blocks of %s are not found", tag, _some(now))
 
 
 def _some(workers: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ import orjson
 
 from warmfleet.errors import UpstreamError
 from warmfleet.prompt import is_ids
+from warmfleet.upstream import SMALL_ANSWER_BYTES
 
 if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
@@ -31,8 +32,11 @@ logger = logging.getLogger("warmfleet.asking")
 
 REASONS = frozenset({"no_template", "no_identity", "tools"})
 MIN_TOKENS = 512  # about; a shorter prompt is computed sooner than it is asked about
+MAX_BYTES = 524_288  # of a request: some 130,000 tokens
+S_PER_BYTE = 5e-6  # a prompt has a token for each of its bytes at most, and an engine takes 4 us for one
+ANSWER_BYTES_PER_BYTE = 12  # so much takes a token id
 MAX_IN_FLIGHT = 32
-REST_S = 10.0  # for an engine that did not answer
+REST_S = 10.0  # for an engine that is not there
 #: What /tokenize does not look at, though the chat itself does.
 NOT_TOKENIZE = frozenset({"documents", "reasoning_effort"})
 
@@ -69,7 +73,7 @@ class Asker:
         if shape.reason == "no_identity" and request.prompts and all(isinstance(one, list) for one in request.prompts):
             return pool.shape_of(request, [one for one in request.prompts if isinstance(one, list)], "exact", expected)
         found = self._who(pool, request, shape)
-        if found is None:
+        if found is None or len(call.body) > MAX_BYTES:
             return shape
         if self._in_flight >= MAX_IN_FLIGHT:
             self._metrics.asked.labels("busy").inc()
@@ -87,7 +91,7 @@ class Asker:
         if not self._settings.ask_engines or shape.prompt_tokens < MIN_TOKENS or not pool.view.hashers:
             return None
         now = time.monotonic()
-        routable = [worker for worker in pool.view.workers if worker.routable]
+        routable = [one for one in pool.view.workers if one.routable and one.worker_id not in shape.barred]
         able = [
             (worker, *way)
             for worker in routable
@@ -96,22 +100,28 @@ class Asker:
         return random.choice(able) if able and len(routable) > 1 else None
 
     async def _ask(self, worker: WorkerView, path: str, name: str, call: Call) -> list[int]:
-        """Empty if it does not tell, whatever the cause."""
+        """Empty if it does not tell, whatever the cause.
+
+        Only an engine that is not there rests: what a request may be the cause of must not keep it from others.
+        """
         headers = {key: value for key, value in call.headers.items() if key in ("Authorization", "Content-Type")}
+        ids: list[int] = []
+        status, size = 0, len(call.body)
         try:
-            async with asyncio.timeout(self._settings.ask_timeout_s):
-                status, body = await self._upstream.ask(worker.url, path, call.body, headers)
+            async with asyncio.timeout(self._settings.ask_timeout_s + S_PER_BYTE * size):
+                limit = SMALL_ANSWER_BYTES + ANSWER_BYTES_PER_BYTE * size
+                status, body = await self._upstream.ask(worker.url, path, call.body, headers, limit)
             ids = orjson.loads(body)[name] if status == 200 else []
         except (UpstreamError, TimeoutError, ValueError, KeyError, TypeError):
-            status, ids = 0, []
+            pass
         good = status == 200 and is_ids(ids)
-        if not good and status not in (400, 422):  # not the request's fault
+        if status == 0 or status > 500:
             self._resting = {url: until for url, until in self._resting.items() if until > time.monotonic()}
             self._resting[worker.url] = time.monotonic() + REST_S
             logger.info(
                 "worker %s does not tell token ids (status %d): not asked for a while", worker.worker_id, status
             )
-        self._metrics.asked.labels("answered" if good else "refused" if status in (400, 422) else "failed").inc()
+        self._metrics.asked.labels("answered" if good else "refused" if 400 <= status < 500 else "failed").inc()
         return ids if good else []
 
 

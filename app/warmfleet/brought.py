@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
 
+MAX_SERVERS = 8  # that are asked for the same files
 #: What an identity is built of; whatever else a worker may bring is not read.
 FILES = ("tokenizer.json", "chat_template.jinja")
 #: Of a server's facts, those that decide token ids. The others (limits, parsers, keys) may differ within a fleet.
@@ -53,11 +54,6 @@ def in_words(workers: Sequence[WorkerView]) -> str:
     artifacts = (workers[0].server or {})["artifacts"]
     files = (f"{name} {str(entry.get('sha256'))[:12]}" for name, entry in sorted(artifacts.items()))
     return f"{key(workers[0])[:12]} ({', '.join(files)})"
-
-
-def max_model_len(worker: WorkerView) -> int:
-    """What its server announced; 0: nothing. It may differ among those that agree: each engine refuses for itself."""
-    return int(_facts(worker).get("max_model_len") or 0)
 
 
 def _parts(worker: WorkerView) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -20,12 +19,11 @@ from warmfleet import chat
 from warmfleet.chat import NotReproducible
 from warmfleet.cuts import Cuts
 from warmfleet.partial import agreed, variants
-from warmfleet.prompt import MAX_MODEL_LEN
 from warmfleet.trial import Encoders
 from warmfleet.trie import Prompt, Reading, Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from concurrent.futures import Executor
 
     from warmfleet.approval import Template, Templates
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.identity")
 
-MAX_IDENTITIES = 16
+MAX_UNUSED = 2  # identities, for when a fleet changes back; a tokenizer takes 100 to 240 MB
 MAX_WAITING = 64  # texts in the executor; beyond, requests are routed by load
 INLINE_BYTES = 65_536  # larger bodies are rendered and read in the executor: 1 ms of the event loop and more
 FAST_FACTOR = 20  # how much longer a new text may be inline with the fast engine: 1.5 ms of the event loop
@@ -64,8 +62,7 @@ class Identity:
         cuts: Cuts | None = None,
     ) -> None:
         self.key = ""
-        self.max_model_len = int(facts.get("max_model_len") or MAX_MODEL_LEN)
-        self._encoder = encoder
+        self.encoder = encoder
         self._template = template
         self._fixed = {"tools": None, "documents": None, **(facts.get("special_tokens") or {})}
         self._defaults = dict(facts.get("default_chat_template_kwargs") or {})
@@ -77,6 +74,13 @@ class Identity:
         self._trie = trie
         self._readings = {special: _reading(encoder, cuts, special=special) for special in (False, True)}
         self._waiting = 0
+
+    @property
+    def tokenizer(self) -> str:
+        """For people: how fast texts become ids, and whether of a conversation only what is new has to."""
+        cuts = self._readings[True].cuts
+        engine = "fast" if self.encoder.fast else "slow"
+        return engine if cuts.separators or cuts.spaces else f"{engine}, no pieces"
 
     @property
     def template(self) -> str:
@@ -159,7 +163,7 @@ class Identity:
     async def _read(self, text: str, reading: Reading, inline_characters: int) -> Prompt:
         path = self._trie.find(text, reading)
         new = len(text) - sum(node.size for node in path)
-        if new > inline_characters * (FAST_FACTOR if self._encoder.fast else 1):
+        if new > inline_characters * (FAST_FACTOR if self.encoder.fast else 1):
             return await self._elsewhere(self._read_now, text, reading, path)
         return self._read_now(text, reading, path)
 
@@ -226,17 +230,22 @@ def canonical_text(request: Request) -> list[bytes]:
 
 
 class Identities:
-    """Builds identities once, keeps the last few; the tokenizers, which are the heavy part, are shared by content."""
+    """Builds identities once, keeps those in use; the tokenizers, which are the heavy part, are shared by content."""
 
     def __init__(self, executor: Executor, trie: Trie, templates: Templates) -> None:
         self._executor = executor
         self._trie = trie
         self.templates = templates
         self._encoders = Encoders(executor)
-        self._built: OrderedDict[str, Identity] = OrderedDict()
+        self._built: dict[str, Identity] = {}
 
     def known(self, key: str) -> Identity | None:
         return self._built.get(key)
+
+    def keep(self, used: Collection[str]) -> None:
+        """Forget all but these and the last few others."""
+        for key in [key for key in self._built if key not in used][:-MAX_UNUSED]:
+            del self._built[key]
 
     async def build(
         self, key: str, artifacts: Mapping[str, bytes], facts: Mapping[str, Any], *, trusted: bool = False
@@ -254,7 +263,9 @@ class Identities:
             template = await self.templates.take(source, str(facts.get("content_format", "auto")))
         identity = Identity(encoder, template, facts, self._executor, self._trie, cuts)
         identity.key = key
-        _remember(self._built, key, identity, MAX_IDENTITIES)
+        self._built[key] = identity
+        if identity.tokenizer != "fast":
+            logger.warning("%s: slower than others, its tokenizer is %s (see /workers)", key[:12], identity.tokenizer)
         return identity
 
     async def load(self, name: str) -> Identity:
@@ -283,10 +294,3 @@ def _with_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
         artifacts["chat_template.jinja"] = template.encode()
     special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
     return artifacts, {"special_tokens": special}
-
-
-def _remember(cache: OrderedDict[str, Any], key: str, value: Any, limit: int) -> None:
-    cache[key] = value
-    cache.move_to_end(key)
-    while len(cache) > limit:
-        cache.popitem(last=False)

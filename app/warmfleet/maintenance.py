@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from warmfleet import brought
 from warmfleet.agreement import Agreement
@@ -19,7 +19,7 @@ from warmfleet.fleet import RENEW_AT_ONCE
 from warmfleet.fleet.views import BadArtifact
 from warmfleet.handoff import ability
 from warmfleet.trial import Refused
-from warmfleet.view import view_of
+from warmfleet.view import MAX_SCHEMES, view_of
 from warmfleet_worker.wire import WORKER_TTL_SECONDS, Scheme, WireError
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ LOAD_RETRY_S = 10.0
 LOG_EVERY_S = 10.0
 STOP_AGAIN_S = 0.2
 MAX_FAILED_LOADS = 256
-
-Key = TypeVar("Key")
 
 
 async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics) -> None:
@@ -91,37 +89,42 @@ class Reader:
         try:
             await self._pools.each(self._refresh)
         finally:
+            views = [pool.view for pool in self._pools.all]
+            self._identities.keep({view.identity.key for view in views if view.identity is not None})
+            self._hashers = {hasher.scheme.scheme_id: hasher for view in views for hasher in view.hashers}
             self._count_workers()
 
     async def _refresh(self, pool: Pool) -> None:
         workers = await pool.fleet.workers()
         alive = [w for w in workers if w.heartbeat_age_s is not None and w.heartbeat_age_s <= WORKER_TTL_SECONDS]
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
-        identity, reference = self._identity(pool, alive)
+        bringers = brought.groups(alive)
+        identity, reference = self._identity(pool, bringers)
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
-        keyed = [(w, brought.key(w)) for w in alive if w.server and w.server.get("artifacts")]
+        keyed = [(w, key) for key, group in bringers.items() for w in group]
         handoff = {w.worker_id: able for w, key in keyed if (able := ability(w, key)) is not None}
-        known, hashers = identity or pool.view.identity, self._schemes(pool, exact)
+        known, hashers = identity or pool.view.identity, self._schemes(pool, exact, MAX_SCHEMES - text)
         pool.show(view_of(workers, known, hashers, text=text, reference=reference, handoff=handoff))
         self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
 
-    def _schemes(self, pool: Pool, workers: Sequence[WorkerView]) -> list[Hasher]:
-        """A hasher for every scheme in use, the most frequent first."""
-        holders: dict[int, list[WorkerView]] = {}
+    def _schemes(self, pool: Pool, workers: Sequence[WorkerView], limit: int) -> list[Hasher]:
+        """Hashers for the schemes in use, the most frequent first; not for more than ``limit`` of them."""
+        holders: dict[Scheme, list[WorkerView]] = {}
         for worker in workers:
             try:
                 scheme = Scheme.from_dict(worker.record["scheme"])
             except (WireError, KeyError, TypeError):
                 continue  # of a later version: routed by load
-            if scheme.scheme_id not in self._hashers:
-                self._hashers[scheme.scheme_id] = Hasher(scheme)
-            holders.setdefault(scheme.scheme_id, []).append(worker)
-        hashers = [self._hashers[scheme_id] for scheme_id in _by_frequency(holders)]
-        groups = {_in_words(hasher.scheme): _ids(holders[hasher.scheme.scheme_id]) for hasher in hashers}
+            holders.setdefault(scheme, []).append(worker)
+        schemes = sorted(holders, key=lambda one: -len(holders[one]))
+        groups = {_in_words(scheme): _ids(holders[scheme]) for scheme in schemes}
         self._agreement.look(pool.tag, "scheme", groups)
-        return hashers
+        self._agreement.unhashed(pool.tag, [name for one in schemes[limit:] for name in _ids(holders[one])])
+        return [self._hashers.get(one.scheme_id) or Hasher(one) for one in schemes[:limit]]
 
-    def _identity(self, pool: Pool, alive: Sequence[WorkerView]) -> tuple[Identity | None, WorkerView | None]:
+    def _identity(
+        self, pool: Pool, bringers: Mapping[str, Sequence[WorkerView]]
+    ) -> tuple[Identity | None, WorkerView | None]:
         """The identity if it is loaded, else its loading is begun; and a worker that brought it (None: an override)."""
         if self._settings.tokenizer:
             key = f"override {self._settings.tokenizer}"
@@ -129,16 +132,17 @@ class Reader:
             if known is None:
                 self._begin(key, self._override())
             return known, None
-        bringers = dict(sorted(brought.groups(alive).items(), key=lambda one: one[0] in self._unreadable))
+        bringers = dict(sorted(bringers.items(), key=lambda one: one[0] in self._unreadable))
         self._agreement.look(
             pool.tag, "identity", {brought.in_words(workers): _ids(workers) for workers in bringers.values()}
         )
-        for key, workers in bringers.items():
-            known = self._identities.known(key)
-            if known is None:
-                self._begin(key, self._brought(pool, key, workers))
-            return known, workers[0]
-        return None, None
+        if not bringers:
+            return None, None
+        key, group = next(iter(bringers.items()))
+        known = self._identities.known(key)
+        if known is None:
+            self._begin(key, self._brought(pool, key, group))
+        return known, group[0]
 
     def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
         if key in self._loads or time.monotonic() < self._not_before.get(key, 0.0):
@@ -169,16 +173,15 @@ class Reader:
     async def _brought(self, pool: Pool, key: str, workers: Sequence[WorkerView]) -> None:
         """From the first of these whose files are there: whoever announces the same may have brought none."""
         failure: WarmfleetError | None = None
-        for server_id, server in {str(one.record["server_id"]): one.server or {} for one in workers}.items():
+        servers = {str(one.record["server_id"]): one.server or {} for one in workers}
+        for server_id, server in list(servers.items())[: brought.MAX_SERVERS]:
             files = {name: entry for name, entry in server["artifacts"].items() if name in brought.FILES}
             try:
                 artifacts = {name: await pool.fleet.artifact(server_id, entry) for name, entry in files.items()}
             except (NotFound, BadArtifact) as error:
                 failure = failure or error
                 continue
-            facts = server.get("facts") or {}
-            longest = max(brought.max_model_len(one) for one in workers)
-            await self._identities.build(key, artifacts, {**facts, "max_model_len": longest})
+            await self._identities.build(key, artifacts, server.get("facts") or {})
             return
         if failure is not None:
             raise failure
@@ -193,10 +196,6 @@ class Reader:
 
     async def close(self) -> None:
         await stop(list(self._loads.values()))
-
-
-def _by_frequency(holders: Mapping[Key, Sequence[WorkerView]]) -> list[Key]:
-    return sorted(holders, key=lambda one: -len(holders[one]))
 
 
 def _ids(workers: Sequence[WorkerView]) -> list[str]:

@@ -146,12 +146,13 @@ class Pool:
         return Shape((), prompt.estimated_tokens(request), 0, "load", "error")
 
     def _booked(self, shape: Shape, request: Request, expected_output: int) -> Shape:
-        adapter = self.view.adapters.get(request.model)
+        one = 0 if len(request.prompts) > 1 else shape.prompt_tokens
+        tokens = max((prompt.tokens for prompt in shape.ids), default=one) + max(1, request.max_tokens or 1)
         return replace(
             shape,
             decode_tokens=prompt.decode_tokens(request, shape.prompt_tokens, expected_output),
             prompts=max(1, len(request.prompts)),
-            barred=adapter.lacking if adapter else (),
+            barred=self.view.barred(request.model, tokens),
         )
 
     def shape_of(self, request: Request, prompts: list[list[int]], kind: str, expected_output: int) -> Shape:
@@ -182,7 +183,7 @@ class Pool:
         view = self.view
         if request.unforeseen:
             raise NotReproducible(request.unforeseen)
-        if prompt.too_long(request, view.identity.max_model_len if view.identity else prompt.MAX_MODEL_LEN):
+        if prompt.too_long(request, view.max_model_len):
             raise NotReproducible("too_long")
         if view.identity is None and not view.text:
             raise NotReproducible("no_identity")

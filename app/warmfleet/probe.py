@@ -122,7 +122,7 @@ class Prober:
         texts = ready and not differs
         result = await self._selftest.run(pool, worker, texts=texts)
         if result.proof == "identity" and result.cause in ("text", "chat", "tokens"):
-            result = await self._selftest.run(pool, worker, texts=texts)  # a block may have been evicted at once
+            result = await self._selftest.run(pool, worker, texts=texts)  # two texts, not one
         if worker.proof not in ("pending", "url"):
             return Result("", result.cause, result.reason) if result.proof == "url" else result
         if result.proof == "" and result.cause:  # its URL answers, and nothing more is known

@@ -1,9 +1,10 @@
 """Is a worker who it says it is? Three short random prompts, and what its answers and its own stream say of them.
 
 A text, a chat and token ids, each for one token of answer. The router computes their block hashes as it does for any
-request; exactly these must appear in that worker's stream, and its count of prompt tokens must be ours. The last prompt
-is booked like a request: the stream tells of blocks before it tells that a prefill is done, so when it has told that,
-what is missing is wrong and not late.
+request; exactly these must appear in that worker's stream, and its count of prompt tokens must be ours. Whoever applies
+the stream notes that they came, so it does not matter when they are evicted. The last prompt is booked like a request:
+the stream tells of blocks before it tells that a prefill is done, so when it has told that, what is missing is wrong
+and not late.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
@@ -101,10 +102,11 @@ class SelfTest:
         reservation = new_reservation(1)
         await pool.fleet.renew([Renewal(reservation, worker.worker_id, questions[-1].prompt_tokens, 1)])
         try:
+            questions = await _await_blocks(pool, worker, questions, reservation)
             wrong, answered = await self._ask_all(pool, worker, questions, reservation)
             return wrong or await self._seen(pool, worker, answered, reservation)
         finally:
-            await asyncio.shield(pool.fleet.settle(reservation, "finished"))
+            await asyncio.shield(_over(pool, worker, questions, reservation))
 
     # ------------------------------------------------ the questions
 
@@ -170,18 +172,20 @@ class SelfTest:
         told = False
         while not told and time.monotonic() < deadline:
             told = await pool.fleet.prefilled(reservation)
-            if not await _missing(pool, worker.load.slot, questions):
+            if await _missing(pool, worker, questions, reservation) == set():
                 return Result("proven")
             if not told:
                 await asyncio.sleep(POLL_S)
         fresh = await current(pool, worker)
         if fresh is None:
             return Result("")
-        missing = await _missing(pool, fresh.load.slot, questions)  # its slot changes with a snapshot
-        if not missing:
+        missing = await _missing(pool, worker, questions, reservation)
+        if missing == set():
             return Result("proven")
-        if _incomplete(pool, fresh):
+        if _incomplete(pool, fresh) or fresh.load.slot != worker.load.slot:  # a snapshot tells only what it still holds
             return Result("", "untested", "its index is being sent anew: its blocks cannot be tested")
+        if missing is None:
+            return Result("", "untested", "another replica tests it, too, or Redis lost what was told")
         beat = fresh.heartbeat_age_s
         if not told and (beat is None or beat > time.monotonic() - answered_at - BEAT_S):
             return Result("", "silent", "its stream tells nothing of a probe: it is behind, or another engine answers")
@@ -225,10 +229,31 @@ def _prompt_tokens(answer: bytes) -> int | None:
         return None
 
 
-async def _missing(pool: Pool, slot: int, questions: Sequence[Question]) -> set[Part]:
-    """The questions of which the index lacks blocks in this slot."""
-    held = iter(await pool.fleet.holds(slot, [one for question in questions for one in question.hashes]))
-    return {question.part for question in questions for _ in question.hashes if not next(held)}
+async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> list[Question]:
+    """These questions without blocks that it is known to hold, a template's first words: nothing tells them again."""
+    held = iter(await pool.fleet.holds(worker.load.slot, _hashes(questions)))
+    questions = [replace(one, hashes=tuple(block for block in one.hashes if not next(held))) for one in questions]
+    if not pool.fleet.short:  # else nothing is indexed, and Redis may refuse this
+        await pool.fleet.await_blocks(worker.worker_id, probe, _hashes(questions))
+    return questions
+
+
+async def _missing(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> set[Part] | None:
+    """The questions of which its stream has not told all blocks; None: nobody knows."""
+    awaited = await pool.fleet.awaited(worker.worker_id, probe, _hashes(questions))
+    if awaited is None:
+        return None
+    missing = iter(awaited)
+    return {question.part for question in questions for _ in question.hashes if next(missing)}
+
+
+async def _over(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> None:
+    await pool.fleet.settle(probe, "finished")
+    await pool.fleet.await_no_blocks(worker.worker_id, probe, _hashes(questions))
+
+
+def _hashes(questions: Sequence[Question]) -> list[bytes]:
+    return [block for question in questions for block in question.hashes]
 
 
 def _incomplete(pool: Pool, worker: WorkerView) -> bool:

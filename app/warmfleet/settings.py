@@ -92,7 +92,9 @@ class Settings:
         600.0, "time between two probes of a proven worker, all replicas together; 0 = only when it is suspected"
     )
     ask_engines: bool = _setting(True, "ask an engine for token ids that only it can tell, where its routes are on")
-    ask_timeout_s: float = _setting(0.25, "longest wait for that; then the request is routed by load")
+    ask_timeout_s: float = _setting(
+        0.25, "longest wait for that, besides 5 µs for each byte of the request; then it is routed by load"
+    )
     inline_characters: int = _setting(2_000, "longer new texts are tokenised in a thread; x20 with the fast engine")
     trie_bytes: int = _setting(268_435_456, "bound of the prompt trie: ids and hashes of earlier prompts, about")
     mirror_checkpoints: int = _setting(20_000, "checkpoints remembered for one approximate worker")

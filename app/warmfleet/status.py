@@ -40,6 +40,7 @@ async def workers(pool: Pool) -> dict[str, Any]:
         "fresh": fresh,
         "identity": known.kind if known else "text" if pool.view.text else "none",
         "template": known.template if known else "none",
+        "tokenizer": known.tokenizer if known else "none",
         "index": {
             "entries": truth.entries,
             "retired_slots": truth.retired_slots,

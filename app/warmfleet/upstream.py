@@ -149,13 +149,15 @@ class Upstream:
                     self._on_stale()
         raise AssertionError("unreachable")
 
-    async def ask(self, base: str, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """Status and body of a small answer; of a larger one the first megabyte. Raises as ``post``."""
+    async def ask(
+        self, base: str, path: str, body: bytes, headers: Mapping[str, str], limit_bytes: int = SMALL_ANSWER_BYTES
+    ) -> tuple[int, bytes]:
+        """Status and body of a small answer; a larger one is cut off, a piece after its limit. Raises as ``post``."""
         answer = await self.post(base, path, body, headers)
         try:
             with upstream_errors():
                 text = b""
-                while len(text) < SMALL_ANSWER_BYTES and (piece := await answer.content.read(SMALL_ANSWER_BYTES)):
+                while len(text) < limit_bytes and (piece := await answer.content.read(SMALL_ANSWER_BYTES)):
                     text += piece
             return answer.status, text
         finally:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from warmfleet.adapters import adapters_of, served
+from warmfleet.prompt import MAX_MODEL_LEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +28,8 @@ class View:
     """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known.
 
     reference: a worker that brought what most of them brought; None: nobody did, or the settings name a tokenizer.
-    handoff: what workers take token ids, by worker_id.
+    handoff: what workers take token ids, by worker_id. max_model_len: what the routable one that takes most takes;
+    limits: what each takes, where they differ.
     """
 
     workers: tuple[WorkerView, ...] = ()
@@ -42,6 +44,19 @@ class View:
     names: frozenset[str] = frozenset()
     reference: WorkerView | None = None
     handoff: Mapping[str, Ability] = field(default_factory=dict)
+    max_model_len: int = MAX_MODEL_LEN
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+    def barred(self, model: str, tokens: int) -> tuple[str, ...]:
+        """Who cannot serve a request for ``model`` that needs so many: lacks the adapter, or takes fewer.
+
+        If all that have the adapter take fewer, they are not barred: one of them is to tell the client.
+        """
+        adapter = self.adapters.get(model)
+        lacking = adapter.lacking if adapter else ()
+        able = [worker for worker in self.limits if worker not in lacking]
+        short = [worker for worker in able if self.limits[worker] < tokens]
+        return (*lacking, *short) if len(short) < len(able) else lacking
 
 
 def view_of(
@@ -55,6 +70,7 @@ def view_of(
 ) -> View:
     """A View, with what the request path looks up often made ready."""
     adapters = adapters_of(workers)
+    limits = {one.worker_id: _limit(one) for one in workers if one.routable}
     ranks = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
     return View(
         workers=tuple(workers),
@@ -74,4 +90,11 @@ def view_of(
         adapters=adapters,
         names=frozenset([*(name for worker in workers for name in worker.models), *adapters]),
         models=tuple(dict.fromkeys(name for worker in workers if worker.routable for name in served(worker))),
+        max_model_len=max(limits.values(), default=MAX_MODEL_LEN),
+        limits=limits if len(set(limits.values())) > 1 else {},
     )
+
+
+def _limit(worker: WorkerView) -> int:
+    limit = worker.record.get("max_model_len")
+    return min(limit, MAX_MODEL_LEN) if isinstance(limit, int) and limit > 0 else MAX_MODEL_LEN

@@ -22,6 +22,8 @@ from warmfleet_worker import wire
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from warmfleet_loadtest.scheduler import Request
+
 Kind = Literal["right", "template", "tokenizer", "seed", "algorithm", "block size"]
 LIMITS = Limits(max_model_len=4_096)
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
@@ -77,13 +79,31 @@ class Simulated:
         scheduler = self.engine.core.scheduler
         scheduler.scheme, scheduler.limits = scheme, Limits(max_model_len=4_096, block_tokens=scheme.block_tokens)
 
+    def evict_at_once(self) -> None:
+        """From now on what a request leaves in the cache is gone before anybody can look: a tenant's load at worst."""
+        scheduler = self.engine.core.scheduler
+        free, pool = scheduler._free, scheduler.pool
+
+        def free_and_evict(request: Request) -> None:
+            free(request)
+            pool.release(pool.allocate(pool.free))
+
+        scheduler._free = free_and_evict  # type: ignore[method-assign]
+
 
 @asynccontextmanager
 async def simulated(
-    redis_url: str, model: str, name: str = "eng", kind: Kind = "right", *, lies: bool = False, url: str = ""
+    redis_url: str,
+    model: str,
+    name: str = "eng",
+    kind: Kind = "right",
+    *,
+    lies: bool = False,
+    url: str = "",
+    speed: str = "fast",
 ) -> AsyncIterator[Simulated]:
     """An engine that has joined. kind: what it is; lies: it announces to be ``right``; url: where it says it is."""
-    config = EngineConfig(SCHEMES.get(kind, SCHEME) if not lies else SCHEME, LIMITS, 1_024, PRESETS["fast"])
+    config = EngineConfig(SCHEMES.get(kind, SCHEME) if not lies else SCHEME, LIMITS, 1_024, PRESETS[speed])
     made = Simulated(Engine(config, identity(kind), Served((model,))), wire.worker_id_of(name, 0))
     await made.engine.start("127.0.0.1", 0)
     try:

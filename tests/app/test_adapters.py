@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.app.engine import engine
 from tests.app.replica import Replica, replica
@@ -42,14 +42,21 @@ async def test_a_request_goes_only_to_who_serves_its_adapter(
 ) -> None:
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     trackers, adapters = {"a": Tracker(), "b": Tracker()}, {"a": {"one": "/one"}, "b": {"one": "/one", "two": "/two"}}
+    facts: dict[str, Any] = {"renders": {"render": True}, "same_template_with_tools": False}
     async with (
         engine(model) as first,
         engine(model) as second,
         replica(valkey_url, model, probe_timeout_s=0.3) as router,
-        worker(valkey_url, model, first.url, trackers["a"], name="a", adapters=adapters["a"]),
-        worker(valkey_url, model, second.url, trackers["b"], name="b", adapters=adapters["b"]),
+        worker(valkey_url, model, first.url, trackers["a"], name="a", adapters=adapters["a"], **facts),
+        worker(valkey_url, model, second.url, trackers["b"], name="b", adapters=adapters["b"], **facts),
     ):
         await listed(router, model, "one", "two")
+        await router.routable(2)
+        chat = {"messages": [{"role": "user", "content": "a fox " * 500}], "tools": [{"type": "function"}]}
+        await router.post(chat | {"model": "two"}, "/v1/chat/completions")
+        assert "/v1/chat/completions/render" not in [seen.path for seen in first.seen + second.seen], "no choice"
+        await router.post(chat | {"model": "one"}, "/v1/chat/completions")
+        assert "/v1/chat/completions/render" in [seen.path for seen in first.seen + second.seen]
         for _ in range(12):
             assert (await asked(router, model="two", cache_salt=str(random.random())))[:2] == (200, "b.0")
 

@@ -42,6 +42,9 @@ class Fixed:
     def known(self, key: str) -> Any:
         return SimpleNamespace(kind="exact", key=key)
 
+    def keep(self, used: set[str]) -> None:
+        assert len(used) == 1
+
 
 async def test_workers_that_differ_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     fixed, metrics = Fixed(), Metrics()
@@ -72,5 +75,10 @@ async def test_workers_that_differ_are_named_once(caplog: pytest.LogCaptureFixtu
     assert "scheme" in line
     assert "32" in line
     assert (outvoted("identity"), outvoted("scheme")) == (0, 1)
+    many = [worker(str(size), "aaaaaaaa", size) for size in (32, 48, 64, 80, 96)]
+    (_, line) = await read(*same, *many)
+    assert "80.0, 96.0 are not found" in line
+    assert (outvoted("scheme"), outvoted("unhashed")) == (5, 2)
+    assert len(reader._hashers) == 4
     assert await read(*same) == []
-    assert (outvoted("identity"), outvoted("scheme")) == (0, 0)
+    assert (outvoted("identity"), outvoted("scheme"), outvoted("unhashed"), len(reader._hashers)) == (0, 0, 0, 1)

@@ -12,7 +12,6 @@ from tests.app.joined import joined
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
-from warmfleet import asking
 from warmfleet_loadtest.api import Api
 
 if TYPE_CHECKING:
@@ -105,31 +104,61 @@ async def test_who_may_not_is_not_asked(valkey_url: str, model: str) -> None:
         assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') == 1
 
 
+#: What an engine may answer, and how that is counted: none of it says that it cannot tell others.
+ANSWERS = {
+    "wrong": (400, "{}", "refused"),
+    "unauthorized": (401, "{}", "refused"),
+    "forbidden": (403, "{}", "refused"),
+    "no such adapter": (404, "{}", "refused"),
+    "too large": (413, "{}", "refused"),
+    "it stumbled": (500, "{}", "failed"),
+    "not json": (200, "<html>", "failed"),
+    "no ids": (200, '{"token_ids": [1, "a"]}', "failed"),
+    "not an object": (200, "[]", "failed"),
+    "endless": (200, '{"token_ids": [' + "1," * 600_000, "failed"),
+}
+
+
 async def test_whatever_goes_wrong_load_decides(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {
-        "slow": (200, '{"token_ids": [1, 2, 3]}'),
-        "forbidden": (403, "{}"),
-        "not json": (200, "<html>"),
-        "wrong": (400, "{}"),
-    }
-    answers |= {"no ids": (200, '{"token_ids": [1, "a"]}'), "not an object": (200, "[]")}
-    wrong = "slow"
+    answer, pause = ANSWERS["wrong"], 0.0
 
     async def render(_self: Api, _http: web.Request) -> web.Response:
-        await asyncio.sleep(2 if wrong == "slow" else 0)
-        status, text = answers[wrong]
-        return web.Response(status=status, text=text)
+        await asyncio.sleep(pause)
+        return web.Response(status=answer[0], text=answer[1])
 
     monkeypatch.setattr(Api, "render", render)
-    monkeypatch.setattr(asking, "REST_S", 0.0)
     body = {"model": model, "messages": LONG, "max_tokens": 1}
     async with two(valkey_url, model, BOTH, bare=True, ask_timeout_s=0.2) as (router, _):
-        for count, wrong in enumerate(answers, 1):
+        counted = {"refused": 0, "failed": 0}
+        for count, (wrong, answer) in enumerate(ANSWERS.items(), 1):
             status, headers, _ = await router.post(body, CHAT)
             assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0"), wrong
             assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') == count
-        assert (await asked(router, "refused"), await asked(router, "failed")) == (1, 5)
-        monkeypatch.setattr(asking, "REST_S", 60.0)
+            counted[answer[2]] += 1
+            assert {one: await asked(router, one) for one in counted} == counted, f"nobody rests after {wrong}"
+        answer, pause = (
+            (200, '{"token_ids": [' + "100000," * 160_000 + "7]}", ""),
+            0.3,
+        )  # for a long request it is right
+        long = [{"role": "user", "content": "jumps over " * 9_000}]
+        await router.post(body | {"messages": long}, CHAT)
+        assert await asked(router, "answered") == 1
+        await router.post(body | {"user": "x" * 600_000}, CHAT)
+        assert sum([await asked(router, one) for one in ("answered", *counted)]) == len(ANSWERS) + 1, "too long to ask"
+        for _ in range(3):
+            assert (await router.post(body, CHAT))[0] == 200
+        assert await asked(router, "failed") == counted["failed"] + 2, "slow: each is asked once more, then left alone"
+
+
+async def test_an_engine_that_is_away_is_left_alone(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(_self: Api, _http: web.Request) -> web.Response:
+        return web.Response(status=503)
+
+    monkeypatch.setattr(Api, "render", away)
+    body = {"model": model, "messages": LONG, "max_tokens": 1}
+    async with two(valkey_url, model, BOTH, bare=True) as (router, _):
         for _ in range(4):
             assert (await router.post(body, CHAT))[0] == 200
-        assert await asked(router, "failed") == 7, "each is asked once more, then left alone"
+        assert await asked(router, "failed") == 2

@@ -14,6 +14,7 @@ from tests.app.simulated import Kind, simulated
 from tests.conftest import poll
 
 from warmfleet import probe
+from warmfleet.maintenance import stop
 from warmfleet.selftest import random_text
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
 
 CHANGES = ("template", "tokenizer", "seed", pytest.param("algorithm", marks=pytest.mark.long))
+RESULTS = ("proven", "identity", "none")
 CAUSES = {"template": ["chat"], "tokenizer": ["text", "chat"], "seed": ["tokens"], "algorithm": ["tokens"]}
 
 
@@ -62,6 +64,7 @@ async def test_a_worker_that_changes_is_found_out_within_20_requests_and_comes_b
         matched = [int((await chat(router, model, messages))["x-warmfleet-matched-tokens"]) for _ in range(13)]
         assert matched[3] > matched[2] > matched[1] > 0
         worker.become(kind)
+        worker.evict_at_once()
         for requests in itertools.count(1):
             await chat(router, model, messages)
             await asyncio.sleep(0.05)
@@ -176,6 +179,38 @@ async def test_no_tenant_talks_a_worker_down(valkey_url: str, model: str) -> Non
 @pytest.mark.timeout(900)
 async def test_no_tenant_talks_a_worker_down_with_200_requests(valkey_url: str, model: str) -> None:
     await no_tenant_talks_a_worker_down(valkey_url, model, 200)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["right", "seed"])
+async def test_a_load_that_evicts_all_the_time_downgrades_nobody_and_hides_nobody(
+    valkey_url: str, model: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "BACKOFF_S", (0.5, 1.0))
+    monkeypatch.setattr(probe, "SUSPECTED_S", (0.5, 600.0))
+    async with (
+        simulated(valkey_url, model, speed="demo") as worker,
+        replica(valkey_url, model, probe_interval_s=1.0, token_handoff=False) as router,
+    ):
+        await proven(router)
+
+        async def client() -> None:
+            while True:
+                await ask(router, {"model": model, "prompt": random.choices(range(3, 900), k=3_000), "max_tokens": 1})
+
+        clients = [asyncio.ensure_future(client()) for _ in range(6)]
+        try:
+            await asyncio.sleep(5)
+            worker.become(kind)
+            await asyncio.sleep(25)
+        finally:
+            await stop(clients)
+        assert worker.engine.core.scheduler.pool.evicted > 5_000
+        counts = await router.fleet.counts()
+        results = {one: await router.metric(f'warmfleet_probes_total{{result="{one}"}}') for one in RESULTS}
+        print(kind, results, {name: count for name, count in counts.items() if "suspect" in name or "down" in name})
+        assert results["proven"] >= (2 if kind == "right" else 1)
+        assert (results["identity"] > 0, "downgrade_tokens" in counts) == (kind == "seed", kind == "seed")
 
 
 async def test_whoever_finds_a_prompt_that_is_seen_differently_here_makes_a_few_probes_and_no_more(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from warmfleet import chat
@@ -271,12 +272,20 @@ async def test_a_twin_that_differs_is_not_used(tokenizer_json: bytes, monkeypatc
 
 
 async def test_identities_are_built_once_and_bad_ones_refused(
-    tokenizer_json: bytes, executor: ThreadPoolExecutor
+    tokenizer_json: bytes, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     identities = Identities(executor, Trie(10**6), Templates(Metrics(), trust_all=True))
     artifacts = {"tokenizer.json": tokenizer_json, "chat_template.jinja": CHATML.encode()}
     built = await identities.build("a", artifacts, {})
     assert identities.known("a") is built
+    assert (built.tokenizer, caplog.messages) == ("fast", [])
+    for key in "cde":
+        assert (await identities.build(key, artifacts, {})).encoder is built.encoder
+    identities.keep({"a"})
+    assert [key for key in "acde" if identities.known(key)] == ["a", "d", "e"], "what is in use, and the last two"
+    words = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]")).to_str().encode()
+    assert (await identities.build("f", {"tokenizer.json": words}, {})).tokenizer.endswith(", no pieces")
+    assert [text for text in caplog.messages if "f: slower than others" in text]
     with pytest.raises(ValueError, match="not a tokenizer"):
         await identities.build("b", {"tokenizer.json": b"{}"}, {})
     with pytest.raises(ValueError, match="no tokenizer"):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib import resources
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import redis.asyncio as aioredis
 from tests.app.engine import Answer, Engine, Seen, answer_well, engine, reply
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
@@ -21,7 +23,7 @@ from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.publisher import WorkerPublisher
 from warmfleet_worker.server import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
-from warmfleet_worker.wire import Scheme, chain_hashes, default_none_hash, pack_hashes
+from warmfleet_worker.wire import Keys, Scheme, chain_hashes, default_none_hash, pack_hashes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -51,10 +53,11 @@ async def worker(
     adapters: Mapping[str, str] = MappingProxyType({"adapter": "/adapters/a"}),
     tokenizer: bytes = SMALL,
     template: str = TEMPLATE,
+    takes: int = 4_096,
     **more: object,
 ) -> AsyncIterator[WorkerPublisher]:
-    """Both halves of a worker, by the plugin's own publishers. more: facts that its server announces."""
-    said = PublisherConfig(redis_url, model, f"{name}.0", name, 0, scheme, 1_000, 4_096, "test")
+    """Both halves of a worker, by the plugin's own publishers. takes: tokens at most. more: facts of its server."""
+    said = PublisherConfig(redis_url, model, f"{name}.0", name, 0, scheme, 1_000, takes, "test")
     core = WorkerPublisher(said, tracker)
     artifacts = {"tokenizer.json": tokenizer, "chat_template.jinja": template.encode()}
     config = ServerConfig(redis_url, model, name, url, (model,), "test", artifacts, more, adapters=lambda: adapters)
@@ -133,6 +136,38 @@ async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str
         assert status == 200
         assert await router.metric('warmfleet_load_only_total{reason="parts"}') == 1
         await router.unloaded()
+
+
+async def test_no_worker_decides_for_those_that_brought_the_same(valkey_url: str, model: str) -> None:
+    """Neither how long their prompts may be, nor by what it fails to bring."""
+    trackers, keys = (Tracker(), Tracker()), Keys(model)
+    async with (
+        engine(model, caching(trackers[0], [])) as first,
+        engine(model, caching(trackers[1], [])) as second,
+        worker(valkey_url, model, first.url, trackers[0], name="a", takes=60, max_model_len=1),
+        worker(valkey_url, model, second.url, trackers[1], name="b", takes=200),
+        aioredis.Redis.from_url(valkey_url) as store,
+    ):
+
+        async def chunks(server: str) -> list[bytes]:
+            return [key async for key in store.scan_iter(keys.artifact(server, "*"))]
+
+        await poll(lambda: chunks("b"), 10, "b has brought everything")
+        for key in await chunks("a"):
+            await store.delete(key)
+        async with replica(valkey_url, model) as router:
+            await exact(router)
+            await router.routable(2)
+            for length, workers in (10, {"a.0", "b.0"}), (100, {"b.0"}), (1_000, {"a.0", "b.0"}):
+                asked = [{"model": model, "prompt": ids, "max_tokens": 1} for ids in prompts_of(length)]
+                assert {(await router.post(body))[1]["x-warmfleet-worker"] for body in asked} == workers, length
+            assert await router.metric('warmfleet_load_only_total{reason="too_long"}') == len(prompts_of(1))
+            assert await router.metric('warmfleet_identity_total{kind="exact"}') == 2 * len(prompts_of(1))
+            await router.unloaded()
+
+
+def prompts_of(length: int) -> list[list[int]]:
+    return [random.choices(range(3, 200), k=length) for _ in range(12)]
 
 
 async def test_a_worker_whose_scheme_nobody_knows_is_routed_by_load_only(valkey_url: str, model: str) -> None:

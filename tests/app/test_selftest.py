@@ -140,6 +140,13 @@ async def test_once_in_a_while_all_are_tested_again(
     monkeypatch.setattr(probe, "BACKOFF_S", (0.1, 0.2))
     async with simulated(valkey_url, model) as worker, replica(valkey_url, model, probe_interval_s=0.3) as router:
         await proofs(router, eng="proven")
+        worker.evict_at_once()
+
+        async def probed() -> bool:
+            return await router.metric('warmfleet_probes_total{result="proven"}') >= 4
+
+        await poll(probed, 10, "what was told counts, not what is still held")
+        assert await router.metric('warmfleet_probes_total{result="identity"}') == 0
         worker.become("template")  # and nobody sends a request
         await proofs(router, eng="identity")
         worker.become("right")

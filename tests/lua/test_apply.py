@@ -43,6 +43,20 @@ async def test_a_stream_touches_only_its_own_slot(core: Core, store: aioredis.Re
     assert await core.holds() == held(3)
 
 
+async def test_what_a_probe_awaits_is_noted_though_it_is_evicted_next(core: Core, fleet: Fleet) -> None:
+    await fleet.await_blocks("s.0", "wf-a", [block(9)])
+    await fleet.await_blocks("s.0", "wf-b", [block(1), block(2), block(3)])
+    assert await fleet.awaited("s.0", "wf-a", [block(9)]) is None, "the later probe counts"
+    await core.send("removed", blocks(3))
+    await core.send("stored", blocks(7, 1, 2))
+    await core.send("removed", blocks(1, 2))
+    await core.applied()
+    assert await fleet.awaited("s.0", "wf-b", [block(1), block(2), block(3)]) == [False, False, True]
+    assert await core.holds() == held(7)
+    await fleet.await_no_blocks("s.0", "wf-b", [block(1), block(2), block(3)])
+    assert not await fleet.redis.exists(fleet.keys.probe("s.0"))
+
+
 async def test_a_full_batch_and_no_more_blocks_than_asked_for(core: Core) -> None:
     for start in range(0, 384, 128):
         await core.send("stored", blocks(*range(start, start + 128)))

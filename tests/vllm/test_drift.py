@@ -1,4 +1,4 @@
-"""Real vLLM: no tenant talks it down, and one that hashes with another seed from now on is found out.
+"""Real vLLM: no tenant talks it down, and one that hashes with another seed is found out, whatever evicts its blocks.
 
 pytest -m long tests/vllm/test_drift.py -s
 """
@@ -19,6 +19,7 @@ from tests.vllm.replicas import running_replicas
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
+from warmfleet.maintenance import stop
 from warmfleet.selftest import random_text
 
 if TYPE_CHECKING:
@@ -117,6 +118,12 @@ async def ask(client: httpx.AsyncClient, url: str, body: Body, *, hang_up: bool 
     return answer.status_code
 
 
+async def evicting(client: httpx.AsyncClient, url: str) -> None:
+    """One request after the other, each more than half of the cache."""
+    while True:
+        await ask(client, url, {"model": SERVED_NAME, "max_tokens": 1} | TRICKS["evictions"]())
+
+
 async def test_no_tenant_talks_a_real_engine_down(tmp_path: Path) -> None:
     with fleet_of_one(tmp_path) as (url, store):
         fleet = Fleet(connect(store, timeout_s=5), SERVED_NAME)
@@ -151,7 +158,9 @@ async def test_a_real_engine_with_another_seed_is_found_out_and_comes_back(tmp_p
 
             for _ in range(4):
                 await turn()
-            await asyncio.sleep(6)  # the first suspicion after a probe is looked into after 5 s
+            load = [asyncio.ensure_future(evicting(client, url)) for _ in range(2)]
+            await asyncio.sleep(10)  # the first suspicion after a probe is looked into after 5 s
+            assert (await the(fleet)).proof == "proven"
             (tmp_path / "other").touch()
             for requests in itertools.count(1):
                 await turn()
@@ -161,6 +170,7 @@ async def test_a_real_engine_with_another_seed_is_found_out_and_comes_back(tmp_p
                 assert requests < 20
             print(f"load only after {requests} requests: {(await the(fleet)).record['reason']}")
             (tmp_path / "other").unlink()
+            await stop(load)
 
             async def back() -> bool:
                 return (await the(fleet)).proof == "proven"

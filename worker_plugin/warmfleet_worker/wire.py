@@ -89,6 +89,9 @@ class Keys:
     def command(self, worker_id: str) -> str:
         return f"{self.prefix}command:{worker_id}"
 
+    def probe(self, worker_id: str) -> str:
+        return f"{self.prefix}probe:{worker_id}"
+
     def artifact(self, server_id: str, sha256: str) -> str:
         return f"{self.prefix}artifact:{server_id}:{sha256}"
 

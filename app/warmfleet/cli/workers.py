@@ -37,7 +37,8 @@ def render(answer: dict[str, Any]) -> str:
     """
     parts = []
     for model in answer["models"]:
-        title = f"{model['model']}  (prompts identified: {model['identity']}, chat template: {model['template']})"
+        title = f"{model['model']}  (prompts identified: {model['identity']}, tokenizer: {model['tokenizer']}, "
+        title += f"chat template: {model['template']})"
         if not model["fresh"]:
             title += "  the store does not answer: this is the last reading"
         else:

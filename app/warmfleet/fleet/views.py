@@ -68,7 +68,7 @@ class WorkerView:
 
 
 class Views(ScriptClient):
-    """Reads only, but for ``prove`` and ``register``, by which a router tells what it found out about a worker."""
+    """Reads only, but for probes, ``prove`` and ``register``: what a router finds out about a worker."""
 
     def __init__(self, redis: aioredis.Redis, model: str, timeouts: Timeouts | None = None) -> None:
         super().__init__(redis, model, timeouts)
@@ -136,6 +136,30 @@ class Views(ScriptClient):
             return await asyncio.to_thread(artifacts.join, entry, pieces, ARTIFACT_LIMIT_BYTES)
         except (WireError, ValueError, TypeError, KeyError) as error:
             raise BadArtifact(f"artifact {name} of {server_id}: {error}") from error
+
+    async def await_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
+        """From now on it is noted which of these blocks this worker's stream names, evicted since or not.
+
+        Of two probes of one worker the later counts. ``await_no_blocks`` ends it. Raises FleetUnavailable.
+        """
+        key = self.keys.probe(worker_id)
+        with redis_errors():
+            async with self.redis.pipeline(transaction=False) as pipe:
+                pipe.unlink(key)  # what a replica that died left behind
+                pipe.sadd(key, probe, *hashes)
+                await pipe.execute()
+
+    async def awaited(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> list[bool] | None:
+        """Which of them were not named yet; None: nobody can tell any more. Raises FleetUnavailable."""
+        key = self.keys.probe(worker_id)
+        with redis_errors():
+            mine, *left = await cast("Awaitable[list[int]]", self.redis.smismember(key, [probe, *hashes]))
+        return [one == 1 for one in left] if mine else None
+
+    async def await_no_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
+        """That probe is over."""
+        with redis_errors():
+            await self.redis.srem(self.keys.probe(worker_id), probe, *hashes)
 
     async def prefilled(self, reservation: str) -> bool:
         """The stream of the worker that it was booked on has told that its prefill is done. Raises FleetUnavailable."""

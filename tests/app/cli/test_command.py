@@ -67,7 +67,14 @@ INDEX = {
     "memory_limit_bytes": 8 * 2**20,
     "counts": {},
 }
-MODEL = {"model": "demo", "fresh": False, "identity": "exact", "template": "sandbox", "index": INDEX}
+MODEL = {
+    "model": "demo",
+    "fresh": False,
+    "identity": "exact",
+    "tokenizer": "slow, no pieces",
+    "template": "sandbox",
+    "index": INDEX,
+}
 FLEET = {"models": [MODEL | {"workers": [WORKER]}]}
 CANDIDATE = {
     "worker_id": "sim-1.0",
@@ -160,6 +167,7 @@ class TestWorkers:
 
     def test_the_title_says_what_the_index_is(self) -> None:
         model = FLEET["models"][0] | {"fresh": True}
+        assert "tokenizer: slow, no pieces" in workers.render({"models": [model]})
         assert "index: 1234 entries, 2 retired slots; memory 3 MiB of 8" in workers.render({"models": [model]})
         at_rest = TRUTH | {"found": 0, "healed": 0, "cause": "", "resyncs": {}}
         for truth, said in ((None, "never +- +- +- +-$"), (at_rest, "0 of 0 +-$")):
