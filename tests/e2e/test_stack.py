@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import httpx
+import pytest
 import redis
 from tests.e2e.conftest import chat, engine_of, load, wait_for_no_load, wait_until
 
@@ -79,6 +80,7 @@ def test_an_engine_killed_in_mid_stream_leaves_no_load_and_others_serve_on(
     assert stack.children.newly_dead() == [victim]
 
 
+@pytest.mark.long  # 17 s of silence
 def test_a_frozen_engine_holds_nobody_for_ever(stack: Stack, stream: Callable[..., Stream]) -> None:
     wait_for_no_load(stack)
     client = stream(stack.address, LONG)

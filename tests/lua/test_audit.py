@@ -16,6 +16,8 @@ from warmfleet.fleet.upkeep import Pace
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
+pytestmark = pytest.mark.in_turn
+
 HELD = 600  # more than any server keeps in one piece: SSCAN has a cursor to return
 
 
@@ -227,7 +229,6 @@ class Life:
         await self.core.applied()
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("part", range(6))
 async def test_changes_during_a_walk_are_no_difference(core: Core, fleet: Fleet, part: int) -> None:
     """300 random interleavings on both servers together."""

@@ -204,17 +204,18 @@ async def test_an_idle_reset_is_seen_at_once(reported: Reported, vllm_fleet: Fle
 async def test_foreign_load_and_speed_are_reported(reported: Reported, vllm_fleet: Fleet) -> None:
     engine = reported.engine
     await fresh(reported, vllm_fleet)
-    long: dict[str, Any] = {
-        "max_tokens": 900,
-        "ignore_eos": True,
-    }  # with their answers all four fit into the cache: none is preempted
+    # with their answers all four fit into the cache: none is preempted
+    long: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
     jobs = [asyncio.to_thread(engine.complete, words(350, 200 + number), **long) for number in range(3)]
     ours = asyncio.to_thread(engine.complete, words(350, 300), f"{reservation(9)}.x", **long)
     batch = asyncio.gather(ours, *jobs)
 
+    told: list[LoadRow] = []
+
     async def decoding() -> Any:
-        assert not batch.done()
         load = (await step(vllm_fleet))[0].load
+        told.append(load)
+        assert not batch.done(), (told, engine.log.read_text(errors="replace")[-2_000:])
         return load.foreign_decode_tokens > 1_000 and load.foreign_prefill_tokens == 0 and load
 
     load = cast("LoadRow", await poll(decoding, 30))
