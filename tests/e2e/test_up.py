@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 import pytest
-from tests.conftest import server, valkey_binary
+from tests.conftest import poll, server, valkey_binary
 from tests.e2e.conftest import PATIENT, chat, wait_until
 
 from warmfleet.cli.ports import free_port
@@ -134,8 +134,12 @@ async def test_ctrl_c_in_mid_stream_leaves_no_load_in_the_store(stream: Callable
         assert template_of(address) == "approved", "the demo's, in any store"
         stream(address)
         fleet = Fleet(connect(url, timeout_s=5), "demo")
+
+        async def alone() -> bool:
+            return sum(worker.load.in_flight for worker in await fleet.workers()) == 1
+
         try:
-            assert sum(worker.load.in_flight for worker in await fleet.workers()) == 1
+            await poll(alone, 10, "the stream is booked, and the probes are over")
             command.process.send_signal(signal.SIGINT)
             assert command.process.wait(30) == 0
             rows = [worker.load for worker in await fleet.workers()]
