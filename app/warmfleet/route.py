@@ -108,8 +108,8 @@ class Router:
                     raise
                 pool.suspect(decision.worker_id)
                 deaths += not error.refused
-                if attempt == TRIES or deaths == DEATHS:
-                    raise
+                if attempt == TRIES or deaths == DEATHS or shape.reason == "too_long":
+                    raise  # what no engine takes may have been too much for this one
                 exclude = (*exclude, decision.worker_id)
                 self._metrics.retries.labels("another").inc()
             except NoWorker:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PREFIX = "WARMFLEET_"
 MIN_SECRET = 16
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 #: Variables with our prefix that belong to workers (worker_plugin/README.md) or to the command line.
 FOREIGN = frozenset({"WARMFLEET_MODEL", "WARMFLEET_WORKER_ID", "WARMFLEET_WORKER_URL"})
@@ -126,6 +127,8 @@ class Settings:
             raise BadArgument(f"{PREFIX}ANSWER_HEADERS={settings.answer_headers!r}: known are all, request_id")
         if 0 < len(settings.tenant_key) < MIN_SECRET:
             raise BadArgument(f"{PREFIX}TENANT_KEY must have at least {MIN_SECRET} characters")
+        if not _HEADER.fullmatch(settings.tenant_header):
+            raise BadArgument(f"{PREFIX}TENANT_HEADER={settings.tenant_header[:80]!r} is not the name of a header")
         if wrong := [digest for digest in settings.approved_templates if not _SHA256.match(digest)]:
             raise BadArgument(f"{PREFIX}APPROVED_TEMPLATES: {wrong[0][:80]!r} is not a sha256 of 64 hex digits")
         return settings

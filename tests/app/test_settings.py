@@ -26,7 +26,14 @@ def test_defaults_and_types() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("PORT", "x"), ("PORT", "-1"), ("CONNECT_TIMEOUT_S", "nan"), ("TRUST_TEMPLATES", "maybe"), ("POLICY", "best")],
+    [
+        ("PORT", "x"),
+        ("PORT", "-1"),
+        ("CONNECT_TIMEOUT_S", "nan"),
+        ("TRUST_TEMPLATES", "maybe"),
+        ("POLICY", "best"),
+        ("TENANT_HEADER", "bad header"),
+    ],
 )
 def test_what_cannot_be_read_is_named(name: str, value: str) -> None:
     with pytest.raises(BadArgument, match=PREFIX + name):

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import socket
+from typing import TYPE_CHECKING
 
 import pytest
-from tests.app.engine import engine
+from tests.app.engine import Engine, Seen, engine, reset
+from tests.app.replica import replica
 
+from warmfleet import view
 from warmfleet.errors import UpstreamError, UpstreamGone
+from warmfleet.prompt import TOKEN_BYTES
 from warmfleet.settings import Settings
 from warmfleet.static import worker_id
 from warmfleet.upstream import TCP_OPTIONS, Addresses, Upstream
 from warmfleet_worker.wire import check_name
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 @pytest.mark.parametrize(
@@ -77,3 +84,23 @@ def test_static_workers_that_host_and_port_do_not_tell_apart_have_names_of_their
     urls = ["http://gpu1:8000/a", "http://gpu1:8000/b", *(f"http://{first * 60}.{'x' * 60}:8000" for first in "ab")]
     names = {check_name(worker_id(url)) for url in urls}
     assert len(names) == len(urls)
+
+
+async def test_what_no_engine_takes_is_tried_once(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be what has killed the first."""
+    monkeypatch.setattr(view, "MAX_MODEL_LEN", 1_000)
+
+    async def fails(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        reset(writer)
+
+    async with (
+        engine(model, fails) as one,
+        engine(model, fails) as other,
+        replica(valkey_url, model, one.url, other.url) as router,
+    ):
+        status, _, _ = await router.post({"model": model, "prompt": "x" * (1_000 * TOKEN_BYTES + 1)})
+        assert status == 502
+        assert bool(one.seen) != bool(other.seen)
+        assert await router.metric('warmfleet_retries_total{where="another"}') == 0
+        assert await router.metric('warmfleet_load_only_total{reason="too_long"}') == 1
+        await router.unloaded()

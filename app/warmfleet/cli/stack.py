@@ -114,7 +114,7 @@ class Stack:
             self._say("store     yours")
         else:
             self.redis_url = start_store(self._children)
-            self._say("store     embedded Valkey on a private socket")
+            self._say(f"store     embedded Valkey on a private socket: {self.redis_url}")
         if plan.workers:
             self.engines = [Member(f"worker-{n}", url.rstrip("/")) for n, url in enumerate(plan.workers, 1)]
         else:

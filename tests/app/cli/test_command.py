@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -130,6 +133,18 @@ def replica(answers: dict[str, tuple[int, Any]]) -> Iterator[tuple[str, list[tup
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
+    script = "import sys\nfrom warmfleet.__main__ import main\nfrom warmfleet.cli import workers\n"
+    script += "workers.run = lambda options: print('row ' * 99_999) or 0\nsys.exit(main(['workers']))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(30)) == (b"", 141)
 
 
 @pytest.mark.parametrize("command", ["", "up", "serve", "demo", "workers", "explain", "acl"])
