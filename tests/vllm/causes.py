@@ -77,7 +77,7 @@ class Judge:
         verdict, concurrent = Verdict(lags=self._lags), Concurrency(self._engines.values())
         for worker_id, engine in self._engines.items():
             for stay in engine.stays.values():
-                if stay.ran is None:
+                if stay.ran is None or stay.probe:
                     continue  # cancelled while it waited
                 booking = self._index.bookings.get(stay.reservation)
                 cause = self._unwitnessed(stay) if booking is None else self._cause(booking, stay, worker_id)

@@ -146,6 +146,7 @@ class Stay:
     ran: float | None = None
     preempted: float | None = None
     ended: float | None = None
+    probe: bool = False  # a replica's own question, which nothing decides about
 
 
 @dataclass
@@ -187,7 +188,7 @@ class Engine:
         ours = reservation_of(request_id)
         name = ours[0] if ours else request_id
         usable = chain[: (tokens - 1) // BLOCK_TOKENS]  # an engine computes the last token, always
-        ids[request_id] = Stay(name, at, tuple(map(bytes.fromhex, usable)))
+        ids[request_id] = Stay(name, at, tuple(map(bytes.fromhex, usable)), probe=".probe" in request_id)
         self.flights.append((at, 1))
         if ours:
             self.stays[name] = ids[request_id]

@@ -110,3 +110,10 @@ def test_a_request_that_the_witness_did_not_see_is_unexplained_unless_redis_died
         verdict = Judge(case.index, {"w": case.engine}, strikes).verdict()
         assert dict(verdict.causes) == {cause: 1}
         assert bool(verdict.odd) == ("unexplained" in cause)
+
+
+def test_a_probe_is_nobodys_decision() -> None:
+    case = Case(4)
+    del case.index.bookings["r"]
+    case.engine.stays["r"].probe = True
+    assert not Judge(case.index, {"w": case.engine}, Strikes()).verdict().causes
