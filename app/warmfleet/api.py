@@ -15,7 +15,7 @@ import orjson
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from warmfleet import prompt, status
+from warmfleet import prompt, status, tail
 from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, TooLarge, Unauthorized, WarmfleetError
 from warmfleet.prompt import PATHS, Endpoint
 from warmfleet.route import Call, Router
@@ -224,6 +224,7 @@ class SmallEndpoints:
 
     async def metrics(self, request: HTTPRequest) -> Response:
         self._operators_only(request)
+        tail.show(self._pools, self._metrics)
         self._metrics.view_age_seconds.set(max(pool.view_age_s for pool in self._pools.all))
         return Response(self._metrics.render(), headers={"content-type": self._metrics.content_type})
 

@@ -144,7 +144,7 @@ def _pool(tag: str, settings: Settings) -> Pool:
     except WireError as error:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
-    return Pool(tag, fleet, Fallback(settings.redis_retry_s))
+    return Pool(tag, fleet, Fallback(settings.redis_retry_s), settings.ttft_objective_s.of(tag))
 
 
 @asynccontextmanager

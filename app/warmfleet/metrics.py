@@ -1,4 +1,7 @@
-"""Names of all metrics of a router, in one place. Labels are bounded: no model, worker, user or request in them."""
+"""Names of all metrics of a router, in one place. Labels are bounded: no worker, user or request in them.
+
+``model`` is a tag of WARMFLEET_MODELS, of which there are few.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,15 @@ class Metrics:
         self.settled = self._counter("settled", "Reservations by how they ended", "outcome")
         self.settle_failures = self._counter("settle_failures", "Settles that Redis did not take; the lease expires")
         self.decide_seconds = self._histogram("decide_seconds", "One decision, as the router waits for it")
-        self.first_byte_seconds = self._histogram("first_byte_seconds", "Request read to first byte of the answer")
+        self.first_byte_seconds = self._histogram(
+            "first_byte_seconds", "Request read to first byte of the answer", "model"
+        )
+        self.ttft_seconds = self._gauge(
+            "ttft_seconds", "Of streamed answers of the last minute: request read to first byte", "model", "quantile"
+        )
+        self.objective_seconds = self._gauge(
+            "ttft_objective_seconds", "Time to first token aimed at; 0 = none", "model"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of decided requests")
         self.matched_tokens = self._counter("matched_tokens", "Of these, held by the chosen worker")
         self.identity = self._counter(
@@ -78,5 +89,5 @@ class Metrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"warmfleet_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"warmfleet_{name}", text, registry=self.registry, buckets=_SECONDS)
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(f"warmfleet_{name}", text, labels, registry=self.registry, buckets=_SECONDS)

@@ -14,6 +14,7 @@ from warmfleet import blocks, identity, prompt
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.silence import Tries
+from warmfleet.tail import Tail
 from warmfleet.view import MAX_SCHEMES, View
 from warmfleet_worker.wire import WORKER_TTL_SECONDS
 
@@ -63,9 +64,9 @@ class Shape:
 
 class Pool:
     """Everything of one model tag. ``open``: reservations to renew. ``unsettled``: outcomes that Redis
-    did not take yet. ``read`` is set once the fleet was read."""
+    did not take yet. ``read`` is set once the fleet was read. ``tail``: how long its clients wait."""
 
-    def __init__(self, tag: str, fleet: Fleet, fallback: Fallback) -> None:
+    def __init__(self, tag: str, fleet: Fleet, fallback: Fallback, objective_s: float = 0.0) -> None:
         self.tag = tag
         self.name = tag.partition("#")[0]
         self.fleet = fleet
@@ -74,6 +75,7 @@ class Pool:
         self.open: dict[str, Renewal] = {}
         self.unsettled: dict[str, Outcome] = {}
         self.tries = Tries()
+        self.tail = Tail(objective_s)
         self.read = asyncio.Event()
         self._suspects: dict[str, float] = {}
         self._last_routable = View()

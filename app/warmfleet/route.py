@@ -209,7 +209,10 @@ class Router:
 
             def first_byte(*, streams: bool) -> None:
                 call.started = True
-                self._metrics.first_byte_seconds.observe(time.perf_counter() - call.began)
+                waited_s = time.perf_counter() - call.began
+                self._metrics.first_byte_seconds.labels(pool.tag).observe(waited_s)
+                if streams and answer.status < 400:  # a plain answer's first byte is its last
+                    pool.tail.observe(waited_s)
                 self._metrics.requests.labels(call.endpoint, str(answer.status), trip.word).inc()
                 if streams and trip.tells_start and trip.reservation in pool.open:
                     trip.first_byte = self._spawn(self._started(trip))

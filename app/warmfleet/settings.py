@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, field, fields
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from warmfleet.errors import BadArgument
+from warmfleet.per_model import PerModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,6 +50,9 @@ class Settings:
     host: str = _setting("127.0.0.1", "address to listen on; not open to the network unless asked")
     port: int = _setting(8080, "port to listen on")
     policy: str = _setting("cost", "`cost`, `least_loaded` or `round_robin`")
+    ttft_objective_s: PerModel[float] = _setting(  # noqa: RUF009  what it calls makes a field
+        PerModel(0.0), "time to first token that is quick enough; `0.5,modelA=1.2` for some models; 0 = none"
+    )
     static_workers: tuple[str, ...] = _setting((), "URLs of engines without the plugin, served as approximate workers")
     worker_api_key: str = _setting("", "sent to workers in place of the client's Authorization")
     admin_key: str = _setting(
@@ -131,6 +136,9 @@ class Settings:
             raise BadArgument(f"{PREFIX}TENANT_HEADER={settings.tenant_header[:80]!r} is not the name of a header")
         if wrong := [digest for digest in settings.approved_templates if not _SHA256.match(digest)]:
             raise BadArgument(f"{PREFIX}APPROVED_TEMPLATES: {wrong[0][:80]!r} is not a sha256 of 64 hex digits")
+        served = {name for tag in settings.models for name in (tag, tag.partition("#")[0])}
+        if unserved := sorted(set(settings.ttft_objective_s.named) - served):
+            raise BadArgument(f"{PREFIX}TTFT_OBJECTIVE_S names {unserved[0]!r}: no model of {PREFIX}MODELS")
         return settings
 
 
@@ -142,14 +150,17 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]
 
 
 def _cast(name: str, text: str, default: Any) -> Any:
+    each = isinstance(default, PerModel)
     try:
         if isinstance(default, bool):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
         if isinstance(default, tuple):
             return tuple(part.strip() for part in text.split(",") if part.strip())
-        value = type(default)(text)
+        value = default.read(text, type(default.default)) if each else type(default)(text)
     except (KeyError, ValueError) as error:
-        raise BadArgument(f"{name}={text!r} is not a {type(default).__name__}") from error
-    if isinstance(value, int | float) and not isinstance(value, bool) and not value >= 0:
-        raise BadArgument(f"{name}={text!r} must not be negative")
+        what = f"{type(default.default).__name__} for each model" if each else type(default).__name__
+        raise BadArgument(f"{name}={text!r} is not a {what}") from error
+    for one in value.values() if each else (value,):
+        if isinstance(one, int | float) and not 0 <= one < math.inf:
+            raise BadArgument(f"{name}={text!r} must be a finite number, not negative")
     return value

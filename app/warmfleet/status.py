@@ -41,6 +41,7 @@ async def workers(pool: Pool) -> dict[str, Any]:
         "identity": known.kind if known else "text" if pool.view.text else "none",
         "template": known.template if known else "none",
         "tokenizer": known.tokenizer if known else "none",
+        "ttft": pool.tail.figures(),
         "index": {
             "entries": truth.entries,
             "retired_slots": truth.retired_slots,
