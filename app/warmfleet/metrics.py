@@ -71,6 +71,10 @@ class Metrics:
         self.retired_slots = self._gauge("retired_slots", "Slots whose entries are being collected")
         self.probes = self._counter("probes", "Probes by result", "result")
         self.downgrades = self._counter("downgrades", "Proven workers that are routed by load only now", "cause")
+        self.warmings = self._counter(
+            "warmings", "Joining workers that were given common prefixes, by result", "result"
+        )
+        self.warmed_tokens = self._counter("warmed_tokens", "Prompt tokens that these were asked for")
         self.renewed = self._counter("renewed", "Reservations renewed, rebuilt after a loss, refused", "result")
         self.workers = self._gauge("workers", "Workers by state, at the last reading", "state")
         self.unreadable_records = self._gauge(

@@ -15,6 +15,7 @@ from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.silence import Tries
 from warmfleet.tail import Tail
+from warmfleet.uses import Uses
 from warmfleet.view import MAX_SCHEMES, View
 from warmfleet_worker.wire import WORKER_TTL_SECONDS
 
@@ -64,7 +65,8 @@ class Shape:
 
 class Pool:
     """Everything of one model tag. ``open``: reservations to renew. ``unsettled``: outcomes that Redis
-    did not take yet. ``read`` is set once the fleet was read. ``tail``: how long its clients wait."""
+    did not take yet. ``read`` is set once the fleet was read. ``tail``: how long its clients wait. ``uses``: of common
+    prefixes."""
 
     def __init__(self, tag: str, fleet: Fleet, fallback: Fallback, objective_s: float = 0.0) -> None:
         self.tag = tag
@@ -76,6 +78,7 @@ class Pool:
         self.unsettled: dict[str, Outcome] = {}
         self.tries = Tries()
         self.tail = Tail(objective_s)
+        self.uses = Uses()
         self.read = asyncio.Event()
         self._suspects: dict[str, float] = {}
         self._last_routable = View()
@@ -199,6 +202,8 @@ class Pool:
             chains = next(one.chains for one in prompts if one.chains or not view.hashers)
             tokens = max(1, sum(one.tokens for one in prompts))
             made = tuple(prompts)
+            if len(made) == 1:
+                self.uses.note(made[0], key)
         if view.text:
             texts = identity.canonical_text(request)
             chain = blocks.text_chain(longest := max(texts, key=len))

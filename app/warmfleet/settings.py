@@ -97,6 +97,9 @@ class Settings:
     probe_interval_s: float = _setting(
         600.0, "time between two probes of a proven worker, all replicas together; 0 = only when it is suspected"
     )
+    warm_prefixes: int = _setting(
+        0, "a worker that joins empty is given this many of the prefixes in use before it takes requests; 0 = none"
+    )
     ask_engines: bool = _setting(True, "ask an engine for token ids that only it can tell, where its routes are on")
     ask_timeout_s: float = _setting(
         0.25, "longest wait for that, besides 5 µs for each byte of the request; then it is routed by load"

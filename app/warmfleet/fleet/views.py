@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
 HOLDS_AT_ONCE = 512
 
-Proved = Literal["OK", "DOWNGRADED", "STALE"]
+Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
 
 
 class BadArtifact(BadRequest):
@@ -167,9 +167,19 @@ class Views(ScriptClient):
             packed = await cast("Awaitable[bytes | None]", self.redis.hget(self.keys.lease, reservation))
         return packed is not None and Lease.unpack(packed).stage >= Stage.STARTED
 
-    async def prove(self, worker_id: str, nonce: str, proof: str, reason: str, cause: str = "") -> Proved:
-        """Record the result of a probe. cause: a word for counters. STALE: the worker joined anew (another nonce)."""
-        answer = await self.run("prove", worker_id, nonce, proof, cause, reason)
+    async def prove(
+        self, worker_id: str, nonce: str, proof: str, reason: str, cause: str = "", owner: str = ""
+    ) -> Proved:
+        """Record the result of a probe. cause: a word for counters. owner: who has warmed it, with that.
+
+        STALE: the worker joined anew (another nonce). TAKEN: another replica warms it, or this owner's time is over.
+        """
+        answer = await self.run("prove", worker_id, nonce, proof, cause, reason, owner, 0)
+        return cast("Proved", answer.decode())
+
+    async def warming(self, worker_id: str, nonce: str, owner: str, lease_ms: int) -> Proved:
+        """``owner`` warms this worker for so long before it takes requests; again: for so long from now on."""
+        answer = await self.run("prove", worker_id, nonce, "warming", "", "", owner, lease_ms)
         return cast("Proved", answer.decode())
 
     async def register(self, worker_id: str, record: dict[str, Any], capacity_checkpoints: int, healthy: bool) -> int:
@@ -198,8 +208,15 @@ def _view(
         load=load,
         heartbeat_age_s=age,
         routable=load.routable and url != "" and age is not None and age <= WORKER_TTL_SECONDS,
-        proof="approximate" if approximate else str(record.get("proof", "pending")),
+        proof="approximate" if approximate else _proof(record, now),
         url=url,
         models=list(source.get("models") or []),
         probed_age_s=None if probed is None or probed / 1000 > now else now - probed / 1000,
     )
+
+
+def _proof(record: Mapping[str, Any], now: float) -> str:
+    """Whose warming was not ended in time is to be tested again: the replica that warmed it is gone."""
+    proof = str(record.get("proof", "pending"))
+    over = proof == "warming" and now >= (record.get("warming") or {}).get("ends", 0) / 1000
+    return "pending" if over else proof
