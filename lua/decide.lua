@@ -10,7 +10,8 @@ predicted seconds to first token, lowest wins:
   (wait + lambda*uncached + kappa*(tokens that another worker is making - own match) + pressure_price*overfill*prompt)
   / speed + decode_s_per_token * decode tokens; lambda is 1 while some worker waits for work, overfill = how much fuller
 (0..1) its cache is than the mean. Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest are equal: then the
-least evicting wins, then the least filled, the least in flight, a hash of the seed.
+session's home (the first of `order` that is a candidate) wins, then the least evicting, the least filled, the least in
+flight, a hash of the seed. Who stays under objective_s at the least load is not traded for a bigger hit.
 Its steps are parts (decide_<part>.lua): `include "<name>"` is replaced by the part's text, as a function's body.
 
 KEYS: alive load workers servers leases lease tick counts
@@ -22,7 +23,7 @@ ARGV: prefix, id, policy, prompt_tokens, decode_tokens, lease_ms, ttl_ms, max_pr
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens, flags, why}, in mode 2 then what DRY tells after why;
-      {DRY, worker_id, why, {median speed, slack tokens, turn}, {worker_id, matched_tokens, speculative_tokens, load
+      {DRY, worker_id, why, {median speed, block_tokens, turn}, {worker_id, matched_tokens, speculative_tokens, load
       row, cost_s}...}: all that the choice saw
 Cost: O(workers + max_probes + checkpoints); at most 8 leases reaped
 Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>
@@ -38,7 +39,8 @@ local priority, max_engine_wait_s, replica = tonumber(ARGV[21]), tonumber(ARGV[2
 local queue_max, deadline_ms, FIRST_CHAIN = tonumber(ARGV[24]), tonumber(ARGV[25]), 26
 
 local LEASE, GRACE_GAP_MS, TOMBSTONE, APPROXIMATE = ">I4I4I4I4I4I4BB", 1000, 3, 16
-local POLICIES = { cost = true, least_loaded = true, round_robin = true }
+local POLICIES = { cost = 1, least_loaded = 1, round_robin = 1, random = 1, power_of_two = 1, session = 1, sticky = 1,
+  two_state = 1, prefix_affinity = 1, chwbl = 1 }
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
 local min, format = math.min, string.format
 
@@ -96,7 +98,7 @@ local w, why, saw = verify(s, prefix, choose)
 local worker, flags = sub(s.rows[w], 51), unpack_from(">I2", s.rows[w], 21)
 
 local function tell(answer)
-  answer[#answer + 1] = { format("%d", median), format("%.17g", s.slack), format("%d", s.turn) }
+  answer[#answer + 1] = { format("%d", median), format("%d", s.block), format("%d", s.turn) }
   for i = 1, s.count do
     local row, made = s.rows[i], 0
     if s.speculated[i] then made = min(s.speculated[i] * ARGV[s.chain_of[unpack_from(">I4", row, 23)] + 1], prompt) end

@@ -6,7 +6,7 @@ the chains of leases, c:, between them), then tokens. Exact while a worker's set
 calls for confirmed blocks and 8 times that for chains, then lower bounds and flagged = 1. Returns an error or nil.
 Adds to the state, by candidate: matched (tokens), speculated (blocks: its match is still being made), confirmed
 (blocks), counted (reservations count at block 1 there), node and replace (where this chain leaves one being made
-there, whether its maker is to be replaced); chain_of: scheme -> place in ARGV; slack: tokens that count as equal.
+there, whether its maker is to be replaced); chain_of: scheme -> place in ARGV; block: tokens of the largest blocks.
 --]]
 local call, unpack_from, sub, floor = redis.call, struct.unpack, string.sub, math.floor
 local max, min, format = math.max, math.min, string.format
@@ -14,7 +14,7 @@ local checkpoints = include "decide_checkpoints"
 
 return function(s, prefix, prompt, max_probes, first_chain)
   local rows, by_scheme, b, x = s.rows, s.by_scheme, prefix .. "b:", prefix .. "x:"
-  local flagged, slack, probes, confirmed, speculated, matched, chain_of = 0, 0.02 * prompt, max_probes, {}, {}, {}, {}
+  local flagged, largest, probes, confirmed, speculated, matched, chain_of = 0, 1, max_probes, {}, {}, {}, {}
   local counted, node, replace, hops = {}, {}, {}, 8 * max_probes -- who counts at block 1; the others: follow
 
   -- so nobody's run ends between two sets of one size. Every open interval is halved once a round, the widest first.
@@ -102,7 +102,7 @@ return function(s, prefix, prompt, max_probes, first_chain)
       return redis.error_reply("BAD_ARGUMENT decide: malformed chain")
     end
     local by_slot, n, first, depth, lowest = by_scheme[scheme], #hashes / 8, sub(hashes, 1, 8), {}, nil
-    slack = max(slack, size)
+    largest = max(largest, size)
     if by_slot and n > 0 then
       chain_of[scheme] = c
       local holders, makers, wanted = call("SCARD", b .. first), call("HKEYS", x .. first), 0
@@ -134,6 +134,6 @@ return function(s, prefix, prompt, max_probes, first_chain)
       end
     end
   end
-  s.flagged, s.slack, s.matched, s.speculated, s.confirmed = flagged, slack, matched, speculated, confirmed
+  s.flagged, s.block, s.matched, s.speculated, s.confirmed = flagged, largest, matched, speculated, confirmed
   s.chain_of, s.counted, s.node, s.replace = chain_of, counted, node, replace
 end
