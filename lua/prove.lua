@@ -1,8 +1,9 @@
 --[[
 prove: the result of a probe, written to the worker's record and to its row; or that a replica warms the worker first.
 
-Guarantee: counts only for the incarnation that was probed: another nonce changes nothing. One replica warms an
-incarnation, once: while its lease lives nobody else's result counts, after that everybody's does but its own.
+Guarantee: counts only for the incarnation that was probed: another nonce changes nothing. Of two probes at a time a
+failure does not undo a success: it counts only while nothing else was recorded since the worker was looked up. One
+replica warms an incarnation, once: while its lease lives nobody else's result counts, after that not its own.
 proven: its URL answers and its blocks may be matched. identity: routable, by load only. url, pending: not routable.
 warming: proven as far as its owner knows, not routable yet; the same owner again: its lease lives longer.
 A suspicion (apply's) ends with any result. `tries` counts results in a row that settled nothing: a failure, or a
@@ -10,14 +11,14 @@ suspicion that proved wrong; whoever probes waits the longer, the more there are
 
 KEYS: workers load counts
 ARGV: worker_id, nonce, proof (pending, proven, identity, url, warming), cause (a word for counters, or empty), reason
-      (a line for people), owner (of the warming that begins, goes on or ends with this; empty: of none), lease_ms (of
-      a warming)
-Returns: OK, DOWNGRADED (it was proven, now it is not), STALE or TAKEN (somebody else warms it, or its time is over)
+      (a line for people), probed (ms, as the record had it when the probe began, 0 if none; empty: counts in any
+      case), owner (of the warming that begins, goes on or ends with this; empty: of none), lease_ms (of a warming)
+Returns: OK, DOWNGRADED (it was proven, now it is not), STALE (not recorded) or TAKEN (somebody else warms it, or did)
 Cost: O(1)
 --]]
 local workers_key, load_key, counts_key = KEYS[1], KEYS[2], KEYS[3]
 local worker_id, nonce, proof, cause, reason = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local owner, lease_ms = ARGV[6], tonumber(ARGV[7])
+local probed, owner, lease_ms = ARGV[6], ARGV[7], tonumber(ARGV[8])
 
 local URL, PROVEN = 2, 4
 local FLAGS = { pending = 0, proven = URL + PROVEN, identity = URL, url = 0, warming = 0 }
@@ -27,6 +28,7 @@ local packed, row = redis.call("HGET", workers_key, worker_id), redis.call("HGET
 if not packed or not row then return "STALE" end
 local record = cjson.decode(packed)
 if record.nonce ~= nonce then return "STALE" end
+if proof ~= "proven" and probed ~= "" and (record.probed or 0) ~= tonumber(probed) then return "STALE" end
 
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

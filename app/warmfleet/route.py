@@ -139,6 +139,7 @@ class Router:
                     shape.decode_tokens,
                     self._settings.policy,
                     exclude,
+                    objective_s=pool.tail.in_force_s,
                 )
             )
         except NoWorker:

@@ -75,7 +75,9 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
 async def explain(pool: Pool, request: Request, settings: Settings) -> dict[str, Any]:
     """Where ``request`` would go now and what every worker would cost. Books nothing. Raises as ``Fleet.explain``."""
     shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)
-    ask = Ask("explain", shape.chains, shape.prompt_tokens, shape.decode_tokens, settings.policy, shape.barred)
+    aim = pool.tail.in_force_s
+    sizes = shape.prompt_tokens, shape.decode_tokens
+    ask = Ask("explain", shape.chains, *sizes, settings.policy, shape.barred, objective_s=aim)
     chosen, candidates = await pool.fleet.explain(ask)
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in shape.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}

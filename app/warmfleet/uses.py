@@ -1,7 +1,7 @@
 """Which prefixes the prompts of one model have in common, by how often: what a joining engine is warmed with.
 
-A prompt counts once, at the last piece of it that an earlier prompt had: of a conversation's turns each counts somewhere
-else, of a system prompt's users all at its end. Counts are halved in time and when there are too many; prefixes that the
+A prompt counts once, at the last piece of it that an earlier prompt had: the users of a system prompt all at its end,
+each turn of a conversation somewhere else. Counts are halved in time, and when there are too many; prefixes that the
 trie has forgotten are forgotten here.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
-
 
 if TYPE_CHECKING:
     from collections.abc import Callable
