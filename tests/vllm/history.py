@@ -22,6 +22,7 @@ from warmfleet_worker.wire import reservation_of
 
 TICK_GAP_S = 0.25  # between two ticks of a fleet that is well: 0.025 to 0.05
 LEASE = struct.Struct(">IIIIIIBB")
+FIRST_HASHES = 27  # of decide's arguments, its id is the second: lua/decide.lua
 
 
 class Spells:
@@ -113,7 +114,7 @@ class Index:
         if command[0] == b"HSET" and asked and asked[1] == command[2] and reservation not in self.bookings:
             _, slot, _, _, matched, _, _, length = LEASE.unpack_from(command[3])
             worker = command[3][LEASE.size : LEASE.size + length].decode()
-            chain = split(asked[17]) if len(asked) > 17 else ()
+            chain = split(asked[FIRST_HASHES]) if len(asked) > FIRST_HASHES else ()
             made = Booking(reservation, self.place, at, slot, worker, matched // BLOCK_TOKENS, chain)
             self.bookings[reservation] = made
             for one in chain:
