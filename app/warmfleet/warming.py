@@ -36,6 +36,7 @@ PROMPT_S = 8.0  # longest wait for one answer
 LEASE_S = 10.0  # renewed before each prompt: so long after its replica died a worker is not routable, at most
 IN_ALL_S = 30.0
 EMPTY = 0.1  # share of its cache that a worker may hold and count as empty
+SILENT = ("slow", "failed")  # it did not answer: is it still who it was?
 FILL = 0.5  # share of its cache that is filled at most: more would evict what came first
 
 
@@ -70,49 +71,53 @@ class Warmer:
         await stop(list(self._running))
 
     async def _warm(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, nonce: str) -> None:
-        began, result = time.monotonic(), "done"
+        began, sent = time.monotonic(), list[int]()
         try:
             async with asyncio.timeout(IN_ALL_S):
-                sent, result = await self._send(pool, worker, nodes, owner)
+                result = await self._send(pool, worker, nodes, owner, sent)
         except TimeoutError:
-            sent, result = 0, "slow"
+            result = "slow"
         except WarmfleetError as error:
-            sent, result = 0, "failed"
+            result = "failed"
             logger.info("%s is not warmed: %s", worker.worker_id, error.message)
         self._metrics.warmings.labels(result).inc()
         level = logging.INFO if result == "done" else logging.WARNING
-        said = "worker %s: warming %s, %d tokens in %.1f s"
-        logger.log(level, said, worker.worker_id, result, sent, time.monotonic() - began)
+        tokens, seconds = sum(sent), time.monotonic() - began
+        logger.log(level, "worker %s: warming %s, %d tokens in %.1f s", worker.worker_id, result, tokens, seconds)
+        proof = "pending" if result in SILENT else "proven"
         try:
-            told = await pool.fleet.prove(worker.worker_id, nonce, "proven", "", owner=owner)
-            logger.info("worker %s at %s: proven (%s)", worker.worker_id, worker.url, told)
+            told = await pool.fleet.prove(worker.worker_id, nonce, proof, "", owner=owner)
+            logger.info("worker %s at %s: %s (%s)", worker.worker_id, worker.url, proof, told)
         except WarmfleetError as error:
-            logger.warning("worker %s is routable when its warming expires: %s", worker.worker_id, error)
+            logger.warning("worker %s is tested again when its warming expires: %s", worker.worker_id, error)
 
     async def _lease(self, pool: Pool, worker: WorkerView, owner: str) -> str:
         nonce = str(worker.record.get("nonce"))
         return await pool.fleet.warming(worker.worker_id, nonce, owner, int(1000 * LEASE_S))
 
-    async def _send(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str) -> tuple[int, str]:
-        """Tokens sent, and how it ended."""
-        scheme, capacity = worker.record["scheme"], worker.load.capacity_blocks
-        room, sent = int(FILL * capacity * scheme["block_tokens"]), 0
+    async def _send(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, sent: list[int]) -> str:
+        """How it ended; ``sent`` gets the tokens of each prefix that was answered."""
+        scheme, capacity, result = worker.record["scheme"], worker.load.capacity_blocks, "done"
+        room = int(FILL * capacity * scheme["block_tokens"])
         for node in nodes:
             body = _body(pool, worker, node)
-            if body is None or node.tokens > room - sent:
+            if body is None or node.tokens > room - sum(sent):
                 continue
             if not _others(pool, worker):
-                return sent, "needed"  # there is nobody else: a cold worker is better than none
+                return "needed"  # there is nobody else: a cold worker is better than none
             if await self._lease(pool, worker, owner) != "OK":
-                return sent, "lost"
+                return "lost"
             headers = headers_for(pool, worker, self._settings) | {"X-Request-Id": "unbooked.warming"}
             async with asyncio.timeout(PROMPT_S):
                 status, _ = await self._upstream.ask(worker.url, PATHS["completions"], body, headers)
-            if status != 200:
-                return sent, "refused"
-            sent += node.tokens
-            self._metrics.warmed_tokens.inc(node.tokens)
-        return sent, "done"
+            if status >= 500:
+                return "failed"
+            if status == 200:
+                sent.append(node.tokens)
+                self._metrics.warmed_tokens.inc(node.tokens)
+            else:
+                result = "refused"  # this one; an adapter was unloaded, perhaps
+        return result
 
 
 def _others(pool: Pool, worker: WorkerView) -> bool:
