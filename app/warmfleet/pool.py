@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from warmfleet import blocks, identity, prompt
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
+from warmfleet.policy import Switch
 from warmfleet.silence import Tries
 from warmfleet.view import MAX_SCHEMES, View
 from warmfleet_worker.wire import WORKER_TTL_SECONDS
@@ -65,11 +66,12 @@ class Pool:
     """Everything of one model tag. ``open``: reservations to renew. ``unsettled``: outcomes that Redis
     did not take yet. ``read`` is set once the fleet was read."""
 
-    def __init__(self, tag: str, fleet: Fleet, fallback: Fallback) -> None:
+    def __init__(self, tag: str, fleet: Fleet, fallback: Fallback, policy: str = "cost") -> None:
         self.tag = tag
         self.name = tag.partition("#")[0]
         self.fleet = fleet
         self.fallback = fallback
+        self.policy = Switch(policy)
         self.view = View()
         self.open: dict[str, Renewal] = {}
         self.unsettled: dict[str, Outcome] = {}
