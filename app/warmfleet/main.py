@@ -19,6 +19,7 @@ from warmfleet import api, maintenance
 from warmfleet.api import Application, Health, Proxy, SmallEndpoints
 from warmfleet.approval import Templates
 from warmfleet.checks import HealthChecks
+from warmfleet.decisions import DecisionLog
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import Fleet, Timeouts, Weights, connect
@@ -66,7 +67,8 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
     pools = Pools([_pool(tag, settings) for tag in settings.models])
     addresses = Addresses(settings.worker_addresses, settings.static_workers)
     upstream = Upstream(addresses, settings.connect_timeout_s, metrics.retries.labels("same").inc)
-    router = Router(pools, upstream, settings, metrics)
+    log = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
+    router = Router(pools, upstream, settings, metrics, log)
     small = SmallEndpoints(router, settings, metrics, health)
 
     @asynccontextmanager
@@ -74,6 +76,8 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
         async with AsyncExitStack() as stack:
             for pool in pools.all:
                 stack.push_async_callback(pool.fleet.close)
+            log.open()
+            stack.callback(log.close)
             await upstream.open()
             stack.push_async_callback(upstream.close)
             executor = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))

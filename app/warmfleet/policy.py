@@ -66,6 +66,13 @@ class Switch:
             return self.ring.order(session, view.ids, HOMES)
         return ()
 
+    def orders(self, view: View, request: Request, session: bytes) -> dict[str, tuple[str, ...]]:
+        """The same for each policy that looks at a ring, whatever the policy is now: for the decision log."""
+        session = session or request.cache_key.encode("utf-8", "surrogatepass")
+        found = {"chwbl": self.ring.order(prefix_key(request, view.adapters), view.ids, len(view.ids))}
+        homes = self.ring.order(session, view.ids, HOMES) if session else ()
+        return found | {"cost": homes, "session": homes}
+
 
 class Ring:
     """A consistent-hash ring of workers, made anew when they are others."""

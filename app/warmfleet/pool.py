@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from warmfleet import blocks, identity, prompt
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
+from warmfleet.fleet import Ask
 from warmfleet.policy import Switch
 from warmfleet.silence import Tries
 from warmfleet.view import MAX_SCHEMES, View
@@ -55,6 +56,12 @@ class Shape:
     ids: tuple[Prompt, ...] = ()
     identity_key: str = ""
     barred: tuple[str, ...] = ()
+
+    def ask(
+        self, reservation: str, policy: str, exclude: tuple[str, ...], prefix_tokens: int, order: tuple[str, ...]
+    ) -> Ask:
+        tokens = (self.prompt_tokens, self.decode_tokens)
+        return Ask(reservation, self.chains, *tokens, policy, exclude, prefix_tokens=prefix_tokens, order=order)
 
     @property
     def prefix(self) -> bytes:

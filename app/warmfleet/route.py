@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet import prompt
 from warmfleet.asking import Asker
+from warmfleet.decisions import DecisionLog, record
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
-from warmfleet.fleet import Ask, Decision, Renewal, new_reservation
+from warmfleet.fleet import Decision, Renewal, new_reservation
 from warmfleet.handoff import NOTHING, REFUSALS, Handoff, Offer, offer
 from warmfleet.hints import NONE, Hints
 from warmfleet.pool import NOT_READ
 from warmfleet.prompt import PATHS
 from warmfleet.relay import Answer, relay
 from warmfleet.tenancy import Tenancy
-from warmfleet.told import answer_headers
+from warmfleet.told import answer_headers, explained
 
 if TYPE_CHECKING:
     import aiohttp
 
+    from warmfleet.fleet import Ask
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool, Pools, Shape
@@ -42,7 +44,8 @@ MAX_UNSETTLED = 10_000
 @dataclass(slots=True)
 class Call:
     """One request of a client. headers: what is passed on to the worker. tenant: whose it is, if they are kept apart.
-    ``complete``: its answer is on the way out. ``offer``: its token ids. ``order``: where a hash ring would look.
+    ``complete``: its answer is on the way out. ``offer``: its token ids. ``order``: where a hash ring would look;
+    ``rings``: the same by policy, for the decision log. ``explained``: what the client asked for of its decision.
     """
 
     endpoint: Endpoint
@@ -57,6 +60,8 @@ class Call:
     offer: Offer = NOTHING
     hints: Hints = NONE
     order: tuple[str, ...] = ()
+    rings: dict[str, tuple[str, ...]] | None = None
+    explained: bytes = b""
 
 
 @dataclass(slots=True)
@@ -77,8 +82,11 @@ class Trip:
 class Router:
     """Serves calls. One for a replica; holds nothing that another replica needs."""
 
-    def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics, log: DecisionLog | None = None
+    ) -> None:
         self.pools = pools
+        self._log = log or DecisionLog("", 0.0, metrics)
         self.tenancy = Tenancy(settings.tenant_key, settings.tenant_header)
         self._upstream = upstream
         self._settings = settings
@@ -97,6 +105,7 @@ class Router:
         shape = await self._asker.better(pool, request, call, shape)
         call.offer = offer(request, shape)
         call.order = pool.policy.order(pool.view, request, call.hints.session)
+        call.rings = pool.policy.orders(pool.view, request, call.hints.session) if self._log.wants() else None
         exclude = (*shape.barred, *pool.suspects())
         gone: UpstreamGone | None = None
         deaths = 0
@@ -135,19 +144,9 @@ class Router:
             return self._without_redis(trip, shape, exclude, "open")
         started = time.perf_counter()
         trip.booked = True  # as far as anyone knows, from here on
+        ask = shape.ask(trip.reservation, pool.policy.name, exclude, call.hints.prefix_tokens, call.order)
         try:
-            decision = await pool.fleet.decide(
-                Ask(
-                    trip.reservation,
-                    shape.chains,
-                    shape.prompt_tokens,
-                    shape.decode_tokens,
-                    pool.policy.name,
-                    exclude,
-                    prefix_tokens=call.hints.prefix_tokens,
-                    order=call.order,
-                )
-            )
+            decision = await pool.fleet.decide(ask, tell=call.rings is not None or call.hints.explain)
         except NoWorker:
             trip.booked = False
             if len(exclude) > len(shape.barred):
@@ -170,8 +169,17 @@ class Router:
         trip.tells_start = shape.prompts == 1 or decision.approximate
         self._metrics.prompt_tokens.inc(decision.prompt_tokens)
         self._metrics.matched_tokens.inc(decision.matched_tokens)
-        self._metrics.decisions.labels(pool.policy.name, decision.why).inc()
+        self._metrics.decisions.labels(ask.policy, decision.why).inc()
+        if decision.seen is not None:
+            self._told(call, pool, ask, decision)
         return decision
+
+    def _told(self, call: Call, pool: Pool, ask: Ask, decision: Decision) -> None:
+        """What the choice saw, for whom it was asked: the log, the client."""
+        if call.rings is not None:
+            self._log.note(record(pool.tag, ask, pool.fleet.weights, decision, call.rings))
+        if call.hints.explain:
+            call.explained = explained(ask, pool.fleet.weights, decision)
 
     def _without_redis(self, trip: Trip, shape: Shape, exclude: tuple[str, ...], reason: str) -> Decision:
         pool = trip.pool

@@ -52,6 +52,10 @@ class Settings:
         "cost", 'how to choose (`lua/README.md`, "Policies"); for single models: `cost,modelA=sticky`'
     )
     min_match_tokens: int = _setting(0, "what a worker holds beyond all others counts for the choice from there on")
+    decision_log: str = _setting(
+        "", "file for a sample of decisions, to be replayed; one for each replica; empty = none"
+    )
+    decision_sample: float = _setting(0.01, "share of the decisions that goes there")
     static_workers: tuple[str, ...] = _setting((), "URLs of engines without the plugin, served as approximate workers")
     worker_api_key: str = _setting("", "sent to workers in place of the client's Authorization")
     admin_key: str = _setting(
@@ -129,6 +133,8 @@ class Settings:
             policies(settings.policy)
         except BadArgument as error:
             raise BadArgument(f"{PREFIX}POLICY={settings.policy!r}: {error}") from error
+        if settings.decision_sample > 1:
+            raise BadArgument(f"{PREFIX}DECISION_SAMPLE={settings.decision_sample} is a share: 0 to 1")
         if settings.answer_headers not in ("all", "request_id"):
             raise BadArgument(f"{PREFIX}ANSWER_HEADERS={settings.answer_headers!r}: known are all, request_id")
         if 0 < len(settings.tenant_key) < MIN_SECRET:

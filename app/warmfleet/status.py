@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Ask, Memory, Truth, WorkerTruth, WorkerView
+from warmfleet.fleet import Memory, Truth, WorkerTruth, WorkerView
 
 if TYPE_CHECKING:
     from warmfleet.hints import Hints
@@ -77,16 +77,8 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
 async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:
     """Where ``request`` would go now and what every worker would cost. Books nothing. Raises as ``Fleet.explain``."""
     shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)
-    ask = Ask(
-        "explain",
-        shape.chains,
-        shape.prompt_tokens,
-        shape.decode_tokens,
-        pool.policy.name,
-        shape.barred,
-        prefix_tokens=hints.prefix_tokens,
-        order=pool.policy.order(pool.view, request, hints.session),
-    )
+    order = pool.policy.order(pool.view, request, hints.session)
+    ask = shape.ask("explain", pool.policy.name, shape.barred, hints.prefix_tokens, order)
     chosen, why, seen = await pool.fleet.consider(ask)
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in shape.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}

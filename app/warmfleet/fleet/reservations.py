@@ -63,6 +63,10 @@ class Ask:
     prefix_tokens: int = 0
     order: tuple[str, ...] = ()
 
+    @property
+    def tie_seed(self) -> int:
+        return self.seed or zlib.crc32(self.reservation.encode())
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -260,7 +264,7 @@ class Reservations(ScriptClient):
             weights.max_probes,
             mode,
             ",".join(ask.exclude),
-            ask.seed or zlib.crc32(ask.reservation.encode()),
+            ask.tie_seed,
             weights.lambda_,
             weights.kappa,
             weights.pressure_price,
