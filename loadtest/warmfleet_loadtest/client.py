@@ -93,7 +93,7 @@ class Client:
         await self._session.close()
 
     async def complete(
-        self, url: str, prompt: list[int], output_tokens: int, late_s: float = 0.0, session: str = ""
+        self, url: str, prompt: list[int] | str, output_tokens: int, late_s: float = 0.0, session: str = ""
     ) -> Reply:
         """Stream exactly ``output_tokens`` tokens; never raises for what a server or the network does."""
         body = {

@@ -68,10 +68,10 @@ def health(
 
 
 def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means of all numbers; ``failed`` and ``undecided`` are sums. ci95: ± this, where there are several seeds."""
+    """Means of all numbers; counts of requests are sums. ci95: ± this, where there are several seeds."""
     names = [name for name, value in runs[0].items() if isinstance(value, int | float) and not isinstance(value, bool)]
     result: dict[str, Any] = {name: round(statistics.fmean(run[name] for run in runs), 4) for name in names}
-    for name in ("failed", "undecided"):
+    for name in ("failed", "undecided", "requests"):
         result[name] = sum(run[name] for run in runs)
     if len(runs) > 1:
         result["ci95"] = {name: round(half_width([run[name] for run in runs]), 4) for name in names}

@@ -24,6 +24,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +33,16 @@ import uvloop
 
 from warmfleet_loadtest.figures import due_ttft, figures, health, over_seeds
 from warmfleet_loadtest.fleets import MODEL, Setup, others, ours, running
+from warmfleet_loadtest.identity import Identity
 from warmfleet_loadtest.plots import save_plots
 from warmfleet_loadtest.processes import StackError
 from warmfleet_loadtest.progress import Progress
 from warmfleet_loadtest.replay import Target, replay
 from warmfleet_loadtest.sampling import Sample, Sampler
-from warmfleet_loadtest.trace import NAMES, open_trace
+from warmfleet_loadtest.trace import FIRST_TOKEN, NAMES, open_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from warmfleet_loadtest.client import Reply
     from warmfleet_loadtest.fleets import Fleet, Running
@@ -53,11 +55,12 @@ SHAPES = {"conversation": (2_400, 6.0, 1_953, "trace"), "agents": (600, 4.0, 1_0
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all runs have in common."""
+    """What all runs have in common. texts: prompts are sent as texts, also to those who take token ids."""
 
     setup: Setup
     speed: float
     skip: float
+    texts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,9 @@ def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Out
     with running(fleet, bench.setup) as up:
         progress = Progress(label, len(trace.arrivals))
         before, began = _cpu_s(up), time.monotonic()
-        replies, watch, samples = uvloop.run(_drive(trace, up, bench.speed, seed, progress))
+        spell = _speller() if bench.texts or not fleet.takes_ids else list
+        target = Target(up.urls, MODEL, bench.speed, seed, balance=up.balance, spell=spell)
+        replies, watch, samples = uvloop.run(_drive(trace, target, up.engines, progress))
         wall_s = time.monotonic() - began
         cpu_s = {kind: seconds - before.get(kind, 0.0) for kind, seconds in _cpu_s(up).items()}
         if up.processes.dead():
@@ -90,11 +95,17 @@ def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Out
     )
 
 
+@cache
+def _speller() -> Callable[[Sequence[int]], str]:
+    """Makes a text of as many tokens, by the engines' tokenizer: a word for each id."""
+    words = [word for _token_id, word in Identity.load().words]
+    return lambda ids: "".join(words[one - FIRST_TOKEN] for one in ids)
+
+
 async def _drive(
-    trace: Trace, up: Running, speed: float, seed: int, progress: Progress
+    trace: Trace, target: Target, engines: Sequence[str], progress: Progress
 ) -> tuple[list[Reply], dict[str, float], list[Sample]]:
-    target = Target(up.urls, MODEL, speed, seed, balance=up.balance)
-    async with Sampler(up.engines) as sampler:
+    async with Sampler(engines) as sampler:
         replies, watch = await replay(trace, target, lambda reply: progress.tick(failed=reply.error is not None))
     return replies, watch, sampler.samples
 
@@ -191,6 +202,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--blocks", type=int, help="of 16 tokens, per engine (1953; agents: 1024)")
     made.add_argument("--engine-mode", choices=("fcfs", "step"), default="fcfs", help="default %(default)s")
     made.add_argument("--step-time", help="preset or file of the engine (by trace and mode)")
+    made.add_argument("--prompts", choices=("ids", "text"), default="ids", help="smg always gets texts")
     made.add_argument("--no-haproxy", action="store_true", help="the client takes a router at random")
     made.add_argument("--out", type=Path, default=Path("out/trace"), help="plots, figures.json (default %(default)s)")
     return made
@@ -207,7 +219,7 @@ def bench_of(args: argparse.Namespace) -> Bench:
     step_time = args.step_time or (f"{costs}-fcfs" if args.engine_mode == "fcfs" else costs)
     decode_s = TRACE_DECODE_S * scale / speed
     setup = Setup(args.engines, args.blocks or blocks, args.engine_mode, step_time, decode_s, not args.no_haproxy)
-    return Bench(setup, speed, args.skip)
+    return Bench(setup, speed, args.skip, args.prompts == "text")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from warmfleet_loadtest.processes import (
     StackError,
     answers,
     free_ports,
+    get_json,
     haproxy_binary,
     proven_workers,
     store_binary,
@@ -57,6 +58,11 @@ class Fleet:
     policy: str
     replicas: int
     balance: str = "random"
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether prompts may be token ids. SMG 1.13.0 answers 400."""
+        return self.kind != "smg"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +185,14 @@ def _start_peers(processes: Processes, fleet: Fleet, engines: Sequence[str], eve
         command, *rest = peers.PEERS[fleet.kind](ports[number], ports[fleet.replicas + number], engines, events)
         processes.spawn("routers", f"{fleet.kind}-{number}", [str(folder / command), *rest], {"PYTHONPATH": ""})
     for number, port in enumerate(ports[: fleet.replicas]):
-        url = f"http://127.0.0.1:{port}/health"
-        processes.wait(f"{fleet.kind}-{number}", partial(answers, url))
+        url = f"http://127.0.0.1:{port}/readiness"
+        processes.wait(f"{fleet.kind}-{number}", partial(_all_healthy, url, len(engines)))
     return ports[: fleet.replicas]
+
+
+def _all_healthy(url: str, engines: int) -> bool:
+    """Both peers answer /health before they know all their engines."""
+    return bool((get_json(url) or {}).get("healthy_workers") == engines)
 
 
 def balancer_config(ports: Sequence[int], *, readyz: bool) -> str:

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where and how fast. balance: which URL a request takes: ``random``, ``session`` or ``least`` (see Balance)."""
+    """Where and how fast. balance: which URL a request takes: ``random``, ``session`` or ``least`` (see Balance).
+
+    spell: what is sent for token ids, these themselves or a text.
+    """
 
     urls: tuple[str, ...]
     model: str
@@ -44,6 +47,7 @@ class Target:
     seed: int = 0
     api_key: str | None = None
     balance: str = "random"
+    spell: Callable[[Sequence[int]], list[int] | str] = list
 
 
 class Balance:
@@ -91,8 +95,8 @@ async def replay(
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 session = f"{target.seed}-{arrival.session}"
                 url = balance.take(session)
-                late_s = time.monotonic() - due
-                reply = await client.complete(url, list(arrival.prompt), arrival.output_tokens, late_s, session)
+                prompt, late_s = target.spell(arrival.prompt), time.monotonic() - due
+                reply = await client.complete(url, prompt, arrival.output_tokens, late_s, session)
                 balance.give_back(url)
                 replies[index] = reply
                 heard(reply)
