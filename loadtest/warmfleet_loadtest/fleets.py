@@ -123,6 +123,9 @@ def _other(text: str) -> Fleet:
 @contextmanager
 def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
     """Raises StackError."""
+    balanced = setup.haproxy and fleet.replicas > 0 and fleet.balance == "random"
+    if balanced and haproxy_binary() is None:
+        raise StackError("haproxy is missing: run `make deps` once, or let the client choose: --no-haproxy")
     with tempfile.TemporaryDirectory(prefix="wf-bench-") as name, Processes(Path(name)) as processes:
         folder = Path(name)
         if fleet.kind == "warmfleet":
@@ -136,7 +139,7 @@ def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
             engines, _events = _start_engines(processes, setup, [])
             yield Running(engines, engines, fleet.balance, processes)
             return
-        if setup.haproxy and fleet.balance == "random":
+        if balanced:
             ports = [_start_haproxy(processes, ports, folder, readyz=fleet.kind == "warmfleet")]
         yield Running(tuple(f"http://127.0.0.1:{port}" for port in ports), engines, fleet.balance, processes)
 
@@ -204,13 +207,10 @@ def balancer_config(ports: Sequence[int], *, readyz: bool) -> str:
 
 
 def _start_haproxy(processes: Processes, ports: Sequence[int], folder: Path, *, readyz: bool) -> int:
-    binary = haproxy_binary()
-    if binary is None:
-        raise StackError("haproxy is missing: run `make deps` once, or let the client choose: --no-haproxy")
     config = folder / "haproxy.cfg"
     config.write_text(balancer_config(ports, readyz=readyz))
     [port] = free_ports(1)
     environment = {"LOADTEST_PORT": str(port), "LOADTEST_STATS": str(folder / "stats")}
-    processes.spawn("haproxy", "haproxy", [binary, "-db", "-f", str(config)], environment)
+    processes.spawn("haproxy", "haproxy", [haproxy_binary() or "haproxy", "-db", "-f", str(config)], environment)
     processes.wait("haproxy", partial(answers, f"http://127.0.0.1:{port}/v1/models"))
     return port
