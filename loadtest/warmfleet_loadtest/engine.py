@@ -39,6 +39,8 @@ from warmfleet_worker.tracker import Tracker
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from warmfleet_loadtest.kv_events import KvEvents
+
 STOP_SECONDS = 2.0  # for open requests, when asked to stop
 
 
@@ -70,6 +72,7 @@ class Engine:
         self.served = served
         self.port = 0
         self.halves: Halves | None = None
+        self.kv_events: KvEvents | None = None
         self._runner: web.AppRunner | None = None
         self._steps: asyncio.Task[None] | None = None
 
@@ -95,9 +98,9 @@ class Engine:
         """Publish vLLM's KV events over ZMQ; returns the port."""
         from warmfleet_loadtest.kv_events import KvEvents  # needs pyzmq and msgpack, of the development environment
 
-        events = KvEvents(self.core.scheduler)
-        self.core.stepped = events.publish
-        return events.port
+        self.kv_events = KvEvents(self.core.scheduler)
+        self.core.stepped = self.kv_events.publish
+        return self.kv_events.port
 
     async def stop(self) -> None:
         """Leave the fleet, then let open requests end for STOP_SECONDS."""
@@ -109,6 +112,8 @@ class Engine:
             self._steps.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._steps
+        if self.kv_events is not None:
+            self.kv_events.close()
 
 
 async def serve(args: argparse.Namespace) -> None:

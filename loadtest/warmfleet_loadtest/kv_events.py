@@ -60,6 +60,10 @@ class KvEvents:
     def cleared(self) -> None:
         self._events.append({"type": "AllBlocksCleared"})
 
+    def close(self) -> None:
+        """What is not sent yet is lost, as with vLLM."""
+        self._socket.close()
+
     def publish(self) -> None:
         """Send what has gathered; never waits."""
         if not self._events:

@@ -46,9 +46,16 @@ def applied(held: dict[int, tuple[int, ...]], batch: list[Any]) -> None:
             held.clear()
 
 
-def busy_scheduler() -> tuple[Scheduler, KvEvents]:
-    scheduler = Scheduler(BlockPool(40), SCHEME, Limits(max_model_len=400))
-    return scheduler, KvEvents(scheduler)
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler(BlockPool(40), SCHEME, Limits(max_model_len=400))
+
+
+@pytest.fixture
+def events(scheduler: Scheduler) -> Iterator[KvEvents]:
+    made = KvEvents(scheduler)
+    yield made
+    made.close()
 
 
 def serve(scheduler: Scheduler, requests: int) -> Iterator[None]:
@@ -67,8 +74,7 @@ def table(scheduler: Scheduler) -> set[int]:
     return {int.from_bytes(block_hash, "big") for block_hash in scheduler.pool.held()}
 
 
-def test_a_subscriber_hears_every_batch_in_order() -> None:
-    scheduler, events = busy_scheduler()
+def test_a_subscriber_hears_every_batch_in_order(scheduler: Scheduler, events: KvEvents) -> None:
     subscriber = listen(events.port)
     while not subscriber.poll(20):  # until the subscription is there
         events.cleared()
@@ -90,8 +96,7 @@ def test_a_subscriber_hears_every_batch_in_order() -> None:
     assert set(held) == table(scheduler)
 
 
-def test_after_every_step_what_was_told_is_what_is_held() -> None:
-    scheduler, events = busy_scheduler()
+def test_after_every_step_what_was_told_is_what_is_held(scheduler: Scheduler, events: KvEvents) -> None:
     held: dict[int, tuple[int, ...]] = {}
     for _ in serve(scheduler, 60):
         applied(held, [0.0, events._events, 0])
