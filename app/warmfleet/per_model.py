@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 Value = TypeVar("Value")
 
@@ -24,6 +24,10 @@ class PerModel(Generic[Value]):
             if name in self.named:
                 return self.named[name]
         return self.default
+
+    def strangers(self, tags: Sequence[str]) -> list[str]:
+        """Names that are none of these models: typing errors."""
+        return sorted(self.named.keys() - {*tags, *(tag.partition("#")[0] for tag in tags)})
 
     def values(self) -> list[Value]:
         return [self.default, *self.named.values()]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from warmfleet import blocks, identity, prompt
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
+from warmfleet.fleet import Ask
+from warmfleet.policy import Switch
 from warmfleet.silence import Tries
 from warmfleet.tail import Tail
 from warmfleet.uses import Uses
@@ -57,6 +59,13 @@ class Shape:
     identity_key: str = ""
     barred: tuple[str, ...] = ()
 
+    def ask(
+        self, reservation: str, pool: Pool, exclude: tuple[str, ...], prefix_tokens: int, order: tuple[str, ...]
+    ) -> Ask:
+        sizes, name, seed = (self.prompt_tokens, self.decode_tokens), pool.policy.name, 0
+        aim_s = pool.tail.in_force_s
+        return Ask(reservation, self.chains, *sizes, name, exclude, seed, prefix_tokens, order, aim_s)
+
     @property
     def prefix(self) -> bytes:
         """What requests with the same beginning have in common: the key of the fallback's hash."""
@@ -68,11 +77,14 @@ class Pool:
     did not take yet. ``read`` is set once the fleet was read. ``tail``: how long its clients wait. ``uses``: of common
     prefixes."""
 
-    def __init__(self, tag: str, fleet: Fleet, fallback: Fallback, objective_s: float = 0.0) -> None:
+    def __init__(
+        self, tag: str, fleet: Fleet, fallback: Fallback, policy: str = "cost", objective_s: float = 0.0
+    ) -> None:
         self.tag = tag
         self.name = tag.partition("#")[0]
         self.fleet = fleet
         self.fallback = fallback
+        self.policy = Switch(policy)
         self.view = View()
         self.open: dict[str, Renewal] = {}
         self.unsettled: dict[str, Outcome] = {}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from warmfleet.metrics import Metrics
-    from warmfleet.pool import Pools
+    from warmfleet.pool import Pool
 
 WINDOW_S = 60.0
 SLICES = 12
@@ -94,9 +94,8 @@ class Tail:
         self._now, self._in_force_s = now, None
 
 
-def show(pools: Pools, metrics: Metrics) -> None:
-    """Every model's tail, as gauges."""
-    for pool in pools.all:
-        for share in SHOWN:
-            metrics.ttft_seconds.labels(pool.tag, str(share)).set(pool.tail.quantile(share))
-        metrics.objective_seconds.labels(pool.tag).set(pool.tail.in_force_s)
+def noted(pool: Pool, metrics: Metrics, seconds: float, *, streamed: bool) -> None:
+    """A request's first byte came after so long. streamed: of a plain answer that is its last."""
+    metrics.first_byte_seconds.labels(pool.tag).observe(seconds)
+    if streamed:
+        pool.tail.observe(seconds)

@@ -76,6 +76,8 @@ MODEL = {
     "identity": "exact",
     "tokenizer": "slow, no pieces",
     "template": "sandbox",
+    "policy": "cost",
+    "policy_by": "setting",
     "index": INDEX,
     "ttft": {"requests": 12, "p50_s": 0.1, "p90_s": 0.5, "p99_s": 2.0, "objective_s": 0.4, "in_force_s": 0.1},
 }
@@ -95,6 +97,7 @@ CANDIDATE = {
 EXPLAINED = {
     "model": "demo",
     "policy": "cost",
+    "why": "lowest",
     "identity": "exact",
     "reason": "",
     "prompt_tokens": 40,
