@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from warmfleet_loadtest.replay import Target, replay, summary, table
-from warmfleet_loadtest.sim_fleet import means
+from warmfleet_loadtest.replay import Target, means, replay, summary, table
 from warmfleet_loadtest.trace import open_trace
 
 if TYPE_CHECKING:
