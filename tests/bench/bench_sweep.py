@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 #: Busy share of the conversation's engines under ``least_loaded``, per trace second per second (see README).
-BUSY_PER_SPEED = 0.1075
+BUSY_PER_SPEED = 0.126
 COLUMNS = (
     "hit_ratio",
     "ttft_mean_s",

@@ -11,6 +11,7 @@ import random
 import string
 import time
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
 from tests.bench.virtual_store import VirtualStore
@@ -152,7 +153,7 @@ class Cluster:
             return direct
         fleet = self._balancer.choice(self.fleets)
         reservation = self._reservation()
-        decision = await fleet.decide(self._ask(reservation, request))
+        decision = await fleet.decide(self._ask(reservation, request, arrival.session))
         request.request_id = f"cmpl-{reservation}.{len(self.routed)}"
         number = self.number_of[decision.worker_id]
         booked = Renewal(reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
@@ -161,12 +162,17 @@ class Cluster:
         self.routed.append((now, number, request))
         return number
 
-    def _ask(self, reservation: str, request: Request) -> Ask:
-        scheme, prompt = self.plan.engines[0].scheme, request.prompt_tokens
+    def _ask(self, reservation: str, request: Request, session: int) -> Ask:
+        scheme, prompt, policy = self.plan.engines[0].scheme, request.prompt_tokens, self.plan.policy
         whole = (prompt - 1) // scheme.block_tokens  # as the engine caps
         chain = Chain(scheme.scheme_id, scheme.block_tokens, b"".join(request.hashes[:whole]))
-        chains = (chain,) if whole else ()
-        return Ask(reservation, chains, prompt, prompt + request.max_tokens, self.plan.policy)
+        keys = {"session": b"%d" % session, "chwbl": request.hashes[0] if request.hashes else b""}
+        order = self._ring(keys[policy]) if policy in keys else ()
+        return Ask(reservation, (chain,) if whole else (), prompt, prompt + request.max_tokens, policy, order=order)
+
+    def _ring(self, key: bytes) -> tuple[str, ...]:
+        """Worker ids as a hash ring would meet them. The key: a session, or the block that holds 100 characters."""
+        return tuple(sorted(self.number_of, key=lambda worker: blake2b(worker.encode() + key).digest()))
 
     async def _past_the_fleet(self, request: Request, number: int) -> None:
         """Its id says whether the engine takes it for one of the fleet's, which it does not report as foreign."""
