@@ -31,14 +31,13 @@ from tests.bench.virtual_plots import draw_lines, draw_rows
 from tests.bench.virtual_scenarios import ONE, SCENARIOS
 from tests.bench.virtual_store import private_server
 
+from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Weights
 from warmfleet_loadtest.costs import load_costs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-#: Busy share of the conversation's engines under ``least_loaded``, per trace second per second (see README).
-BUSY_PER_SPEED = 0.126
 COLUMNS = (
     "hit_ratio",
     "ttft_mean_s",
@@ -98,7 +97,7 @@ def every(args: argparse.Namespace) -> Iterator[Job]:
     names = [name for name, _ in args.vary]
     speeds = args.speed or [WORKLOADS[args.workload].speed]
     if args.utilisation:
-        speeds = [round(value / BUSY_PER_SPEED, 3) for value in args.utilisation]
+        speeds = [round(value / WORKLOADS[args.workload].busy, 3) for value in args.utilisation]
     fixed: dict[str, Any] = {"engines": args.engines, "replicas": args.replicas, "mode": args.mode}
     fixed |= {"blocks": args.blocks, "step_time": args.step_time, "scenario": args.scenario, "seconds": args.seconds}
     for policy, speed in itertools.product(args.policy, [0.0] if args.scenario else speeds):
@@ -175,7 +174,6 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="make -s bench NAME=sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    env = os.environ.get
     load = made.add_argument_group("load")
     load.add_argument("--workload", choices=WORKLOADS, default="conversation", help="$TRACE: its file, or the folder")
     load.add_argument("--rows", type=int, help="first so many requests (default: all of the trace)")
@@ -187,9 +185,11 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--seconds", type=float, help="of a scenario, virtual (default: its own)")
     load.add_argument("--seeds", type=int, default=1, help="runs of every setting (default %(default)s)")
     fleet = made.add_argument_group("fleet")
-    names = env("POLICY", "cost")
+    names = os.environ.get("POLICY") or "cost"
     fleet.add_argument("--policy", type=lambda text: text.split(","), default=names.split(","), help="$POLICY (cost)")
-    fleet.add_argument("--replicas", type=int, default=int(env("REPLICAS", "1")), help="$REPLICAS (default 1)")
+    fleet.add_argument(
+        "--replicas", type=int, default=int(os.environ.get("REPLICAS") or 1), help="$REPLICAS (default 1)"
+    )
     fleet.add_argument("--engines", type=int, default=8)
     fleet.add_argument("--blocks", type=int, help="of 16 tokens, per engine (default: the workload's)")
     fleet.add_argument("--step-time", help="preset or file of calibrate (default: the workload's)")
@@ -202,14 +202,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 no trace, 2 wrong arguments."""
+    """Exit codes: 0 done, 1 no trace, or the scripts refuse (an unknown policy), 2 wrong arguments."""
     args = parser().parse_args(argv)
+    if args.utilisation and not WORKLOADS[args.workload].busy:
+        parser().error(f"{args.workload} is a closed loop: it has no utilisation to be set")
     try:
-        arrivals(args.workload, args.rows)
-    except (OSError, ValueError) as error:
+        if not args.scenario:
+            arrivals(args.workload, args.rows)
+        rows = gather(list(every(args)), args.jobs)
+    except (OSError, ValueError, WarmfleetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    rows = gather(list(every(args)), args.jobs)
     if args.plot and args.scenario:
         draw_lines(args.plot, args.scenario, rows)
     elif args.plot:

@@ -26,18 +26,24 @@ DIRECT = 1_000_000  # sessions from here on go past the fleet
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A trace (file beside the others, or generated) and what it runs on. speed: the usual one."""
+    """A trace (file beside the others, or generated) and what it runs on. speed: the usual one.
+
+    busy: share of time that eight engines compute under ``least_loaded``, per unit of speed; 0: a closed loop has none.
+    """
 
     file: str
     costs: StepCosts
     blocks: int
     speed: float
+    busy: float
 
 
 WORKLOADS = {
-    "conversation": Workload(traces.CONVERSATION, PRESETS["trace"], 1_953, 6.0),
-    "agents": Workload("sweagent_cost_2_1.jsonl.xz", replace(PRESETS["trace"], prefill_token_s=1.2e-3), 1_024, 4.0),
-    "generated": Workload("", PRESETS["trace"], 1_024, 4.0),
+    "conversation": Workload(traces.CONVERSATION, PRESETS["trace"], 1_953, 6.0, 0.126),
+    "agents": Workload(
+        "sweagent_cost_2_1.jsonl.xz", replace(PRESETS["trace"], prefill_token_s=1.2e-3), 1_024, 4.0, 0.0
+    ),
+    "generated": Workload("", PRESETS["trace"], 1_024, 4.0, 0.111),
 }
 
 
@@ -54,7 +60,7 @@ def arrivals(workload: str, rows: int | None) -> Trace:
     if not name:
         return traces.generate(rows or 600)
     shared = Path(traces.__file__).resolve().parents[2] / traces.SHARED
-    given = Path(os.environ.get("TRACE", shared))
+    given = Path(os.environ.get("TRACE") or shared)
     path = given / name if given.is_dir() else given
     if not path.is_file():
         raise FileNotFoundError(f"no trace at {path}: set TRACE, or take the workload `generated`")
