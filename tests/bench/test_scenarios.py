@@ -27,18 +27,18 @@ def url() -> Iterator[str]:
         yield found
 
 
-async def test_a_hot_prefix_gets_the_holders_that_its_load_needs(url: str) -> None:
+async def test_a_hot_prefix_does_not_stay_on_one_engine(url: str) -> None:
     told = (await hot(url, Plan((ONE,) * 4), 24.0)).figures
-    assert 2 <= told["holders"] <= 3  # 60 % of the load of four engines, most of it cached
+    assert told["holders"] >= 2
     assert told["spread_s"] < 3
-    assert told["share_of_busiest"] < 0.7
+    assert told["share_of_busiest"] < 0.6
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_hot_prefix_spreads_and_contracts(url: str, seed: int) -> None:
     told = (await hot(url, replace(EIGHT, seed=seed))).figures
-    assert 2 <= told["holders"] <= 6
+    assert 2 <= told["holders"] <= 8
     assert told["spread_s"] < 5
     assert told["ttft_p99_during_s"] < 1.5 * told["ttft_p99_before_s"]
     assert told["contracted_to_half_s"] < 60
