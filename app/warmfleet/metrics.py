@@ -20,6 +20,10 @@ class Metrics:
         self.settled = self._counter("settled", "Reservations by how they ended", "outcome")
         self.settle_failures = self._counter("settle_failures", "Settles that Redis did not take; the lease expires")
         self.decide_seconds = self._histogram("decide_seconds", "One decision, as the router waits for it")
+        self.decisions = self._counter("decisions", "Decisions by policy and by what decided", "policy", "why")
+        self.decision_log = self._counter(
+            "decision_log", "Records of the decision log, by what became of them", "result"
+        )
         self.first_byte_seconds = self._histogram("first_byte_seconds", "Request read to first byte of the answer")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of decided requests")
         self.matched_tokens = self._counter("matched_tokens", "Of these, held by the chosen worker")

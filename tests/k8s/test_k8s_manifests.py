@@ -123,7 +123,7 @@ MISTAKES: dict[str, tuple[str, str, Mutation]] = {
         "settings", "WARMFLEET_MODELS is not", lambda o: _data(o, "worker-settings").update(WARMFLEET_MODELS="m"),
     ),
     "setting out of range": (
-        "settings", "WARMFLEET_POLICY", lambda o: _data(o, "router-settings").update(WARMFLEET_POLICY="sticky"),
+        "settings", "WARMFLEET_POLICY", lambda o: _data(o, "router-settings").update(WARMFLEET_POLICY="best"),
     ),
     "no Redis": (
         "settings", "no WARMFLEET_REDIS_URL", lambda o: _data(o, "router-settings").pop("WARMFLEET_REDIS_URL"),

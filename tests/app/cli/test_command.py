@@ -73,6 +73,8 @@ MODEL = {
     "identity": "exact",
     "tokenizer": "slow, no pieces",
     "template": "sandbox",
+    "policy": "cost",
+    "policy_by": "setting",
     "index": INDEX,
 }
 FLEET = {"models": [MODEL | {"workers": [WORKER]}]}
@@ -91,6 +93,7 @@ CANDIDATE = {
 EXPLAINED = {
     "model": "demo",
     "policy": "cost",
+    "why": "lowest",
     "identity": "exact",
     "reason": "",
     "prompt_tokens": 40,
