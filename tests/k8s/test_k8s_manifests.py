@@ -160,6 +160,9 @@ MISTAKES: dict[str, tuple[str, str, Mutation]] = {
     "service links": ("restricted", "service links", lambda o: _pod(o).pop("enableServiceLinks")),
     "no request": ("resources", "no request for cpu", lambda o: _container(o)["resources"]["requests"].pop("cpu")),
     "no memory limit": ("resources", "memory limit", lambda o: _container(o)["resources"].pop("limits")),
+    "no room for the trie": (
+        "resources", "comes to", lambda o: _data(o, "router-settings").update(WARMFLEET_TRIE_BYTES="1000000000"),
+    ),
     "cpu limit": ("resources", "CPU limit", lambda o: _container(o)["resources"]["limits"].update(cpu="1")),
     "too few replicas": ("rollout", "three", lambda o: o["Deployment/router"]["spec"].update(replicas=2)),
     "rollout below strength": (
