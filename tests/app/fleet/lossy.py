@@ -65,8 +65,8 @@ class Wire(Fleet):
 class Replica:
     """One router without HTTP: what it books, settles and renews is its own code."""
 
-    def __init__(self, client: aioredis.Redis, model: str, policy: str, late: Late) -> None:
-        self.fleet = Wire(client, model, timeouts=PATIENT, spans=SPANS)
+    def __init__(self, client: aioredis.Redis, model: str, policy: str, late: Late, spans: Spans = SPANS) -> None:
+        self.fleet = Wire(client, model, timeouts=PATIENT, spans=spans)
         self.fleet.fates, self.fleet.late = deque(), late
         self.metrics, self.pool = Metrics(), Pool(model, self.fleet, Fallback(0.0))
         self.pools = Pools([self.pool])
