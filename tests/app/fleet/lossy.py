@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tests.conftest import PATIENT
 
 from warmfleet import maintenance
-from warmfleet.errors import FleetUnavailable, WarmfleetError
+from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.reservations import Spans
@@ -23,7 +23,7 @@ from warmfleet.upstream import Addresses, Upstream
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
-    from warmfleet.fleet import Ask
+    from warmfleet.fleet import Ask, Decision
 
 HOUR_MS = 3_600_000
 SPANS = Spans(lease_ms=HOUR_MS, tombstone_ms=HOUR_MS, linger_ms=HOUR_MS)  # time passes when a step says so
@@ -33,10 +33,25 @@ Late = list[tuple[str, tuple[Any, ...]]]
 
 
 class Wire(Fleet):
-    """A fleet whose next commands have a fate. ``late``: those that arrive after their caller has given up."""
+    """A fleet whose next commands have a fate. ``late``: those that arrive after their caller has given up.
+
+    asked: what decisions were asked for. foretold: what each would be at that moment, if ``foretells``.
+    """
 
     fates: deque[str]
     late: Late
+    asked: dict[str, Ask]
+    foretold: dict[str, str]
+    foretells = True
+
+    async def decide(self, ask: Ask) -> Decision:
+        self.asked[ask.reservation] = ask
+        if self.foretells:
+            fates, self.fates = self.fates, deque()
+            with suppress(NoWorker):
+                self.foretold[ask.reservation], _ = await self.explain(ask)
+            self.fates = fates
+        return await super().decide(ask)
 
     async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
         fate = self.fates.popleft() if self.fates else "well"
@@ -67,7 +82,7 @@ class Replica:
 
     def __init__(self, client: aioredis.Redis, model: str, policy: str, late: Late, spans: Spans = SPANS) -> None:
         self.fleet = Wire(client, model, timeouts=PATIENT, spans=spans)
-        self.fleet.fates, self.fleet.late = deque(), late
+        self.fleet.fates, self.fleet.late, self.fleet.asked, self.fleet.foretold = deque(), late, {}, {}
         self.metrics, self.pool = Metrics(), Pool(model, self.fleet, Fallback(0.0))
         self.pools = Pools([self.pool])
         self.router = Router(self.pools, Upstream(Addresses((), ()), 1.0), Settings(policy=policy), self.metrics)

@@ -58,19 +58,15 @@ class Several:
         return one
 
     async def decide(self, who: int, a: int, b: int) -> None:
-        """Foretold, then made: the same state and the same request, the same choice."""
-        ask = self._ask(a, b)
+        """The same state and the same request, the same choice: what is foretold is made."""
         await self._reaped()
-        try:
-            foretold, _ = await self.plain.explain(ask)
-        except NoWorker:
-            foretold = ""
-        one = self._fated(who, b, a)
+        one, ask = self._fated(who, b, a), self._ask(a, b)
         trip = await one.decide(ask)
         one.fleet.fates.clear()
         lease = await self._lease(ask.reservation)
         if trip.decision is not None:
             assert lease
+            foretold = one.fleet.foretold[ask.reservation]
             assert (lease.worker_id, lease.prefill_tokens) == (foretold, trip.decision.prefill_tokens)
 
     async def start(self, who: int, a: int, b: int) -> None:
@@ -184,17 +180,21 @@ class Several:
         await self._copy(self.keys.prefix, twin.keys.prefix)
         for one in self.replicas:
             one.fleet.fates.clear()
+            one.fleet.foretells = False
         async with self.store.monitor() as monitor:
             at = [self.replicas[(who + number) % len(self.replicas)] for number in range(len(asks))]
             trips = await asyncio.gather(*(one.decide(ask) for one, ask in zip(at, asks, strict=True)))
             order = await _order(monitor, len(asks))
-        made = {trip.reservation: trip.decision for trip in trips}
-        for ask in sorted(asks, key=lambda ask: order.index(ask.reservation)):
+        made, asked = {trip.reservation: trip.decision for trip in trips}, dict[str, Ask]()
+        for one in self.replicas:
+            one.fleet.foretells = True
+            asked |= one.fleet.asked
+        for name in order:
             try:
-                alone = await twin.decide(ask)
+                alone = await twin.decide(asked[name])
             except NoWorker:
                 alone = None
-            assert alone == made[ask.reservation], f"{order}"
+            assert alone == made[name], f"{order}"
         for key in ("load", "lease"):
             theirs = await cast("Any", self.store.hgetall(getattr(twin.keys, key)))
             assert await cast("Any", self.store.hgetall(getattr(self.keys, key))) == theirs, key

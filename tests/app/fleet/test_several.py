@@ -16,7 +16,17 @@ from tests.app.fleet.several import Several
 
 from warmfleet.fleet import connect
 
-POLICIES = ("cost", "least_loaded", "round_robin")
+POLICIES: tuple[str, ...] = (
+    "cost",
+    "sticky",
+    "two_state",
+    "prefix_affinity",
+    "chwbl",
+    "session",
+    "least_loaded",
+    "power_of_two",
+)
+POLICIES += ("round_robin", "random")
 REQUESTS = ["decide"] * 6 + ["start"] * 3 + ["end"] * 4 + ["renew", "renew_meanwhile", "clear", "arrive", "burst"]
 ACTIONS = [*REQUESTS, *["kill", "pass_time", "pass_time", "join", "forget", "collect", "emptied", "save", "failover"]]
 STEPS = st.tuples(
