@@ -16,6 +16,7 @@ from tests.conftest import poll
 from tests.e2e.clients import Clients
 from tests.e2e.conftest import left_of_requests, load
 
+from warmfleet.cli import stack
 from warmfleet.cli.engines import EngineOptions, engine_command
 from warmfleet.cli.stack import Member, Plan, Stack
 from warmfleet.fleet.reservations import Spans
@@ -92,18 +93,18 @@ def routable(stack: Stack, replica: Member) -> list[str]:
 
 
 @pytest.fixture
-def many() -> Iterator[Stack]:
-    with Stack(Plan(engines=EngineOptions(count=ENGINES), replicas=REPLICAS)) as stack:
-        yield stack
+def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+    monkeypatch.setattr(stack, "REPLICA_SECONDS", 120.0)  # so many start at once
+    with Stack(Plan(engines=EngineOptions(count=ENGINES), replicas=REPLICAS)) as running:
+        yield running
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_kills_at_random(many: Stack, seed: int) -> None:
-    stack = many
-    clients = Clients(list(stack.replicas))
-    killer = Killer(stack, clients, random.Random(seed))
+    clients = Clients(list(many.replicas))
+    killer = Killer(many, clients, random.Random(seed))
     running = asyncio.create_task(clients.run(CLIENTS))
     try:
         await killer.run()
@@ -111,10 +112,10 @@ async def test_kills_at_random(many: Stack, seed: int) -> None:
         clients.over = True
         await running
     ended = time.monotonic()
-    booked = await asyncio.to_thread(load, stack)
+    booked = await asyncio.to_thread(load, many)
 
     async def nothing() -> bool:
-        return await asyncio.to_thread(lambda: load(stack) == 0 and not left_of_requests(stack))
+        return await asyncio.to_thread(lambda: load(many) == 0 and not left_of_requests(many))
 
     await poll(nothing, Spans().lease_ms / 1000 + 5, "nothing is booked, nothing is left")
     print(f"{len(killer.killed)} killed: {' '.join(killer.killed)}\n{dict(clients.outcomes)}")

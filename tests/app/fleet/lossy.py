@@ -54,6 +54,7 @@ class Wire(Fleet):
         return await super().decide(ask)
 
     async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
+        await asyncio.sleep(0)  # whoever else is there goes first
         fate = self.fates.popleft() if self.fates else "well"
         if fate == "lost":
             raise FleetUnavailable(fate)
@@ -106,6 +107,16 @@ class Replica:
             with suppress(asyncio.CancelledError):
                 await self.router._settled(trip)
             await self.router.drained()
+
+    async def end_cancelled(self, which: int) -> str:
+        """Its task is cancelled again while it settles; returns the reservation."""
+        trip = self.trips.pop(which % len(self.trips))
+        task = asyncio.ensure_future(self.router._settled(trip))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        await self.router.drained()
+        return trip.reservation
 
     async def start(self, which: int) -> None:
         trip = self.trips[which % len(self.trips)] if self.trips else None

@@ -76,6 +76,11 @@ class Several:
         outcome = ("finished", "finished", "failed", "cancelled")[b % 4]
         await self._fated(who, b // 4).end(a, outcome)
 
+    async def end_cancelled(self, who: int, a: int, b: int) -> None:
+        one = self._fated(who)
+        if one.trips:
+            assert await self._lease(await one.end_cancelled(a)) is None, "settled, not left to expire"
+
     async def renew(self, who: int, a: int, b: int) -> None:
         await self._fated(who, b).renew()
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -16,18 +17,13 @@ from tests.app.fleet.several import Several
 
 from warmfleet.fleet import connect
 
-POLICIES: tuple[str, ...] = (
-    "cost",
-    "sticky",
-    "two_state",
-    "prefix_affinity",
-    "chwbl",
-    "session",
-    "least_loaded",
-    "power_of_two",
-)
-POLICIES += ("round_robin", "random")
-REQUESTS = ["decide"] * 6 + ["start"] * 3 + ["end"] * 4 + ["renew", "renew_meanwhile", "clear", "arrive", "burst"]
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+NAMED = ("sticky", "two_state", "prefix_affinity", "chwbl", "session")
+POLICIES = ("cost", *NAMED, "least_loaded", "power_of_two", "round_robin", "random")
+REQUESTS = ["decide"] * 6 + ["start"] * 3 + ["end"] * 4
+REQUESTS += ["end_cancelled", "renew", "renew_meanwhile", "clear", "arrive", "burst"]
 ACTIONS = [*REQUESTS, *["kill", "pass_time", "pass_time", "join", "forget", "collect", "emptied", "save", "failover"]]
 STEPS = st.tuples(
     st.sampled_from([*ACTIONS, "rest", "rest"]), st.integers(0, 3), st.integers(0, 99), st.integers(0, 99)
@@ -38,21 +34,28 @@ PHASES = (Phase.explicit, Phase.generate)
 Script = list[tuple[str, int, int, int]]
 
 
-async def play(url: str, policy: str, script: Script) -> None:
+@asynccontextmanager
+async def several(url: str, policy: str = "cost") -> AsyncIterator[Several]:
+    """All workers are there; at the end everything is over."""
     clients = [connect(url, timeout_s=10) for _ in range(REPLICAS)]
     world = Several(clients, f"several/{uuid.uuid4().hex}", policy)
     try:
         await world.emptied(0, 0, 3)
         await world.join(3, 0, 0)
         await world.plain.explain(world._ask(0, 1))  # now the server knows the script: a burst's calls are one each
-        for action, who, a, b in script:
-            await (world._rest() if action == "rest" else getattr(world, action)(who, a, b))
-            await world._check()
+        yield world
         await world._over()
     finally:
         await world._drop(world.keys.prefix)
         for client in clients:
             await client.aclose()
+
+
+async def play(url: str, policy: str, script: Script) -> None:
+    async with several(url, policy) as world:
+        for action, who, a, b in script:
+            await (world._rest() if action == "rest" else getattr(world, action)(who, a, b))
+            await world._check()
 
 
 def explore(url: str, policies: tuple[str, ...], examples: int, length: int) -> None:
@@ -76,6 +79,32 @@ def explore(url: str, policies: tuple[str, ...], examples: int, length: int) -> 
 @pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])
 def test_the_sum_of_load_is_the_sum_of_open_leases(request: Any, which: str) -> None:
     explore(request.getfixturevalue(which), POLICIES, 12, 12)
+
+
+async def test_who_is_cancelled_while_it_settles_settles_all_the_same(valkey_url: str) -> None:
+    async with several(valkey_url) as world:
+        await world.decide(0, 2, 1)
+        assert world.replicas[0].trips
+        await world.end_cancelled(0, 0, 0)
+
+
+async def test_a_request_that_ends_while_it_is_renewed(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store came back empty, its end was told first: renewing books it anew, and gives it back."""
+    async with several(valkey_url) as world:
+        await world.decide(0, 2, 1)
+        [one, *_] = world.replicas
+        await world.emptied(0, 0, 3)
+        await world.join(3, 0, 0)
+        renew = one.fleet.renew
+
+        async def late(renewals: Any) -> Any:
+            await one.end(0, "finished")
+            return await renew(renewals)
+
+        monkeypatch.setattr(one.fleet, "renew", late)
+        await one.renew()
+        assert await world._leases() == []
+        monkeypatch.undo()
 
 
 @pytest.mark.long
