@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from warmfleet import blocks, identity, prompt
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
+from warmfleet.fleet import Ask
+from warmfleet.policy import Switch
 from warmfleet.silence import Tries
 from warmfleet.view import MAX_SCHEMES, View
 from warmfleet_worker.wire import WORKER_TTL_SECONDS
@@ -55,6 +57,12 @@ class Shape:
     identity_key: str = ""
     barred: tuple[str, ...] = ()
 
+    def ask(
+        self, reservation: str, policy: str, exclude: tuple[str, ...], prefix_tokens: int, order: tuple[str, ...]
+    ) -> Ask:
+        tokens = (self.prompt_tokens, self.decode_tokens)
+        return Ask(reservation, self.chains, *tokens, policy, exclude, prefix_tokens=prefix_tokens, order=order)
+
     @property
     def prefix(self) -> bytes:
         """What requests with the same beginning have in common: the key of the fallback's hash."""
@@ -65,11 +73,12 @@ class Pool:
     """Everything of one model tag. ``open``: reservations to renew. ``unsettled``: outcomes that Redis
     did not take yet. ``read`` is set once the fleet was read."""
 
-    def __init__(self, tag: str, fleet: Fleet, fallback: Fallback) -> None:
+    def __init__(self, tag: str, fleet: Fleet, fallback: Fallback, policy: str = "cost") -> None:
         self.tag = tag
         self.name = tag.partition("#")[0]
         self.fleet = fleet
         self.fallback = fallback
+        self.policy = Switch(policy)
         self.view = View()
         self.open: dict[str, Renewal] = {}
         self.unsettled: dict[str, Outcome] = {}
