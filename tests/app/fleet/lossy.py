@@ -16,7 +16,7 @@ from warmfleet.fleet import Fleet
 from warmfleet.fleet.reservations import Spans
 from warmfleet.metrics import Metrics
 from warmfleet.pool import Pool, Pools, Shape
-from warmfleet.route import Router, Trip
+from warmfleet.route import Call, Router, Trip
 from warmfleet.settings import Settings
 from warmfleet.upstream import Addresses, Upstream
 
@@ -44,14 +44,14 @@ class Wire(Fleet):
     foretold: dict[str, str]
     foretells = True
 
-    async def decide(self, ask: Ask) -> Decision:
+    async def decide(self, ask: Ask, *, tell: bool = False) -> Decision:
         self.asked[ask.reservation] = ask
         if self.foretells:
             fates, self.fates = self.fates, deque()
             with suppress(NoWorker):
                 self.foretold[ask.reservation], _ = await self.explain(ask)
             self.fates = fates
-        return await super().decide(ask)
+        return await super().decide(ask, tell=tell)
 
     async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
         await asyncio.sleep(0)  # whoever else is there goes first
@@ -78,22 +78,27 @@ class Wire(Fleet):
                 await super().run(name, *args)
 
 
+async def _nothing(_: Any) -> None:
+    """To a client that is not there."""
+
+
 class Replica:
     """One router without HTTP: what it books, settles and renews is its own code."""
 
     def __init__(self, client: aioredis.Redis, model: str, policy: str, late: Late, spans: Spans = SPANS) -> None:
         self.fleet = Wire(client, model, timeouts=PATIENT, spans=spans)
         self.fleet.fates, self.fleet.late, self.fleet.asked, self.fleet.foretold = deque(), late, {}, {}
-        self.metrics, self.pool = Metrics(), Pool(model, self.fleet, Fallback(0.0))
+        self.metrics, self.pool = Metrics(), Pool(model, self.fleet, Fallback(0.0), policy)
         self.pools = Pools([self.pool])
-        self.router = Router(self.pools, Upstream(Addresses((), ()), 1.0), Settings(policy=policy), self.metrics)
+        self.router = Router(self.pools, Upstream(Addresses((), ()), 1.0), Settings(), self.metrics)
         self.trips: list[Trip] = []
 
     async def decide(self, ask: Ask) -> Trip:
         trip = Trip(ask.reservation, self.pool, last=False)
+        call = Call("completions", b"", "", {}, _nothing, order=ask.order)
         shape = Shape(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact")
         try:
-            await self.router._decide(trip, shape, ask.exclude)
+            await self.router._decide(call, trip, shape, ask.exclude)
             self.trips.append(trip)
         except (WarmfleetError, asyncio.CancelledError):
             await self.router._settled(trip)

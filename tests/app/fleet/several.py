@@ -49,7 +49,8 @@ class Several:
         hashes = self.chains[a % 4]
         exclude = (WORKERS[b % 4],) if b % 7 == 0 else ()
         chains = (Chain(SCHEME.scheme_id, 16, hashes),)
-        return Ask(f"wf-0{self.number}", chains, len(hashes) * 2 + 1 + a, 100 + b, self.policy, exclude)
+        order = WORKERS[b % 4 :] + WORKERS[: b % 4]  # of a ring: for the policies that look at one
+        return Ask(f"wf-0{self.number}", chains, len(hashes) * 2 + 1 + a, 100 + b, self.policy, exclude, order=order)
 
     def _fated(self, who: int, *fates: int) -> Replica:
         """The replica, whose next commands will have these fates."""
@@ -79,7 +80,8 @@ class Several:
     async def end_cancelled(self, who: int, a: int, b: int) -> None:
         one = self._fated(who)
         if one.trips:
-            assert await self._lease(await one.end_cancelled(a)) is None, "settled, not left to expire"
+            lease = await self._lease(await one.end_cancelled(a))
+            assert lease is None or lease.stage == Stage.TOMBSTONE, "settled, not left to expire"
 
     async def renew(self, who: int, a: int, b: int) -> None:
         await self._fated(who, b).renew()

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from tests.app.fleet.several import Several
 
 from warmfleet.fleet import connect
+from warmfleet.policy import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-NAMED = ("sticky", "two_state", "prefix_affinity", "chwbl", "session")
-POLICIES = ("cost", *NAMED, "least_loaded", "power_of_two", "round_robin", "random")
 REQUESTS = ["decide"] * 6 + ["start"] * 3 + ["end"] * 4
 REQUESTS += ["end_cancelled", "renew", "renew_meanwhile", "clear", "arrive", "burst"]
 ACTIONS = [*REQUESTS, *["kill", "pass_time", "pass_time", "join", "forget", "collect", "emptied", "save", "failover"]]
