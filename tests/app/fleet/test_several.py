@@ -111,4 +111,4 @@ async def test_a_request_that_ends_while_it_is_renewed(valkey_url: str, monkeypa
 @pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_sum_of_load_is_the_sum_of_open_leases_for_long(request: Any, which: str, policy: str) -> None:
-    explore(request.getfixturevalue(which), (policy,), 400, 30)
+    explore(request.getfixturevalue(which), (policy,), 100, 30)
