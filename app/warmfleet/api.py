@@ -15,8 +15,8 @@ import orjson
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from warmfleet import prompt, status
-from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, TooLarge, Unauthorized, WarmfleetError
+from warmfleet import hints, prompt, status
+from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, Stopping, TooLarge, Unauthorized, WarmfleetError
 from warmfleet.prompt import PATHS, Endpoint
 from warmfleet.route import Call, Router
 
@@ -59,7 +59,7 @@ class Proxy:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, request_id, length = self._read_headers(scope["headers"])
+        headers, request_id, length, told = self._read_headers(scope["headers"])
         tenant = self._router.tenancy.name(scope["headers"])
         call = Call(self._endpoint, b"", request_id, headers, send, tenant)
         self._metrics.in_flight.inc()
@@ -67,14 +67,20 @@ class Proxy:
             if scope["method"] != "POST":
                 await self._refuse(call, MethodNotAllowed("This endpoint takes POST."))
                 return
+            call.hints = hints.read(told, headers.get("X-Session-ID", ""), self._settings.admin_key)
             call.body = await read_body(receive, length, self._settings)
             call.began = time.perf_counter()
             await self._serve(call, receive)
         except _HungUp:
             pass
+        except asyncio.CancelledError:  # by uvicorn, when the time after a stop signal is over
+            if call.started and not call.complete:
+                raise  # part of a plain answer is out
+            if not call.complete:
+                await self._refuse(call, Stopping())
         except WarmfleetError as error:
             await self._refuse(call, error)
-        except Exception:  # whatever it is, the client gets an answer and the log the reason
+        except Exception:  # a bug of ours: uvicorn would answer it with plain text, and log no request id
             logger.exception("request %s failed", request_id)
             await self._refuse(call, WarmfleetError("Something went wrong in the router; its log says what."))
         finally:
@@ -110,9 +116,10 @@ class Proxy:
             watch.remove_done_callback(hung_up)
             watch.cancel()
 
-    def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[str, str], str, int]:
-        """What is passed on, the request id, the announced length."""
+    def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[str, str], str, int, dict[bytes, bytes]]:
+        """What is passed on, the request id, the announced length, what is for the router."""
         headers: dict[str, str] = {}
+        told: dict[bytes, bytes] = {}
         request_id, length = "", 0
         for name, value in raw:
             if name in PASSED_ON:
@@ -121,10 +128,12 @@ class Proxy:
                 request_id = _UNSAFE_ID.sub("", value.decode("latin-1"))[:MAX_REQUEST_ID]
             elif name == b"content-length":
                 length = int(value) if value.isdigit() else 0
+            elif name.startswith(b"x-warmfleet-"):
+                told[name] = value
         if self._settings.worker_api_key:
             headers["Authorization"] = f"Bearer {self._settings.worker_api_key}"
         headers.setdefault("Content-Type", "application/json")
-        return headers, request_id or secrets.token_hex(12), length
+        return headers, request_id or secrets.token_hex(12), length, told
 
     async def _refuse(self, call: Call, error: WarmfleetError) -> None:
         self._metrics.requests.labels(self._endpoint, str(error.status), "none").inc()
@@ -251,7 +260,9 @@ class SmallEndpoints:
         named = isinstance(tenant, str)
         whose = tenant.encode("utf-8", "replace") if named else self._tenancy.name(request.headers.raw)
         asked.salt = self._tenancy.salt(whose, asked.salt)
-        return JSONResponse(await status.explain(await self._pools.find(asked.model), asked, self._settings))
+        told = {name: value for name, value in request.headers.raw if name.startswith(b"x-warmfleet-")}
+        hinted = hints.read(told, request.headers.get("x-session-id", ""), "")
+        return JSONResponse(await status.explain(await self._pools.find(asked.model), asked, hinted, self._settings))
 
     def _operators_only(self, request: HTTPRequest) -> None:
         """Raises Unauthorized."""

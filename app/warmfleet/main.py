@@ -19,14 +19,16 @@ from warmfleet import api, maintenance
 from warmfleet.api import Application, Health, Proxy, SmallEndpoints
 from warmfleet.approval import Templates
 from warmfleet.checks import HealthChecks
+from warmfleet.decisions import DecisionLog
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fallback import Fallback
-from warmfleet.fleet import Fleet, Timeouts, connect
+from warmfleet.fleet import Fleet, Timeouts, Weights, connect
 from warmfleet.guard import guarded
 from warmfleet.identity import Identities
 from warmfleet.maintenance import Reader, supervise
 from warmfleet.memory import MemoryWatch
 from warmfleet.metrics import Metrics
+from warmfleet.policy import policies
 from warmfleet.pool import Pool, Pools
 from warmfleet.probe import Prober
 from warmfleet.prompt import PATHS
@@ -59,11 +61,14 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
     """The ASGI application of one replica; its lifespan runs the background tasks. BadArgument without models."""
     if not settings.models:
         raise BadArgument("WARMFLEET_MODELS is empty: name the models to serve")
+    if strangers := policies(settings.policy).keys() - {"", *settings.models}:
+        raise BadArgument(f"WARMFLEET_POLICY names {min(strangers)!r}, which is not in WARMFLEET_MODELS")
     metrics, health = Metrics(), health or Health()
     pools = Pools([_pool(tag, settings) for tag in settings.models])
     addresses = Addresses(settings.worker_addresses, settings.static_workers)
     upstream = Upstream(addresses, settings.connect_timeout_s, metrics.retries.labels("same").inc)
-    router = Router(pools, upstream, settings, metrics)
+    log = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
+    router = Router(pools, upstream, settings, metrics, log)
     small = SmallEndpoints(router, settings, metrics, health)
 
     @asynccontextmanager
@@ -71,6 +76,8 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
         async with AsyncExitStack() as stack:
             for pool in pools.all:
                 stack.push_async_callback(pool.fleet.close)
+            log.open()
+            stack.callback(log.close)
             await upstream.open()
             stack.push_async_callback(upstream.close)
             executor = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
@@ -143,8 +150,10 @@ def _pool(tag: str, settings: Settings) -> Pool:
         raise BadArgument(str(error)) from error
     except WireError as error:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
-    fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
-    return Pool(tag, fleet, Fallback(settings.redis_retry_s))
+    weights = Weights(min_match_tokens=settings.min_match_tokens)
+    fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s), weights)
+    chosen = policies(settings.policy)
+    return Pool(tag, fleet, Fallback(settings.redis_retry_s), chosen.get(tag) or chosen[""])
 
 
 @asynccontextmanager
@@ -157,6 +166,7 @@ async def _background(
         ("apply", settings.apply_interval_s, partial(maintenance.apply, pools, metrics)),
         ("view", settings.view_interval_s, reader.refresh),
         ("approved", settings.view_interval_s, partial(identities.templates.look, pools)),
+        ("policy", settings.view_interval_s, partial(maintenance.follow, pools)),
         ("truth", settings.view_interval_s, TruthWatch(pools, metrics).look),
         ("probe", settings.view_interval_s, prober.round),
         ("renew", settings.renew_interval_s, partial(maintenance.renew, pools, metrics)),

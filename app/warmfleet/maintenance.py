@@ -235,6 +235,17 @@ async def clear(pools: Pools) -> None:
     await pools.each(one)
 
 
+async def follow(pools: Pools) -> None:
+    """Choose by the policy that the operator named last, from now on."""
+
+    async def one(pool: Pool) -> None:
+        told = await pool.fleet.switched()
+        if pool.policy.follow(told):
+            logger.warning("%s: the policy is %s now, by %s", pool.tag, pool.policy.name, pool.policy.source)
+
+    await pools.each(one)
+
+
 async def apply(pools: Pools, metrics: Metrics) -> None:
     """One round of the write path of every model; any number of replicas may do it at once."""
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from warmfleet import blocks, identity, prompt
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
+from warmfleet.fleet import Ask
+from warmfleet.policy import Switch
 from warmfleet.silence import Tries
 from warmfleet.view import MAX_SCHEMES, View
 from warmfleet_worker.wire import WORKER_TTL_SECONDS
@@ -55,6 +57,12 @@ class Shape:
     identity_key: str = ""
     barred: tuple[str, ...] = ()
 
+    def ask(
+        self, reservation: str, policy: str, exclude: tuple[str, ...], prefix_tokens: int, order: tuple[str, ...]
+    ) -> Ask:
+        tokens = (self.prompt_tokens, self.decode_tokens)
+        return Ask(reservation, self.chains, *tokens, policy, exclude, prefix_tokens=prefix_tokens, order=order)
+
     @property
     def prefix(self) -> bytes:
         """What requests with the same beginning have in common: the key of the fallback's hash."""
@@ -65,11 +73,12 @@ class Pool:
     """Everything of one model tag. ``open``: reservations to renew. ``unsettled``: outcomes that Redis
     did not take yet. ``read`` is set once the fleet was read."""
 
-    def __init__(self, tag: str, fleet: Fleet, fallback: Fallback) -> None:
+    def __init__(self, tag: str, fleet: Fleet, fallback: Fallback, policy: str = "cost") -> None:
         self.tag = tag
         self.name = tag.partition("#")[0]
         self.fleet = fleet
         self.fallback = fallback
+        self.policy = Switch(policy)
         self.view = View()
         self.open: dict[str, Renewal] = {}
         self.unsettled: dict[str, Outcome] = {}
@@ -136,7 +145,7 @@ class Pool:
             shape = await self._known(request, inline_characters)
         except NotReproducible as why:
             shape = await self._in_part(request, why.reason)
-        except Exception as error:  # noqa: BLE001  our mistake must not cost the request
+        except Exception as error:  # noqa: BLE001  a bug in reading it must not cost a request that engines can serve
             shape = self._unknown(request, error)
         return self._booked(shape, request, expected_output)
 
@@ -170,7 +179,7 @@ class Pool:
                 chains = tuple(chain for chain in self._chains(view, request, ids) if chain.hashes)
             except NotReproducible:
                 pass
-            except Exception as error:  # noqa: BLE001  as above
+            except Exception as error:  # noqa: BLE001  a bug of ours, as in shape
                 return self._unknown(request, error)
         return Shape(chains, max(tokens, 1), 0, "prefix" if chains else "load", reason)
 
@@ -269,7 +278,7 @@ class Pools:
         for pool in self.all:
             try:
                 await work(pool)
-            except Exception as error:  # noqa: BLE001  raised below
+            except Exception as error:  # noqa: BLE001  whatever it is, the other models come first; raised below
                 failures.append(error)
         if failures:
             raise failures[0]

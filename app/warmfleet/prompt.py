@@ -55,6 +55,7 @@ class Request:
     engine needs the prompt's text to answer.
 
     prompts: completions only, each a text or token ids. arguments: for the chat template. size_bytes: of the body.
+    cache_key: OpenAI's ``prompt_cache_key``, which names what requests have in common.
     """
 
     endpoint: Endpoint
@@ -72,6 +73,7 @@ class Request:
     arguments: dict[str, Any] = field(default_factory=dict)
     size_bytes: int = 0
     text_only: bool = False
+    cache_key: str = ""
 
     @property
     def path(self) -> str:
@@ -122,6 +124,8 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
         unforeseen=_unforeseen(endpoint, data),
         text_only=any(data.get(name) not in (None, False) for name in TEXT_ONLY),
     )
+    if type(key := data.get("prompt_cache_key")) is str:
+        request.cache_key = key
     if endpoint == "completions":
         request.prompts = [] if request.unforeseen == "embeds" else _prompts(data)
     else:

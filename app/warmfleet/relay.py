@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import orjson
 
-from warmfleet.errors import UpstreamError, UpstreamGone
+from warmfleet.errors import Stopping, UpstreamError, UpstreamGone
 from warmfleet.upstream import upstream_errors
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     import aiohttp
+
+    from warmfleet.errors import WarmfleetError
 
 #: Headers of an engine that reach the client. All others are about the connection, or ours.
 PASSED_BACK = ("Content-Type", "Retry-After", "Cache-Control")
@@ -54,6 +57,10 @@ class Answer:
 
     async def body(self, data: bytes, *, more: bool) -> None:
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def end(self, error: WarmfleetError) -> None:
+        """Say in the stream why it ends here: whatever was cut within an event, empty lines end it, or are nothing."""
+        await self.body(b"\n\ndata: " + orjson.dumps(error.as_dict()) + b"\n\n", more=False)
 
 
 async def relay(answer: Answer, first_byte: FirstByte, complete: Callable[[], None]) -> Literal["finished", "failed"]:
@@ -124,9 +131,14 @@ async def _stream(
         answer.cut_off = True
         if not answer.streams:
             raise  # part of a plain answer is out: closing the connection is all that can still be said
-        # The engine may have died within an event: empty lines end it, or are nothing.
-        await body(b"\n\ndata: " + orjson.dumps(error.as_dict()) + b"\n\n", more=True)
-        good = "failed"
+        complete()
+        await answer.end(error)
+        return "failed"
+    except asyncio.CancelledError:  # the client is gone, and this goes nowhere; or this replica waits no longer
+        if answer.streams:
+            complete()
+            await answer.end(Stopping())
+        raise
     complete()
     await body(b"", more=False)
     return good

@@ -11,17 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet import prompt
 from warmfleet.asking import Asker
+from warmfleet.decisions import DecisionLog, record
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
-from warmfleet.fleet import Ask, Decision, Renewal, new_reservation
+from warmfleet.fleet import Decision, Renewal, new_reservation
 from warmfleet.handoff import NOTHING, REFUSALS, Handoff, Offer, offer
+from warmfleet.hints import NONE, Hints
 from warmfleet.pool import NOT_READ
 from warmfleet.prompt import PATHS
 from warmfleet.relay import Answer, relay
 from warmfleet.tenancy import Tenancy
+from warmfleet.told import answer_headers, explained
 
 if TYPE_CHECKING:
     import aiohttp
 
+    from warmfleet.fleet import Ask
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool, Pools, Shape
@@ -40,7 +44,8 @@ MAX_UNSETTLED = 10_000
 @dataclass(slots=True)
 class Call:
     """One request of a client. headers: what is passed on to the worker. tenant: whose it is, if they are kept apart.
-    ``complete``: its answer is on the way out. ``offer``: its token ids.
+    ``complete``: its answer is on the way out. ``offer``: its token ids. ``order``: where a hash ring would look;
+    ``rings``: the same by policy, for the decision log. ``explained``: what the client asked for of its decision.
     """
 
     endpoint: Endpoint
@@ -53,6 +58,10 @@ class Call:
     started: bool = False
     complete: bool = False
     offer: Offer = NOTHING
+    hints: Hints = NONE
+    order: tuple[str, ...] = ()
+    rings: dict[str, tuple[str, ...]] | None = None
+    explained: bytes = b""
 
 
 @dataclass(slots=True)
@@ -73,8 +82,11 @@ class Trip:
 class Router:
     """Serves calls. One for a replica; holds nothing that another replica needs."""
 
-    def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics, log: DecisionLog | None = None
+    ) -> None:
         self.pools = pools
+        self._log = log or DecisionLog("", 0.0, metrics)
         self.tenancy = Tenancy(settings.tenant_key, settings.tenant_header)
         self._upstream = upstream
         self._settings = settings
@@ -92,6 +104,8 @@ class Router:
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
         shape = await self._asker.better(pool, request, call, shape)
         call.offer = offer(request, shape)
+        call.order = pool.policy.order(pool.view, request, call.hints.session)
+        call.rings = pool.policy.orders(pool.view, request, call.hints.session) if self._log.wants() else None
         exclude = (*shape.barred, *pool.suspects())
         gone: UpstreamGone | None = None
         deaths = 0
@@ -99,7 +113,7 @@ class Router:
             reservation = new_reservation(shape.prompts, exact=shape.kind == "exact")
             trip = Trip(reservation, pool, last=attempt == TRIES)
             try:
-                decision = await self._decide(trip, shape, exclude)  # 4
+                decision = await self._decide(call, trip, shape, exclude)  # 4
                 await self._forward(call, trip, decision)  # 5
                 return  # noqa: TRY300  the road goes straight down; an else would hide it
             except UpstreamGone as error:
@@ -124,23 +138,15 @@ class Router:
             finally:
                 await self._settled(trip)  # 6: shielded, so it also ends when the client is gone
 
-    async def _decide(self, trip: Trip, shape: Shape, exclude: tuple[str, ...]) -> Decision:
+    async def _decide(self, call: Call, trip: Trip, shape: Shape, exclude: tuple[str, ...]) -> Decision:
         pool = trip.pool
         if not pool.fallback.asks_redis:
             return self._without_redis(trip, shape, exclude, "open")
         started = time.perf_counter()
         trip.booked = True  # as far as anyone knows, from here on
+        ask = shape.ask(trip.reservation, pool.policy.name, exclude, call.hints.prefix_tokens, call.order)
         try:
-            decision = await pool.fleet.decide(
-                Ask(
-                    trip.reservation,
-                    shape.chains,
-                    shape.prompt_tokens,
-                    shape.decode_tokens,
-                    self._settings.policy,
-                    exclude,
-                )
-            )
+            decision = await pool.fleet.decide(ask, tell=call.rings is not None or call.hints.explain)
         except NoWorker:
             trip.booked = False
             if len(exclude) > len(shape.barred):
@@ -163,7 +169,17 @@ class Router:
         trip.tells_start = shape.prompts == 1 or decision.approximate
         self._metrics.prompt_tokens.inc(decision.prompt_tokens)
         self._metrics.matched_tokens.inc(decision.matched_tokens)
+        self._metrics.decisions.labels(ask.policy, decision.why).inc()
+        if decision.seen is not None:
+            self._told(call, pool, ask, decision)
         return decision
+
+    def _told(self, call: Call, pool: Pool, ask: Ask, decision: Decision) -> None:
+        """What the choice saw, for whom it was asked: the log, the client."""
+        if call.rings is not None:
+            self._log.note(record(pool.tag, ask, pool.fleet.weights, decision, call.rings))
+        if call.hints.explain:
+            call.explained = explained(ask, pool.fleet.weights, decision)
 
     def _without_redis(self, trip: Trip, shape: Shape, exclude: tuple[str, ...], reason: str) -> Decision:
         pool = trip.pool
@@ -204,7 +220,7 @@ class Router:
         try:
             if upstream.status in (502, 503) and not trip.last and len(pool.view.workers) > 1:
                 raise UpstreamGone(f"The worker answered {upstream.status}.", refused=True)
-            told = _answer_headers(call, decision, trip.word, self._settings.answer_headers)
+            told = answer_headers(call, decision, trip.word, self._settings.answer_headers)
             answer = Answer(upstream, call.send, told, self._settings.buffer_max_bytes)
 
             def first_byte(*, streams: bool) -> None:
@@ -281,15 +297,3 @@ class Router:
         """Return when every reservation is settled, or could not be."""
         while self._settling:
             await asyncio.wait(set(self._settling))
-
-
-def _answer_headers(call: Call, decision: Decision, word: str, which: str) -> Mapping[bytes, bytes]:
-    request_id = {b"x-request-id": call.request_id.encode()}
-    if which == "request_id":
-        return request_id
-    return request_id | {
-        b"x-warmfleet-worker": decision.worker_id.encode(),
-        b"x-warmfleet-matched-tokens": b"%d" % decision.matched_tokens,
-        b"x-warmfleet-prompt-tokens": b"%d" % decision.prompt_tokens,
-        b"x-warmfleet-reservation": word.encode(),
-    }

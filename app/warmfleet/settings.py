@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from warmfleet.errors import BadArgument
+from warmfleet.policy import policies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +48,14 @@ class Settings:
     models: tuple[str, ...] = _setting((), "model tags to serve, `name` or `name#pool`; required")
     host: str = _setting("127.0.0.1", "address to listen on; not open to the network unless asked")
     port: int = _setting(8080, "port to listen on")
-    policy: str = _setting("cost", "`cost`, `least_loaded` or `round_robin`")
+    policy: str = _setting(
+        "cost", 'how to choose (`lua/README.md`, "Policies"); for single models: `cost,modelA=sticky`'
+    )
+    min_match_tokens: int = _setting(0, "what a worker holds beyond all others counts for the choice from there on")
+    decision_log: str = _setting(
+        "", "file for a sample of decisions, to be replayed; one for each replica; empty = none"
+    )
+    decision_sample: float = _setting(0.01, "share of the decisions that goes there")
     static_workers: tuple[str, ...] = _setting((), "URLs of engines without the plugin, served as approximate workers")
     worker_api_key: str = _setting("", "sent to workers in place of the client's Authorization")
     admin_key: str = _setting(
@@ -121,8 +129,12 @@ class Settings:
         if "static_workers" in values:
             values["static_workers"] = tuple(map(engine_url, values["static_workers"]))
         settings = cls(**values)
-        if settings.policy not in ("cost", "least_loaded", "round_robin"):
-            raise BadArgument(f"{PREFIX}POLICY={settings.policy!r}: known are cost, least_loaded, round_robin")
+        try:
+            policies(settings.policy)
+        except BadArgument as error:
+            raise BadArgument(f"{PREFIX}POLICY={settings.policy!r}: {error}") from error
+        if settings.decision_sample > 1:
+            raise BadArgument(f"{PREFIX}DECISION_SAMPLE={settings.decision_sample} is a share: 0 to 1")
         if settings.answer_headers not in ("all", "request_id"):
             raise BadArgument(f"{PREFIX}ANSWER_HEADERS={settings.answer_headers!r}: known are all, request_id")
         if 0 < len(settings.tenant_key) < MIN_SECRET:

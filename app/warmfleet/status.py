@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Ask, Memory, Truth, WorkerTruth, WorkerView
+from warmfleet.fleet import Memory, Truth, WorkerTruth, WorkerView
 
 if TYPE_CHECKING:
+    from warmfleet.hints import Hints
     from warmfleet.pool import Pool, Pools
     from warmfleet.prompt import Request
     from warmfleet.settings import Settings
@@ -38,6 +39,8 @@ async def workers(pool: Pool) -> dict[str, Any]:
     return {
         "model": pool.tag,
         "fresh": fresh,
+        "policy": pool.policy.name,
+        "policy_by": pool.policy.source,
         "identity": known.kind if known else "text" if pool.view.text else "none",
         "template": known.template if known else "none",
         "tokenizer": known.tokenizer if known else "none",
@@ -71,21 +74,23 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
     }
 
 
-async def explain(pool: Pool, request: Request, settings: Settings) -> dict[str, Any]:
+async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:
     """Where ``request`` would go now and what every worker would cost. Books nothing. Raises as ``Fleet.explain``."""
     shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)
-    ask = Ask("explain", shape.chains, shape.prompt_tokens, shape.decode_tokens, settings.policy, shape.barred)
-    chosen, candidates = await pool.fleet.explain(ask)
+    order = pool.policy.order(pool.view, request, hints.session)
+    ask = shape.ask("explain", pool.policy.name, shape.barred, hints.prefix_tokens, order)
+    chosen, why, seen = await pool.fleet.consider(ask)
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in shape.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}
     rows = []
-    for candidate in candidates:
+    for candidate in seen.candidates:
         size = of_worker.get(candidate.worker_id, 0)
         blocks = candidate.matched_tokens // size if size else 0
         rows.append(asdict(candidate) | {"matched_blocks": blocks, "chosen": candidate.worker_id == chosen})
     return {
         "model": pool.tag,
-        "policy": settings.policy,
+        "policy": pool.policy.name,
+        "why": why,
         "identity": shape.kind,
         "reason": shape.reason,
         "prompt_tokens": shape.prompt_tokens,

@@ -12,7 +12,7 @@ from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_plans import WORKLOADS, engine
 from tests.bench.virtual_store import private_server
 
-from warmfleet_loadtest.compare import MODEL, StackPlan, stack
+from warmfleet_loadtest.fleets import MODEL, Setup, ours, running
 from warmfleet_loadtest.replay import Target, replay, summary
 from warmfleet_loadtest.trace import generate
 
@@ -24,8 +24,8 @@ def test_both_clocks_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Needs a quiet machine: over HTTP the engines sleep, but routers, store and client compute."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     trace, speed = generate(300), 6.0
-    with stack(StackPlan("cost", engines=8, replicas=2)) as urls:
-        replies, client = uvloop.run(replay(trace, Target(urls, MODEL, speed)))
+    with running(ours("cost", "2")[0], Setup(mode="step", step_time="trace", haproxy=False)) as up:
+        replies, client = uvloop.run(replay(trace, Target(up.urls, MODEL, speed)))
     real = summary(replies, speed)
     config = engine(WORKLOADS["conversation"].costs, 1_953)
     with private_server() as url:

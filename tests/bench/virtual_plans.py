@@ -39,10 +39,8 @@ class Workload:
 
 
 WORKLOADS = {
-    "conversation": Workload(traces.CONVERSATION, PRESETS["trace"], 1_953, 6.0, 0.126),
-    "agents": Workload(
-        "sweagent_cost_2_1.jsonl.xz", replace(PRESETS["trace"], prefill_token_s=1.2e-3), 1_024, 4.0, 0.0
-    ),
+    "conversation": Workload(traces.NAMES["conversation"], PRESETS["trace"], 1_953, 6.0, 0.126),
+    "agents": Workload(traces.NAMES["agents"], replace(PRESETS["trace"], prefill_token_s=1.2e-3), 1_024, 4.0, 0.0),
     "generated": Workload("", PRESETS["trace"], 1_024, 4.0, 0.111),
 }
 

@@ -38,7 +38,7 @@ def render(answer: dict[str, Any]) -> str:
     parts = []
     for model in answer["models"]:
         title = f"{model['model']}  (prompts identified: {model['identity']}, tokenizer: {model['tokenizer']}, "
-        title += f"chat template: {model['template']})"
+        title += f"chat template: {model['template']}, policy: {model['policy']} by {model['policy_by']})"
         if not model["fresh"]:
             title += "  the store does not answer: this is the last reading"
         else:

@@ -21,7 +21,7 @@ Outcome = Literal["started", "finished", "failed", "cancelled"]
 REAP_AT_ONCE = 512
 RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
 
-BOOK, DRY = 0, 1  # modes of lua/decide.lua
+BOOK, DRY, TELL = 0, 1, 2  # modes of lua/decide.lua
 NO_QUEUE = ("", 0, 0, "", 0, 0)  # tenant, priority, max_engine_wait_s, replica, queue_max, deadline_ms
 
 
@@ -63,6 +63,10 @@ class Ask:
     prefix_tokens: int = 0
     order: tuple[str, ...] = ()
 
+    @property
+    def tie_seed(self) -> int:
+        return self.seed or zlib.crc32(self.reservation.encode())
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -86,6 +90,29 @@ class Decision:
     approximate: bool
     prefill_tokens: int
     decode_tokens: int
+    why: str = ""
+    seen: Seen | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """All that a choice saw besides its ``Ask``: median_tps, block_tokens, turn; ``rows`` as lua/decide.lua tells them.
+
+    A row: worker_id, matched_tokens, speculative_tokens, load row, cost_s.
+    """
+
+    context: tuple[int, int, int]
+    rows: list[Any]
+
+    @classmethod
+    def of(cls, answer: list[Any]) -> Seen:
+        """From an answer of ``decide``, after its ``why``."""
+        median, block_tokens, turn = answer[0]
+        return cls((int(median), int(block_tokens), int(turn)), answer[1:])
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        return [_candidate(*row) for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +185,16 @@ class Reservations(ScriptClient):
         self.weights = weights or Weights()
         self.spans = spans or Spans()
 
-    async def decide(self, ask: Ask) -> Decision:
+    async def decide(self, ask: Ask, *, tell: bool = False) -> Decision:
         """Choose a worker and book the request there. The same reservation id again gets the same answer.
 
+        tell: with all that the choice saw, unless the answer was known.
         Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
         """
-        answer = await self.run("decide", *self._ask_args(ask))
-        outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, _why = answer
+        answer = await self.run("decide", *self._ask_args(ask, TELL if tell else BOOK))
+        outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = answer[
+            :13
+        ]
         worker_id = worker.decode()
         approximate = bool(flags & Flag.APPROXIMATE)
         return Decision(
@@ -182,12 +212,19 @@ class Reservations(ScriptClient):
             approximate=approximate,
             prefill_tokens=prefill,
             decode_tokens=decode,
+            why=why.decode(),
+            seen=Seen.of(answer[13:]) if len(answer) > 13 else None,
         )
 
-    async def explain(self, ask: Ask) -> tuple[str, list[Candidate]]:
-        """What ``decide`` would choose now, and every worker it would weigh. Books nothing. Errors as ``decide``."""
+    async def consider(self, ask: Ask) -> tuple[str, str, Seen]:
+        """What ``decide`` would choose now, why, and what it would see. Books nothing. Errors as ``decide``."""
         answer = await self.run("decide", *self._ask_args(ask, DRY))
-        return answer[1].decode(), [_candidate(*row) for row in answer[4:]]
+        return answer[1].decode(), answer[2].decode(), Seen.of(answer[3:])
+
+    async def explain(self, ask: Ask) -> tuple[str, list[Candidate]]:
+        """What ``decide`` would choose now, and every worker it would weigh."""
+        worker_id, _, seen = await self.consider(ask)
+        return worker_id, seen.candidates
 
     async def settle(self, reservation: str, outcome: Outcome) -> str:
         """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. Safe to repeat."""
@@ -227,7 +264,7 @@ class Reservations(ScriptClient):
             weights.max_probes,
             mode,
             ",".join(ask.exclude),
-            ask.seed or zlib.crc32(ask.reservation.encode()),
+            ask.tie_seed,
             weights.lambda_,
             weights.kappa,
             weights.pressure_price,
