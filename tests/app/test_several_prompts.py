@@ -45,8 +45,8 @@ async def test_the_first_byte_speaks_for_one_prompt(
     seen: list[str] = []
     decide, settle = Fleet.decide, Fleet.settle
 
-    async def decides(self: Fleet, ask: Ask) -> Decision:
-        return replace(await decide(self, ask), approximate=approximate)
+    async def decides(self: Fleet, ask: Ask, *, tell: bool) -> Decision:
+        return replace(await decide(self, ask, tell=tell), approximate=approximate)
 
     async def settles(self: Fleet, reservation: str, outcome: Outcome) -> str:
         if reservation.startswith("wf-"):  # not a reap
