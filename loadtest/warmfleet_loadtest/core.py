@@ -102,14 +102,18 @@ class EngineCore:
                     del self._sinks[output.request]
 
     def load(self) -> Load:
-        """For the publisher's thread: copies of the lists are single C calls."""
-        scheduler = self.scheduler
-        running, waiting = scheduler.running.copy(), scheduler.waiting.copy()
-        prefill = decode = 0
-        for request in (*running, *waiting):
-            if reservation_of(request.request_id) is None:
-                if request.computed < request.prompt_tokens:
-                    prefill += request.prompt_tokens - request.computed
-                else:
-                    decode += request.tokens
-        return Load(len(running), len(waiting), prefill, decode, self._meter.speed_tps)
+        """For the publisher's thread."""
+        return load_of(self.scheduler, self._meter.speed_tps)
+
+
+def load_of(scheduler: Scheduler, speed_tps: int) -> Load:
+    """What the fleet is told of an engine's work. Copies of the lists are single C calls: any thread may ask."""
+    running, waiting = scheduler.running.copy(), scheduler.waiting.copy()
+    prefill = decode = 0
+    for request in (*running, *waiting):
+        if reservation_of(request.request_id) is None:
+            if request.computed < request.prompt_tokens:
+                prefill += request.prompt_tokens - request.computed
+            else:
+                decode += request.tokens
+    return Load(len(running), len(waiting), prefill, decode, speed_tps)
