@@ -205,7 +205,7 @@ class SmallEndpoints:
 
     async def metrics(self, request: HTTPRequest) -> Response:
         self._operators_only(request)
-        self._metrics.view_age_seconds.set(max(pool.view_age_s for pool in self._pools.all))
+        status.gauges(self._pools, self._metrics)
         return Response(self._metrics.render(), headers={"content-type": self._metrics.content_type})
 
     async def workers(self, request: HTTPRequest) -> Response:

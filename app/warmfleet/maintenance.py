@@ -188,8 +188,8 @@ class Reader:
     def _count_workers(self) -> None:
         states: Counter[str] = Counter()
         for pool in self._pools.all:
-            states.update(w.proof if w.routable else "unroutable" for w in pool.view.workers)
-        for state in ("proven", "identity", "approximate", "unroutable"):
+            states.update(w.proof if w.routable or w.proof == "warming" else "unroutable" for w in pool.view.workers)
+        for state in ("proven", "identity", "approximate", "warming", "unroutable"):
             self._metrics.workers.labels(state).set(states[state])
         self._metrics.unreadable_records.set(sum(pool.fleet.records.unreadable for pool in self._pools.all))
 

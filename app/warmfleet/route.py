@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from warmfleet import prompt
+from warmfleet import prompt, tail
 from warmfleet.asking import Asker
 from warmfleet.decisions import DecisionLog, record
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
@@ -144,7 +144,7 @@ class Router:
             return self._without_redis(trip, shape, exclude, "open")
         started = time.perf_counter()
         trip.booked = True  # as far as anyone knows, from here on
-        ask = shape.ask(trip.reservation, pool.policy.name, exclude, call.hints.prefix_tokens, call.order)
+        ask = shape.ask(trip.reservation, pool, exclude, call.hints.prefix_tokens, call.order)
         try:
             decision = await pool.fleet.decide(ask, tell=call.rings is not None or call.hints.explain)
         except NoWorker:
@@ -225,7 +225,8 @@ class Router:
 
             def first_byte(*, streams: bool) -> None:
                 call.started = True
-                self._metrics.first_byte_seconds.observe(time.perf_counter() - call.began)
+                waited_s, good = time.perf_counter() - call.began, answer.status < 400
+                tail.noted(pool, self._metrics, waited_s, streamed=streams and good)
                 self._metrics.requests.labels(call.endpoint, str(answer.status), trip.word).inc()
                 if streams and trip.tells_start and trip.reservation in pool.open:
                     trip.first_byte = self._spawn(self._started(trip))

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Memory, Truth, WorkerTruth, WorkerView
+from warmfleet.tail import SHOWN
 
 if TYPE_CHECKING:
     from warmfleet.hints import Hints
+    from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool, Pools
     from warmfleet.prompt import Request
     from warmfleet.settings import Settings
@@ -25,6 +27,15 @@ def models(pools: Pools) -> list[dict[str, Any]]:
         {"id": name, "object": "model", "created": 0, "owned_by": "warmfleet", "root": pool.name}
         for name, pool in names.items()
     ]
+
+
+def gauges(pools: Pools, metrics: Metrics) -> None:
+    """What /metrics says of now: how old the readings are, every model's tail."""
+    metrics.view_age_seconds.set(max(pool.view_age_s for pool in pools.all))
+    for pool in pools.all:
+        for share in SHOWN:
+            metrics.ttft_seconds.labels(pool.tag, str(share)).set(pool.tail.quantile(share))
+        metrics.objective_seconds.labels(pool.tag).set(pool.tail.in_force_s)
 
 
 async def workers(pool: Pool) -> dict[str, Any]:
@@ -44,6 +55,7 @@ async def workers(pool: Pool) -> dict[str, Any]:
         "identity": known.kind if known else "text" if pool.view.text else "none",
         "template": known.template if known else "none",
         "tokenizer": known.tokenizer if known else "none",
+        "ttft": pool.tail.figures(),
         "index": {
             "entries": truth.entries,
             "retired_slots": truth.retired_slots,
@@ -78,7 +90,7 @@ async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings
     """Where ``request`` would go now and what every worker would cost. Books nothing. Raises as ``Fleet.explain``."""
     shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)
     order = pool.policy.order(pool.view, request, hints.session)
-    ask = shape.ask("explain", pool.policy.name, shape.barred, hints.prefix_tokens, order)
+    ask = shape.ask("explain", pool, shape.barred, hints.prefix_tokens, order)
     chosen, why, seen = await pool.fleet.consider(ask)
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in shape.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}

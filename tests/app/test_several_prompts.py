@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.app.engine import engine
@@ -45,8 +45,8 @@ async def test_the_first_byte_speaks_for_one_prompt(
     seen: list[str] = []
     decide, settle = Fleet.decide, Fleet.settle
 
-    async def decides(self: Fleet, ask: Ask, **more: Any) -> Decision:
-        return replace(await decide(self, ask, **more), approximate=approximate)
+    async def decides(self: Fleet, ask: Ask, *, tell: bool) -> Decision:
+        return replace(await decide(self, ask, tell=tell), approximate=approximate)
 
     async def settles(self: Fleet, reservation: str, outcome: Outcome) -> str:
         if reservation.startswith("wf-"):  # not a reap

@@ -51,6 +51,7 @@ class Ask:
 
     ``seed`` breaks ties; 0 takes one from the reservation id. ``exclude``: worker ids not to choose.
     ``prefix_tokens``: of a match no more is useful (0: all of it). ``order``: where a hash ring would look.
+    ``objective_s``: a time to first token that is enough (0: none).
     """
 
     reservation: str
@@ -62,6 +63,7 @@ class Ask:
     seed: int = 0
     prefix_tokens: int = 0
     order: tuple[str, ...] = ()
+    objective_s: float = 0.0
 
     @property
     def tie_seed(self) -> int:
@@ -148,7 +150,7 @@ class Renewal:
 class Weights:
     """Of the cost rule in lua/decide.lua. lambda_, kappa, pressure_price: factors; max_probes: calls per decision.
 
-    A match under min_match_tokens counts for nothing; a time to first token of objective_s is enough (0: none).
+    A match under min_match_tokens counts for nothing.
     """
 
     lambda_: float = 2.0  # of an uncached token while no worker is idle: then it delays somebody else too
@@ -157,7 +159,6 @@ class Weights:
     decode_s_per_token: float = 1e-7
     max_probes: int = 64
     min_match_tokens: int = 0
-    objective_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +273,7 @@ class Reservations(ScriptClient):
             ask.prefix_tokens,
             weights.min_match_tokens,
             ",".join(ask.order),
-            weights.objective_s,
+            ask.objective_s,
             *NO_QUEUE,
         ]
         for chain in ask.chains:
