@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from warmfleet import hints, prompt, status
+from warmfleet.body import HungUp, Receive, read_body
 from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, Stopping, TooLarge, Unauthorized, WarmfleetError
 from warmfleet.prompt import PATHS, Endpoint
 from warmfleet.route import Call, Router
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.api")
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_REQUEST_ID = 64
@@ -71,7 +71,7 @@ class Proxy:
             call.body = await read_body(receive, length, self._settings)
             call.began = time.perf_counter()
             await self._serve(call, receive)
-        except _HungUp:
+        except HungUp:
             pass
         except asyncio.CancelledError:  # by uvicorn, when the time after a stop signal is over
             if call.started and not call.complete:
@@ -109,7 +109,7 @@ class Proxy:
                 raise
             while me.uncancel():
                 pass
-            raise _HungUp from None
+            raise HungUp from None
         finally:
             for timer in again:
                 timer.cancel()
@@ -141,34 +141,6 @@ class Proxy:
             raise error
         call.complete = True
         await _send_error(call, error)
-
-
-class _HungUp(Exception):  # noqa: N818  not an error: the client is gone
-    pass
-
-
-async def read_body(receive: Receive, length: int, settings: Settings) -> bytes:
-    """A request's whole body. length: announced bytes, 0 if unknown. Raises TooLarge, BadRequest if it takes too
-    long, _HungUp."""
-    limit = settings.body_max_bytes
-    if length > limit:
-        raise TooLarge(f"The body has {length} bytes; {limit} are allowed.")
-    pieces, size = [], 0
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise _HungUp
-                piece = message.get("body", b"")
-                size += len(piece)
-                if size > limit:
-                    raise TooLarge(f"The body has more than {limit} bytes.")
-                pieces.append(piece)
-                if not message.get("more_body", False):
-                    return b"".join(pieces)
-    except TimeoutError as error:
-        raise BadRequest(f"The body was not complete after {settings.body_timeout_s} s.") from error
 
 
 async def _send_error(call: Call, error: WarmfleetError) -> None:
@@ -247,7 +219,7 @@ class SmallEndpoints:
         length = request.headers.get("content-length", "")
         try:
             body = await read_body(request.receive, int(length) if length.isdigit() else 0, self._settings)
-        except _HungUp:
+        except HungUp:
             return Response()  # to nobody
         data = prompt.decoded(body)
         tenant = data.pop("tenant", None)

@@ -80,9 +80,8 @@ class Reader:
         self._hashers: dict[int, Hasher] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
-        self._unreadable: set[str] = (
-            set()
-        )  # keys of what is there, but no identity: whoever else brought one goes first
+        #: Keys of what is there, but no identity: whoever else brought one goes first.
+        self._unreadable: set[str] = set()
 
     async def refresh(self) -> None:
         """One reading of every model's workers. Raises FleetUnavailable if one could not be read."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from tests.lua.world import READY, SCHEME, World
 
 from warmfleet.errors import BadArgument, NoWorker
-from warmfleet.fleet import RENEW_AT_ONCE, Flag, LoadRow, Renewal
+from warmfleet.fleet import RENEW_AT_ONCE, Flag, LoadRow, Renewal, Stage
 
 RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
 
@@ -43,6 +44,27 @@ async def test_what_redis_lost_is_booked_anew(world: World) -> None:
     row = await world.row(1)
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
     assert await world.leases() == {}
+
+
+async def test_a_first_token_that_redis_lost_is_told_again(world: World) -> None:
+    """Only the expiry of the other one moves; a worker that joined anew since owes nothing."""
+    await world.workers(1)
+    asks = [world.ask(world.chain(10), decode_tokens=300) for _ in range(3)]
+    for ask in asks:
+        await world.fleet.decide(ask)
+    renewals = [Renewal(ask.reservation, "w1.0", 0, 300, started=True) for ask in asks]
+    assert await world.fleet.renew([renewals[0], replace(renewals[1], started=False)]) == (2, 0, 0)
+    row, leases = await world.row(1), await world.leases()
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (2 * 161, 300, 3)
+    lease = leases[asks[0].reservation]
+    assert (lease.stage, lease.prefill_tokens, lease.prompt_tokens) == (Stage.STARTED, 0, 161)
+    await world.change(1, epoch=2, prefill_tokens=0, decode_tokens=0, in_flight=0)
+    assert await world.fleet.renew(renewals) == (3, 0, 0)
+    row = await world.row(1)
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
+    for ask in asks:
+        await world.fleet.settle(ask.reservation, "failed")
+    assert (await world.leases(), await world.speculation()) == ({}, {})
 
 
 async def test_what_has_ended_is_not_renewed(world: World) -> None:
