@@ -83,6 +83,7 @@ async def join(stack: Stack) -> None:
     seen = await watch
     assert [one.reply.error for one in traffic.sent if one.reply.error] == []
     there = [one for one in traffic.sent if one.reply.worker == f"{JOINED}.0"]
+    assert there, "it gets requests"
     begin = min(one.at_s for one in there)
     first = [one for one in traffic.sent if begin <= one.at_s < begin + FIRST_S]
     got = sum(one.reply.worker == f"{JOINED}.0" for one in first)
