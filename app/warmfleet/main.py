@@ -21,7 +21,7 @@ from warmfleet.approval import Templates
 from warmfleet.checks import HealthChecks
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fallback import Fallback
-from warmfleet.fleet import Fleet, Timeouts, connect
+from warmfleet.fleet import Fleet, QueueLimits, Timeouts, connect
 from warmfleet.guard import guarded
 from warmfleet.identity import Identities
 from warmfleet.maintenance import Reader, supervise
@@ -144,6 +144,7 @@ def _pool(tag: str, settings: Settings) -> Pool:
     except WireError as error:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
+    fleet.limits = QueueLimits(settings.max_engine_wait_s, settings.queue_max)
     return Pool(tag, fleet, Fallback(settings.redis_retry_s))
 
 

@@ -1,4 +1,5 @@
-"""Names of all metrics of a router, in one place. Labels are bounded: no model, worker, user or request in them."""
+"""Names of all metrics of a router, in one place. Labels are bounded: no worker, user or request in them, no model
+but those of the settings."""
 
 from __future__ import annotations
 
@@ -41,6 +42,9 @@ class Metrics:
         self.stream_errors = self._counter("stream_errors", "Answers cut off after their first byte")
         self.given_up = self._counter("given_up", "Waits for a worker that fell silent, ended here")
         self.health_checks = self._counter("health_checks", "Servers asked while heartbeats tell nothing", "result")
+        self.queued = self._gauge("queued", "Requests that wait here for a worker with room", "model")
+        self.queue_seconds = self._histogram("queue_seconds", "Waits for a worker with room, whatever came of them")
+        self.queue_rejected = self._counter("queue_rejected", "Requests refused by the queue, by reason", "reason")
         self.in_flight = self._gauge("in_flight", "Requests being served")
         self.task_failures = self._counter("task_failures", "Background rounds that failed", "task")
         self.applied_blocks = self._counter("applied_blocks", "Block events that this replica applied")

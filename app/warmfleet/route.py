@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from warmfleet import prompt
 from warmfleet.asking import Asker
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
-from warmfleet.fleet import Ask, Decision, Renewal, new_reservation
+from warmfleet.fleet import Ask, Decision, Place, Queued, Renewal, new_reservation
 from warmfleet.handoff import NOTHING, REFUSALS, Handoff, Offer, offer
 from warmfleet.pool import NOT_READ
 from warmfleet.prompt import PATHS
-from warmfleet.relay import Answer, relay
+from warmfleet.relay import Answer, answer_headers, relay
 from warmfleet.tenancy import Tenancy
+from warmfleet.waiting import Waiting
 
 if TYPE_CHECKING:
     import aiohttp
@@ -40,6 +43,7 @@ MAX_UNSETTLED = 10_000
 @dataclass(slots=True)
 class Call:
     """One request of a client. headers: what is passed on to the worker. tenant: whose it is, if they are kept apart.
+    ``flow``: whose turn it takes in the queue. patience_s: longest wait there, by the client; priority: likewise.
     ``complete``: its answer is on the way out. ``offer``: its token ids.
     """
 
@@ -49,6 +53,9 @@ class Call:
     headers: dict[str, str]
     send: Send
     tenant: bytes = b""
+    flow: bytes = b""
+    patience_s: float = math.inf
+    priority: int = 0
     began: float = 0.0  # perf_counter
     started: bool = False
     complete: bool = False
@@ -64,6 +71,7 @@ class Trip:
     last: bool
     decision: Decision | None = None
     booked: bool = False
+    ticket: bool = False  # it may have one in the queue
     outcome: Outcome = "cancelled"  # until something better is known
     tells_start: bool = True  # by its first streamed byte; of several prompts only the engine knows
     word: str = "fallback"  # what the client is told of the reservation
@@ -82,11 +90,13 @@ class Router:
         self._asker = Asker(upstream, settings, metrics)
         self._handoff = Handoff(metrics, enabled=settings.token_handoff)
         self._settling: set[asyncio.Task[None]] = set()
+        self._waiting = Waiting(settings, metrics)
 
     async def serve(self, call: Call) -> None:
         """Answer ``call``. Raises WarmfleetError while nothing has been sent, and nothing afterwards."""
         settings = self._settings
         request = prompt.parse(call.endpoint, call.body, settings.allowed_fields)  # 1
+        call.priority = prompt.priority(request) if settings.queue_priority else 0
         call.body = self.tenancy.apply(request, call.body, call.tenant)
         pool = await self.pools.find(request.model)
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
@@ -99,7 +109,9 @@ class Router:
             reservation = new_reservation(shape.prompts, exact=shape.kind == "exact")
             trip = Trip(reservation, pool, last=attempt == TRIES)
             try:
-                decision = await self._decide(trip, shape, exclude)  # 4
+                decision = await self._waiting.in_turn(
+                    call, trip, partial(self._decide, call, trip, shape, exclude)
+                )  # 4
                 await self._forward(call, trip, decision)  # 5
                 return  # noqa: TRY300  the road goes straight down; an else would hide it
             except UpstreamGone as error:
@@ -124,23 +136,17 @@ class Router:
             finally:
                 await self._settled(trip)  # 6: shielded, so it also ends when the client is gone
 
-    async def _decide(self, trip: Trip, shape: Shape, exclude: tuple[str, ...]) -> Decision:
+    async def _decide(self, call: Call, trip: Trip, shape: Shape, exclude: tuple[str, ...]) -> Decision | Queued:
         pool = trip.pool
         if not pool.fallback.asks_redis:
             return self._without_redis(trip, shape, exclude, "open")
         started = time.perf_counter()
-        trip.booked = True  # as far as anyone knows, from here on
+        place = Place(call.flow, call.priority, round(1_000 * (started - call.began)))
+        trip.booked = trip.ticket = True  # as far as anyone knows, from here on
         try:
-            decision = await pool.fleet.decide(
-                Ask(
-                    trip.reservation,
-                    shape.chains,
-                    shape.prompt_tokens,
-                    shape.decode_tokens,
-                    self._settings.policy,
-                    exclude,
-                )
-            )
+            sizes = shape.prompt_tokens, shape.decode_tokens
+            ask = Ask(trip.reservation, shape.chains, *sizes, self._settings.policy, exclude)
+            decision = await pool.fleet.decide_in_turn(ask, place)
         except NoWorker:
             trip.booked = False
             if len(exclude) > len(shape.barred):
@@ -155,6 +161,10 @@ class Router:
         finally:
             self._metrics.decide_seconds.observe(time.perf_counter() - started)
         pool.fallback.succeeded()
+        if isinstance(decision, Queued):
+            trip.booked = False
+            return decision
+        trip.ticket = False
         pool.open[trip.reservation] = Renewal(
             trip.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens
         )
@@ -204,7 +214,7 @@ class Router:
         try:
             if upstream.status in (502, 503) and not trip.last and len(pool.view.workers) > 1:
                 raise UpstreamGone(f"The worker answered {upstream.status}.", refused=True)
-            told = _answer_headers(call, decision, trip.word, self._settings.answer_headers)
+            told = answer_headers(call, decision, trip.word, self._settings.answer_headers)
             answer = Answer(upstream, call.send, told, self._settings.buffer_max_bytes)
 
             def first_byte(*, streams: bool) -> None:
@@ -261,6 +271,8 @@ class Router:
         pool.tries.end(trip.reservation)
         if trip.decision is not None:
             pool.fallback.give(trip.decision.worker_id)
+        if trip.ticket and pool.fleet.limits.max_engine_wait_s:
+            self._waiting.leave(pool, trip.reservation)
         if not trip.booked:
             return
         if trip.first_byte is not None:
@@ -271,6 +283,7 @@ class Router:
     async def _tell(self, pool: Pool, reservation: str, outcome: Outcome) -> None:
         try:
             await pool.fleet.settle(reservation, outcome)
+            self._waiting.hurry(pool)
         except WarmfleetError as error:
             self._metrics.settle_failures.inc()
             if outcome != "started" and len(pool.unsettled) < MAX_UNSETTLED:
@@ -281,15 +294,4 @@ class Router:
         """Return when every reservation is settled, or could not be."""
         while self._settling:
             await asyncio.wait(set(self._settling))
-
-
-def _answer_headers(call: Call, decision: Decision, word: str, which: str) -> Mapping[bytes, bytes]:
-    request_id = {b"x-request-id": call.request_id.encode()}
-    if which == "request_id":
-        return request_id
-    return request_id | {
-        b"x-warmfleet-worker": decision.worker_id.encode(),
-        b"x-warmfleet-matched-tokens": b"%d" % decision.matched_tokens,
-        b"x-warmfleet-prompt-tokens": b"%d" % decision.prompt_tokens,
-        b"x-warmfleet-reservation": word.encode(),
-    }
+        await self._waiting.drained()
