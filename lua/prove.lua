@@ -1,28 +1,30 @@
 --[[
 prove: the result of a probe, written to the worker's record and to its row.
 
-Guarantee: counts only for the incarnation that was probed: another nonce changes nothing.
+Guarantee: counts only for the incarnation that was probed: another nonce changes nothing. Of two probes at a time a
+failure does not undo a success: it counts only while nothing else was recorded since the worker was looked up.
 proven: its URL answers and its blocks may be matched. identity: routable, by load only. url, pending: not routable.
 A suspicion (apply's) ends with any result. `tries` counts results in a row that settled nothing: a failure, or a
 suspicion that proved wrong; whoever probes waits the longer, the more there are.
 
 KEYS: workers load counts
 ARGV: worker_id, nonce, proof (pending, proven, identity, url), cause (a word for counters, or empty), reason (a line
-      for people)
-Returns: OK, DOWNGRADED (it was proven, now it is not) or STALE
+      for people), probed (ms, as the record had it when the probe began, 0 if none; empty: counts in any case)
+Returns: OK, DOWNGRADED (it was proven, now it is not) or STALE (not recorded)
 Cost: O(1)
 --]]
 local workers_key, load_key, counts_key = KEYS[1], KEYS[2], KEYS[3]
-local worker_id, nonce, proof, cause, reason = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local worker_id, nonce, proof, cause, reason, probed = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 
 local URL, PROVEN = 2, 4
 local FLAGS = { pending = 0, proven = URL + PROVEN, identity = URL, url = 0 }
 
-if not FLAGS[proof] or not reason then return redis.error_reply("BAD_ARGUMENT unknown proof " .. proof) end
+if not FLAGS[proof] or not probed then return redis.error_reply("BAD_ARGUMENT unknown proof " .. proof) end
 local packed, row = redis.call("HGET", workers_key, worker_id), redis.call("HGET", load_key, worker_id)
 if not packed or not row then return "STALE" end
 local record = cjson.decode(packed)
 if record.nonce ~= nonce then return "STALE" end
+if proof ~= "proven" and probed ~= "" and (record.probed or 0) ~= tonumber(probed) then return "STALE" end
 
 local time = redis.call("TIME")
 local downgraded = record.proof == "proven" and proof ~= "proven"

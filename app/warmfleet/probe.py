@@ -16,7 +16,7 @@ from warmfleet import brought
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Flag, WorkerView
 from warmfleet.maintenance import stop
-from warmfleet.selftest import Result, SelfTest, current
+from warmfleet.selftest import Result, SelfTest
 from warmfleet_worker.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ logger = logging.getLogger("warmfleet.probe")
 
 AT_ONCE = 8  # probes of one replica: at most as many tiny requests, and as many of Redis's connections
 BACKOFF_S = 5.0, 60.0  # after a failure, doubled
+SOON_S = 1.0  # after a first probe that learned nothing: until it is proven a worker is routed by load only
 SUSPECTED_S = 5.0, 600.0  # after a result, before a suspicion is looked into; doubled while suspicions prove wrong
 IDENTITY_WAIT_S = 5.0  # a join waits so long for a tokenizer that loads; then its scheme alone is tested
 SPREAD = 1.2  # of the interval between replicas: mostly one of them comes first
@@ -109,8 +110,8 @@ class Prober:
         except WarmfleetError as error:
             logger.info("probe of %s: %s", worker.worker_id, error)
         finally:
-            wait = self._next.get(name, (0.0, BACKOFF_S[0]))[1]
-            again = BACKOFF_S[0] if proven else min(2 * wait, BACKOFF_S[1])
+            wait = self._next.get(name, (0.0, SOON_S))[1]
+            again = BACKOFF_S[0] if proven else min(max(2 * wait, BACKOFF_S[0]), BACKOFF_S[1])
             self._next[name] = time.monotonic() + wait, again
             del self._running[name]
 
@@ -135,18 +136,18 @@ class Prober:
         return result
 
     async def _tell(self, pool: Pool, worker: WorkerView, result: Result) -> None:
-        if result.proof != "proven":
-            now = await current(pool, worker)
-            meanwhile = now is not None and now.record.get("probed") != worker.record.get("probed")
-            if meanwhile and now is not None and now.proof == "proven":
-                return  # by another replica: its success says more than our failure
-        same = result.proof == worker.proof and result.cause == (worker.record.get("cause") or "")
-        level = logging.DEBUG if same else logging.INFO if result.proof in ("proven", "") else logging.WARNING
-        logger.log(level, "worker %s at %s: %s %s", worker.worker_id, worker.url, result.proof, result.reason)
-        if not result.proof:
+        """A failure counts for nothing if another replica's result came first."""
+        nonce, cause, told = str(worker.record.get("nonce")), result.cause, ""
+        if result.proof:
+            probed_ms = int(worker.record.get("probed") or 0)
+            told = await pool.fleet.prove(worker.worker_id, nonce, result.proof, result.reason, cause, probed_ms)
+        if told == "STALE":
             return
-        nonce, cause = str(worker.record.get("nonce")), result.cause
-        if await pool.fleet.prove(worker.worker_id, nonce, result.proof, result.reason, cause) == "DOWNGRADED":
+        same = result.proof == worker.proof and cause == (worker.record.get("cause") or "")
+        harmless = result.proof in ("proven", "") or cause == "untested"
+        level = logging.DEBUG if same else logging.INFO if harmless else logging.WARNING
+        logger.log(level, "worker %s at %s: %s %s", worker.worker_id, worker.url, result.proof, result.reason)
+        if told == "DOWNGRADED":
             self._metrics.downgrades.labels(cause).inc()
 
 

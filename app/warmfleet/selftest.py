@@ -185,7 +185,7 @@ class SelfTest:
         if _incomplete(pool, fresh) or fresh.load.slot != worker.load.slot:  # a snapshot tells only what it still holds
             return Result("", "untested", "its index is being sent anew: its blocks cannot be tested")
         if missing is None:
-            return Result("", "untested", "another replica tests it, too, or Redis lost what was told")
+            return Result("", "untested", "Redis lost what was told")
         beat = fresh.heartbeat_age_s
         if not told and (beat is None or beat > time.monotonic() - answered_at - BEAT_S):
             return Result("", "silent", "its stream tells nothing of a probe: it is behind, or another engine answers")

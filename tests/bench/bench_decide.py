@@ -122,7 +122,7 @@ class Bench:
         name = f"wf-{self.serial:022d}"
         prompt = len(chain) // 8 * BLOCK_TOKENS + 5
         ask = Ask(name, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300)
-        return name, self.call("decide", *self.reservations._ask_args(ask, dry=False))
+        return name, self.call("decide", *self.reservations._ask_args(ask))
 
     def call(self, script: str, *args: Any) -> list[Any]:
         keys = [getattr(self.keys, key) for key in SCRIPT_KEYS[script]]

@@ -77,7 +77,7 @@ class Load:
         """All words of a decision but its reservation, made beforehand: what is late here would count as Redis'."""
         prompt = len(chain) * 2 + 5
         ask = Ask("?", (Chain(SCHEME.scheme_id, 16, chain),), prompt, prompt + 300, seed=self.rng.randrange(1, 2**31))
-        return self._words("decide", self.fleet._ask_args(ask, dry=False))
+        return self._words("decide", self.fleet._ask_args(ask))
 
     def _decide(self, due: float) -> None:
         words, self.asked = self.rng.choice(self.asks), self.asked + 1

@@ -46,14 +46,17 @@ async def test_a_stream_touches_only_its_own_slot(core: Core, store: aioredis.Re
 async def test_what_a_probe_awaits_is_noted_though_it_is_evicted_next(core: Core, fleet: Fleet) -> None:
     await fleet.await_blocks("s.0", "wf-a", [block(9)])
     await fleet.await_blocks("s.0", "wf-b", [block(1), block(2), block(3)])
-    assert await fleet.awaited("s.0", "wf-a", [block(9)]) is None, "the later probe counts"
     await core.send("removed", blocks(3))
-    await core.send("stored", blocks(7, 1, 2))
-    await core.send("removed", blocks(1, 2))
+    await core.send("stored", blocks(7, 9, 1, 2))
+    await core.send("removed", blocks(9, 1, 2))
     await core.applied()
     assert await fleet.awaited("s.0", "wf-b", [block(1), block(2), block(3)]) == [False, False, True]
     assert await core.holds() == held(7)
-    await fleet.await_no_blocks("s.0", "wf-b", [block(1), block(2), block(3)])
+    assert await fleet.awaited("s.0", "wf-a", [block(9)]) == [False], "two probes do not disturb each other"
+    assert await fleet.awaited("s.0", "wf-c", [block(9)]) is None, "Redis lost it"
+    assert 0 < await fleet.redis.ttl(fleet.keys.probe("s.0")) <= 120
+    for probe in ("wf-a", "wf-b"):
+        await fleet.await_no_blocks("s.0", probe, [block(1), block(2), block(3)])
     assert not await fleet.redis.exists(fleet.keys.probe("s.0"))
 
 

@@ -8,19 +8,21 @@ from pathlib import Path
 import pytest
 
 from warmfleet.fleet import SCRIPT_KEYS
-from warmfleet.fleet.client import script_source
+from warmfleet.fleet.client import INCLUDE, script_source
 from warmfleet_worker.wire import SINGLE_KEYS
 
 LUA = Path(__file__).parents[2] / "lua"
-NAMES = sorted(path.stem for path in LUA.glob("*.lua"))
+FILES = {path.stem: path.read_text() for path in LUA.glob("*.lua")}
+PARTS = {part for text in FILES.values() for part in INCLUDE.findall(text)}
+NAMES = sorted(FILES.keys() - PARTS)
 FIELDS = ("Guarantee", "KEYS", "ARGV", "Returns", "Cost")
 
 
 def parts(name: str) -> tuple[str, str]:
-    """Header and body (comments removed) of a script."""
-    source = (LUA / f"{name}.lua").read_text()
-    header, _, body = source.partition("--]]")
+    """Header and body (its parts included, comments removed) of a script."""
+    header, _, body = script_source(name).partition("--]]")
     assert header.startswith(f"--[[\n{name}: "), "the header names its script"
+    body = re.sub(r"--\[\[.*?--\]\]", "", body, flags=re.DOTALL)
     return header, re.sub(r"--[^\n]*", "", body)
 
 
@@ -47,7 +49,20 @@ def arguments(text: str) -> list[str]:
 def test_every_script_is_known_to_python() -> None:
     assert sorted(SCRIPT_KEYS) == NAMES
     for name in NAMES:
-        assert script_source(name) == (LUA / f"{name}.lua").read_text()
+        text = script_source(name)
+        assert not INCLUDE.search(text)
+        assert INCLUDE.search(FILES[name]) or text == FILES[name]
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_a_part_is_a_function_on_its_own(name: str) -> None:
+    """What it needs it is given: no KEYS, no locals of the script; it is small, and says what it is."""
+    text = FILES[name]
+    assert text.startswith(f"--[[\n{name}: ")
+    assert "\nreturn function(" in text
+    assert "KEYS[" not in text
+    assert text.count("\n") <= 150
+    assert FILES[name.partition("_")[0]].count("\n") <= 150
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -95,7 +110,7 @@ def test_data_dependent_keys_are_in_the_header(name: str) -> None:
 
 
 def test_code_that_three_scripts_share_is_the_same_text() -> None:
-    """Scripts have no includes: what they repeat must not drift."""
+    """What scripts repeat must not drift."""
     row = re.compile(r'">I4i4i4i4I4I2I4I4I4I4I4I4I4"')
     lease = re.compile(r'">I4I4I4I4I4I4BB"')
     for name in ("apply", "settle", "decide", "renew"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any, cast
@@ -171,6 +172,18 @@ async def test_a_stale_proof_changes_nothing(world: World) -> None:
     assert await world.row(1) == before
     with pytest.raises(BadArgument):
         await world.fleet.prove("w1.0", "n1", "maybe", "")
+
+
+async def test_of_two_probes_a_failure_does_not_undo_a_success(world: World) -> None:
+    await world.workers(1)
+    assert await world.fleet.prove("w1.0", "n1", "identity", "", "untested", probed_ms=0) == "OK"
+    probed = (await _record(world))["probed"]
+    await asyncio.sleep(0.002)  # results are told apart by the millisecond
+    assert await world.fleet.prove("w1.0", "n1", "proven", "", "", probed_ms=0) == "OK"
+    for seen in (0, probed):
+        assert await world.fleet.prove("w1.0", "n1", "identity", "", "untested", probed_ms=seen) == "STALE"
+    now = (await _record(world))["probed"]
+    assert await world.fleet.prove("w1.0", "n1", "identity", "", "text", probed_ms=now) == "DOWNGRADED"
 
 
 async def test_a_result_ends_a_suspicion_and_results_that_settle_nothing_are_counted(world: World) -> None:

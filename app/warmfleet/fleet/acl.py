@@ -27,7 +27,7 @@ SCRIPT_COMMANDS = tuple(_SCRIPTS.split())
 #: What a router calls itself. No EVAL: a script is loaded once and then named by its digest.
 ROUTER_COMMANDS = (
     *("ping", "select", "info", "time", "evalsha", "script|load"),
-    *("get", "hget", "hgetall", "hvals", "sadd", "scard", "smismember", "srem", "unlink", "zcount", "zrange"),
+    *("expire", "get", "hget", "hgetall", "hvals", "sadd", "scard", "smismember", "srem", "unlink", "zcount", "zrange"),
 )
 #: What a worker calls whatever the key. AUTH and HELLO are always allowed.
 WORKER_COMMANDS = ("ping", "select")

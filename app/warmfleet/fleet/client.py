@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -95,10 +96,17 @@ def connect(url: str, tag: str = "", *, timeout_s: float = 0.25, max_connections
     return aioredis.Redis.from_url(url, **options)
 
 
+INCLUDE = re.compile(r'\binclude "(\w+)"')
+
+
 @cache
 def script_source(name: str) -> str:
-    """The text of ``lua/<name>.lua``."""
-    return (files("warmfleet") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    """The text of ``lua/<name>.lua``; each ``include "<part>"`` in it becomes that part as a function that is called.
+
+    Redis has no ``require``; as bodies of functions the parts keep their locals (Lua: 200 in each) to themselves.
+    """
+    text = (files("warmfleet") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    return INCLUDE.sub(lambda part: f"(function()\n{script_source(part[1])}\nend)()", text)
 
 
 @contextmanager

@@ -21,6 +21,9 @@ Outcome = Literal["started", "finished", "failed", "cancelled"]
 REAP_AT_ONCE = 512
 RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
 
+BOOK, DRY = 0, 1  # modes of lua/decide.lua
+NO_QUEUE = ("", 0, 0, "", 0, 0)  # tenant, priority, max_engine_wait_s, replica, queue_max, deadline_ms
+
 
 #: First character of a reservation's random part, for scripts. An engine tells of each prompt's prefill by itself; of
 #: several prompts each may give back only its share of what was booked. Only what was foreseen exactly is compared.
@@ -47,6 +50,7 @@ class Ask:
     """One request, as ``decide`` needs it. decode_tokens: resident context while it decodes (prompt + answer).
 
     ``seed`` breaks ties; 0 takes one from the reservation id. ``exclude``: worker ids not to choose.
+    ``prefix_tokens``: of a match no more is useful (0: all of it). ``order``: where a hash ring would look.
     """
 
     reservation: str
@@ -56,6 +60,8 @@ class Ask:
     policy: str = "cost"
     exclude: tuple[str, ...] = ()
     seed: int = 0
+    prefix_tokens: int = 0
+    order: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +119,18 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of the cost rule in lua/decide.lua. lambda_, kappa, pressure_price: factors; max_probes: calls per decision."""
+    """Of the cost rule in lua/decide.lua. lambda_, kappa, pressure_price: factors; max_probes: calls per decision.
+
+    A match under min_match_tokens counts for nothing; a time to first token of objective_s is enough (0: none).
+    """
 
     lambda_: float = 2.0  # of an uncached token while no worker is idle: then it delays somebody else too
     kappa: float = 1.25  # least that keeps one new prefix on at most two workers: tests/lua/test_decide_policy.py
     pressure_price: float = 1.0
     decode_s_per_token: float = 1e-7
     max_probes: int = 64
+    min_match_tokens: int = 0
+    objective_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +163,8 @@ class Reservations(ScriptClient):
 
         Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
         """
-        answer = await self.run("decide", *self._ask_args(ask, dry=False))
-        outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags = answer
+        answer = await self.run("decide", *self._ask_args(ask))
+        outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, _why = answer
         worker_id = worker.decode()
         approximate = bool(flags & Flag.APPROXIMATE)
         return Decision(
@@ -175,8 +186,8 @@ class Reservations(ScriptClient):
 
     async def explain(self, ask: Ask) -> tuple[str, list[Candidate]]:
         """What ``decide`` would choose now, and every worker it would weigh. Books nothing. Errors as ``decide``."""
-        answer = await self.run("decide", *self._ask_args(ask, dry=True))
-        return answer[1].decode(), [_candidate(*row) for row in answer[2:]]
+        answer = await self.run("decide", *self._ask_args(ask, DRY))
+        return answer[1].decode(), [_candidate(*row) for row in answer[4:]]
 
     async def settle(self, reservation: str, outcome: Outcome) -> str:
         """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. Safe to repeat."""
@@ -201,7 +212,7 @@ class Reservations(ScriptClient):
         renewed, rebuilt, refused = await self.run("renew", *args)
         return renewed, rebuilt, refused
 
-    def _ask_args(self, ask: Ask, dry: bool) -> list[Any]:
+    def _ask_args(self, ask: Ask, mode: int = BOOK) -> list[Any]:
         if not ask.reservation:
             raise BadArgument("a reservation needs an id")
         weights, spans = self.weights, self.spans
@@ -214,13 +225,18 @@ class Reservations(ScriptClient):
             spans.lease_ms,
             spans.worker_ttl_ms,
             weights.max_probes,
-            int(dry),
+            mode,
             ",".join(ask.exclude),
             ask.seed or zlib.crc32(ask.reservation.encode()),
             weights.lambda_,
             weights.kappa,
             weights.pressure_price,
             weights.decode_s_per_token,
+            ask.prefix_tokens,
+            weights.min_match_tokens,
+            ",".join(ask.order),
+            weights.objective_s,
+            *NO_QUEUE,
         ]
         for chain in ask.chains:
             args += (chain.scheme_id, chain.block_tokens, chain.hashes)

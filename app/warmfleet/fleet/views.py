@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
 HOLDS_AT_ONCE = 512
+PROBE_EXPIRES_S = 120  # a probe lasts 40 s at most
 
 Proved = Literal["OK", "DOWNGRADED", "STALE"]
 
@@ -140,13 +141,14 @@ class Views(ScriptClient):
     async def await_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
         """From now on it is noted which of these blocks this worker's stream names, evicted since or not.
 
-        Of two probes of one worker the later counts. ``await_no_blocks`` ends it. Raises FleetUnavailable.
+        Two probes of one worker do not disturb each other: their prompts are random, so their blocks differ.
+        ``await_no_blocks`` ends it; what a replica that died left behind expires. Raises FleetUnavailable.
         """
         key = self.keys.probe(worker_id)
         with redis_errors():
             async with self.redis.pipeline(transaction=False) as pipe:
-                pipe.unlink(key)  # what a replica that died left behind
                 pipe.sadd(key, probe, *hashes)
+                pipe.expire(key, PROBE_EXPIRES_S)
                 await pipe.execute()
 
     async def awaited(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> list[bool] | None:
@@ -167,9 +169,16 @@ class Views(ScriptClient):
             packed = await cast("Awaitable[bytes | None]", self.redis.hget(self.keys.lease, reservation))
         return packed is not None and Lease.unpack(packed).stage >= Stage.STARTED
 
-    async def prove(self, worker_id: str, nonce: str, proof: str, reason: str, cause: str = "") -> Proved:
-        """Record the result of a probe. cause: a word for counters. STALE: the worker joined anew (another nonce)."""
-        answer = await self.run("prove", worker_id, nonce, proof, cause, reason)
+    async def prove(
+        self, worker_id: str, nonce: str, proof: str, reason: str, cause: str = "", probed_ms: int | None = None
+    ) -> Proved:
+        """Record the result of a probe. cause: a word for counters.
+
+        probed_ms: the record's ``probed`` as it was read before the probe, 0 if it had none; None: it does not matter.
+        STALE: the worker joined anew (another nonce), or it is a failure and another result came first.
+        """
+        seen = "" if probed_ms is None else probed_ms
+        answer = await self.run("prove", worker_id, nonce, proof, cause, reason, seen)
         return cast("Proved", answer.decode())
 
     async def register(self, worker_id: str, record: dict[str, Any], capacity_checkpoints: int, healthy: bool) -> int:

@@ -1,0 +1,139 @@
+--[[
+decide_match: the matched tokens of every candidate, into the state that decide_rows made.
+
+Guarantee: only reads. Blocks that are confirmed (b:), then blocks that open reservations will make (x: at checkpoints,
+the chains of leases, c:, between them), then tokens. Exact while a worker's set is prefix-closed; at most max_probes
+calls for confirmed blocks and 8 times that for chains, then lower bounds and flagged = 1. Returns an error or nil.
+Adds to the state, by candidate: matched (tokens), speculated (blocks: its match is still being made), confirmed
+(blocks), counted (reservations count at block 1 there), node and replace (where this chain leaves one being made
+there, whether its maker is to be replaced); chain_of: scheme -> place in ARGV; block: tokens of the largest blocks.
+--]]
+local call, unpack_from, sub, floor = redis.call, struct.unpack, string.sub, math.floor
+local max, min, format = math.max, math.min, string.format
+local checkpoints = include "decide_checkpoints"
+
+return function(s, prefix, prompt, max_probes, first_chain)
+  local rows, by_scheme, b, x = s.rows, s.by_scheme, prefix .. "b:", prefix .. "x:"
+  local flagged, largest, probes, confirmed, speculated, matched, chain_of = 0, 1, max_probes, {}, {}, {}, {}
+  local counted, node, replace, hops = {}, {}, {}, 8 * max_probes -- who counts at block 1; the others: follow
+
+  -- so nobody's run ends between two sets of one size. Every open interval is halved once a round, the widest first.
+  local function ends_of(hashes, n, holders)
+    local low, low_size, high, high_size, ends, last, k = { 1 }, { holders }, { n + 1 }, { 0 }, {}, 1, 1
+    while k <= last do
+      local l, h, ls, hs = low[k], high[k], low_size[k], high_size[k]
+      if ls ~= hs and (h - l == 1 or probes <= 0) then
+        ends[#ends + 1], flagged = l, h - l > 1 and 1 or flagged
+      elseif ls ~= hs then
+        local middle = k == 1 and n or floor((l + h) / 2) -- a prompt that was seen whole is common
+        local size = call("SCARD", b .. sub(hashes, middle * 8 - 7, middle * 8))
+        probes = probes - 1
+        if size ~= hs then
+          last = last + 1
+          low[last], low_size[last], high[last], high_size[last] = middle, size, h, hs
+        end
+        if size ~= ls then
+          last = last + 1
+          low[last], low_size[last], high[last], high_size[last] = l, ls, middle, size
+        end
+      end
+      k = k + 1
+    end
+    table.sort(ends, function(p, q) return p > q end)
+    ends[#ends + 1] = 1 -- a slot with holes (a shadow that fills) can hide an end: what is left has block 1 at least
+    return ends
+  end
+
+  -- Give each of `wanted` workers the first of `blocks` that it holds: its depth.
+  local function deepest(blocks, wanted, by_slot, holders_of)
+    local depth = {}
+    for k = 1, #blocks do
+      local holders = holders_of(blocks[k])
+      for m = 1, #holders do
+        local i = by_slot[tonumber(holders[m])]
+        if i and not depth[i] then depth[i], wanted = blocks[k], wanted - 1 end
+      end
+      if wanted <= 0 then break end
+    end
+    return depth
+  end
+
+  -- Two chains part between checkpoints: where, tells the chain (c:) of the lease that made the checkpoint, or the
+  -- trail that the mirror of an approximate worker keeps; who parted there counts at the next block, so its chain is
+  -- found too. A hash stands for all before it, so one of them tells whether two chains are still one. Starts at
+  -- `block`, asks for blocks beyond `depth` only. Returns the last block that is known or being made, whether it is
+  -- being made (not yet in the mirror), the node where a longer chain belongs, and whether its maker is to be replaced.
+  local function follow(hashes, block, depth, slot)
+    local n, whole, making, parted, takes, field = #hashes / 8, depth, false, nil, false, format("%d", slot)
+    while hops > 0 do
+      hops = hops - 1
+      local makes, maker, trail = unpack(call("HMGET", x .. sub(hashes, block * 8 - 7, block * 8), field, field .. "+",
+        field .. "="))
+      if not makes then break end
+      local chain = maker and prefix .. "c:" .. field .. ":" .. maker
+      local length, kept = chain and call("STRLEN", chain) / 8 or 0, trail and block + #trail / 8 or 0
+      local last, low = max(length, kept), max(block, min(whole, n))
+      local high = min(last, n)
+      local function same(at)
+        hops = hops - 1
+        local theirs = at <= kept and trail and sub(trail, (at - block) * 8 - 7, (at - block) * 8)
+          or call("GETRANGE", chain, at * 8 - 8, at * 8 - 1)
+        return theirs == sub(hashes, at * 8 - 7, at * 8)
+      end
+      if low < high and not same(low + 1) then high = low end
+      while low < high and hops > 0 do
+        local middle = floor((low + high + 1) / 2)
+        if same(middle) then low = middle else high = middle - 1 end
+      end
+      if low > whole then whole, making = low, low > kept end
+      -- A chain that ended here is lengthened where it begins, one that goes another way is left at the next block.
+      parted, takes = whole >= last and block or whole + 1, whole >= last or maker and length == 0
+      if whole >= n or whole < block then break end
+      block = whole + 1
+    end
+    if parted and parted > n then parted = nil end
+    flagged = hops <= 0 and 1 or flagged
+    return whole, making, parted, takes
+  end
+
+  for c = first_chain, #ARGV, 3 do
+    local scheme, size, hashes = tonumber(ARGV[c]), tonumber(ARGV[c + 1]), ARGV[c + 2] or "-"
+    if not scheme or not size or size < 1 or #hashes % 8 ~= 0 or #hashes > 65536 then
+      return redis.error_reply("BAD_ARGUMENT decide: malformed chain")
+    end
+    local by_slot, n, first, depth, lowest = by_scheme[scheme], #hashes / 8, sub(hashes, 1, 8), {}, nil
+    largest = max(largest, size)
+    if by_slot and n > 0 then
+      chain_of[scheme] = c
+      local holders, makers, wanted = call("SCARD", b .. first), call("HKEYS", x .. first), 0
+      if holders > 0 then
+        depth = deepest(ends_of(hashes, n, holders), holders, by_slot, function(block)
+          if block == 1 then return call("SMEMBERS", b .. first) end
+          return call("SINTER", b .. first, b .. sub(hashes, block * 8 - 7, block * 8))
+        end)
+      end
+      for k = 1, #makers do
+        local i = by_slot[tonumber(makers[k])]
+        if i then lowest, counted[i], wanted = min(lowest or n, depth[i] or 0), true, wanted + 1 end
+      end
+      if lowest then
+        local blocks, below = checkpoints(n, lowest)
+        blocks[#blocks + 1] = below > 0 and below or nil
+        local made = deepest(blocks, wanted, by_slot, function(block)
+          return block == 1 and makers or call("HKEYS", x .. sub(hashes, block * 8 - 7, block * 8))
+        end)
+        for i, block in pairs(made) do
+          local own, slot = depth[i] or 0, unpack_from(">I4", rows[i], 17)
+          local whole, making, parted, takes = follow(hashes, block, own, slot)
+          node[i], replace[i] = parted, takes
+          if whole > own then matched[i], speculated[i] = min(whole * size, prompt), making and whole or nil end
+        end
+      end
+      for i, block in pairs(depth) do
+        confirmed[i], matched[i] = block, max(matched[i] or 0, min(block * size, prompt))
+      end
+    end
+  end
+  s.flagged, s.block, s.matched, s.speculated, s.confirmed = flagged, largest, matched, speculated, confirmed
+  s.chain_of, s.counted, s.node, s.replace = chain_of, counted, node, replace
+end

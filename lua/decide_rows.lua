@@ -1,0 +1,38 @@
+--[[
+decide_rows: the workers that a decision may choose among, and what their load rows say.
+
+Guarantee: pure. Takes every load row, the ids of the workers that are alive (nil: all), the fleet's median speed
+(tokens/s; none is held for slower than 1/8 or faster than 8 times that) and decode_s_per_token. Returns tables by
+candidate: rows, wait (tokens ahead), base_s (seconds until its turn), speed (tokens/s), fill (share of its cache);
+for all: count, least_wait, total_fill; usable: flags -> "match" or "load"; by_scheme: scheme -> slot -> candidate.
+--]]
+local unpack_from, sub, band = struct.unpack, string.sub, bit.band
+
+return function(all, alive, median, decode_s)
+  local slowest, fastest, count, least_wait, total_fill = median / 8, median * 8, 0, math.huge, 0
+  local rows, wait, base_s, speed, fill, by_scheme, usable = {}, {}, {}, {}, {}, {}, {}
+  for k = 1, #all do
+    local prefill, decode, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity =
+      unpack_from(">i4i4xxxxI4I2I4I4I4I4I4I4", all[k], 5)
+    -- SERVER and URL, not DRAINING, not HOSTILE; its blocks may be matched if PROVEN or APPROXIMATE
+    local use = usable[flags]
+    if not use then
+      use = band(flags, 139) ~= 3 and "no" or band(flags, 20) ~= 0 and "match" or "load"
+      usable[flags] = use
+    end
+    if use ~= "no" and #all[k] > 50 and (not alive or alive[sub(all[k], 51)]) then
+      if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
+      local ahead, share = prefill + foreign, capacity > 0 and blocks / capacity or 0
+      count, total_fill = count + 1, total_fill + share
+      if ahead < least_wait then least_wait = ahead end
+      rows[count], wait[count], speed[count], fill[count] = all[k], ahead, tps, share
+      base_s[count] = ahead / tps + decode_s * (decode + foreign_decode)
+      if use == "match" then
+        local by_slot = by_scheme[scheme] or {}
+        by_scheme[scheme], by_slot[slot] = by_slot, count
+      end
+    end
+  end
+  return { rows = rows, wait = wait, base_s = base_s, speed = speed, fill = fill, by_scheme = by_scheme, count = count,
+    usable = usable, least_wait = least_wait, total_fill = total_fill, median = median }
+end
