@@ -9,7 +9,8 @@ who does not renew it loses it. An empty queue leaves nothing but marks of displ
 Takes the key `queue` and the time in us; returns functions. Keys: queue (lexical: flow, arrival, id), under its name
 :tickets (id -> tokens, flow, arrival, who cannot serve it; empty: displaced), :leases (id -> expiry ms), :flows
 (arrival of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets), :served
-(flow -> as in flows, of those that do not wait and are ahead of their class), :clock (class -> where it stands; tokens).
+(flow -> as in flows, of those that do not wait and are ahead of their class), :clock (class -> where it stands; and
+the tokens of all tickets).
 --]]
 local call, sub, format, unpack_from = redis.call, string.sub, string.format, struct.unpack
 local LEASE_MS, CLASS, LENGTH, FLOW, ARRIVAL, HEAD, PIECE = 1000, 2 ^ 44, 2 ^ 20, 9, 16, 29, 8

@@ -22,7 +22,7 @@ REAP_AT_ONCE = 512
 RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
 
 BOOK, DRY = 0, 1  # modes of lua/decide.lua
-NO_QUEUE = ("", 0, 0, "", 0, 0)  # tenant, priority, max_engine_wait_s, replica, queue_max, deadline_ms
+NO_QUEUE = ("", 0, 0, "", 0, 0)  # tenant, priority, max_engine_wait_s (none), block_sizes, queue_max, waited_ms
 
 
 #: First character of a reservation's random part, for scripts. An engine tells of each prompt's prefill by itself; of
@@ -163,7 +163,9 @@ class Reservations(ScriptClient):
 
         Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
         """
-        answer = await self.run("decide", *self._ask_args(ask))
+        return self._decision(ask, await self.run("decide", *self._ask_args(ask)))
+
+    def _decision(self, ask: Ask, answer: list[Any]) -> Decision:
         outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, _why = answer
         worker_id = worker.decode()
         approximate = bool(flags & Flag.APPROXIMATE)
@@ -212,7 +214,7 @@ class Reservations(ScriptClient):
         renewed, rebuilt, refused = await self.run("renew", *args)
         return renewed, rebuilt, refused
 
-    def _ask_args(self, ask: Ask, mode: int = BOOK) -> list[Any]:
+    def _ask_args(self, ask: Ask, mode: int = BOOK, queue: tuple[Any, ...] = NO_QUEUE) -> list[Any]:
         if not ask.reservation:
             raise BadArgument("a reservation needs an id")
         weights, spans = self.weights, self.spans
@@ -236,7 +238,7 @@ class Reservations(ScriptClient):
             weights.min_match_tokens,
             ",".join(ask.order),
             weights.objective_s,
-            *NO_QUEUE,
+            *queue,
         ]
         for chain in ask.chains:
             args += (chain.scheme_id, chain.block_tokens, chain.hashes)
