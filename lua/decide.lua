@@ -20,7 +20,7 @@ ARGV: prefix, id, policy, prompt_tokens, decode_tokens, lease_ms, ttl_ms, max_pr
       prefix_tokens (useful at most; 0: all), min_match_tokens (useful at least), order (ids joined by commas: where a
       hash ring would look, first to last), objective_s (time to first token that is enough; 0: none), tenant (8
       bytes), priority (0 first, 15 last), max_engine_wait_s (0: no queue), block_sizes (scheme=tokens joined by
-      commas), queue_max (tickets), waited_ms (so far),
+      commas), queue_max (tickets), waited_ms (so far), ticket_ms,
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens, flags, why}, in mode 2 then what DRY tells after why;
@@ -38,9 +38,9 @@ local exclude, seed, lambda, kappa = ARGV[10], tonumber(ARGV[11]), tonumber(ARGV
 local pressure_price, decode_s, prefix_tokens = tonumber(ARGV[14]), tonumber(ARGV[15]), tonumber(ARGV[16])
 local min_match, order, objective_s, tenant = tonumber(ARGV[17]), ARGV[18], tonumber(ARGV[19]), ARGV[20]
 local priority, max_engine_wait_s, block_sizes = tonumber(ARGV[21]), tonumber(ARGV[22]), ARGV[23]
-local queue_max, waited_ms, FIRST_CHAIN = tonumber(ARGV[24]), tonumber(ARGV[25]), 26
+local queue_max, waited_ms, ticket_ms = tonumber(ARGV[24]), tonumber(ARGV[25]), tonumber(ARGV[26])
 
-local LEASE, TOMBSTONE, APPROXIMATE = ">I4I4I4I4I4I4BB", 3, 16
+local LEASE, TOMBSTONE, APPROXIMATE, FIRST_CHAIN = ">I4I4I4I4I4I4BB", 3, 16, 27
 local POLICIES = { cost = 1, least_loaded = 1, round_robin = 1, random = 1, power_of_two = 1, session = 1, sticky = 1,
   two_state = 1, prefix_affinity = 1, chwbl = 1 }
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
@@ -48,11 +48,11 @@ local max, min, format = math.max, math.min, string.format
 
 if id == "" or not POLICIES[policy] or not (prompt and decode_tokens and lease_ms and ttl_ms and max_probes and mode
     and seed and lambda and kappa and pressure_price and decode_s and prefix_tokens and min_match and objective_s
-    and tenant and priority and max_engine_wait_s and block_sizes and queue_max and waited_ms)
+    and tenant and priority and max_engine_wait_s and block_sizes and queue_max and waited_ms and ticket_ms)
     or max_engine_wait_s > 0 and (#tenant ~= 8 or priority < 0 or priority > 15)
     or #ARGV > FIRST_CHAIN + 11
     or not (prompt >= 1 and prompt < 2147483648 and decode_tokens >= 0 and decode_tokens < 2147483648) then
-  return redis.error_reply("BAD_ARGUMENT decide: an id, a policy it knows and seventeen numbers, at most four chains")
+  return redis.error_reply("BAD_ARGUMENT decide: an id, a policy it knows and eighteen numbers, at most four chains")
 end
 
 local rows_of, match, choose = include "decide_rows", include "decide_match", include "decide_choose"
@@ -92,7 +92,7 @@ if max_engine_wait_s > 0 and mode ~= 1 then
   end
   wait, served = must_wait(s, everybody, queue_key, leases_key, id, time[1] * 1000000 + time[2], {
     priority = priority, tenant = tenant, tokens = prompt, barred = exclude, waited_ms = waited_ms,
-    queue_max = queue_max, limit_s = max_engine_wait_s, block_sizes = block_sizes,
+    queue_max = queue_max, limit_s = max_engine_wait_s, block_sizes = block_sizes, ticket_ms = ticket_ms,
   })
   if wait then return wait end
 end

@@ -5,8 +5,8 @@ Guarantee: while tickets wait nobody goes before whose turn it is; without any, 
 and all this costs is one call. Takes the candidates (decide_rows) of this request and those of everybody (a function,
 asked only while tickets wait), the keys of queue and leases, the reservation's id, the time in us, and the request:
 priority, tenant, tokens, barred (ids that cannot serve it, joined by commas), waited_ms, queue_max, limit_s,
-block_sizes. Returns an answer, or nothing and, if it waited, a function for when it is booked: it takes the work in
-tokens.
+block_sizes, ticket_ms. Returns an answer, or nothing and, if it waited, a function for when it is booked: it takes the
+work in tokens.
 --]]
 local call, room_of, line_of = redis.call, include "queue_room", include "queue_line"
 local MAX_TURNS, MAX_REAPED, MAX_BARRED = 256, 8, 8192
@@ -16,7 +16,7 @@ return function(s, everybody, queue_key, leases_key, id, now_us, request)
   local room = room_of(s, limit_s, block_sizes, true)
   if call("ZCARD", queue_key) == 0 and room.count > 0 then return end
 
-  local line, speed = line_of(queue_key, now_us), 0
+  local line, speed = line_of(queue_key, now_us, request.ticket_ms), 0
   local flow = line.flow(request.priority, request.tenant)
   local function told(word)
     for i = 1, s.count do speed = speed + s.speed[i] end

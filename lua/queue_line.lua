@@ -6,16 +6,17 @@ its tickets wait in the order they came. A flow's virtual time moves when a tick
 has to do for it, and begins where the class stands (which moves by that work divided among the flows that wait). So
 whoever waits gets the same work done, however much it asks for and whatever of that is given up. A ticket is a lease:
 who does not renew it loses it. An empty queue leaves nothing but marks of displaced tickets, which are leases, too.
-Takes the key `queue` and the time in us; returns functions. Keys: queue (lexical: flow, arrival, id), under its name
+Takes the key `queue`, the time in us and how long a ticket lives (ms); returns functions. Keys: queue (lexical: flow,
+arrival, id), under its name
 :tickets (id -> tokens, flow, arrival, who cannot serve it; empty: displaced), :leases (id -> expiry ms), :flows
 (arrival of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets), :served
 (flow -> as in flows, of those that do not wait and are ahead of their class), :clock (class -> where it stands; and
 the tokens of all tickets).
 --]]
 local call, sub, format, unpack_from = redis.call, string.sub, string.format, struct.unpack
-local LEASE_MS, CLASS, LENGTH, FLOW, ARRIVAL, HEAD, PIECE = 1000, 2 ^ 44, 2 ^ 20, 9, 16, 29, 8
+local CLASS, LENGTH, FLOW, ARRIVAL, HEAD, PIECE = 2 ^ 44, 2 ^ 20, 9, 16, 29, 8
 
-return function(queue, now_us)
+return function(queue, now_us, ticket_ms)
   local tickets, leases, flows = queue .. ":tickets", queue .. ":leases", queue .. ":flows"
   local lengths, served, clock = queue .. ":lengths", queue .. ":served", queue .. ":clock"
   local line, now = {}, now_us / 1000
@@ -29,7 +30,7 @@ return function(queue, now_us)
   function line.waiting() return call("ZCARD", queue) end
   function line.tokens() return tonumber(call("HGET", clock, "tokens")) or 0 end
   function line.find(id) return call("HGET", tickets, id) end
-  function line.renew(id) call("ZADD", leases, "XX", exact(now + LEASE_MS), id) end
+  function line.renew(id) call("ZADD", leases, "XX", exact(now + ticket_ms), id) end
 
   -- The first ticket of a flow tells its place among flows of the same time.
   local function place_of(flow)
@@ -48,7 +49,7 @@ return function(queue, now_us)
     local time = before and call("ZSCORE", flows, before) or call("ZSCORE", served, flow) or 0
     call("ZADD", queue, 0, member)
     call("HSET", tickets, id, struct.pack(">I4", tokens) .. sub(member, 1, FLOW + ARRIVAL) .. barred)
-    call("ZADD", leases, exact(now + LEASE_MS), id)
+    call("ZADD", leases, exact(now + ticket_ms), id)
     call("HINCRBY", clock, "tokens", tokens)
     if not before then
       time = math.max(floor_of(flow), tonumber(time))
@@ -99,7 +100,7 @@ return function(queue, now_us)
     local id = sub(last, HEAD - 3)
     line.leave(id)
     call("HSET", tickets, id, "") -- its replica is told when it asks
-    call("ZADD", leases, exact(now + LEASE_MS), id)
+    call("ZADD", leases, exact(now + ticket_ms), id)
     return true
   end
 

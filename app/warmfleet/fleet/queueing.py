@@ -78,15 +78,16 @@ class Queue(Reservations):
         same id when it is its turn."""
         limits = self.limits
         priority = min(max(place.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS
-        place_args = (place.tenant, priority, limits.max_engine_wait_s, self._sizes(), limits.tickets, place.waited_ms)
-        answer = await self.run("decide", *self._ask_args(ask, queue=place_args))
+        fixed = (place.tenant, priority, limits.max_engine_wait_s, self._sizes(), limits.tickets)
+        answer = await self.run("decide", *self._ask_args(ask, queue=(*fixed, place.waited_ms, self.spans.ticket_ms)))
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):
             return Queued(answer[0].decode().lower(), answer[1], answer[2] / 1000)
         return self._decision(ask, answer)
 
     async def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> Line:
         """Keep the tickets of ``waiting``, give up those of ``leaving``; POLL_AT_ONCE of both together at most."""
-        fixed: tuple[Any, ...] = (self.spans.worker_ttl_ms, self.limits.max_engine_wait_s, self._sizes(), len(leaving))
+        lives = self.spans.worker_ttl_ms, self.spans.ticket_ms
+        fixed: tuple[Any, ...] = (*lives, self.limits.max_engine_wait_s, self._sizes(), len(leaving))
         count, tokens, work_ms, *states = await self.run("queue", *fixed, *leaving, *waiting)
         return Line(count, tokens, work_ms / 1000, dict(zip(waiting, map(Standing, states), strict=True)))
 

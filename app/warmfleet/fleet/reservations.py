@@ -22,7 +22,7 @@ REAP_AT_ONCE = 512
 RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
 
 BOOK, DRY = 0, 1  # modes of lua/decide.lua
-NO_QUEUE = ("", 0, 0, "", 0, 0)  # tenant, priority, max_engine_wait_s (none), block_sizes, queue_max, waited_ms
+NO_QUEUE = ("", 0, 0, "", 0, 0, 0)  # what decide_in_turn tells of a place; max_engine_wait_s 0: there is no queue
 
 
 #: First character of a reservation's random part, for scripts. An engine tells of each prompt's prefill by itself; of
@@ -140,6 +140,7 @@ class Spans:
     lease_ms: int = 30_000  # renewed every 10 s: two renewals may be lost
     worker_ttl_ms: int = 15_000
     tombstone_ms: int = 60_000
+    ticket_ms: int = 1_000  # asked about every 50 ms: who stalls for longer gets its old place back, by arrival
     linger_ms: int = 500  # a finished request's blocks are reported within 0.2 s; evictions must not go unseen long
 
 
