@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from warmfleet import prompt, status
-from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, TooLarge, Unauthorized, WarmfleetError
+from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, Stopping, TooLarge, Unauthorized, WarmfleetError
 from warmfleet.prompt import PATHS, Endpoint
 from warmfleet.route import Call, Router
 from warmfleet.waiting import patience_s
@@ -74,9 +74,14 @@ class Proxy:
             await self._serve(call, receive)
         except _HungUp:
             pass
+        except asyncio.CancelledError:  # by uvicorn, when the time after a stop signal is over
+            if call.started and not call.complete:
+                raise  # part of a plain answer is out
+            if not call.complete:
+                await self._refuse(call, Stopping())
         except WarmfleetError as error:
             await self._refuse(call, error)
-        except Exception:  # whatever it is, the client gets an answer and the log the reason
+        except Exception:  # a bug of ours: uvicorn would answer it with plain text, and log no request id
             logger.exception("request %s failed", request_id)
             await self._refuse(call, WarmfleetError("Something went wrong in the router; its log says what."))
         finally:

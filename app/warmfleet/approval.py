@@ -116,7 +116,7 @@ class Templates:
             for template in list(self._held) if before != self._approved else ():
                 try:
                     await self._settle(template)
-                except Exception as error:  # noqa: BLE001  as foreign code raises it; it stays in its sandbox
+                except Exception as error:  # noqa: BLE001  compiling foreign code may raise anything; it stays in its sandbox
                     logger.warning("chat template %s does not compile: %s", template.sha256[:12], error)
 
     async def _read(self, pool: Pool) -> None:

@@ -8,8 +8,9 @@ import logging
 import random
 import sys
 from array import array
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -17,7 +18,7 @@ from warmfleet.chat import NotReproducible
 from warmfleet.cuts import Cuts, Facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     Encode = Callable[[str, bool], array[int]]
     Affixes = tuple[array[int], array[int]]
@@ -86,14 +87,8 @@ class Encoder:
 
 def read(tokenizer_json: bytes) -> Tokenizer:
     """Raises ValueError. Holds the interpreter's lock: 50 ms for each MB."""
-    try:
-        tokenizer = Tokenizer.from_str(tokenizer_json.decode())
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-    except OURS:
-        raise
-    except BaseException as error:
-        raise ValueError(f"not a tokenizer: {in_words(error)}") from error
+    with _refusing("not a tokenizer"):
+        tokenizer: Tokenizer = _unlimited(Tokenizer.from_str(tokenizer_json.decode()))
     return tokenizer
 
 
@@ -106,6 +101,24 @@ def in_words(error: BaseException | None) -> str:
 OURS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """A file on which a library fails is refused, with ``what`` and the library's words."""
+    try:
+        yield
+    except OURS:
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception, and must not end the replica
+        raise ValueError(f"{what}: {in_words(error)}") from error
+
+
+def _unlimited(tokenizer: Any) -> Any:
+    """Of either library: as engines use it, whole texts as they are."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def _guarded(encode: Encode) -> Encode:
     """A text on which a library fails costs that text its identity and nobody anything else."""
 
@@ -114,7 +127,7 @@ def _guarded(encode: Encode) -> Encode:
             return encode(text, special)
         except (UnicodeError, *OURS):
             raise
-        except BaseException as error:
+        except BaseException as error:  # a panic in Rust is no Exception: it costs this text only
             raise NotReproducible("tokenizer") from error
 
     return guarded
@@ -134,16 +147,10 @@ def _fast(text: str) -> Encode:
     """Raises ValueError where fastokens is not installed or does not take it."""
     if sys.byteorder != "little":
         raise ValueError("fastokens gives little-endian ids")
-    try:
+    with _refusing("fastokens does not take it"):
         import fastokens
 
-        twin = fastokens.Tokenizer.from_json_str(text)
-        twin.no_truncation()
-        twin.no_padding()
-    except OURS:
-        raise
-    except BaseException as error:
-        raise ValueError(f"fastokens does not take it: {in_words(error)}") from error
+        twin = _unlimited(fastokens.Tokenizer.from_json_str(text))
 
     def encode(text: str, special: bool) -> array[int]:
         ids = array("I")

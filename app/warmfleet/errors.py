@@ -13,6 +13,7 @@ WarmfleetError
 ├── UpstreamError         502
 │   └── UpstreamGone      502  no byte of an answer came: another worker may be tried
 ├── FleetUnavailable      503  Redis is gone or slow
+├── Stopping              503  this replica ends, and the answer took longer than it waits
 ├── CancelledReservation  409  it was cancelled before it was booked
 ├── SchemaMismatch        500  a script and this router do not speak the same version
 └── BadArgument           500  a script refused an argument: a bug of ours
@@ -97,6 +98,14 @@ class UpstreamGone(UpstreamError):
 class FleetUnavailable(WarmfleetError):
     status, code = 503, "fleet_unavailable"
     retry_after_s = 1
+
+
+class Stopping(WarmfleetError):
+    status, code = 503, "stopping"
+    retry_after_s = 1
+
+    def __init__(self) -> None:
+        super().__init__("This replica is stopping, and the answer took too long: ask again.")
 
 
 class CancelledReservation(WarmfleetError):

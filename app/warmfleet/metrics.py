@@ -15,7 +15,7 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # not annotated there
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Answered requests", "endpoint", "status", "reservation")
         self.settled = self._counter("settled", "Reservations by how they ended", "outcome")

@@ -137,7 +137,7 @@ class Pool:
             shape = await self._known(request, inline_characters)
         except NotReproducible as why:
             shape = await self._in_part(request, why.reason)
-        except Exception as error:  # noqa: BLE001  our mistake must not cost the request
+        except Exception as error:  # noqa: BLE001  a bug in reading it must not cost a request that engines can serve
             shape = self._unknown(request, error)
         return self._booked(shape, request, expected_output)
 
@@ -171,7 +171,7 @@ class Pool:
                 chains = tuple(chain for chain in self._chains(view, request, ids) if chain.hashes)
             except NotReproducible:
                 pass
-            except Exception as error:  # noqa: BLE001  as above
+            except Exception as error:  # noqa: BLE001  a bug of ours, as in shape
                 return self._unknown(request, error)
         return Shape(chains, max(tokens, 1), 0, "prefix" if chains else "load", reason)
 
@@ -270,7 +270,7 @@ class Pools:
         for pool in self.all:
             try:
                 await work(pool)
-            except Exception as error:  # noqa: BLE001  raised below
+            except Exception as error:  # noqa: BLE001  whatever it is, the other models come first; raised below
                 failures.append(error)
         if failures:
             raise failures[0]

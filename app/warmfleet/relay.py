@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import orjson
 
-from warmfleet.errors import UpstreamError, UpstreamGone
+from warmfleet.errors import Stopping, UpstreamError, UpstreamGone
 from warmfleet.upstream import upstream_errors
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from warmfleet.errors import WarmfleetError
     from warmfleet.fleet import Decision
     from warmfleet.route import Call
 
@@ -57,6 +59,10 @@ class Answer:
 
     async def body(self, data: bytes, *, more: bool) -> None:
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def end(self, error: WarmfleetError) -> None:
+        """Say in the stream why it ends here: whatever was cut within an event, empty lines end it, or are nothing."""
+        await self.body(b"\n\ndata: " + orjson.dumps(error.as_dict()) + b"\n\n", more=False)
 
 
 async def relay(answer: Answer, first_byte: FirstByte, complete: Callable[[], None]) -> Literal["finished", "failed"]:
@@ -127,9 +133,14 @@ async def _stream(
         answer.cut_off = True
         if not answer.streams:
             raise  # part of a plain answer is out: closing the connection is all that can still be said
-        # The engine may have died within an event: empty lines end it, or are nothing.
-        await body(b"\n\ndata: " + orjson.dumps(error.as_dict()) + b"\n\n", more=True)
-        good = "failed"
+        complete()
+        await answer.end(error)
+        return "failed"
+    except asyncio.CancelledError:  # the client is gone, and this goes nowhere; or this replica waits no longer
+        if answer.streams:
+            complete()
+            await answer.end(Stopping())
+        raise
     complete()
     await body(b"", more=False)
     return good

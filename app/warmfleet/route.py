@@ -108,10 +108,9 @@ class Router:
         for attempt in range(1, TRIES + 1):
             reservation = new_reservation(shape.prompts, exact=shape.kind == "exact")
             trip = Trip(reservation, pool, last=attempt == TRIES)
+            decide = partial(self._decide, call, trip, shape, exclude)
             try:
-                decision = await self._waiting.in_turn(
-                    call, trip, partial(self._decide, call, trip, shape, exclude)
-                )  # 4
+                decision = await self._waiting.in_turn(call, trip, decide)  # 4
                 await self._forward(call, trip, decision)  # 5
                 return  # noqa: TRY300  the road goes straight down; an else would hide it
             except UpstreamGone as error:

@@ -134,7 +134,7 @@ def _spawn(program: str, folders: Sequence[str]) -> tuple[subprocess.Popen[bytes
             env=zone,
             start_new_session=True,
         )
-    except BaseException:
+    except BaseException:  # cancelled or failed: nobody else knows of the socket
         ours.close()
         raise
     finally:
@@ -240,7 +240,7 @@ class Sandboxed:
         status, body = await self._child.ask(marshal.dumps((self._source, self._form)), START_S)
         text = _text(body)
         if status == DONE and text in ("string", "openai"):
-            self.content_format = text  # type: ignore[assignment]
+            self.content_format = text  # type: ignore[assignment]  # of these two words
             return
         self._refused = True
         logger.warning("chat template %s does not compile (%s): chats are routed by load", self.name, text[:80])

@@ -65,17 +65,17 @@ def _rendered(template: ChatTemplate, request: bytes) -> Answer:
     from warmfleet.chat import NotReproducible
 
     try:
-        return DONE, template.render(*marshal.loads(request))  # noqa: S302
+        return DONE, template.render(*marshal.loads(request))  # noqa: S302  as above
     except NotReproducible as why:
         return REFUSED, why.reason
 
 
 def _import_all() -> None:
     """Also what jinja2 would import late: no file can be opened then."""
-    import pprint  # noqa: F401
+    import pprint  # noqa: F401  of jinja2.utils
 
     import jinja2.constants
-    import jinja2.debug  # noqa: F401
+    import jinja2.debug  # noqa: F401  of its tracebacks
 
     from warmfleet.template import ChatTemplate
 

@@ -72,7 +72,7 @@ class ChatTemplate:
         self._names = frozenset(jinja2.meta.find_undeclared_variables(tree)) - SWALLOWED | BASE_PARAMETERS
         self.knows_developer = knows_developer(source)
         detected: Format = "openai" if any(_content_loops(tree)) else "string"
-        self.content_format: Format = content_format if content_format in ("string", "openai") else detected  # type: ignore[assignment]
+        self.content_format: Format = content_format if content_format in ("string", "openai") else detected  # type: ignore[assignment]  # checked here
 
     @property
     def here(self) -> ChatTemplate:
@@ -145,7 +145,7 @@ def _strftime_now(form: str) -> str:
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
     """``node`` is the variable ``name`` (or its ``key``), behind any filters, tests and slices."""
     while isinstance(node, nodes.Filter | nodes.Test) or _is_slice(node):
-        node = node.node  # type: ignore[union-attr]
+        node = node.node  # type: ignore[union-attr]  # mypy does not see through _is_slice
     if key is not None:
         node = _owner(node, key)
     return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name

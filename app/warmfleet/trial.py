@@ -14,6 +14,7 @@ import time
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,10 +79,10 @@ class Encoders:
         """
         name = await asyncio.to_thread(_digest, tokenizer_json)
         if trusted:
-            encoder = await self._encoder((name, True), lambda: Encoder.load(tokenizer_json))
-            return encoder, await self._elsewhere(lambda: encoder.cuts(template))
+            encoder = await self._encoder((name, True), partial(Encoder.load, tokenizer_json))
+            return encoder, await self._elsewhere(partial(encoder.cuts, template))
         verdict = await self._judged(name, tokenizer_json, template)
-        make = lambda: Encoder.made(tokenizer_json, fast=verdict.fast, affixes=verdict.affixes)  # noqa: E731
+        make = partial(Encoder.made, tokenizer_json, fast=verdict.fast, affixes=verdict.affixes)
         return await self._encoder((name, False), make), verdict.cuts
 
     async def _encoder(self, key: tuple[str, bool], make: Callable[[], Encoder]) -> Encoder:

@@ -131,7 +131,7 @@ class Trie:
         node, at, path = root, 0, [root]
         while True:
             child = node.latest
-            if child is None or not text.startswith(child.key, at):  # type: ignore[arg-type]
+            if child is None or not text.startswith(child.key, at):  # type: ignore[arg-type]  # only a root has another key
                 cut = reading.cuts.next(text, at) if node.children else None
                 child = node.children.get(text[at : cut[1]]) if cut else None
                 if child is None:

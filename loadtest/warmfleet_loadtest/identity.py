@@ -68,11 +68,12 @@ class Identity:
         messages = [_message(message) for message in body.get("messages") or []]
         if not messages:
             raise PromptError("messages must be a list of at least one message")
+        tools = _tools(body.get("tools"))
         continued = bool(body.get("continue_final_message"))
         try:
             text: str = self._render(
                 messages=messages,
-                tools=body.get("tools") or None,
+                tools=tools or None,
                 documents=body.get("documents"),
                 add_generation_prompt=bool(body.get("add_generation_prompt", True)) and not continued,
                 **self.special_tokens,
@@ -153,6 +154,24 @@ def _message(message: Any) -> dict[str, Any]:
     if content is not None and not isinstance(content, str):
         raise PromptError("content must be a string or a list of text parts")
     return {**message, "content": content or ""}
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if tools and not isinstance(tools, list):
+        raise PromptError("tools must be a list")
+    return [_tool(tool) for tool in tools or []]
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    """As vLLM's models of a tool dump it: the fields they know, in their order; of what is absent some are null."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise PromptError("every tool needs a function with a name")
+    deferred, own = tool.get("defer_loading"), function.get("defer_loading")
+    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    flags = {"strict": function.get("strict"), "defer_loading": deferred if own is None else own}
+    known |= {name: value for name, value in flags.items() if value is not None}
+    return {"type": "function", "function": known} | ({} if deferred is None else {"defer_loading": deferred})
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:

@@ -14,7 +14,7 @@ from tests.app.engine import Engine, Seen, answer_well, engine, reply
 from tests.app.replica import Replica, replica
 from tests.app.test_probe import caching, exact, proof, worker
 
-from warmfleet import handoff, prompt
+from warmfleet import prompt, splice
 from warmfleet.fleet import LoadRow, WorkerView
 from warmfleet.handoff import CHECK_EVERY, NOTHING, Ability, Handoff, Offer, ability, offer
 from warmfleet.metrics import Metrics
@@ -99,7 +99,7 @@ TEXT = {"prompt": "abc"}
 def test_ids_go_where_they_are_certain(
     expected: str, seen: dict[str, Any], request_: dict[str, Any], more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handoff, "MAX_MARKS", 200)
+    monkeypatch.setattr(splice, "MAX_MARKS", 200)
     assert handed(view(**seen), request_, **more) == expected
 
 

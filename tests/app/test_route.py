@@ -12,7 +12,7 @@ from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
 from warmfleet.fallback import Fallback
-from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet import Fleet
 from warmfleet.metrics import Metrics
 from warmfleet.pool import Pool, Pools
 from warmfleet.route import Call, Router
@@ -239,31 +239,6 @@ async def test_sixty_four_clients(well: tuple[Replica, Engine], model: str) -> N
     assert await asyncio.gather(*map(one, range(64))) == [200] * 64
     assert len(upstream.seen) == 64
     await router.unloaded()
-
-
-async def test_shutdown_while_streaming_settles(valkey_url: str, model: str) -> None:
-    async def endless(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD)
-        while not writer.is_closing():
-            chunk(writer, event(" more"))
-            await writer.drain()
-            await asyncio.sleep(0.01)
-
-    looking = Fleet(connect(valkey_url, timeout_s=2), model)
-    async with (
-        engine(model, endless) as upstream,
-        replica(valkey_url, model, upstream.url, shutdown_grace_s=0.0) as router,
-    ):
-        answer = await router.client.post(
-            f"{router.url}/v1/completions", json={"model": model, "prompt": PROMPT, "stream": True}
-        )
-        await answer.content.readany()
-        await poll(router.load, what="load is booked")
-    rows = [worker.load for worker in await looking.workers()]
-    assert rows
-    assert sum(row.in_flight + row.prefill_tokens + row.decode_tokens for row in rows) == 0
-    answer.close()
-    await looking.close()
 
 
 async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: str) -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warmfleet import handoff
-from warmfleet.handoff import spliced
+from warmfleet import splice
+from warmfleet.splice import spliced, with_key
 
 if TYPE_CHECKING:
     import random
@@ -80,23 +80,18 @@ def pairs(text: bytes) -> Any:
     return json.loads(text, object_pairs_hook=tuple, parse_float=str, parse_int=str)
 
 
-@pytest.mark.parametrize("looks", [handoff.MAX_LOOKS, 2, 0])
-@settings(max_examples=150, deadline=None)
-@any_body
-def test_the_body_differs_in_one_key_only(
-    looks: int, body: list[tuple[str, Any]], own: Any, rng: random.Random, ids: list[int]
-) -> None:
-    differs_in_one_key(looks, body, own, rng, ids)
+MANY = pytest.param(20_000, marks=pytest.mark.long)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("looks", [handoff.MAX_LOOKS, 2, 0])
-@settings(max_examples=20_000, deadline=None)
-@any_body
-def test_many_bodies_differ_in_one_key_only(
-    looks: int, body: list[tuple[str, Any]], own: Any, rng: random.Random, ids: list[int]
-) -> None:
-    differs_in_one_key(looks, body, own, rng, ids)
+@pytest.mark.parametrize("bodies", [150, MANY])
+@pytest.mark.parametrize("looks", [splice.MAX_LOOKS, 2, 0])
+def test_the_body_differs_in_one_key_only(looks: int, bodies: int) -> None:
+    @settings(max_examples=bodies, deadline=None)
+    @any_body
+    def differs(body: list[tuple[str, Any]], own: Any, rng: random.Random, ids: list[int]) -> None:
+        differs_in_one_key(looks, body, own, rng, ids)
+
+    differs()
 
 
 def differs_in_one_key(looks: int, body: list[tuple[str, Any]], own: Any, rng: random.Random, ids: list[int]) -> None:
@@ -104,7 +99,7 @@ def differs_in_one_key(looks: int, body: list[tuple[str, Any]], own: Any, rng: r
     text = rng.choice(["", " \n"]) + written_object(body, rng) + rng.choice(["", "\r\n "])
     raw, numbers = text.encode("utf-8", "surrogatepass"), [str(one) for one in ids]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handoff, "MAX_LOOKS", looks)
+        patch.setattr(splice, "MAX_LOOKS", looks)
         value = json.loads(raw)["prompt"]
         completion = spliced("completions", raw, [orjson.dumps(ids)], len(value) if isinstance(value, str) else 0)
         chat = spliced("chat", raw, [orjson.dumps(ids)])
@@ -148,3 +143,18 @@ def test_a_body_that_would_take_long_is_left_alone() -> None:
     assert spliced("completions", many, [b"[1]"]) is None
     assert spliced("completions", b'{"prompt":"' + b'\\"' * 1_500_000 + b'"}', [b"[1]"]) == b'{"prompt":[1]}'
     assert time.process_time() - began < 0.5
+
+
+SPACE = st.text(alphabet=" \t\r\n", max_size=80)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["cache_salt", "a", "}", '"', "\u00e9"]), values), max_size=5), SPACE, SPACE)
+def test_a_spliced_key_is_the_effective_one_and_nothing_else_changes(
+    pairs: list[tuple[str, Any]], before: str, after: str
+) -> None:
+    """Keys that come twice included: of them the last one counts, for all who read it."""
+    inside = f",{before}".join(f"{json.dumps(key)}{after}:{json.dumps(value)}" for key, value in pairs)
+    body = f"{before}{{{after}{inside}{before}}}{after}".encode()
+    longer = with_key(body, "cache_salt", b'"new"')
+    assert json.loads(longer, object_pairs_hook=list)[:-1] == json.loads(body, object_pairs_hook=list)
+    assert orjson.loads(longer) == json.loads(longer) == json.loads(body) | {"cache_salt": "new"}

@@ -6,10 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.app.engine import engine
 from tests.app.joined import joined, proven
 from tests.app.replica import replica
@@ -17,7 +14,6 @@ from tests.app.replica import replica
 from warmfleet.__main__ import main
 from warmfleet.errors import BadArgument
 from warmfleet.settings import Settings
-from warmfleet.splice import with_key
 from warmfleet.tenancy import Tenancy
 
 if TYPE_CHECKING:
@@ -93,26 +89,6 @@ def test_two_headers_make_nobody_somebody_else() -> None:
     assert len(set(names)) == 4
     assert len({tenancy.salt(b"ab", "c"), tenancy.salt(b"a", "bc"), tenancy.salt(b"abc", None)}) == 3
     assert Tenancy(KEY + "!", "Authorization").salt(b"one", None) != tenancy.salt(b"one", None)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=9,
-)
-SPACE = st.text(alphabet=" \t\r\n", max_size=3)
-
-
-@given(st.lists(st.tuples(st.sampled_from(["cache_salt", "a", "}", '"', "\u00e9"]), JSON), max_size=5), SPACE, SPACE)
-def test_a_spliced_key_is_the_effective_one_and_nothing_else_changes(
-    pairs: list[tuple[str, Any]], before: str, after: str
-) -> None:
-    """Keys that come twice included: of them the last one counts, for all who read it."""
-    inside = f",{before}".join(f"{json.dumps(key)}{after}:{json.dumps(value)}" for key, value in pairs)
-    body = f"{before}{{{after}{inside}{before}}}{after}".encode()
-    spliced = with_key(body, "cache_salt", b'"new"')
-    assert json.loads(spliced, object_pairs_hook=list)[:-1] == json.loads(body, object_pairs_hook=list)
-    assert orjson.loads(spliced) == json.loads(spliced) == json.loads(body) | {"cache_salt": "new"}
 
 
 async def test_headers_can_be_kept_from_tenants(valkey_url: str, model: str) -> None:

@@ -27,8 +27,9 @@ from tests.vllm.replicas import PATIENT_SECONDS, Replica, running_replicas
 from tokenizers import Tokenizer
 
 from warmfleet.encoder import Encoder
-from warmfleet.handoff import CHECK_EVERY, spliced
+from warmfleet.handoff import CHECK_EVERY
 from warmfleet.prompt import PATHS
+from warmfleet.splice import spliced
 from warmfleet.trie import Reading, Trie
 
 if TYPE_CHECKING:

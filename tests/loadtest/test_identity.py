@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.loadtest.engines import identity
 
+from warmfleet.chat import tool_schemas
+from warmfleet.template import ChatTemplate
 from warmfleet_loadtest.identity import Identity, PromptError
 
 if TYPE_CHECKING:
@@ -38,10 +40,44 @@ def test_the_next_turn_extends_the_one_before(seed: int, count: int) -> None:
 def test_content_parts_tools_and_continuing() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert f"{USER}a\nb{ASSISTANT}" in identity().render({"messages": parts})
-    assert '{"name": "f"}' in identity().render({"messages": CHAT, "tools": [{"name": "f"}]})
+    tool = {"function": {"x": 1, "parameters": {}, "name": "f"}, "type": "function", "odd": 2}
+    dumped = '{"type": "function", "function": {"name": "f", "description": null, "parameters": {}}}'
+    assert f"Tools:\n{dumped}{USER}" in identity().render({"messages": CHAT, "tools": [tool]})
     unfinished = [*CHAT, {"role": "assistant", "content": "It is"}]
     assert identity().render({"messages": unfinished, "continue_final_message": True}).endswith(f"{ASSISTANT}It is")
     assert not identity().render({"messages": CHAT, "add_generation_prompt": False}).endswith(ASSISTANT)
+
+
+flags = st.sampled_from([None, True, False])
+functions = st.fixed_dictionaries(
+    {"name": st.text(max_size=5)},
+    optional={
+        "description": st.none() | st.text(max_size=5),
+        "parameters": st.none() | st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=3),
+        "strict": flags,
+        "defer_loading": flags,
+        "x": st.integers(),
+    },
+)
+any_tool = st.fixed_dictionaries(
+    {"function": functions}, optional={"type": st.just("function"), "defer_loading": flags}
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(any_tool, max_size=3))
+def test_tools_are_rendered_as_routers_render_them(given_tools: list[dict[str, Any]]) -> None:
+    """Who renders otherwise is suspected. Routers are compared with vLLM itself in tests/vllm/parity."""
+    body = {"messages": CHAT, "tools": given_tools}
+    template = ChatTemplate(identity().template)
+    arguments = {"add_generation_prompt": True}
+    assert identity().render(body) == template.render(CHAT, arguments, {"tools": tool_schemas(given_tools)})
+
+
+@pytest.mark.parametrize("tools", [5, [5], [{}], [{"name": "f"}], [{"function": {}}], [{"function": {"name": 5}}]])
+def test_what_is_no_tool_is_refused(tools: object) -> None:
+    with pytest.raises(PromptError, match="tool"):
+        identity().render({"messages": CHAT, "tools": tools})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from bisect import bisect_right
 from collections import defaultdict
@@ -18,10 +19,14 @@ if TYPE_CHECKING:
 
     from tests.vllm.witness import MortalRedis
 
+from warmfleet.fleet.client import script_source
 from warmfleet_worker.wire import reservation_of
 
 TICK_GAP_S = 0.25  # between two ticks of a fleet that is well: 0.025 to 0.05
 LEASE = struct.Struct(">IIIIIIBB")
+FIRST_CHAIN = re.search(r"FIRST_CHAIN = .*\b(\d+)$", script_source("decide"), re.MULTILINE)
+assert FIRST_CHAIN, "lua/decide.lua says where its chains begin"
+FIRST_HASHES = int(FIRST_CHAIN[1]) + 1  # of its arguments: behind scheme and block size, counted from 0
 
 
 class Spells:
@@ -113,7 +118,7 @@ class Index:
         if command[0] == b"HSET" and asked and asked[1] == command[2] and reservation not in self.bookings:
             _, slot, _, _, matched, _, _, length = LEASE.unpack_from(command[3])
             worker = command[3][LEASE.size : LEASE.size + length].decode()
-            chain = split(asked[17]) if len(asked) > 17 else ()
+            chain = split(asked[FIRST_HASHES]) if len(asked) > FIRST_HASHES else ()
             made = Booking(reservation, self.place, at, slot, worker, matched // BLOCK_TOKENS, chain)
             self.bookings[reservation] = made
             for one in chain:

@@ -1,4 +1,4 @@
-"""Twenty minutes of mixed load over two real engines: do the policies rank as in the simulator?
+"""Half an hour of mixed load over two real engines: do the policies rank as in the simulator?
 
     pytest -m long tests/vllm/test_ranking.py -s
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 POLICIES = ("cost", "least_loaded", "round_robin")
-ROUNDS = 4
-SLICE_SECONDS = 95.0
+ROUNDS = 6
+SLICE_SECONDS = 100.0
 RATE = 1.2  # requests per second: about half of what two engines on two cores can do without a cache
 CACHE_TOKENS = 16_384
 
 
-@pytest.mark.timeout(2_400)
+@pytest.mark.timeout(3_600)
 def test_policies_rank_on_real_engines_as_in_the_simulator() -> None:
     model = ROOT / "models" / "small"
     if not model.exists():
@@ -62,4 +62,5 @@ def test_policies_rank_on_real_engines_as_in_the_simulator() -> None:
     (out / "ranking.json").write_text(json.dumps(rows, indent=1))
     assert all(row["errors"] == 0 for row in rows.values())
     assert rows["cost"]["hit_ratio"] > max(rows[policy]["hit_ratio"] for policy in POLICIES[1:])
-    assert rows["cost"]["ttft_mean_s"] < min(rows[policy]["ttft_mean_s"] for policy in POLICIES[1:])
+    for figure in ("ttft_mean_s", "ttft_p90_s"):
+        assert [rows[policy][figure] for policy in POLICIES] == sorted(rows[policy][figure] for policy in POLICIES)

@@ -93,7 +93,7 @@ class Command:
     def parse(cls, raw: object) -> Command:
         """Raises ValueError for anything but a command."""
         try:
-            value = json.loads(raw)  # type: ignore[arg-type]
+            value = json.loads(raw)  # type: ignore[arg-type]  # a TypeError is caught below
             identity = value.get("id")
             joined = wire.entry_id(value.get("joined", "0-0"))
             named = identity and str(identity)

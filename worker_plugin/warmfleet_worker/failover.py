@@ -48,7 +48,7 @@ class Locator:
         for node in list(self._nodes):
             (host, port), client = node
             try:
-                answer = client.execute_command(*self._endpoint.question)  # type: ignore[no-untyped-call]
+                answer = client.execute_command(*self._endpoint.question)  # type: ignore[no-untyped-call]  # redis-py
                 found = self._endpoint.master_in(answer, self._tag, host)
             except (RedisError, OSError, ValueError, TypeError) as error:
                 why = f"{host}:{port}: {error}"
@@ -73,7 +73,7 @@ class MasterPool(SentinelConnectionPool):
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_SECONDS
             with suppress(redis.RedisError, OSError):  # the old answer stands
-                self.get_master_address()  # type: ignore[no-untyped-call]
+                self.get_master_address()  # type: ignore[no-untyped-call]  # redis-py
         return super().get_connection(*args, **kwargs)
 
 
@@ -84,7 +84,7 @@ class MasterConnection(SentinelManagedConnection):
         try:
             return super().read_response(*args, **kwargs)
         except (AskError, ClusterDownError) as error:  # AskError: MOVED is one, too
-            self.disconnect()  # type: ignore[no-untyped-call]
+            self.disconnect()  # type: ignore[no-untyped-call]  # redis-py
             raise redis.ConnectionError(f"not the master of this slot: {error}") from error
 
 
@@ -97,12 +97,12 @@ class MasterRedis(redis.Redis):
 
     def close(self) -> None:
         super().close()
-        self.connection_pool.sentinel_manager.close()  # type: ignore[attr-defined]
+        self.connection_pool.sentinel_manager.close()  # type: ignore[attr-defined]  # a MasterPool
 
 
 def master_client(endpoint: Endpoint, tag: str, **options: Any) -> redis.Redis:
     """A client of the master for keys with this hash tag. ``options``: of its connections; those in the URL win."""
-    options |= dict(parse_url(endpoint.url))  # type: ignore[no-untyped-call]
+    options |= dict(parse_url(endpoint.url))  # type: ignore[no-untyped-call]  # redis-py
     base = options.pop("connection_class", None)
     for name in ("host", "port"):
         options.pop(name, None)
@@ -117,5 +117,5 @@ def master_client(endpoint: Endpoint, tag: str, **options: Any) -> redis.Redis:
     ]
     kind = MasterTLSConnection if base else MasterConnection
     locator = Locator(endpoint, tag, nodes)
-    pool = MasterPool(endpoint.service, locator, connection_class=kind, **options)  # type: ignore[no-untyped-call]
+    pool = MasterPool(endpoint.service, locator, connection_class=kind, **options)  # type: ignore[no-untyped-call]  # redis-py
     return MasterRedis.from_pool(pool)

@@ -129,7 +129,7 @@ class StreamWriter:
         nonce, number = secrets.token_hex(8), self.number + 1
         pipeline = self.client.pipeline(transaction=False)
         fields = wire.entry(nonce, number, "join", data)
-        pipeline.xadd(self.key, fields, maxlen=self._maxlen, approximate=True)  # type: ignore[arg-type]
+        pipeline.xadd(self.key, fields, maxlen=self._maxlen, approximate=True)  # type: ignore[arg-type]  # dict is invariant
         pipeline.xadd(self._hello_key, {b"s": self._hello_name}, maxlen=wire.HELLO_MAXLEN, approximate=True)
         joined, _hint = pipeline.execute(
             raise_on_error=False
@@ -160,7 +160,7 @@ class StreamWriter:
         pipeline = self.client.pipeline(transaction=False)
         for entry in self._pending:
             fields = wire.entry(self.nonce, entry.number, entry.operation, entry.data)
-            pipeline.xadd(self.key, fields, maxlen=self._maxlen, approximate=True, nomkstream=True)  # type: ignore[arg-type]
+            pipeline.xadd(self.key, fields, maxlen=self._maxlen, approximate=True, nomkstream=True)  # type: ignore[arg-type]  # dict is invariant
         self._settle(pipeline.execute(raise_on_error=False))
 
     def _settle(self, answers: Sequence[object]) -> None:

@@ -97,9 +97,9 @@ class Transitions:
         taken = [records.popleft() for _ in range(min(limit, len(records)))]
         for kind, run in groupby(taken, type):
             if kind is bytes:
-                yield from self._runs("stored", run)  # type: ignore[arg-type]
+                yield from self._runs("stored", run)  # type: ignore[arg-type]  # by its kind
             elif kind is tuple:
-                yield from self._runs("removed", [key for (key,) in run])  # type: ignore[misc]
+                yield from self._runs("removed", [key for (key,) in run])  # type: ignore[misc]  # as above
             else:
                 yield Run("cleared")
 

@@ -18,7 +18,7 @@ from warmfleet.cli import watchdog
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.02  # for starts and ends that nothing announces within a time limit
 
 
 class StackError(Exception):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1  # between questions over HTTP: a replica has no other way to tell that it is ready
 SAY_SECONDS = 10.0  # a line at least this often while someone waits
 REPLICA_SECONDS = 30.0
 WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # real engines load a model first
@@ -72,7 +72,7 @@ class Stack:
     def __enter__(self) -> Self:
         try:
             self._start()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: no __exit__ follows, and children would live on
             self.close()
             raise
         return self
@@ -100,7 +100,7 @@ class Stack:
         if self._claimed is None:
             raise StackError("the stack was not started")
         host, port = self._claimed.getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104  asked for, not bound
         return f"http://{host}:{port}"
 
     def _start(self) -> None:

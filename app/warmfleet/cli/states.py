@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from warmfleet.cli.chat import Chat, Messages
     from warmfleet.cli.stack import Stack
 
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.02  # between questions: a replica answers /workers and /explain, it pushes nothing
 LIMIT_SECONDS = 15.0
 AT_ONCE = 8
 PREFIX_TOKENS = 1_500

@@ -18,7 +18,7 @@ from warmfleet.settings import engine_url
 if TYPE_CHECKING:
     import argparse
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5  # until a death or a first answer is told: both are read off files
 
 READY = """
 Warmfleet is ready: {address}   (Ctrl-C stops everything)

@@ -12,7 +12,7 @@ import sys
 import time
 
 GRACE_SECONDS = 5.0
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05  # a group has no handle to wait for, only its own processes have
 
 
 def signal_group(group: int, number: int) -> bool:

@@ -59,7 +59,7 @@ class Locator:
             self._nodes.remove(node)  # to the end, also if we are cancelled while it keeps us waiting
             self._nodes.append(node)
             try:
-                answer = await client.execute_command(*self._endpoint.question)  # type: ignore[no-untyped-call]
+                answer = await client.execute_command(*self._endpoint.question)  # type: ignore[no-untyped-call]  # redis-py
                 found = self._endpoint.master_in(answer, self._tag, host)
             except (RedisError, OSError, ValueError, TypeError) as error:
                 why = f"{host}:{port}: {error}"
@@ -93,11 +93,11 @@ class MasterPool(SentinelConnectionPool):
         if self.doubted:
             self.doubted = False
             await self.disconnect(inuse_connections=False)
-        return await super().get_connection(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return await super().get_connection(*args, **kwargs)  # type: ignore[no-untyped-call]  # redis-py
 
     async def _look(self) -> None:
         with suppress(RedisError, OSError):  # the old answer stands
-            await self.get_master_address()  # type: ignore[no-untyped-call]
+            await self.get_master_address()  # type: ignore[no-untyped-call]  # redis-py
 
     async def aclose(self) -> None:
         if self._looking is not None:
@@ -130,7 +130,7 @@ class MasterRedis(aioredis.Redis):
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await super().aclose(close_connection_pool)
-        await self.connection_pool.sentinel_manager.close()  # type: ignore[attr-defined]
+        await self.connection_pool.sentinel_manager.close()  # type: ignore[attr-defined]  # a MasterPool
 
 
 def master_client(endpoint: Endpoint, tag: str, **options: Any) -> aioredis.Redis:
@@ -151,5 +151,5 @@ def master_client(endpoint: Endpoint, tag: str, **options: Any) -> aioredis.Redi
     ]
     kind = MasterTLSConnection if base else MasterConnection
     locator = Locator(endpoint, tag, nodes)
-    pool = MasterPool(endpoint.service, locator, connection_class=kind, **options)  # type: ignore[no-untyped-call]
+    pool = MasterPool(endpoint.service, locator, connection_class=kind, **options)  # type: ignore[no-untyped-call]  # redis-py
     return MasterRedis.from_pool(pool)

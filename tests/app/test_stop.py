@@ -1,0 +1,64 @@
+"""A replica's last moments: what becomes of answers that take longer than ``WARMFLEET_SHUTDOWN_GRACE_S``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from tests.app.engine import STREAM_HEAD, engine, event, freezing
+from tests.app.replica import replica
+from tests.conftest import poll
+
+from warmfleet.fleet import Fleet, connect
+
+if TYPE_CHECKING:
+    from tests.app.engine import Answer
+    from tests.app.replica import Replica
+
+LARGE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n" + b"x" * 50_000
+
+
+async def cut(valkey_url: str, model: str, answer: Answer, **body: Any) -> tuple[aiohttp.ClientResponse, bytes]:
+    """What a client gets of an answer that never ends, from a replica that stops; nothing stays booked."""
+    looking = Fleet(connect(valkey_url, timeout_s=2), model)
+    async with engine(model, answer) as upstream:
+        async with replica(valkey_url, model, upstream.url, shutdown_grace_s=0.0, buffer_max_bytes=20_000) as router:
+            asked = asyncio.create_task(_read(router, {"model": model, "prompt": "x" * 100} | body))
+            await poll(lambda: upstream.seen, what="the engine has the request")
+            await poll(router.load, what="load is booked")
+            await asyncio.sleep(0.1)  # what the engine sent has arrived
+        answered = await asked
+        rows = [worker.load for worker in await looking.workers()]
+        assert sum(row.in_flight + row.prefill_tokens + row.decode_tokens for row in rows) == 0 < len(rows)
+    await looking.close()
+    return answered
+
+
+async def _read(router: Replica, body: dict[str, Any]) -> tuple[aiohttp.ClientResponse, bytes]:
+    # Not with the replica's client, which is closed before it stops.
+    async with aiohttp.ClientSession() as client, client.post(f"{router.url}/v1/completions", json=body) as answer:
+        return answer, await answer.read()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_has_nothing_yet_is_told_to_ask_again(valkey_url: str, model: str, stream: bool) -> None:
+    """Also a stream whose headers the engine has sent: they wait for its first event."""
+    answer, body = await cut(valkey_url, model, freezing(STREAM_HEAD if stream else b""), stream=stream)
+    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+    assert json.loads(body)["error"]["code"] == "stopping"
+
+
+async def test_a_stream_says_why_it_ends(valkey_url: str, model: str) -> None:
+    answer, body = await cut(valkey_url, model, freezing(STREAM_HEAD, event(" one"), b'data: {"half'), stream=True)
+    first, half, last = body.decode().strip().split("\n\n")
+    assert (answer.status, first + "\n\n", half) == (200, event(" one").decode(), 'data: {"half')
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stopping"
+    assert b"[DONE]" not in body
+
+
+async def test_of_half_a_plain_answer_the_connection_is_closed(valkey_url: str, model: str) -> None:
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await cut(valkey_url, model, freezing(LARGE))
