@@ -66,7 +66,8 @@ async def ask(q: Queueing, ticket: Ticket, *, new: bool) -> None:
 
 def overtakes(order: list[Ticket], ticket: Ticket, room: dict[str, int]) -> None:
     """Whoever was before ``ticket`` and could be served had its turn as well: there was room for all of these."""
-    left, share = sum(room.values()), sum(room.values()) / len(room)
+    left = float(sum(room.values()))
+    share = left / len(room)
     for other in order:
         if any(one not in other.barred for one in room):
             assert left > 0, f"{ticket} went before {other}"
