@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -109,21 +110,25 @@ class Queueing:
     async def check(self) -> None:
         """Redis holds what the model holds."""
         store, queue, model = self.world.store, self.world.keys.queue, self.model
-        members = await store.zrange(queue, 0, -1)
+        members = await self.zset("")
         assert len(members) <= self.world.fleet.limits.tickets
         tickets = await cast("Any", store.hgetall(f"{queue}:tickets"))
         waiting = {name.decode() for name, record in tickets.items() if record}
         assert waiting == {one.reservation for one in model.tickets} == {one[25:].decode() for one in members}
         assert {name.decode() for name in tickets} - waiting <= self.displaced
-        assert {one.decode() for one in await store.zrange(f"{queue}:leases", 0, -1)} == {
-            one.decode() for one in tickets
-        }
-        flows = {flow[16:]: round(time) for flow, time in await store.zrange(f"{queue}:flows", 0, -1, withscores=True)}
+        assert set(await self.zset(":leases")) == set(tickets)
+        flows = {flow[16:]: time for flow, time in (await self.zset(":flows")).items()}
         assert flows == {name(flow): flow[0] * CLASS + time for flow, time in model.time.items()}
-        served = {flow: round(time) for flow, time in await store.zrange(f"{queue}:served", 0, -1, withscores=True)}
-        assert served == {name(flow): flow[0] * CLASS + time for flow, time in model.served.items()}
+        served = {name(flow): flow[0] * CLASS + time for flow, time in model.served.items()}
+        assert await self.zset(":served") == served
+        lengths = Counter(one.flow for one in model.tickets)
+        assert await self.zset(":lengths") == {name(flow): flow[0] * LENGTH + n for flow, n in lengths.items()}
         clock = await cast("Any", store.hgetall(f"{queue}:clock"))
         assert int(clock.get(b"tokens", 0)) == sum(one.tokens for one in model.tickets)
+
+    async def zset(self, suffix: str) -> dict[bytes, int]:
+        found = await cast("Any", self.world.store.zrange(self.world.keys.queue + suffix, 0, -1, withscores=True))
+        return {member: round(score) for member, score in found}
 
     async def gone(self) -> None:
         """Nothing is left of the queue."""

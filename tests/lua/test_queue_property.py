@@ -160,6 +160,7 @@ async def test_the_queue_keeps_its_order_and_its_bounds_for_long(request: Any, w
     await run(request.getfixturevalue(which), steps)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("weights", [(10, 1), (1, 1, 6)], ids=str)
 async def test_tenants_get_the_same_work_done_whatever_they_ask_for(world: World, weights: tuple[int, ...]) -> None:
     """One asks for many times as much, in prompts of any size; nobody else gets less of the fleet for it."""

@@ -76,13 +76,17 @@ class Queue(Reservations):
     async def decide_in_turn(self, ask: Ask, place: Place) -> Decision | Queued:
         """As ``decide``, but a request that must wait gets a ticket, under its reservation's id. Ask again with the
         same id when it is its turn."""
-        limits = self.limits
-        priority = min(max(place.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS
-        fixed = (place.tenant, priority, limits.max_engine_wait_s, self._sizes(), limits.tickets)
-        answer = await self.run("decide", *self._ask_args(ask, queue=(*fixed, place.waited_ms, self.spans.ticket_ms)))
+        answer = await self.run("decide", *self.turn_args(ask, place))
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):
             return Queued(answer[0].decode().lower(), answer[1], answer[2] / 1000)
         return self._decision(ask, answer)
+
+    def turn_args(self, ask: Ask, place: Place) -> list[Any]:
+        """What ``decide_in_turn`` gives the script."""
+        limits, priority = self.limits, min(max(place.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS
+        bounds = limits.max_engine_wait_s, self._sizes(), limits.tickets
+        queue = (place.tenant, priority, *bounds, place.waited_ms, self.spans.ticket_ms)
+        return self._ask_args(ask, queue=queue)
 
     async def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> Line:
         """Keep the tickets of ``waiting``, give up those of ``leaving``; POLL_AT_ONCE of both together at most."""
