@@ -1,5 +1,6 @@
 # Warmfleet: every target does the set-up it misses. `make` alone lists the targets.
-# Variables: PYTHON (3.11 or newer), NAME (bench), ARGS (passed on to the command of run, test and bench).
+# Variables: PYTHON (3.11 or newer), NAME (bench), ARGS (passed on to the command of run, test and bench);
+# of the bench `trace`: TRACE, POLICY, REPLICAS, FLEET, SEEDS (make puts them into its environment).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -102,4 +103,4 @@ lock: $(UV) ## write the hashed locks anew (ARGS=--upgrade takes the newest vers
 
 clean: ## remove what make built
 	rm -rf .venv .venv-uv .venv-checkov .venv-vllm models build dist out *.egg-info worker_plugin/*.egg-info
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .cache/peers .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -15,13 +15,10 @@ Keys that depend on data: events:<worker_id>, command:<worker_id>
 local WORKERS, LOAD, ALIVE, ALIVE_SERVERS, CURSOR, BATCH = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local DIGEST, NEXT_SLOT, RESYNC, RETIRED, COUNTS = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local PREFIX, WORKER, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local FIELD, SHADOW = "events:" .. WORKER, "~" .. WORKER
+local FIELD = "events:" .. WORKER
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
-local ROW = ">I4i4i4i4I4I2I4I4I4I4I4I4I4"
-local SLOT, FLAGS = 5, 6 -- fields of the row
-local SERVER, CLOSED, PARTIAL, HOSTILE = 1, 32, 64, 128
-local SCHEMA, JSON_BYTES, U31 = 1, 4096, 2 ^ 31 - 1
-local FAR_FUTURE_MS, LAST_SEQUENCE = 3600000, 2 ^ 52 -- an id beyond these would block or outlive every later one
+local ROW, JSON_BYTES = ">I4i4i4i4I4I2I4I4I4I4I4I4I4", 4096
+local SLOT, FLAGS, SERVER, CLOSED, HOSTILE = 5, 6, 1, 32, 128 -- of the row; three flags
 
 local call = redis.call
 local clock = call("TIME")
@@ -33,11 +30,12 @@ local truth = record and record.truth or {}
 local last = tonumber(call("HGET", BATCH, WORKER) or "0")
 local command = cjson.decode(call("GET", COMMAND) or "{}")
 
+local entry_of, resync = include "stream_entry", include "stream_resync"
+local announced, snapshot = include "apply_announced", include "apply_snapshot"
+local drop_shadow, diverged, ask_resync = resync(RESYNC, RETIRED, DIGEST, WORKER, now, truth, {})
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
-
-local function integer(value, low, high)
-  return type(value) == "number" and value >= low and value <= high and value == math.floor(value)
-end
+local function lost(cause) count(cause) ask_resync(record, cause) end
+local begin, finish = snapshot(DIGEST, NEXT_SLOT, RESYNC, RETIRED, WORKER, now, truth, count, lost, drop_shadow)
 
 local function parse(data)
   if #data > JSON_BYTES or data:sub(1, 1) ~= "{" then return {} end
@@ -45,70 +43,29 @@ local function parse(data)
   return ok and value or {}
 end
 
-local function drop_shadow()
-  if not record.shadow then return false end
-  call("SADD", RETIRED, record.shadow)
-  call("HDEL", DIGEST, SHADOW)
-  record.shadow, record.snapshot = nil, nil
-  return true
-end
-
 local function new_slot()
-  drop_shadow()
+  drop_shadow(record)
   if row[SLOT] > 0 then call("SADD", RETIRED, row[SLOT]) end
   row[SLOT] = call("INCR", NEXT_SLOT)
   record.slot = row[SLOT]
   call("HDEL", DIGEST, WORKER)
 end
 
-local function diverged(cause)
-  if not truth.cause or truth.cause == "join" then truth.cause, truth.found = cause, (truth.found or 0) + 1 end
-end
-
--- Wait for a snapshot from now on. One already commanded keeps its turn, unless it had begun and is now spoilt.
-local function ask_resync(cause)
-  diverged(cause)
-  if drop_shadow() then call("ZADD", RESYNC, -now, WORKER) else call("ZADD", RESYNC, "NX", -now, WORKER) end
-end
-local function lost(cause) count(cause) ask_resync(cause) end
-
 local function demand_rejoin(reason)
   count(reason)
   if not record then return end
-  drop_shadow()
+  drop_shadow(record)
   diverged("rejoin")
   record.rejoin = true
   command.id, command["do"] = redis.sha1hex(WORKER .. clock[1] .. clock[2]):sub(1, 8), "rejoin"
 end
 
--- The record of an engine core that announces itself properly, else nil.
-local function announced(data)
-  local it = parse(data)
-  local scheme = it.scheme
-  if it.schema ~= SCHEMA or it.worker_id ~= WORKER or type(it.server_id) ~= "string" or not integer(it.rank, 0, 65535)
-    or it.server_id .. "." .. it.rank ~= WORKER or type(it.version) ~= "string" or type(scheme) ~= "table"
-    or not integer(it.capacity_blocks, 0, U31) or not integer(it.max_model_len, 0, U31)
-    or not integer(it.scheme_id, 0, U31) or not integer(scheme.block_tokens, 1, 4096) then
-    return nil
-  end
-  local kept = { block_tokens = scheme.block_tokens }
-  for _, name in ipairs({ "algorithm", "none_hash", "extra_keys" }) do
-    if type(scheme[name]) ~= "string" or not scheme[name]:match("^[%w_]+$") then return nil end
-    kept[name] = scheme[name]
-  end
-  return {
-    server_id = it.server_id, rank = it.rank, scheme = kept, scheme_id = it.scheme_id, proof = "pending",
-    capacity_blocks = it.capacity_blocks, max_model_len = it.max_model_len,
-    version = it.version:gsub("[^%w._+-]", ""):sub(1, 64), closed = it.closed == true or it.closed == 1,
-  }
-end
-
 -- A new slot, nothing proved. The load stays: its reservations are still open.
 local function join(data, time, nonce, batch, id)
-  local fresh = announced(data)
+  local fresh = announced(parse(data), WORKER)
   if not fresh then return count("malformed") end
   local same_process = record and record.nonce == nonce -- it was told to join again: its cache is not empty
-  if record then drop_shadow() end
+  if record then drop_shadow(record) end
   local server_ms = tonumber(call("ZSCORE", ALIVE_SERVERS, fresh.server_id) or "-1")
   local flags = (server_ms >= now - TTL_MS and SERVER or 0) + (fresh.closed and CLOSED or 0)
   local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- never used twice: an old lease has another epoch
@@ -118,55 +75,22 @@ local function join(data, time, nonce, batch, id)
   new_slot()
   call("ZADD", ALIVE, time, WORKER)
   call("ZREM", RESYNC, WORKER)
-  if same_process then ask_resync("rejoin") end
+  if same_process then ask_resync(record, "rejoin") end
 end
 
 local control = {} -- of the current nonce, except join
-
 function control.join() end
-
 function control.cleared()
   if record.shadow then call("ZREM", RESYNC, WORKER) end
   new_slot()
 end
-
 function control.leave() call("ZREM", ALIVE, WORKER) end
-
-function control.begin(data)
-  local begin = parse(data)
-  if type(begin.snapshot) ~= "string" or not begin.snapshot:match("^%x%x%x%x%x%x%x%x$") then
-    return count("malformed")
-  end
-  drop_shadow()
-  record.shadow, record.snapshot = call("INCR", NEXT_SLOT), begin.snapshot
-  if command.id and begin.command == command.id then command.id, command["do"] = nil, nil end
-  call("ZADD", RESYNC, now, WORKER)
-end
-
-control["end"] = function(data)
-  local done = parse(data)
-  if type(done.snapshot) ~= "string" then return count("malformed") end
-  if done.snapshot ~= record.snapshot then return count("stale") end
-  local digest = call("HGET", DIGEST, SHADOW) or string.rep("\0", 12)
-  local blocks, high, low = struct.unpack(">I4I4I4", digest)
-  if done.count ~= blocks or done.high ~= high or done.low ~= low then return lost("spoilt") end
-  call("SADD", RETIRED, row[SLOT])
-  call("HSET", DIGEST, WORKER, digest)
-  call("HDEL", DIGEST, SHADOW)
-  call("ZREM", RESYNC, WORKER)
-  row[SLOT], record.slot, record.shadow, record.snapshot = record.shadow, record.shadow, nil, nil
-  row[FLAGS] = bit.band(row[FLAGS], bit.bnot(PARTIAL))
-  local cause, of = truth.cause or "worker", truth.resyncs or {}
-  of[cause] = (of[cause] or 0) + 1
-  truth.cause, truth.healed, truth.checked, truth.resyncs = nil, truth.found, now, of
-  count("resync_" .. cause)
-end
+function control.begin(data) begin(record, command, parse(data)) end
+control["end"] = function(data) finish(record, row, parse(data)) end
 
 -- One entry: "stop" if it is apply's. Batch numbers tell what was lost or came twice.
-local function enter(fields, time, id)
+local function enter(fields, good, time, id)
   local nonce, batch, name, data = fields[2], fields[4], fields[6], fields[8]
-  local good = #fields == 8 and fields[1] == "n" and fields[3] == "b" and fields[5] == "o" and fields[7] == "d"
-    and #nonce <= 64 and nonce:match("^[%w_-]+$") and #batch <= 14 and batch:match("^%d+$")
   local mine = good and record and not record.rejoin and nonce == record.nonce
   if mine and not control[name] then return "stop" end
   if not good then return count("malformed") end
@@ -186,15 +110,14 @@ local entries, following, hostile = 0, 0, kind ~= "stream" and kind ~= "none"
 local page = kind == "stream" and call("XRANGE", STREAM, "-", "+", "COUNT", MAX_ENTRIES) or {}
 local ms, sequence = cursor:match("^(%d+)-(%d+)$")
 for at, item in ipairs(page) do
-  local id_ms, id_sequence = item[1]:match("^(%d+)-(%d+)$")
-  id_ms, id_sequence = tonumber(id_ms), tonumber(id_sequence)
-  hostile = id_ms > now + FAR_FUTURE_MS or id_sequence > LAST_SEQUENCE
+  local id_ms, id_sequence, good
+  id_ms, id_sequence, hostile, good = entry_of(item, now)
   if hostile then break end
   -- Everything applied was trimmed, so a first entry at or before the cursor is a stream that began anew.
   if at == 1 and (id_ms < tonumber(ms) or id_ms == tonumber(ms) and id_sequence <= tonumber(sequence)) then
     demand_rejoin("regress")
   end
-  if enter(item[2], math.min(id_ms, now), item[1]) == "stop" then
+  if enter(item[2], good, math.min(id_ms, now), item[1]) == "stop" then
     following = 1
     break
   end

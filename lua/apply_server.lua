@@ -15,10 +15,7 @@ local SERVERS, WORKERS, LOAD, ALIVE_SERVERS, CURSOR, COUNTS = KEYS[1], KEYS[2], 
 local PREFIX, SERVER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local FIELD = "server:" .. SERVER_ID
 local STREAM, ARTIFACT = PREFIX .. FIELD, PREFIX .. "artifact:" .. SERVER_ID .. ":"
-local SCHEMA, SERVER, URL_AND_PROVEN, FAR_FUTURE_MS, LAST_SEQUENCE = 1, 1, 2 + 4, 3600000, 2 ^ 52
-local MAX_JOIN_BYTES, MAX_URL_BYTES, MAX_MODELS, MAX_FILES, MAX_CHUNKS, MAX_BRACKETS = 262144, 512, 256, 8, 2048, 500
-local URL = '^https?://[^%s%c"\\<>\128-\255]+$'
-local MAX_NUMBER_BYTES = 24 -- what Python writes of any float; of thousands of digits some parsers make an error
+local SERVER, URL_AND_PROVEN = 1, 2 + 4 -- flags of a row
 
 local call = redis.call
 local clock = call("TIME")
@@ -26,56 +23,9 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw = call("HGET", SERVERS, SERVER_ID)
 local record, rejoined, stranger = raw and cjson.decode(raw) or nil, false, false
 
+local entry_of, join_of = include "stream_entry", include "apply_server_join"
+local announced, chunks_of = join_of()
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
-
-local function text(value, pattern, bytes)
-  return type(value) == "string" and #value <= bytes and value:match(pattern) ~= nil
-end
-
--- An object (keys "") or a list (keys 1); of an empty one nobody can tell.
-local function holds(value, keys) return type(value) == "table" and type(next(value) or keys) == type(keys) end
-
--- Names of the artifact chunks of a manifest, as a set; nil if it is malformed.
-local function chunks_of(artifacts)
-  if type(artifacts) ~= "table" then return nil end
-  local chunks, n, files = {}, 0, 0
-  for name, file in pairs(artifacts) do
-    files = files + 1
-    if not text(name, "^[%w._-]+$", 64) or type(file) ~= "table" or not holds(file.chunks, 1)
-      or not text(file.sha256, "^%x+$", 64) or type(file.bytes) ~= "number" or file.bytes < 0 or file.bytes % 1 > 0 then
-      return nil
-    end
-    for _, sha256 in ipairs(file.chunks) do
-      n = n + 1
-      if not text(sha256, "^%x+$", 64) or n > MAX_CHUNKS then return nil end
-      chunks[sha256] = true
-    end
-  end
-  return files <= MAX_FILES and chunks or nil
-end
-
--- Kept as it came, so it must read the same to every parser: ASCII, no deep nesting, no number that only cjson reads.
-local function plain(data)
-  local bare = data:gsub("\\.", ""):gsub('"[^"]*"', "")
-  for token in bare:gmatch("[^%[%]{}:,%s]+") do
-    local number = (token:match("^%-?%d+$") or token:match("^%-?%d+%.%d+$")) and not token:match("^%-?0%d")
-    if not number and token ~= "true" and token ~= "false" and token ~= "null" then return false end
-    if number and #token > MAX_NUMBER_BYTES then return false end
-  end
-  local _, brackets = bare:gsub("[%[{]", "")
-  return brackets <= MAX_BRACKETS and data:sub(1, 2) == '{"' and not data:find("[^\32-\126]")
-end
-
--- What a server that announces itself properly says, else nil.
-local function announced(data)
-  if #data > MAX_JOIN_BYTES or not plain(data) then return nil end
-  local ok, it = pcall(cjson.decode, data)
-  if not ok or it.schema ~= SCHEMA or it.server_id ~= SERVER_ID or it.nonce ~= nil then return nil end
-  if not text(it.url, URL, MAX_URL_BYTES) or type(it.version) ~= "string" then return nil end
-  if type(it.models) ~= "table" or #it.models < 1 or #it.models > MAX_MODELS then return nil end
-  for _, model in ipairs(it.models) do if not text(model, "^[^%c]+$", 256) then return nil end end
-  return holds(it.facts, "") and chunks_of(it.artifacts) and it or nil
-end
 
 -- Call patch(row's flags) -> flags for every worker of this server.
 local function each_worker(patch)
@@ -89,7 +39,7 @@ local function each_worker(patch)
 end
 
 local function join(data, nonce)
-  local it = announced(data)
+  local it = announced(data, SERVER_ID)
   if not it then return count("malformed") end
   local kept = chunks_of(it.artifacts)
   for sha256 in pairs(record and chunks_of(record.artifacts) or {}) do
@@ -101,12 +51,9 @@ local function join(data, nonce)
 end
 
 -- One entry; returns true if it shows that the server lives, false if it says goodbye.
-local function enter(fields)
+local function enter(fields, good)
   local nonce, name = fields[2], fields[6]
-  if #fields ~= 8 or fields[1] ~= "n" or fields[3] ~= "b" or fields[5] ~= "o" or fields[7] ~= "d"
-    or #nonce > 64 or not nonce:match("^[%w_-]+$") then
-    return count("malformed")
-  end
+  if not good then return count("malformed") end
   if name == "join" and not (record and record.nonce == nonce) then join(fields[8], nonce) end
   if record and record.nonce == nonce then
     if name == "join" or name == "heartbeat" then return true end
@@ -122,12 +69,11 @@ local kind = call("TYPE", STREAM).ok
 local page = kind == "stream" and call("XRANGE", STREAM, "-", "+", "COUNT", MAX_ENTRIES) or {}
 local entries, hostile, ms, sequence = 0, kind ~= "stream" and kind ~= "none", nil, nil
 for _, item in ipairs(page) do
-  ms, sequence = item[1]:match("^(%d+)-(%d+)$")
-  ms, sequence = tonumber(ms), tonumber(sequence)
-  hostile = ms > now + FAR_FUTURE_MS or sequence > LAST_SEQUENCE
+  local good
+  ms, sequence, hostile, good = entry_of(item, now)
   if hostile then break end
   entries = entries + 1
-  local lives = enter(item[2])
+  local lives = enter(item[2], good)
   if lives then call("ZADD", ALIVE_SERVERS, math.min(ms, now), SERVER_ID) end
   if lives == false then call("ZREM", ALIVE_SERVERS, SERVER_ID) end
 end

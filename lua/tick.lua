@@ -20,9 +20,9 @@ local TICK, HELLO, CURSOR, ALIVE, ALIVE_SERVERS = KEYS[1], KEYS[2], KEYS[3], KEY
 local SERVERS, LOAD, RESYNC, RETIRED, COUNTS = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local PREFIX, MIN_GAP_MS, TTL_MS = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local FORGET_MS, MAX_STREAMS, USED = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local SHORT_MS, SHARE, SHORT_FROM, SHORT_TO, SERVER, APPROXIMATE = tonumber(ARGV[7]), tonumber(ARGV[8]), 850, 750, 1, 16
+local SHORT_MS, SHARE, SHORT_FROM, SHORT_TO = tonumber(ARGV[7]), tonumber(ARGV[8]), 850, 750
 local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- so many entries take the usual share about 4 s
-local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, HELLOS, FORGETS, FAR_FUTURE_MS = 1000, 2, 30000, 64, 8, 3600000
+local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, HELLOS, FAR_FUTURE_MS = 1000, 2, 30000, 64, 3600000
 
 local call = redis.call
 local clock = call("TIME")
@@ -135,53 +135,12 @@ local function command_resyncs()
   end
 end
 
-local function scores(key)
-  local flat, of = call("ZRANGE", key, 0, -1, "WITHSCORES"), {}
-  for i = 1, #flat, 2 do of[flat[i]] = tonumber(flat[i + 1]) end
-  return of
-end
-
--- Silent for forget_ms, nothing unread in its stream. Who said goodbye is silent since its last entry.
-local function forgettable(stream, seen)
-  if seen and seen > now - FORGET_MS then return false end
-  local length, ms = stream_of(PREFIX .. stream)
-  if length ~= 0 then return not length end
-  return ms < now - FORGET_MS or ms > now + FORGET_MS -- in the future: nobody can write to it any more
-end
-
-local function once_a_second()
-  local alive, alive_servers = scores(ALIVE), scores(ALIVE_SERVERS)
-  local rows, speeds, served, forgets = call("HGETALL", LOAD), {}, {}, 0
-  local function forget_if_due(stream, seen, worker)
-    if grace or forgets >= FORGETS or not forgettable(stream, seen) then return end
-    forgets, answer[#answer + 1] = forgets + 1, "forget:" .. worker
-  end
-  for i = 1, #rows, 2 do
-    local worker, row = rows[i], rows[i + 1]
-    local flags, _, speed = struct.unpack(">I2I4I4", row, 21)
-    if speed > 0 then speeds[#speeds + 1] = speed end
-    if bit.band(flags, APPROXIMATE) == 0 then
-      local server = worker:match("^(.*)%.%d+$")
-      served[server or worker] = true
-      local up = (alive_servers[server or worker] or -1) >= now - TTL_MS
-      if up ~= (bit.band(flags, SERVER) > 0) and (up or not grace) then
-        call("HSET", LOAD, worker, row:sub(1, 20) .. struct.pack(">I2", bit.bxor(flags, SERVER)) .. row:sub(23))
-      end
-      forget_if_due("events:" .. worker, alive[worker], worker)
-    elseif alive[worker] then -- one that its router calls unhealthy is not in `alive`, and stays
-      forget_if_due("events:" .. worker, alive[worker], worker)
-    end
-  end
-  for _, server in ipairs(call("HKEYS", SERVERS)) do -- rank 0 stands for a server whose workers are all gone
-    if not served[server] then forget_if_due("server:" .. server, alive_servers[server], server .. ".0") end
-  end
-  table.sort(speeds)
-  median = speeds[math.ceil(#speeds / 2)] or 0
-end
-
 greet()
 backlogs()
 if short == 0 and call("ZCARD", RESYNC) > 0 then command_resyncs() end
-if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then once_a_second() end
+if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then
+  local once_a_second = include "tick_second"
+  median = once_a_second(ALIVE, ALIVE_SERVERS, SERVERS, LOAD, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
+end
 call("SET", TICK, string.format("%.0f %.0f %.0f %.0f %.0f", now, grace_until, median, start, short))
 return answer

@@ -15,7 +15,7 @@ import orjson
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from warmfleet import prompt, status
+from warmfleet import hints, prompt, status
 from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, Stopping, TooLarge, Unauthorized, WarmfleetError
 from warmfleet.prompt import PATHS, Endpoint
 from warmfleet.route import Call, Router
@@ -59,16 +59,15 @@ class Proxy:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, request_id, length = self._read_headers(scope["headers"])
-        tenancy = self._router.tenancy
-        call = Call(self._endpoint, b"", request_id, headers, send, tenancy.name(scope["headers"]))
-        call.flow = tenancy.flow(scope["headers"])
+        headers, request_id, length, told = self._read_headers(scope["headers"])
+        call = Call(self._endpoint, b"", request_id, headers, send, self._router.tenancy.name(scope["headers"]))
         self._metrics.in_flight.inc()
         try:
             if scope["method"] != "POST":
                 await self._refuse(call, MethodNotAllowed("This endpoint takes POST."))
                 return
-            call.patience_s = patience_s(scope["headers"])
+            call.flow, call.patience_s = self._router.tenancy.flow(scope["headers"]), patience_s(scope["headers"])
+            call.hints = hints.read(told, headers.get("X-Session-ID", ""), self._settings.admin_key)
             call.body = await read_body(receive, length, self._settings)
             call.began = time.perf_counter()
             await self._serve(call, receive)
@@ -117,9 +116,10 @@ class Proxy:
             watch.remove_done_callback(hung_up)
             watch.cancel()
 
-    def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[str, str], str, int]:
-        """What is passed on, the request id, the announced length."""
+    def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[str, str], str, int, dict[bytes, bytes]]:
+        """What is passed on, the request id, the announced length, what is for the router."""
         headers: dict[str, str] = {}
+        told: dict[bytes, bytes] = {}
         request_id, length = "", 0
         for name, value in raw:
             if name in PASSED_ON:
@@ -128,10 +128,12 @@ class Proxy:
                 request_id = _UNSAFE_ID.sub("", value.decode("latin-1"))[:MAX_REQUEST_ID]
             elif name == b"content-length":
                 length = int(value) if value.isdigit() else 0
+            elif name.startswith(b"x-warmfleet-"):
+                told[name] = value
         if self._settings.worker_api_key:
             headers["Authorization"] = f"Bearer {self._settings.worker_api_key}"
         headers.setdefault("Content-Type", "application/json")
-        return headers, request_id or secrets.token_hex(12), length
+        return headers, request_id or secrets.token_hex(12), length, told
 
     async def _refuse(self, call: Call, error: WarmfleetError) -> None:
         self._metrics.requests.labels(self._endpoint, str(error.status), "none").inc()
@@ -231,7 +233,7 @@ class SmallEndpoints:
 
     async def metrics(self, request: HTTPRequest) -> Response:
         self._operators_only(request)
-        self._metrics.view_age_seconds.set(max(pool.view_age_s for pool in self._pools.all))
+        status.gauges(self._pools, self._metrics)
         return Response(self._metrics.render(), headers={"content-type": self._metrics.content_type})
 
     async def workers(self, request: HTTPRequest) -> Response:
@@ -258,7 +260,9 @@ class SmallEndpoints:
         named = isinstance(tenant, str)
         whose = tenant.encode("utf-8", "replace") if named else self._tenancy.name(request.headers.raw)
         asked.salt = self._tenancy.salt(whose, asked.salt)
-        return JSONResponse(await status.explain(await self._pools.find(asked.model), asked, self._settings))
+        told = {name: value for name, value in request.headers.raw if name.startswith(b"x-warmfleet-")}
+        hinted = hints.read(told, request.headers.get("x-session-id", ""), "")
+        return JSONResponse(await status.explain(await self._pools.find(asked.model), asked, hinted, self._settings))
 
     def _operators_only(self, request: HTTPRequest) -> None:
         """Raises Unauthorized."""

@@ -19,14 +19,16 @@ from warmfleet import api, maintenance
 from warmfleet.api import Application, Health, Proxy, SmallEndpoints
 from warmfleet.approval import Templates
 from warmfleet.checks import HealthChecks
+from warmfleet.decisions import DecisionLog
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fallback import Fallback
-from warmfleet.fleet import Fleet, QueueLimits, Timeouts, connect
+from warmfleet.fleet import Fleet, QueueLimits, Timeouts, Weights, connect
 from warmfleet.guard import guarded
 from warmfleet.identity import Identities
 from warmfleet.maintenance import Reader, supervise
 from warmfleet.memory import MemoryWatch
 from warmfleet.metrics import Metrics
+from warmfleet.policy import policies
 from warmfleet.pool import Pool, Pools
 from warmfleet.probe import Prober
 from warmfleet.prompt import PATHS
@@ -59,11 +61,15 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
     """The ASGI application of one replica; its lifespan runs the background tasks. BadArgument without models."""
     if not settings.models:
         raise BadArgument("WARMFLEET_MODELS is empty: name the models to serve")
+    for name, given in ("POLICY", policies(settings.policy)), ("TTFT_OBJECTIVE_S", settings.ttft_objective_s):
+        if strangers := given.strangers(settings.models):
+            raise BadArgument(f"WARMFLEET_{name} names {strangers[0]!r}, which is not in WARMFLEET_MODELS")
     metrics, health = Metrics(), health or Health()
     pools = Pools([_pool(tag, settings) for tag in settings.models])
     addresses = Addresses(settings.worker_addresses, settings.static_workers)
     upstream = Upstream(addresses, settings.connect_timeout_s, metrics.retries.labels("same").inc)
-    router = Router(pools, upstream, settings, metrics)
+    log = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
+    router = Router(pools, upstream, settings, metrics, log)
     small = SmallEndpoints(router, settings, metrics, health)
 
     @asynccontextmanager
@@ -71,6 +77,8 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
         async with AsyncExitStack() as stack:
             for pool in pools.all:
                 stack.push_async_callback(pool.fleet.close)
+            log.open()
+            stack.callback(log.close)
             await upstream.open()
             stack.push_async_callback(upstream.close)
             executor = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
@@ -143,9 +151,12 @@ def _pool(tag: str, settings: Settings) -> Pool:
         raise BadArgument(str(error)) from error
     except WireError as error:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
-    fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
-    fleet.limits = QueueLimits(settings.max_engine_wait_s, settings.queue_max)
-    return Pool(tag, fleet, Fallback(settings.redis_retry_s))
+    weights = Weights(min_match_tokens=settings.min_match_tokens)
+    fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s), weights)
+    policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
+    wait_s = settings.max_engine_wait_s and (objective_s or settings.max_engine_wait_s)
+    fleet.limits = QueueLimits(wait_s, settings.queue_max)
+    return Pool(tag, fleet, Fallback(settings.redis_retry_s), policy, objective_s)
 
 
 @asynccontextmanager
@@ -158,6 +169,7 @@ async def _background(
         ("apply", settings.apply_interval_s, partial(maintenance.apply, pools, metrics)),
         ("view", settings.view_interval_s, reader.refresh),
         ("approved", settings.view_interval_s, partial(identities.templates.look, pools)),
+        ("policy", settings.view_interval_s, partial(maintenance.follow, pools)),
         ("truth", settings.view_interval_s, TruthWatch(pools, metrics).look),
         ("probe", settings.view_interval_s, prober.round),
         ("renew", settings.renew_interval_s, partial(maintenance.renew, pools, metrics)),

@@ -189,8 +189,8 @@ class Reader:
     def _count_workers(self) -> None:
         states: Counter[str] = Counter()
         for pool in self._pools.all:
-            states.update(w.proof if w.routable else "unroutable" for w in pool.view.workers)
-        for state in ("proven", "identity", "approximate", "unroutable"):
+            states.update(w.proof if w.routable or w.proof == "warming" else "unroutable" for w in pool.view.workers)
+        for state in ("proven", "identity", "approximate", "warming", "unroutable"):
             self._metrics.workers.labels(state).set(states[state])
         self._metrics.unreadable_records.set(sum(pool.fleet.records.unreadable for pool in self._pools.all))
 
@@ -233,6 +233,17 @@ async def clear(pools: Pools) -> None:
         await pool.fleet.reap()
         if pool.fleet.limits.max_engine_wait_s:
             await pool.fleet.poll()
+
+    await pools.each(one)
+
+
+async def follow(pools: Pools) -> None:
+    """Choose by the policy that the operator named last, from now on."""
+
+    async def one(pool: Pool) -> None:
+        told = await pool.fleet.switched()
+        if pool.policy.follow(told):
+            logger.warning("%s: the policy is %s now, by %s", pool.tag, pool.policy.name, pool.policy.source)
 
     await pools.each(one)
 

@@ -1,5 +1,7 @@
-"""Names of all metrics of a router, in one place. Labels are bounded: no worker, user or request in them, no model
-but those of the settings."""
+"""Names of all metrics of a router, in one place. Labels are bounded: no worker, user or request in them.
+
+``model`` is a tag of WARMFLEET_MODELS, of which there are few.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,19 @@ class Metrics:
         self.settled = self._counter("settled", "Reservations by how they ended", "outcome")
         self.settle_failures = self._counter("settle_failures", "Settles that Redis did not take; the lease expires")
         self.decide_seconds = self._histogram("decide_seconds", "One decision, as the router waits for it")
-        self.first_byte_seconds = self._histogram("first_byte_seconds", "Request read to first byte of the answer")
+        self.decisions = self._counter("decisions", "Decisions by policy and by what decided", "policy", "why")
+        self.decision_log = self._counter(
+            "decision_log", "Records of the decision log, by what became of them", "result"
+        )
+        self.first_byte_seconds = self._histogram(
+            "first_byte_seconds", "Request read to first byte of the answer", "model"
+        )
+        self.ttft_seconds = self._gauge(
+            "ttft_seconds", "Of streamed answers of the last minute: request read to first byte", "model", "quantile"
+        )
+        self.objective_seconds = self._gauge(
+            "ttft_objective_seconds", "Time to first token aimed at; 0 = none", "model"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of decided requests")
         self.matched_tokens = self._counter("matched_tokens", "Of these, held by the chosen worker")
         self.identity = self._counter(
@@ -50,6 +64,23 @@ class Metrics:
         self.applied_blocks = self._counter("applied_blocks", "Block events that this replica applied")
         self.audited_blocks = self._counter("audited_blocks", "Blocks of the index that this replica audited")
         self.audit_mismatches = self._counter("audit_mismatches", "Workers whose index differed from its digest")
+        self._of_redis()
+        self.probes = self._counter("probes", "Probes by result", "result")
+        self.downgrades = self._counter("downgrades", "Proven workers that are routed by load only now", "cause")
+        self.warmings = self._counter(
+            "warmings", "Joining workers that were given common prefixes, by result", "result"
+        )
+        self.warmed_tokens = self._counter("warmed_tokens", "Prompt tokens that these were asked for")
+        self.renewed = self._counter("renewed", "Reservations renewed, rebuilt after a loss, refused", "result")
+        self.workers = self._gauge("workers", "Workers by state, at the last reading", "state")
+        self.unreadable_records = self._gauge(
+            "unreadable_records", "Records of workers and servers that are left out: they are none"
+        )
+        self.outvoted_workers = self._gauge("outvoted_workers", "Workers that differ from most of their model", "what")
+        self.view_age_seconds = self._gauge("view_age_seconds", "Age of the last reading of the fleet, oldest model")
+
+    def _of_redis(self) -> None:
+        """Of Redis and the index in it, as one replica reads them: the same on all."""
         self.memory_used_ratio = self._gauge("memory_used_ratio", "Used share of Redis's memory limit; 0 without one")
         self.memory_short = self._gauge("memory_short", "Models whose new blocks are not indexed: memory is short")
         self.memory_used_bytes = self._gauge("memory_used_bytes", "Memory that Redis uses")
@@ -62,15 +93,6 @@ class Metrics:
         self.index_events = self._gauge("index_events", "Counters of lua/README.md, of the whole fleet", "kind")
         self.index_entries = self._gauge("index_entries", "(block, worker) pairs in the index")
         self.retired_slots = self._gauge("retired_slots", "Slots whose entries are being collected")
-        self.probes = self._counter("probes", "Probes by result", "result")
-        self.downgrades = self._counter("downgrades", "Proven workers that are routed by load only now", "cause")
-        self.renewed = self._counter("renewed", "Reservations renewed, rebuilt after a loss, refused", "result")
-        self.workers = self._gauge("workers", "Workers by state, at the last reading", "state")
-        self.unreadable_records = self._gauge(
-            "unreadable_records", "Records of workers and servers that are left out: they are none"
-        )
-        self.outvoted_workers = self._gauge("outvoted_workers", "Workers that differ from most of their model", "what")
-        self.view_age_seconds = self._gauge("view_age_seconds", "Age of the last reading of the fleet, oldest model")
 
     def render(self) -> bytes:
         """The text of all metrics."""
@@ -82,5 +104,5 @@ class Metrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"warmfleet_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"warmfleet_{name}", text, registry=self.registry, buckets=_SECONDS)
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(f"warmfleet_{name}", text, labels, registry=self.registry, buckets=_SECONDS)

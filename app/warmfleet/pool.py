@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING
 from warmfleet import blocks, identity, prompt
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
+from warmfleet.fleet import Ask
+from warmfleet.policy import Switch
 from warmfleet.silence import Tries
+from warmfleet.tail import Tail
+from warmfleet.uses import Uses
 from warmfleet.view import MAX_SCHEMES, View
 from warmfleet_worker.wire import WORKER_TTL_SECONDS
 
@@ -55,6 +59,13 @@ class Shape:
     identity_key: str = ""
     barred: tuple[str, ...] = ()
 
+    def ask(
+        self, reservation: str, pool: Pool, exclude: tuple[str, ...], prefix_tokens: int, order: tuple[str, ...]
+    ) -> Ask:
+        sizes, name, seed = (self.prompt_tokens, self.decode_tokens), pool.policy.name, 0
+        aim_s = pool.tail.in_force_s
+        return Ask(reservation, self.chains, *sizes, name, exclude, seed, prefix_tokens, order, aim_s)
+
     @property
     def prefix(self) -> bytes:
         """What requests with the same beginning have in common: the key of the fallback's hash."""
@@ -63,17 +74,23 @@ class Shape:
 
 class Pool:
     """Everything of one model tag. ``open``: reservations to renew. ``unsettled``: outcomes that Redis
-    did not take yet. ``read`` is set once the fleet was read."""
+    did not take yet. ``read`` is set once the fleet was read. ``tail``: how long its clients wait. ``uses``: of common
+    prefixes."""
 
-    def __init__(self, tag: str, fleet: Fleet, fallback: Fallback) -> None:
+    def __init__(
+        self, tag: str, fleet: Fleet, fallback: Fallback, policy: str = "cost", objective_s: float = 0.0
+    ) -> None:
         self.tag = tag
         self.name = tag.partition("#")[0]
         self.fleet = fleet
         self.fallback = fallback
+        self.policy = Switch(policy)
         self.view = View()
         self.open: dict[str, Renewal] = {}
         self.unsettled: dict[str, Outcome] = {}
         self.tries = Tries()
+        self.tail = Tail(objective_s)
+        self.uses = Uses()
         self.read = asyncio.Event()
         self._suspects: dict[str, float] = {}
         self._last_routable = View()
@@ -198,6 +215,8 @@ class Pool:
             chains = next(one.chains for one in prompts if one.chains or not view.hashers)
             tokens = max(1, sum(one.tokens for one in prompts))
             made = tuple(prompts)
+            if len(made) == 1:
+                self.uses.note(made[0], key)
         if view.text:
             texts = identity.canonical_text(request)
             chain = blocks.text_chain(longest := max(texts, key=len))

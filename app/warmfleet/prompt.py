@@ -55,6 +55,7 @@ class Request:
     engine needs the prompt's text to answer.
 
     prompts: completions only, each a text or token ids. arguments: for the chat template. size_bytes: of the body.
+    cache_key: OpenAI's ``prompt_cache_key``, which names what requests have in common.
     """
 
     endpoint: Endpoint
@@ -73,6 +74,7 @@ class Request:
     size_bytes: int = 0
     priority: Any = None
     text_only: bool = False
+    cache_key: str = ""
 
     @property
     def path(self) -> str:
@@ -124,6 +126,8 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
         priority=data.get("priority"),
         text_only=any(data.get(name) not in (None, False) for name in TEXT_ONLY),
     )
+    if type(key := data.get("prompt_cache_key")) is str:
+        request.cache_key = key
     if endpoint == "completions":
         request.prompts = [] if request.unforeseen == "embeds" else _prompts(data)
     else:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import aiohttp
 
     from warmfleet.errors import WarmfleetError
-    from warmfleet.fleet import Decision
-    from warmfleet.route import Call
 
 #: Headers of an engine that reach the client. All others are about the connection, or ours.
 PASSED_BACK = ("Content-Type", "Retry-After", "Cache-Control")
@@ -144,16 +142,3 @@ async def _stream(
     complete()
     await body(b"", more=False)
     return good
-
-
-def answer_headers(call: Call, decision: Decision, word: str, which: str) -> Mapping[bytes, bytes]:
-    """What the client is told of the decision; which: WARMFLEET_ANSWER_HEADERS."""
-    request_id = {b"x-request-id": call.request_id.encode()}
-    if which == "request_id":
-        return request_id
-    return request_id | {
-        b"x-warmfleet-worker": decision.worker_id.encode(),
-        b"x-warmfleet-matched-tokens": b"%d" % decision.matched_tokens,
-        b"x-warmfleet-prompt-tokens": b"%d" % decision.prompt_tokens,
-        b"x-warmfleet-reservation": word.encode(),
-    }

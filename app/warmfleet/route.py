@@ -11,20 +11,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from warmfleet import prompt
+from warmfleet import prompt, tail
 from warmfleet.asking import Asker
+from warmfleet.decisions import DecisionLog, record
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
-from warmfleet.fleet import Ask, Decision, Place, Queued, Renewal, new_reservation
+from warmfleet.fallback import unbooked
+from warmfleet.fleet import Decision, Place, Queued, Renewal, new_reservation
 from warmfleet.handoff import NOTHING, REFUSALS, Handoff, Offer, offer
+from warmfleet.hints import NONE, Hints
 from warmfleet.pool import NOT_READ
 from warmfleet.prompt import PATHS
-from warmfleet.relay import Answer, answer_headers, relay
+from warmfleet.relay import Answer, relay
 from warmfleet.tenancy import Tenancy
+from warmfleet.told import answer_headers, explained
 from warmfleet.waiting import Waiting
 
 if TYPE_CHECKING:
     import aiohttp
 
+    from warmfleet.fleet import Ask
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool, Pools, Shape
@@ -44,7 +49,8 @@ MAX_UNSETTLED = 10_000
 class Call:
     """One request of a client. headers: what is passed on to the worker. tenant: whose it is, if they are kept apart.
     ``flow``: whose turn it takes in the queue. patience_s: longest wait there, by the client; priority: likewise.
-    ``complete``: its answer is on the way out. ``offer``: its token ids.
+    ``complete``: its answer is on the way out. ``offer``: its token ids. ``order``: where a hash ring would look;
+    ``rings``: the same by policy, for the decision log. ``explained``: what the client asked for of its decision.
     """
 
     endpoint: Endpoint
@@ -60,6 +66,10 @@ class Call:
     started: bool = False
     complete: bool = False
     offer: Offer = NOTHING
+    hints: Hints = NONE
+    order: tuple[str, ...] = ()
+    rings: dict[str, tuple[str, ...]] | None = None
+    explained: bytes = b""
 
 
 @dataclass(slots=True)
@@ -81,8 +91,11 @@ class Trip:
 class Router:
     """Serves calls. One for a replica; holds nothing that another replica needs."""
 
-    def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics, log: DecisionLog | None = None
+    ) -> None:
         self.pools = pools
+        self._log = log or DecisionLog("", 0.0, metrics)
         self.tenancy = Tenancy(settings.tenant_key, settings.tenant_header)
         self._upstream = upstream
         self._settings = settings
@@ -102,6 +115,8 @@ class Router:
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
         shape = await self._asker.better(pool, request, call, shape)
         call.offer = offer(request, shape)
+        call.order = pool.policy.order(pool.view, request, call.hints.session)
+        call.rings = pool.policy.orders(pool.view, request, call.hints.session) if self._log.wants() else None
         exclude = (*shape.barred, *pool.suspects())
         gone: UpstreamGone | None = None
         deaths = 0
@@ -142,10 +157,10 @@ class Router:
         started = time.perf_counter()
         place = Place(call.flow, call.priority, round(1_000 * (started - call.began)))
         trip.booked = trip.ticket = True  # as far as anyone knows, from here on
+        ask = shape.ask(trip.reservation, pool, exclude, call.hints.prefix_tokens, call.order)
+        tell = call.rings is not None or call.hints.explain
         try:
-            sizes = shape.prompt_tokens, shape.decode_tokens
-            ask = Ask(trip.reservation, shape.chains, *sizes, self._settings.policy, exclude)
-            decision = await pool.fleet.decide_in_turn(ask, place)
+            decision = await pool.fleet.decide_in_turn(ask, place, tell=tell)
         except NoWorker:
             trip.booked = False
             if len(exclude) > len(shape.barred):
@@ -172,7 +187,17 @@ class Router:
         trip.tells_start = shape.prompts == 1 or decision.approximate
         self._metrics.prompt_tokens.inc(decision.prompt_tokens)
         self._metrics.matched_tokens.inc(decision.matched_tokens)
+        self._metrics.decisions.labels(ask.policy, decision.why).inc()
+        if decision.seen is not None:
+            self._told(call, pool, ask, decision)
         return decision
+
+    def _told(self, call: Call, pool: Pool, ask: Ask, decision: Decision) -> None:
+        """What the choice saw, for whom it was asked: the log, the client."""
+        if call.rings is not None:
+            self._log.note(record(pool.tag, ask, pool.fleet.weights, decision, call.rings))
+        if call.hints.explain:
+            call.explained = explained(ask, pool.fleet.weights, decision)
 
     def _without_redis(self, trip: Trip, shape: Shape, exclude: tuple[str, ...], reason: str) -> Decision:
         pool = trip.pool
@@ -183,22 +208,7 @@ class Router:
             raise NoWorker("No worker is alive, as far as is known.")
         self._metrics.fallback.labels(reason).inc()
         pool.fallback.take(worker.worker_id)
-        trip.decision = Decision(
-            reservation=trip.reservation,
-            outcome="booked",
-            worker_id=worker.worker_id,
-            server_id=str(worker.record.get("server_id", "")),
-            url=worker.url,
-            matched_tokens=0,
-            prompt_tokens=shape.prompt_tokens,
-            speculative=False,
-            flagged=True,
-            cost_s=0.0,
-            wait_tokens=0,
-            approximate=worker.proof == "approximate",
-            prefill_tokens=0,
-            decode_tokens=0,
-        )
+        trip.decision = unbooked(trip.reservation, worker, shape.prompt_tokens)
         return trip.decision
 
     async def _forward(self, call: Call, trip: Trip, decision: Decision) -> None:
@@ -218,7 +228,8 @@ class Router:
 
             def first_byte(*, streams: bool) -> None:
                 call.started = True
-                self._metrics.first_byte_seconds.observe(time.perf_counter() - call.began)
+                waited_s, good = time.perf_counter() - call.began, answer.status < 400
+                tail.noted(pool, self._metrics, waited_s, streamed=streams and good)
                 self._metrics.requests.labels(call.endpoint, str(answer.status), trip.word).inc()
                 if streams and trip.tells_start and trip.reservation in pool.open:
                     trip.first_byte = self._spawn(self._started(trip))

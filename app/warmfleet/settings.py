@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, field, fields
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from warmfleet.errors import BadArgument
+from warmfleet.per_model import PerModel
+from warmfleet.policy import policies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +50,17 @@ class Settings:
     models: tuple[str, ...] = _setting((), "model tags to serve, `name` or `name#pool`; required")
     host: str = _setting("127.0.0.1", "address to listen on; not open to the network unless asked")
     port: int = _setting(8080, "port to listen on")
-    policy: str = _setting("cost", "`cost`, `least_loaded` or `round_robin`")
+    policy: str = _setting(
+        "cost", 'how to choose (`lua/README.md`, "Policies"); for single models: `cost,modelA=sticky`'
+    )
+    ttft_objective_s: PerModel[float] = _setting(  # noqa: RUF009  what it calls makes a field
+        PerModel(0.0), "time to first token that is quick enough; `0.5,modelA=1.2` for some models; 0 = none"
+    )
+    min_match_tokens: int = _setting(0, "what a worker holds beyond all others counts for the choice from there on")
+    decision_log: str = _setting(
+        "", "file for a sample of decisions, to be replayed; one for each replica; empty = none"
+    )
+    decision_sample: float = _setting(0.01, "share of the decisions that goes there")
     static_workers: tuple[str, ...] = _setting((), "URLs of engines without the plugin, served as approximate workers")
     worker_api_key: str = _setting("", "sent to workers in place of the client's Authorization")
     admin_key: str = _setting(
@@ -92,6 +105,9 @@ class Settings:
     probe_interval_s: float = _setting(
         600.0, "time between two probes of a proven worker, all replicas together; 0 = only when it is suspected"
     )
+    warm_prefixes: int = _setting(
+        0, "a worker that joins empty is given this many of the prefixes in use before it takes requests; 0 = none"
+    )
     ask_engines: bool = _setting(True, "ask an engine for token ids that only it can tell, where its routes are on")
     ask_timeout_s: float = _setting(
         0.25, "longest wait for that, besides 5 µs for each byte of the request; then it is routed by load"
@@ -134,8 +150,12 @@ class Settings:
         if "static_workers" in values:
             values["static_workers"] = tuple(map(engine_url, values["static_workers"]))
         settings = cls(**values)
-        if settings.policy not in ("cost", "least_loaded", "round_robin"):
-            raise BadArgument(f"{PREFIX}POLICY={settings.policy!r}: known are cost, least_loaded, round_robin")
+        try:
+            policies(settings.policy)
+        except BadArgument as error:
+            raise BadArgument(f"{PREFIX}POLICY={settings.policy!r}: {error}") from error
+        if settings.decision_sample > 1:
+            raise BadArgument(f"{PREFIX}DECISION_SAMPLE={settings.decision_sample} is a share: 0 to 1")
         if settings.answer_headers not in ("all", "request_id"):
             raise BadArgument(f"{PREFIX}ANSWER_HEADERS={settings.answer_headers!r}: known are all, request_id")
         if 0 < len(settings.tenant_key) < MIN_SECRET:
@@ -155,14 +175,17 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]
 
 
 def _cast(name: str, text: str, default: Any) -> Any:
+    each = isinstance(default, PerModel)
     try:
         if isinstance(default, bool):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
         if isinstance(default, tuple):
             return tuple(part.strip() for part in text.split(",") if part.strip())
-        value = type(default)(text)
+        value = default.read(text, type(default.default)) if each else type(default)(text)
     except (KeyError, ValueError) as error:
-        raise BadArgument(f"{name}={text!r} is not a {type(default).__name__}") from error
-    if isinstance(value, int | float) and not isinstance(value, bool) and not value >= 0:
-        raise BadArgument(f"{name}={text!r} must not be negative")
+        what = f"{type(default.default).__name__} for each model" if each else type(default).__name__
+        raise BadArgument(f"{name}={text!r} is not a {what}") from error
+    for one in value.values() if each else (value,):
+        if isinstance(one, int | float) and not 0 <= one < math.inf:
+            raise BadArgument(f"{name}={text!r} must be a finite number, not negative")
     return value

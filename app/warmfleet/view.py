@@ -46,6 +46,7 @@ class View:
     handoff: Mapping[str, Ability] = field(default_factory=dict)
     max_model_len: int = MAX_MODEL_LEN
     limits: Mapping[str, int] = field(default_factory=dict)
+    ids: tuple[str, ...] = ()
 
     def barred(self, model: str, tokens: int) -> tuple[str, ...]:
         """Who cannot serve a request for ``model`` that needs so many: lacks the adapter, or takes fewer.
@@ -80,6 +81,7 @@ def view_of(
         reference=reference,
         read_at=time.monotonic(),
         handoff=handoff,
+        ids=tuple(worker.worker_id for worker in workers),
         urls={worker.worker_id: worker.url for worker in workers},
         # Only a server with several engine cores needs to be told which one: one of its own refuses the header.
         ranks={

@@ -165,7 +165,7 @@ class Api:
         return web.json_response({"version": VERSION})
 
     async def metrics(self, _http: web.Request) -> web.Response:
-        return web.Response(text=metrics_text(self.core.scheduler, self.served.models[0]))
+        return web.Response(text=metrics_text(self.core, self.served.models[0]))
 
     async def table(self, _http: web.Request) -> web.Response:
         """Every held hash: what the fleet's index must equal."""

@@ -32,6 +32,7 @@ class Reply:
     worker: str = ""
     late_s: float = 0.0
     error: str | None = None
+    reservation: str = ""  # what the router says of its booking; empty: no router of ours
     token_times: tuple[float, ...] = ()
 
 
@@ -91,7 +92,9 @@ class Client:
     ) -> None:
         await self._session.close()
 
-    async def complete(self, url: str, prompt: list[int], output_tokens: int, late_s: float = 0.0) -> Reply:
+    async def complete(
+        self, url: str, prompt: list[int] | str, output_tokens: int, late_s: float = 0.0, session: str = ""
+    ) -> Reply:
         """Stream exactly ``output_tokens`` tokens; never raises for what a server or the network does."""
         body = {
             "model": self.model,
@@ -106,8 +109,12 @@ class Client:
         pieces: list[bytes] = []
         times: list[float] = []
         try:
-            async with self._session.post(f"{url}/v1/completions", data=orjson.dumps(body)) as response:
+            headers = {"X-Session-ID": session} if session else None
+            async with self._session.post(
+                f"{url}/v1/completions", data=orjson.dumps(body), headers=headers
+            ) as response:
                 worker = response.headers.get("x-warmfleet-worker", "")
+                reservation = response.headers.get("x-warmfleet-reservation", "")
                 async for piece in response.content.iter_any():
                     times.append(time.monotonic() - began)
                     pieces.append(piece)
@@ -127,7 +134,9 @@ class Client:
             int(usage.get("completion_tokens", 0)),
             worker,
             late_s,
-            token_times=tuple(times),
+            None,
+            reservation,
+            tuple(times),
         )
 
 

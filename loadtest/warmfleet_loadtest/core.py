@@ -24,7 +24,10 @@ MAX_CATCH_UP = 0.25  # seconds
 
 
 class EngineCore:
-    """``progress(request)`` is called when a request's prefill is done. ``run`` until cancelled."""
+    """``progress(request)`` is called when a request's prefill is done, ``stepped`` after each step.
+
+    busy_s: seconds spent in steps. ``run`` until cancelled.
+    """
 
     def __init__(
         self, scheduler: Scheduler, costs: StepCosts, progress: Callable[[Request], None] = lambda _request: None
@@ -32,7 +35,9 @@ class EngineCore:
         self.scheduler = scheduler
         self.costs = costs
         self.progress = progress
+        self.stepped: Callable[[], None] = lambda: None
         self.steps = 0
+        self.busy_s = 0.0
         self._meter = SpeedMeter()
         self._sinks: dict[Request, asyncio.Queue[Output]] = {}
         self._arrived = asyncio.Event()
@@ -67,7 +72,9 @@ class EngineCore:
                 continue
             self.steps += 1
             self._meter.scheduled(self.steps, clock)
-            clock = max(clock, loop.time() - MAX_CATCH_UP) + self.costs.seconds(step.work)
+            seconds = self.costs.seconds(step.work)
+            clock = max(clock, loop.time() - MAX_CATCH_UP) + seconds
+            self.busy_s += seconds
             await asyncio.sleep(max(0.0, clock - loop.time()))
             self._deliver(self.scheduler.complete(step, clock))
             self._meter.done(self.steps, clock, step.work.prefill_tokens, step.work.decode_requests)
@@ -84,6 +91,7 @@ class EngineCore:
             self._deliver(self.scheduler.collect(due or now))
 
     def _deliver(self, outputs: list[Output]) -> None:
+        self.stepped()
         for output in outputs:
             if output.first:
                 self.progress(output.request)
@@ -94,14 +102,18 @@ class EngineCore:
                     del self._sinks[output.request]
 
     def load(self) -> Load:
-        """For the publisher's thread: copies of the lists are single C calls."""
-        scheduler = self.scheduler
-        running, waiting = scheduler.running.copy(), scheduler.waiting.copy()
-        prefill = decode = 0
-        for request in (*running, *waiting):
-            if reservation_of(request.request_id) is None:
-                if request.computed < request.prompt_tokens:
-                    prefill += request.prompt_tokens - request.computed
-                else:
-                    decode += request.tokens
-        return Load(len(running), len(waiting), prefill, decode, self._meter.speed_tps)
+        """For the publisher's thread."""
+        return load_of(self.scheduler, self._meter.speed_tps)
+
+
+def load_of(scheduler: Scheduler, speed_tps: int) -> Load:
+    """What the fleet is told of an engine's work. Copies of the lists are single C calls: any thread may ask."""
+    running, waiting = scheduler.running.copy(), scheduler.waiting.copy()
+    prefill = decode = 0
+    for request in (*running, *waiting):
+        if reservation_of(request.request_id) is None:
+            if request.computed < request.prompt_tokens:
+                prefill += request.prompt_tokens - request.computed
+            else:
+                decode += request.tokens
+    return Load(len(running), len(waiting), prefill, decode, speed_tps)

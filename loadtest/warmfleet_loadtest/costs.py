@@ -63,10 +63,15 @@ class StepCosts:
 
 
 #: ``fast`` is for tests, ``demo`` an engine on which a cache hit is plainly visible; ``trace`` suits replays of the
-#: conversation trace at 6 to 8 times its speed with eight engines; ``vllm-cpu-small`` is a fit to a real vLLM.
+#: conversation trace at 6 to 8 times its speed with eight engines, ``agents`` the agents' at 4 to 16 times;
+#: ``…-fcfs``: the same for the engine of simple models (``trace-fcfs`` keeps eight engines .61 busy at 6 times under a
+#: balancer that counts requests); ``vllm-cpu-small`` is a fit to a real vLLM.
 PRESETS = {
     "fast": StepCosts(base_s=0.0005, prefill_token_s=2e-6, decode_request_s=5e-5),
     "trace": StepCosts(base_s=0.002, prefill_token_s=7.95e-4, decode_request_s=1e-4, decode_context_s=1e-7),
+    "trace-fcfs": StepCosts(base_s=0.0, prefill_token_s=6.8e-4),
+    "agents": StepCosts(base_s=0.002, prefill_token_s=1.2e-3, decode_request_s=1e-4, decode_context_s=1e-7),
+    "agents-fcfs": StepCosts(base_s=0.0, prefill_token_s=1.2e-3),
     "demo": StepCosts(base_s=0.004, prefill_token_s=2.5e-4, decode_request_s=3e-4, decode_context_s=2e-8),
     "vllm-cpu-small": StepCosts(
         base_s=4.76e-3,

@@ -39,6 +39,8 @@ from warmfleet_worker.tracker import Tracker
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from warmfleet_loadtest.kv_events import KvEvents
+
 STOP_SECONDS = 2.0  # for open requests, when asked to stop
 
 
@@ -70,6 +72,7 @@ class Engine:
         self.served = served
         self.port = 0
         self.halves: Halves | None = None
+        self.kv_events: KvEvents | None = None
         self._runner: web.AppRunner | None = None
         self._steps: asyncio.Task[None] | None = None
 
@@ -91,6 +94,14 @@ class Engine:
         self.core.progress = self.halves.progress
         self.halves.start()
 
+    def publish_kv_events(self) -> int:
+        """Publish vLLM's KV events over ZMQ; returns the port."""
+        from warmfleet_loadtest.kv_events import KvEvents  # needs pyzmq and msgpack, of the development environment
+
+        self.kv_events = KvEvents(self.core.scheduler)
+        self.core.stepped = self.kv_events.publish
+        return self.kv_events.port
+
     async def stop(self) -> None:
         """Leave the fleet, then let open requests end for STOP_SECONDS."""
         if self.halves is not None:
@@ -101,6 +112,8 @@ class Engine:
             self._steps.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._steps
+        if self.kv_events is not None:
+            self.kv_events.close()
 
 
 async def serve(args: argparse.Namespace) -> None:
@@ -119,6 +132,8 @@ async def serve(args: argparse.Namespace) -> None:
             await engine.start(args.host, args.port + index if args.port else 0)
             if args.redis:
                 engine.join(membership(args, engine.port, index), artifacts)
+            if args.kv_events:
+                print(f"engine {index} publishes KV events on port {engine.publish_kv_events()}", flush=True)
             print(f"engine {index} serves {args.model[0]} on http://{args.host}:{engine.port}", flush=True)
         await stopping.wait()
     finally:
@@ -162,6 +177,7 @@ def parser() -> argparse.ArgumentParser:
     fleet.add_argument("--redis", metavar="URL", default=env("WARMFLEET_REDIS_URL"), help="$WARMFLEET_REDIS_URL")
     fleet.add_argument("--fleet", metavar="TAG", default=env("WARMFLEET_MODEL"), help="model tag in Redis (--model)")
     fleet.add_argument("--worker-id", metavar="ID", default=env("WARMFLEET_WORKER_ID"), help="-0, -1... with --count")
+    fleet.add_argument("--kv-events", action="store_true", help="publish vLLM's KV events over ZMQ, on a free port")
     cache = made.add_argument_group("cache and scheduler, in vLLM's words")
     cache.add_argument("--blocks", type=int, default=4_096, help="--num-gpu-blocks-override (default %(default)s)")
     cache.add_argument("--block-size", type=int, default=16, help="tokens in a block (default %(default)s)")
@@ -189,6 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 stopped as asked, 1 could not start, 2 wrong arguments."""
     args = parser().parse_args(argv)
     args.model = args.model or ["demo"]
+    if args.kv_events and args.redis:
+        parser().error("--kv-events is for an engine without --redis: one of them listens to the cache")
     problem: Any = None
     try:
         engine_config(args)

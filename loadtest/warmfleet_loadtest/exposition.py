@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from warmfleet_loadtest.scheduler import Scheduler
+    from warmfleet_loadtest.core import EngineCore
 
 
-def metrics_text(scheduler: Scheduler, model: str) -> str:
-    """Prometheus text, version 0.0.4."""
+def metrics_text(core: EngineCore, model: str) -> str:
+    """Prometheus text, version 0.0.4. Beyond vLLM's: seconds in steps, and blocks whose content made room."""
+    scheduler = core.scheduler
     totals, pool = scheduler.totals, scheduler.pool
     gauges = {
         "num_requests_running": len(scheduler.running),
@@ -32,6 +33,8 @@ def metrics_text(scheduler: Scheduler, model: str) -> str:
     for name, value in counters.items():
         more = ',finished_reason="length"' if name == "request_success" else ""
         lines += [f"# TYPE vllm:{name} counter", f"vllm:{name}_total{{{labels}{more}}} {value}"]
+    for name, spent in {"busy_seconds": round(core.busy_s, 6), "evicted_blocks": pool.evicted}.items():
+        lines += [f"# TYPE sim:{name} counter", f"sim:{name}_total{{{labels}}} {spent}"]
     config = {
         "block_size": scheduler.limits.block_tokens,
         "num_gpu_blocks": pool.blocks,

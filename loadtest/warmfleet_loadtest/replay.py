@@ -18,6 +18,7 @@ import random
 import statistics
 import sys
 import time
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,26 +29,56 @@ from warmfleet_loadtest.client import Client, Reply, SelfWatch
 from warmfleet_loadtest.trace import open_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from warmfleet_loadtest.trace import Arrival, Trace
+    from warmfleet_loadtest.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where and how fast. urls: one is taken at random per request."""
+    """Where and how fast. balance: which URL a request takes: ``random``, ``session`` or ``least`` (see Balance).
+
+    spell: what is sent for token ids, these themselves or a text.
+    """
 
     urls: tuple[str, ...]
     model: str
     speed: float = 1.0
     seed: int = 0
     api_key: str | None = None
+    balance: str = "random"
+    spell: Callable[[Sequence[int]], list[int] | str] = list
 
 
-async def replay(trace: Trace, target: Target) -> tuple[list[Reply], dict[str, float]]:
-    """All replies in the order of the trace, and how the client itself did."""
-    generator = random.Random(target.seed)
-    urls = [generator.choice(target.urls) for _ in trace.arrivals]
+class Balance:
+    """The client's own balancer: any URL, the one that a session's key names, or the one with the fewest requests."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._random = random.Random(target.seed)
+        self._under_way = dict.fromkeys(target.urls, 0)
+
+    def take(self, session: str) -> str:
+        """A URL; give it back."""
+        urls = self._target.urls
+        if self._target.balance == "session":
+            taken = urls[zlib.crc32(session.encode()) % len(urls)]
+        elif self._target.balance == "least":
+            taken = min(urls, key=lambda url: (self._under_way[url], self._random.random()))
+        else:
+            taken = self._random.choice(urls)
+        self._under_way[taken] += 1
+        return taken
+
+    def give_back(self, url: str) -> None:
+        self._under_way[url] -= 1
+
+
+async def replay(
+    trace: Trace, target: Target, heard: Callable[[Reply], None] = lambda _reply: None
+) -> tuple[list[Reply], dict[str, float]]:
+    """All replies in the order of the trace, and how the client itself did. heard: called with each reply."""
+    balance = Balance(target)
     replies: list[Reply | None] = [None] * len(trace.arrivals)
     sessions: dict[int, list[int]] = {}
     for index, arrival in enumerate(trace.arrivals):  # an open-loop request is a session of its own
@@ -62,14 +93,16 @@ async def replay(trace: Trace, target: Target) -> tuple[list[Reply], dict[str, f
                 if arrival.think_s is not None:
                     due = time.monotonic() + arrival.think_s / target.speed
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
-                replies[index] = await _send(client, urls[index], arrival, time.monotonic() - due)
+                session = f"{target.seed}-{arrival.session}"
+                url = balance.take(session)
+                prompt, late_s = target.spell(arrival.prompt), time.monotonic() - due
+                reply = await client.complete(url, prompt, arrival.output_tokens, late_s, session)
+                balance.give_back(url)
+                replies[index] = reply
+                heard(reply)
 
         await asyncio.gather(*(play(indices) for indices in sessions.values()))
         return [reply for reply in replies if reply is not None], watch.report()
-
-
-async def _send(client: Client, url: str, arrival: Arrival, late_s: float) -> Reply:
-    return await client.complete(url, list(arrival.prompt), arrival.output_tokens, late_s)
 
 
 def summary(replies: Sequence[Reply], speed: float = 1.0, skip: float = 0.1) -> dict[str, Any]:
@@ -98,6 +131,10 @@ def summary(replies: Sequence[Reply], speed: float = 1.0, skip: float = 0.1) -> 
 def quantile(ordered: Sequence[float], share: float) -> float:
     """Of sorted values; 0 of none."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def means(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    return {name: round(statistics.fmean(run[name] for run in runs), 4) for name in runs[0]}
 
 
 COLUMNS = ("hit_ratio", "recomputed_tokens", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "errors")

@@ -19,7 +19,7 @@ from warmfleet_loadtest.costs import StepWork
 from warmfleet_worker import wire
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from warmfleet_loadtest.blockpool import BlockPool
 
@@ -119,6 +119,7 @@ class Scheduler:
         self.totals = Totals()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.on_cached: Callable[[Request, int, int], None] | None = None  # hears which blocks of a request entered
 
     def add(self, request: Request) -> None:
         """Queue a request; raises ValueError if it can never run."""
@@ -239,6 +240,8 @@ class Scheduler:
         full = end // self.limits.block_tokens
         for index in range(request.entered, full):
             self.pool.insert(request.blocks[index], request.hashes[index])
+        if self.on_cached is not None and full > request.entered:
+            self.on_cached(request, request.entered, full)
         request.entered = max(request.entered, full)
         return True
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 16  # of a replayed block
 FIRST_TOKEN, TOKENS = 256, 4_096  # ids FIRST_TOKEN ... + TOKENS are words in any byte-level vocabulary
 SHARED = "../shared/traces"  # beside the checkout, where somebody has put the traces
-CONVERSATION = "mooncake_conversation_2400.jsonl.xz"
+NAMES = {"conversation": "mooncake_conversation_2400.jsonl.xz", "agents": "sweagent_cost_2_1.jsonl.xz"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,61 +37,62 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Arrivals in order. closed: a session's next request waits for the answer before."""
+    """Arrivals in order. closed: a session's next request waits for the answer before; scale: trace tokens a token."""
 
     name: str
     arrivals: tuple[Arrival, ...]
     closed: bool = False
+    scale: float = 32.0
 
 
-def block(identifier: int) -> list[int]:
-    """The 16 tokens of a trace's block."""
-    generator = random.Random(identifier)
-    head = [identifier // TOKENS % TOKENS, identifier % TOKENS]
+def block(identifier: int, seed: int = 0) -> list[int]:
+    """The 16 tokens of a trace's block. Another seed gives other tokens and the same sharing."""
+    generator = random.Random(identifier + (seed << 40))
+    head = [identifier // TOKENS + 977 * seed, identifier + 977 * seed]
     rest = [int(generator.random() * TOKENS) for _ in range(BLOCK_TOKENS - 2)]
-    return [FIRST_TOKEN + token for token in head + rest]
+    return [FIRST_TOKEN + token % TOKENS for token in head + rest]
 
 
 def find(path: str | None = None) -> Path | None:
-    """The trace that ``path`` or $TRACE names, else the shared conversation trace, else None.
+    """The trace that ``path`` or $TRACE names (a file, or one of NAMES), else the shared conversation trace, else None.
 
-    Raises FileNotFoundError if a trace is named and is not there.
+    Raises FileNotFoundError if a trace is named and is not there; ``conversation`` may be missing, it can be generated.
     """
-    named = path or os.environ.get("TRACE")
-    if named:
-        if not Path(named).is_file():
-            raise FileNotFoundError(f"no trace at {named}")
-        return Path(named)
-    shared = Path(__file__).resolve().parents[2] / SHARED / CONVERSATION
-    return shared if shared.is_file() else None
+    named = path or os.environ.get("TRACE") or "conversation"
+    found = Path(__file__).resolve().parents[2] / SHARED / NAMES[named] if named in NAMES else Path(named)
+    if found.is_file():
+        return found
+    if named == "conversation":
+        return None
+    raise FileNotFoundError(f"no trace at {found}")
 
 
 def open_trace(path: str | None = None, rows: int | None = None, seed: int = 0) -> Trace:
     """The trace that is found, else a generated one of the same shape."""
     found = find(path)
-    return generate(rows or 600, seed) if found is None else load(found, rows)
+    return generate(rows or 600, seed) if found is None else load(found, rows, seed)
 
 
-def load(path: Path, rows: int | None = None) -> Trace:
+def load(path: Path, rows: int | None = None, seed: int = 0) -> Trace:
     """Read the first ``rows`` requests. Raises ValueError for a file of another format."""
-    blocks: dict[int, list[int]] = {}
     with lzma.open(path, "rt") as lines:
         header = json.loads(next(lines))
         if not isinstance(header, dict) or "block" not in header:
             raise ValueError(f"{path}: the first line must be a header with a block size")
         closed = str(header.get("timing", "")).startswith("synthetic")
-        reader = _Reader(int(header["block"]), closed, blocks)
+        reader = _Reader(int(header["block"]), closed, seed)
         arrivals = [reader.arrival(json.loads(line)) for _, line in zip(range(rows or 10**9), lines, strict=False)]
-    return Trace(str(header.get("name", path.name)), tuple(arrivals), closed)
+    return Trace(str(header.get("name", path.name)), tuple(arrivals), closed, int(header["block"]) / BLOCK_TOKENS)
 
 
 class _Reader:
     """Rows to arrivals: a row names only what its session's prompt adds to the one before."""
 
-    def __init__(self, size: int, closed: bool, blocks: dict[int, list[int]]) -> None:
+    def __init__(self, size: int, closed: bool, seed: int) -> None:
         self._size = size
         self._closed = closed
-        self._blocks = blocks
+        self._seed = seed
+        self._blocks: dict[int, list[int]] = {}
         self._ids: dict[int, list[int]] = {}
         self._last: dict[int, tuple[float, int]] = {}
 
@@ -101,7 +102,7 @@ class _Reader:
         prompt: list[int] = []
         for identifier in ids:
             if identifier not in self._blocks:
-                self._blocks[identifier] = block(identifier)
+                self._blocks[identifier] = block(identifier, self._seed)
             prompt += self._blocks[identifier]
         partial = row["in"] % size  # of the last block, where it is not full
         if partial:

@@ -166,7 +166,7 @@ async def test_a_probe_that_learns_nothing_changes_nothing(
             await worker.engine._runner.cleanup()
         elif trouble == "a stream that is behind":
             assert worker.engine.halves
-            monkeypatch.setattr(worker.engine.halves.worker, "_round", lambda: None)
+            monkeypatch.setattr(worker.engine.halves.worker, "step", lambda _now: None)
         else:
             worker.become("seed")
 

@@ -59,26 +59,29 @@ async def test_lag_divergence_resyncs_and_silence(
                 await equal(fleet, tracker)
                 await asyncio.to_thread(churn, tracker, 3)
                 await equal(fleet, tracker)
-                for name, value in (("found", 1), ("healed", 1)):
-                    labels = f'divergences{{state="{name}"}}'
-                    await poll(lambda labels=labels, value=value: _at_least(router, labels, value), what=name)  # type: ignore[misc]
+                await poll(lambda: _at_least(router, 'divergences{state="found"}', 1), what="it was found")
+                await poll(lambda: _at_least(router, 'divergences{state="healed"}', 1), what="and healed")
                 await poll(lambda: _at_least(router, 'resyncs{cause="gap"}', 1), what="the cause is counted")
                 await poll(lambda: says("diverged_workers", 0), what="all is healed")
                 await poll(lambda: says("index_entries", len(tracker.table)), what="entries")
                 await poll(lambda: says("retired_slots", 0), what="all is collected")
                 assert await metric('warmfleet_index_events{kind="gap"}') >= 1
                 assert await metric("warmfleet_memory_used_bytes") > 1e6
-                index, truth = await shown(router)
-                assert index["entries"] == len(tracker.table)
-                assert index["memory_used_bytes"] > 1e6
-                assert index["counts"]["resync_gap"] == truth["resyncs"]["gap"] >= 1
-                assert truth["found"] == truth["healed"] >= 1
-                assert truth["cause"] == ""
-                assert truth["lag_batches"] <= 2  # heartbeats come five times a second
-                assert truth["digest_age_s"] < 5
+                await _is_whole(router, tracker)
         async with upkeep(fleet):  # the engine is gone: nobody sends digests
             first = (await shown(router))[1]["digest_age_s"]
             await poll(lambda: _older(router, first + 1), what="the last digest grows old")
+
+
+async def _is_whole(router: Replica, tracker: Tracker) -> None:
+    index, truth = await shown(router)
+    assert index["entries"] == len(tracker.table)
+    assert index["memory_used_bytes"] > 1e6
+    assert index["counts"]["resync_gap"] == truth["resyncs"]["gap"] >= 1
+    assert truth["found"] == truth["healed"] >= 1
+    assert truth["cause"] == ""
+    assert truth["lag_batches"] <= 2  # heartbeats come five times a second
+    assert truth["digest_age_s"] < 5
 
 
 async def _at_least(router: Replica, name: str, value: float) -> bool:

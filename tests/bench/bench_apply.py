@@ -73,7 +73,7 @@ class Bench:
         applied = 0
         for worker, _ in batches:
             before = self.ran_ms()
-            entries, blocks, _ = self.client.evalsha(*self.call("apply", self.names[worker], PACE.max_blocks))
+            entries, blocks, *_ = self.client.evalsha(*self.call("apply", self.names[worker], PACE.max_blocks))
             self.calls_ms.append(self.ran_ms() - before)
             assert entries > 0
             applied += blocks

@@ -120,7 +120,7 @@ class Seen:
 async def load(urls: Sequence[str], streams: Sequence[Stream], seconds: float, seed: int = 1) -> list[Seen]:
     """Open-loop Poisson arrivals for ``seconds``; returns when all are answered."""
     began, tasks = time.monotonic(), []
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as client:
 
         async def one(stream: Stream, url: str, rng: random.Random) -> Seen:
             (tokens,) = rng.choices([n for n, _ in stream.tokens], [weight for _, weight in stream.tokens])

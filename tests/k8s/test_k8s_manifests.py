@@ -123,7 +123,7 @@ MISTAKES: dict[str, tuple[str, str, Mutation]] = {
         "settings", "WARMFLEET_MODELS is not", lambda o: _data(o, "worker-settings").update(WARMFLEET_MODELS="m"),
     ),
     "setting out of range": (
-        "settings", "WARMFLEET_POLICY", lambda o: _data(o, "router-settings").update(WARMFLEET_POLICY="sticky"),
+        "settings", "WARMFLEET_POLICY", lambda o: _data(o, "router-settings").update(WARMFLEET_POLICY="best"),
     ),
     "no Redis": (
         "settings", "no WARMFLEET_REDIS_URL", lambda o: _data(o, "router-settings").pop("WARMFLEET_REDIS_URL"),
@@ -160,6 +160,9 @@ MISTAKES: dict[str, tuple[str, str, Mutation]] = {
     "service links": ("restricted", "service links", lambda o: _pod(o).pop("enableServiceLinks")),
     "no request": ("resources", "no request for cpu", lambda o: _container(o)["resources"]["requests"].pop("cpu")),
     "no memory limit": ("resources", "memory limit", lambda o: _container(o)["resources"].pop("limits")),
+    "no room for the trie": (
+        "resources", "comes to", lambda o: _data(o, "router-settings").update(WARMFLEET_TRIE_BYTES="1000000000"),
+    ),
     "cpu limit": ("resources", "CPU limit", lambda o: _container(o)["resources"]["limits"].update(cpu="1")),
     "too few replicas": ("rollout", "three", lambda o: o["Deployment/router"]["spec"].update(replicas=2)),
     "rollout below strength": (

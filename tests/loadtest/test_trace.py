@@ -56,6 +56,16 @@ def test_different_ids_differ_within_two_tokens() -> None:
     assert all(trace.FIRST_TOKEN <= token < 8_192 for token in block(19_999))
 
 
+def test_another_seed_gives_other_tokens_and_the_same_sharing(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl.xz", ROWS)
+    one, other = trace.load(path), trace.load(path, seed=1)
+    assert one.scale == other.scale == 4.0
+    assert [len(arrival.prompt) for arrival in one.arrivals] == [len(arrival.prompt) for arrival in other.arrivals]
+    assert not set(one.arrivals[1].prompt[:2]) & set(other.arrivals[1].prompt[:2])
+    assert other.arrivals[2].prompt[:32] == other.arrivals[0].prompt[:32]
+    assert len({tuple(block(identifier, 3)[:2]) for identifier in range(20_000)}) == 20_000
+
+
 def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl.xz"
     with lzma.open(path, "wt") as out:
@@ -68,6 +78,10 @@ def test_a_named_trace_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACE", "/nowhere.xz")
     with pytest.raises(FileNotFoundError):
         trace.open_trace()
+    monkeypatch.setattr(trace, "SHARED", "nowhere")
+    with pytest.raises(FileNotFoundError, match="sweagent"):
+        trace.open_trace("agents")
+    assert trace.open_trace("conversation", 3).name == "generated conversation"
 
 
 def test_without_a_trace_one_of_the_same_shape_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:

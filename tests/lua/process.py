@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,7 @@ class Process:
             return
         self.publisher._due = Due(heartbeat=0 if beat else math.inf, load=math.inf, command=0 if listen else math.inf)
         try:
-            self.publisher._round()
+            self.publisher.step(time.monotonic())
         except StreamGone:
             self.publisher._update(joined=False, acknowledged=False)
         except (RedisError, Refused):

@@ -195,10 +195,7 @@ async def test_who_meets_the_objective_is_not_traded_for_a_bigger_hit(world: Wor
     await world.hold(1, chain)
     await world.change(1, prefill_tokens=900)
     ask = world.ask(chain)
-    weights = world.fleet.weights
     for objective_s, wanted in ((0.0, "1"), (0.08, "1"), (0.2, "2")):  # alone: 0.09 s there, 0.16 s idle
-        world.fleet.weights = replace(weights, objective_s=objective_s)
-        assert await chosen(world, ask) == wanted, objective_s
-    world.fleet.weights = replace(weights, objective_s=0.2)
+        assert await chosen(world, ask, objective_s=objective_s) == wanted, objective_s
     await world.change(2, prefill_tokens=890)
-    assert await chosen(world, ask) == "1", "at the same load the bigger hit is welcome"
+    assert await chosen(world, ask, objective_s=0.2) == "1", "at the same load the bigger hit is welcome"

@@ -38,8 +38,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 REQUESTS = int(os.environ.get("CHAOS_REQUESTS", "3000"))
 BLOCKS = 192  # of 32 tokens: about a third of what the clients' conversations fill
 STEP_S = "0.05"  # as a larger model's: so many requests are concurrent, and the machine is not starved of CPU
-#: A template's process that starves on a busy machine meets its time limit, and such a chat predicts nothing.
-UNHURRIED = {"WARMFLEET_TRUST_TEMPLATES": "1"}
 PERIOD_S = HEARTBEAT_SECONDS + 1.0  # after it the index must be right, without any help
 
 
@@ -49,7 +47,8 @@ async def test_predictions_and_index_under_chaos(tmp_path: Path) -> None:
         server = stack.enter_context(MortalRedis(Keys(SERVED_NAME)))
         options = [engine_options(name, server, tmp_path) for name in ("vllm-a", "vllm-b")]
         engines = {one.worker_id: one for one in stack.enter_context(running(*options))}
-        replicas = stack.enter_context(running_replicas(server.url, **UNHURRIED))
+        # A template's process that starves on a busy machine meets its limit, and such a chat predicts nothing.
+        replicas = stack.enter_context(running_replicas(server.url, WARMFLEET_TRUST_TEMPLATES="1"))
         load = Load(list(replicas), REQUESTS)
         chaos = Chaos(load, server, replicas)
         begun = time.monotonic()

@@ -96,7 +96,7 @@ class WorkerPublisher:
     def _run(self) -> None:
         while self._state.stopped is None:
             try:
-                self._round()
+                self.step(time.monotonic())
             except StreamGone:
                 logger.warning("warmfleet: the stream of %s is gone: joining again", self.config.worker_id)
                 self._update(joined=False, acknowledged=False)
@@ -117,9 +117,8 @@ class WorkerPublisher:
             time.sleep(wire.PROGRESS_FLUSH_SECONDS / 4)  # what else finishes prefill in the same engine steps
         self._wake.clear()
 
-    def _round(self) -> None:
-        """Everything that is due now."""
-        now = time.monotonic()
+    def step(self, now: float) -> None:
+        """Everything that is due ``now`` (monotonic seconds). Of the thread, or of whoever has a clock of its own."""
         if not self._state.joined or (self._stream.moved and not self._state.acknowledged):
             self._join(now)
         self._stream.flush()  # what a failed round has left

@@ -102,6 +102,7 @@ SINGLE_KEYS = frozenset(
         *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
         "queue",
         "operator_approved",
+        "operator_policy",
     }
 )
 
@@ -285,9 +286,7 @@ def pack_hashes(hashes: Iterable[bytes]) -> bytes:
 
 def extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -> tuple[Any, ...] | None:
     tagged = scheme.extra_keys == "tagged"
-    keys: list[Any] = []
-    if lora is not None:
-        keys.append(("lora", *lora) if tagged else lora[0])
+    keys: list[Any] = [] if lora is None else [("lora", *lora) if tagged else lora[0]]
     if salt is not None:
         keys.append(("cache_salt", salt) if tagged else salt)
     return tuple(keys) or None

@@ -46,7 +46,7 @@ def render(answer: dict[str, Any]) -> str:
     rows = [_row(candidate, prompt) for candidate in sorted(answer["candidates"], key=lambda row: float(row["cost_s"]))]
     lines.append(table(HEADER, rows) if rows else "no worker takes requests")
     if answer["chosen"]:
-        lines.append(f"It would go to {answer['chosen']}. Nothing was booked.")
+        lines.append(f"It would go to {answer['chosen']} ({answer['why']}). Nothing was booked.")
     return "\n".join(lines)
 
 

@@ -6,7 +6,8 @@ import argparse
 import os
 from importlib import metadata
 
-POLICIES = ("cost", "least_loaded", "round_robin")
+from warmfleet.policy import POLICIES
+
 DEFAULT_URL = "http://127.0.0.1:8080"
 
 MAIN = """\
@@ -18,6 +19,8 @@ Warmfleet sends each request to the vLLM engine whose KV cache already holds its
   warmfleet demo                      shows what prefix-aware routing gains, then exits
   warmfleet workers                   the engines of a running fleet
   warmfleet explain --message "Hi"    why a request would go where
+  warmfleet replay FILE               decisions of a log, made again, and by other policies
+  warmfleet policy NAME               place requests by another policy, on all replicas at once
   warmfleet artifacts                 chat templates that workers brought, and which may run in routers
   warmfleet acl MODEL                 Redis users with no more rights than they need
 """
@@ -82,6 +85,33 @@ This talks to Redis, and needs a user that may write there: `admin` of `warmflee
 too: WARMFLEET_APPROVED_TEMPLATES=SHA256,... or, for everything that any worker brings, WARMFLEET_TRUST_TEMPLATES=1.
 """
 
+POLICY = """\
+Shows by which policy a model's requests are placed, or switches it: every replica follows within a second, without a
+restart. `default` takes the switch back: each replica then does what its WARMFLEET_POLICY says.
+
+examples:
+  warmfleet policy --model Qwen/Qwen3-8B
+  warmfleet policy least_loaded --model Qwen/Qwen3-8B
+  warmfleet policy default --model Qwen/Qwen3-8B
+
+This talks to Redis, and needs a user that may write there: `admin` of `warmfleet acl`, not `router`. What each policy
+does, and where it comes from, is in lua/README.md.
+"""
+
+REPLAY = """\
+Makes the decisions of a log (WARMFLEET_DECISION_LOG) again, with the text that made them, and says how many come out
+exactly as they were: all must, unless routers of another version wrote the log. With --policy also what other policies
+would have chosen on the same states. Exit status 1 if any came out otherwise.
+
+examples:
+  warmfleet replay decisions.jsonl
+  warmfleet replay decisions.jsonl --policy sticky --policy chwbl
+  warmfleet replay decisions.jsonl --policy all --redis redis://127.0.0.1:6379/0
+
+Any Redis 7 or newer, or Valkey, will do: the script runs by EVAL_RO and touches no key. These are single choices on the
+states that were, not what the fleet would have become under another policy.
+"""
+
 ACL = """\
 Prints the Redis users of a fleet (Redis 7 or newer, Valkey): `router` may run the scripts on the keys of its models;
 `worker-ID` may only append to the streams of that worker, read its commands and add its artifacts. The lines hold
@@ -122,6 +152,13 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--model", help="model name (default: the first that the replica serves)")
     explain.add_argument("--json", action="store_true", help="print what the replica answered, unchanged")
     _artifacts(_command(commands, "artifacts", "chat templates that workers brought; approve them", ARTIFACTS))
+    _policy(_command(commands, "policy", "show or switch how requests are placed", POLICY))
+    replay = _command(commands, "replay", "make the decisions of a log again", REPLAY)
+    replay.add_argument("file", metavar="FILE", help="lines of a decision log")
+    replay.add_argument(
+        "--policy", metavar="NAME", action="append", default=[], help="another policy, or all; repeatable"
+    )
+    _store(replay)
     _acl(_command(commands, "acl", "Redis users with least rights", ACL))
     for client in (workers, explain):
         client.add_argument("--url", default=DEFAULT_URL, help="address of a replica (default %(default)s)")
@@ -196,6 +233,16 @@ def _artifacts(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="model tag; repeatable (default: WARMFLEET_MODELS)",
     )
+    _store(parser)
+
+
+def _policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help=f"{', '.join(POLICIES)}, or default")
+    parser.add_argument("--model", metavar="MODEL", action="append", default=[], help="model tag; repeatable")
+    _store(parser)
+
+
+def _store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--redis",
         metavar="URL",

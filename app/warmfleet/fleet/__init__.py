@@ -13,16 +13,18 @@ from warmfleet.fleet.reservations import (
     Decision,
     Renewal,
     Reservations,
+    Seen,
     Weights,
     new_reservation,
 )
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
+from warmfleet.fleet.switches import Switches
 from warmfleet.fleet.truth import Truth, Truths, WorkerTruth
 from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
 from warmfleet.fleet.views import Memory, Views, WorkerView
 
 
-class Fleet(Queue, Views, Truths, Upkeep, Approvals):
+class Fleet(Queue, Views, Truths, Upkeep, Approvals, Switches):
     """Everything that routers do with one model's keys. Closing it closes the client that it was given."""
 
     async def close(self) -> None:
@@ -52,6 +54,7 @@ __all__ = [
     "Queued",
     "Renewal",
     "Reservations",
+    "Seen",
     "Stage",
     "Standing",
     "Tick",

@@ -52,7 +52,8 @@ def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
     models = list(models)
     own = [f"~{Keys(model).prefix}[^o]*" for model in models]
     approved = _selector("R", [Keys(model).operator_approved for model in models], "smembers")
-    return ["resetkeys", *own, "resetchannels", "-@all", *(f"+{command}" for command in allowed), approved]
+    policy = _selector("R", [Keys(model).operator_policy for model in models], "get")
+    return ["resetkeys", *own, "resetchannels", "-@all", *(f"+{command}" for command in allowed), approved, policy]
 
 
 def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = False) -> list[str]:

@@ -50,6 +50,7 @@ SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
         "forget": "workers servers load alive alive_servers cursor batch digest resync retired",
         "collect": "retired",
         "lag": "cursor",
+        "replay": "",
         "audit": "workers load digest resync counts audit audit_walk",
     }.items()
 }

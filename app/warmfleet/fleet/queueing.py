@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from warmfleet.fleet.reservations import Reservations
+from warmfleet.fleet.reservations import BOOK, TELL, Reservations
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,20 +73,20 @@ class Queue(Reservations):
     limits = QueueLimits()
     block_tokens: Mapping[int, int] = {}  # of the schemes in use, by scheme id: how large a worker's cache is
 
-    async def decide_in_turn(self, ask: Ask, place: Place) -> Decision | Queued:
+    async def decide_in_turn(self, ask: Ask, place: Place, *, tell: bool = False) -> Decision | Queued:
         """As ``decide``, but a request that must wait gets a ticket, under its reservation's id. Ask again with the
         same id when it is its turn."""
-        answer = await self.run("decide", *self.turn_args(ask, place))
+        answer = await self.run("decide", *self.turn_args(ask, place, TELL if tell else BOOK))
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):
             return Queued(answer[0].decode().lower(), answer[1], answer[2] / 1000)
         return self._decision(ask, answer)
 
-    def turn_args(self, ask: Ask, place: Place) -> list[Any]:
+    def turn_args(self, ask: Ask, place: Place, mode: int = BOOK) -> list[Any]:
         """What ``decide_in_turn`` gives the script."""
         limits, priority = self.limits, min(max(place.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS
         bounds = limits.max_engine_wait_s, self._sizes(), limits.tickets
         queue = (place.tenant, priority, *bounds, place.waited_ms, self.spans.ticket_ms)
-        return self._ask_args(ask, queue=queue)
+        return self._ask_args(ask, mode, queue)
 
     async def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> Line:
         """Keep the tickets of ``waiting``, give up those of ``leaving``; POLL_AT_ONCE of both together at most."""

@@ -21,7 +21,7 @@ Outcome = Literal["started", "finished", "failed", "cancelled"]
 REAP_AT_ONCE = 512
 RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
 
-BOOK, DRY = 0, 1  # modes of lua/decide.lua
+BOOK, DRY, TELL = 0, 1, 2  # modes of lua/decide.lua
 NO_QUEUE = ("", 0, 0, "", 0, 0, 0)  # what decide_in_turn tells of a place; max_engine_wait_s 0: there is no queue
 
 
@@ -51,6 +51,7 @@ class Ask:
 
     ``seed`` breaks ties; 0 takes one from the reservation id. ``exclude``: worker ids not to choose.
     ``prefix_tokens``: of a match no more is useful (0: all of it). ``order``: where a hash ring would look.
+    ``objective_s``: a time to first token that is enough (0: none).
     """
 
     reservation: str
@@ -62,6 +63,11 @@ class Ask:
     seed: int = 0
     prefix_tokens: int = 0
     order: tuple[str, ...] = ()
+    objective_s: float = 0.0
+
+    @property
+    def tie_seed(self) -> int:
+        return self.seed or zlib.crc32(self.reservation.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,29 @@ class Decision:
     approximate: bool
     prefill_tokens: int
     decode_tokens: int
+    why: str = ""
+    seen: Seen | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """All that a choice saw besides its ``Ask``: median_tps, block_tokens, turn; ``rows`` as lua/decide.lua tells them.
+
+    A row: worker_id, matched_tokens, speculative_tokens, load row, cost_s.
+    """
+
+    context: tuple[int, int, int]
+    rows: list[Any]
+
+    @classmethod
+    def of(cls, answer: list[Any]) -> Seen:
+        """From an answer of ``decide``, after its ``why``."""
+        median, block_tokens, turn = answer[0]
+        return cls((int(median), int(block_tokens), int(turn)), answer[1:])
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        return [_candidate(*row) for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +150,7 @@ class Renewal:
 class Weights:
     """Of the cost rule in lua/decide.lua. lambda_, kappa, pressure_price: factors; max_probes: calls per decision.
 
-    A match under min_match_tokens counts for nothing; a time to first token of objective_s is enough (0: none).
+    A match under min_match_tokens counts for nothing.
     """
 
     lambda_: float = 2.0  # of an uncached token while no worker is idle: then it delays somebody else too
@@ -130,7 +159,6 @@ class Weights:
     decode_s_per_token: float = 1e-7
     max_probes: int = 64
     min_match_tokens: int = 0
-    objective_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +187,18 @@ class Reservations(ScriptClient):
         self.weights = weights or Weights()
         self.spans = spans or Spans()
 
-    async def decide(self, ask: Ask) -> Decision:
+    async def decide(self, ask: Ask, *, tell: bool = False) -> Decision:
         """Choose a worker and book the request there. The same reservation id again gets the same answer.
 
+        tell: with all that the choice saw, unless the answer was known.
         Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
         """
-        return self._decision(ask, await self.run("decide", *self._ask_args(ask)))
+        return self._decision(ask, await self.run("decide", *self._ask_args(ask, TELL if tell else BOOK)))
 
     def _decision(self, ask: Ask, answer: list[Any]) -> Decision:
-        outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, _why = answer
+        outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = answer[
+            :13
+        ]
         worker_id = worker.decode()
         approximate = bool(flags & Flag.APPROXIMATE)
         return Decision(
@@ -185,12 +216,19 @@ class Reservations(ScriptClient):
             approximate=approximate,
             prefill_tokens=prefill,
             decode_tokens=decode,
+            why=why.decode(),
+            seen=Seen.of(answer[13:]) if len(answer) > 13 else None,
         )
 
-    async def explain(self, ask: Ask) -> tuple[str, list[Candidate]]:
-        """What ``decide`` would choose now, and every worker it would weigh. Books nothing. Errors as ``decide``."""
+    async def consider(self, ask: Ask) -> tuple[str, str, Seen]:
+        """What ``decide`` would choose now, why, and what it would see. Books nothing. Errors as ``decide``."""
         answer = await self.run("decide", *self._ask_args(ask, DRY))
-        return answer[1].decode(), [_candidate(*row) for row in answer[4:]]
+        return answer[1].decode(), answer[2].decode(), Seen.of(answer[3:])
+
+    async def explain(self, ask: Ask) -> tuple[str, list[Candidate]]:
+        """What ``decide`` would choose now, and every worker it would weigh."""
+        worker_id, _, seen = await self.consider(ask)
+        return worker_id, seen.candidates
 
     async def settle(self, reservation: str, outcome: Outcome) -> str:
         """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. Safe to repeat."""
@@ -230,7 +268,7 @@ class Reservations(ScriptClient):
             weights.max_probes,
             mode,
             ",".join(ask.exclude),
-            ask.seed or zlib.crc32(ask.reservation.encode()),
+            ask.tie_seed,
             weights.lambda_,
             weights.kappa,
             weights.pressure_price,
@@ -238,7 +276,7 @@ class Reservations(ScriptClient):
             ask.prefix_tokens,
             weights.min_match_tokens,
             ",".join(ask.order),
-            weights.objective_s,
+            ask.objective_s,
             *queue,
         ]
         for chain in ask.chains:

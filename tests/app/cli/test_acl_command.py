@@ -66,6 +66,7 @@ def test_own_passwords(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert hashlib.sha256(b"a b c").hexdigest() in printed.out
     assert " ~wf:{m}:[^o]* ~wf:{n#pool}:[^o]* " in printed.out
     assert " (%R~wf:{m}:operator_approved %R~wf:{n#pool}:operator_approved +smembers)" in printed.out
+    assert " (%R~wf:{m}:operator_policy %R~wf:{n#pool}:operator_policy +get)" in printed.out
     assert "password" not in printed.err
 
 

@@ -9,24 +9,21 @@ import re
 import socket
 import subprocess
 import sys
-import threading
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.app.cli.answering import replica
 
 from warmfleet.__main__ import main
 from warmfleet.cli import engines, explain, ports, serve, up, workers
 from warmfleet.cli.children import StackError
 from warmfleet.cli.client import table
-from warmfleet.cli.engines import EngineOptions, discover, engine_command
+from warmfleet.cli.engines import EngineOptions
 from warmfleet.cli.parser import build_parser
 from warmfleet.errors import BadArgument
-from warmfleet_loadtest import engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 LOAD = dict.fromkeys(
@@ -76,7 +73,10 @@ MODEL = {
     "identity": "exact",
     "tokenizer": "slow, no pieces",
     "template": "sandbox",
+    "policy": "cost",
+    "policy_by": "setting",
     "index": INDEX,
+    "ttft": {"requests": 12, "p50_s": 0.1, "p90_s": 0.5, "p99_s": 2.0, "objective_s": 0.4, "in_force_s": 0.1},
 }
 FLEET = {"models": [MODEL | {"workers": [WORKER]}]}
 CANDIDATE = {
@@ -94,6 +94,7 @@ CANDIDATE = {
 EXPLAINED = {
     "model": "demo",
     "policy": "cost",
+    "why": "lowest",
     "identity": "exact",
     "reason": "",
     "prompt_tokens": 40,
@@ -101,38 +102,6 @@ EXPLAINED = {
     "chosen": "sim-1.0",
     "candidates": [CANDIDATE],
 }
-
-
-@contextmanager
-def replica(answers: dict[str, tuple[int, Any]]) -> Iterator[tuple[str, list[tuple[dict[str, str], bytes]]]]:
-    """An HTTP server with fixed answers; yields its URL and what it was asked: (headers, body)."""
-    seen: list[tuple[dict[str, str], bytes]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            seen.append((headers, self.rfile.read(int(self.headers.get("content-length", 0)))))
-            status, value = answers.get(self.path, (404, {"error": {"message": "no such path"}}))
-            body = value.encode() if isinstance(value, str) else json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_POST = do_GET  # noqa: N815  the name that http.server calls
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", seen
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
@@ -183,6 +152,9 @@ class TestWorkers:
     def test_the_title_says_what_the_index_is(self) -> None:
         model = FLEET["models"][0] | {"fresh": True}
         assert "tokenizer: slow, no pieces" in workers.render({"models": [model]})
+        said = "12 streams, last minute, this replica: P50 0.100 s, P90 0.500 s, P99 2.000 s; "
+        said += "objective 0.4 s, in force 0.100 s"
+        assert said in workers.render({"models": [model]})
         assert "index: 1234 entries, 2 retired slots; memory 3 MiB of 8" in workers.render({"models": [model]})
         at_rest = TRUTH | {"found": 0, "healed": 0, "cause": "", "resyncs": {}}
         for truth, said in ((None, "never +- +- +- +-$"), (at_rest, "0 of 0 +-$")):
@@ -245,50 +217,6 @@ class TestAskingAReplica:
         with replica({"/workers": answer}) as (url, _):
             assert main(["workers", "--url", url]) == 2
         assert words in capsys.readouterr().err
-
-
-class TestOwnEngines:
-    def test_models_are_found_without_their_adapters(self) -> None:
-        models = {"data": [{"id": "/models/Qwen 3"}, {"id": "lora", "parent": "/models/Qwen 3"}]}
-        with replica({"/v1/models": (200, models)}) as (url, seen):
-            assert discover((url, url), "secret") == (("/models/Qwen 3",), ("models/Qwen-3",))
-        assert seen[0][0]["authorization"] == "Bearer secret"
-
-    @pytest.mark.parametrize(
-        ("answer", "words"),
-        [
-            ((401, {}), "wants an API key"),
-            ((500, {}), "no OpenAI server"),
-            ((200, {"models": []}), "no OpenAI server"),
-            ((200, {"data": []}), "serve no model"),
-        ],
-    )
-    def test_one_that_is_none_is_named(self, answer: tuple[int, Any], words: str) -> None:
-        with replica({"/v1/models": answer}) as (url, _), pytest.raises(StackError, match=words):
-            discover((url,), "")
-
-    def test_one_that_does_not_answer_stops_up_at_once(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["up", "--port", "0", "--worker", f"http://127.0.0.1:{ports.free_port()}/"]) == 2
-        assert "does not answer" in capsys.readouterr().err
-
-
-class TestEngineCommands:
-    def test_a_store_url_is_in_no_argument(self) -> None:
-        argv, environment = engine_command(EngineOptions(step_time="2", blocks=64), "sim-1", 9, "redis://:pw@h/0")
-        assert "pw" not in " ".join(argv)
-        assert environment["WARMFLEET_REDIS_URL"] == "redis://:pw@h/0"
-        read = engine.parser().parse_args(argv[3:])  # the engine itself understands it
-        assert (read.step_time, read.blocks, read.port) == ("2", 64, 9)
-
-    def test_missing_vllm_is_said_with_the_way_to_get_it(self) -> None:
-        with pytest.raises(StackError, match="make vllm"):
-            engine_command(EngineOptions(kind="vllm", vllm_python="/nonexistent"), "vllm-1", 9, "")
-
-    def test_vllm_is_told_where_the_fleet_meets(self, tmp_path: Path) -> None:
-        options = EngineOptions(kind="vllm", model=str(tmp_path), vllm_python=str(tmp_path))
-        argv, environment = engine_command(options, "vllm-1", 9, "unix:///s")
-        assert argv[argv.index("--served-model-name") + 1] == tmp_path.name == environment["WARMFLEET_MODEL"]
-        assert environment["WARMFLEET_WORKER_URL"] == "http://127.0.0.1:9"
 
 
 class TestPorts:

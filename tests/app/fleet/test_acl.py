@@ -158,7 +158,7 @@ def test_an_artifact_is_never_overwritten(guarded: Guarded) -> None:
 
 
 def test_a_router_has_the_keys_of_its_models_only(guarded: Guarded) -> None:
-    others = {KEYS.prefix, KEYS.operator_approved}  # no key at all, and the operator's
+    others = {KEYS.prefix, KEYS.operator_approved, KEYS.operator_policy}  # no key at all, and the operator's
     own = [key for key in [*STREAMS, *COMMANDS, *FOREIGN] if key.startswith(KEYS.prefix) and key not in others]
     with guarded.client("router") as client:
         for key in [*own, *FOREIGN]:
@@ -192,6 +192,11 @@ def test_a_router_reads_what_the_operator_approved_and_cannot_write_it(guarded: 
         for command in ("SADD", "SREM", "SET", "GET"):
             assert attempt(client, "EVALSHA", script, 1, key, command) == "refused"
         assert attempt(client, "SMEMBERS", OTHERS.operator_approved) == "refused"
+        admin.set(KEYS.operator_policy, "sticky")
+        assert client.get(KEYS.operator_policy) == b"sticky"
+        for words in (("SET", KEYS.operator_policy, "cost"), ("UNLINK", KEYS.operator_policy)):
+            assert attempt(client, *words) == "refused", words
+        assert attempt(client, "GET", OTHERS.operator_policy) == "refused"
         assert admin.smembers(key) == {digest.encode()}
 
 

@@ -1,0 +1,49 @@
+"""``warmfleet policy``: how a model's requests are placed; switching it for all replicas at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from warmfleet.cli.children import StackError
+from warmfleet.fleet import Fleet, connect
+from warmfleet.policy import POLICIES
+from warmfleet_worker.endpoint import EndpointError, with_ca
+from warmfleet_worker.wire import WireError, model_tag
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+TIMEOUT_S = 2.0
+DEFAULT = "default"
+
+
+def run(options: argparse.Namespace) -> int:
+    """0, or StackError in words for whoever typed the command."""
+    if options.name not in (None, DEFAULT, *POLICIES):
+        raise StackError(f"{options.name!r} is no policy; known are {', '.join(POLICIES)}, and {DEFAULT}")
+    models = options.model or [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
+    if not models:
+        raise StackError("name the model with --model, or all of a router in WARMFLEET_MODELS")
+    asyncio.run(_run(options.name, options.redis, models))
+    return 0
+
+
+async def _run(name: str | None, url: str, models: Sequence[str]) -> None:
+    for model in models:
+        try:
+            client = connect(
+                with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", "")), model_tag(model), timeout_s=TIMEOUT_S
+            )
+        except (EndpointError, WireError) as error:
+            raise StackError(str(error)) from error
+        fleet = Fleet(client, model)
+        try:
+            if name is not None:
+                await fleet.switch("" if name == DEFAULT else name)
+            told = await fleet.switched()
+        finally:
+            await fleet.close()
+        print(f"{model}: {told or 'as each replica is set (WARMFLEET_POLICY)'}")

@@ -1,0 +1,93 @@
+"""``warmfleet replay``: makes the choices of a decision log again, and those that other policies would have made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.cli.children import StackError
+from warmfleet.cli.client import table
+from warmfleet.fleet import connect
+from warmfleet.fleet.replays import Choice, Replays
+from warmfleet.policy import POLICIES
+from warmfleet_worker.endpoint import EndpointError, with_ca
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+HEADER = ("POLICY", "SAME WORKER", "MATCHED", "PREDICTED COST", "BUSIEST WORKER")
+TIMEOUT_S = 10.0
+SHOWN = 5
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 if every decision comes out as it was, else 1."""
+    records = read(options.file)
+    wanted = POLICIES if "all" in options.policy else options.policy
+    if wrong := [name for name in wanted if name not in POLICIES]:
+        raise StackError(f"{wrong[0]!r} is no policy; known are {', '.join(POLICIES)}, and all")
+    try:
+        client = connect(with_ca(options.redis, os.environ.get("WARMFLEET_REDIS_CA", "")), timeout_s=TIMEOUT_S)
+    except EndpointError as error:
+        raise StackError(str(error)) from error
+    return asyncio.run(_run(Replays(client), records, wanted))
+
+
+async def _run(replays: Replays, records: Sequence[dict[str, Any]], wanted: Sequence[str]) -> int:
+    try:
+        again = await replays.choices(records)
+        wrong = [(one, new) for one, new in zip(records, again, strict=True) if not same(one, new)]
+        print(f"{len(records) - len(wrong)} of {len(records)} decisions came out exactly as they were")
+        for one, new in wrong[:SHOWN]:
+            was = f"{one['worker_id']} ({one['why']}, {one['cost_s']} s)"
+            print(f"  {one['reservation']}: {was} is {new.worker_id} ({new.why}, {new.cost_s} s) now")
+        if wanted:
+            found = {"(as it was)": again} | {name: await replays.choices(records, name) for name in wanted}
+            print(table(HEADER, [_row(name, records, choices) for name, choices in found.items()]))
+    finally:
+        await replays.close()
+    return 1 if wrong else 0
+
+
+def same(one: dict[str, Any], new: Choice) -> bool:
+    return (one["worker_id"], one["why"], one["cost_s"]) == (new.worker_id, new.why, new.cost_s)
+
+
+def _row(name: str, records: Sequence[dict[str, Any]], choices: Sequence[Choice]) -> tuple[object, ...]:
+    """Of single choices, each on the state that was: not what a fleet under that policy would have become."""
+    count, chosen = max(1, len(choices)), [choice.worker_id for choice in choices]
+    agreed = sum(one["worker_id"] == worker for one, worker in zip(records, chosen, strict=True))
+    prompt = max(1, sum(one["prompt_tokens"] for one in records))
+    busiest = max((chosen.count(worker) for worker in set(chosen)), default=0)
+    return (
+        name,
+        f"{agreed / count:.1%}",
+        f"{sum(choice.matched_tokens for choice in choices) / prompt:.1%}",
+        f"{sum(float(choice.cost_s) for choice in choices) / count:.4f} s",
+        f"{busiest / count:.1%}",
+    )
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    """Raises StackError naming the line that is none."""
+    try:
+        lines = Path(name).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StackError(f"{name} cannot be read: {getattr(error, 'strerror', error)}") from error
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            one = json.loads(line)
+            missing = not isinstance(one, dict) or {"worker_id", "why", "cost_s", "reservation", "policy"} - one.keys()
+        except ValueError:
+            missing = True
+        if missing:
+            raise StackError(f"{name}, line {number}: this is no record of a decision log")
+        records.append(one)
+    if not records:
+        raise StackError(f"{name} is empty")
+    return records

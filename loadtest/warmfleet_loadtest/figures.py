@@ -1,0 +1,89 @@
+"""Figures of a run, in trace seconds, and their means over seeds with the interval that holds the mean at 95 %."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from warmfleet_loadtest.replay import quantile
+from warmfleet_loadtest.sampling import spent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet_loadtest.client import Reply
+    from warmfleet_loadtest.sampling import Sample
+
+#: Student's t, two-sided 95 %, by degrees of freedom.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+T95_MANY = 2.0
+LATE_SHARE, CPU_SHARE = 0.05, 0.8  # beyond these a run measured its client
+
+
+def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, skip: float) -> dict[str, Any]:
+    """TTFT counts from when a request was due; the first ``skip`` of the requests count for failures only."""
+    counted = replies[int(skip * len(replies)) :]
+    good = [reply for reply in counted if reply.error is None]
+    ttft = due_ttft(good, speed)
+    prompt, cached = sum(reply.prompt_tokens for reply in good), sum(reply.cached_tokens for reply in good)
+    errors = Counter(reply.error for reply in replies if reply.error is not None)
+    computed = [whole - hit for whole, hit in zip(spent(samples, "prompt"), spent(samples, "cached"), strict=True)]
+    evicted = spent(samples, "evicted")
+    return {
+        "mean_ttft": statistics.fmean(ttft) if ttft else 0.0,
+        **{f"p{q}_ttft": quantile(ttft, q / 100) for q in (50, 90, 99)},
+        "hit_ratio": cached / prompt if prompt else 0.0,
+        "imbalance": _over_mean(computed),
+        "failed": sum(errors.values()),
+        "error_examples": [text for text, _ in errors.most_common(3)],
+        "requests": len(counted),
+        "computed_tokens": round(sum(computed)),
+        "busy": statistics.fmean(spent(samples, "busy_s")) / samples[-1].at_s,
+        "evictions_over_mean": _over_mean(evicted),
+        "undecided": sum(reply.reservation not in ("", "booked") for reply in replies),
+    }
+
+
+def due_ttft(replies: Sequence[Reply], speed: float) -> list[float]:
+    """Sorted, in trace seconds from when each request was due."""
+    return sorted(speed * (reply.ttft_s + reply.late_s) for reply in replies if reply.error is None)
+
+
+def health(
+    replies: Sequence[Reply], watch: dict[str, float], speed: float, cpu_s: dict[str, float], wall_s: float
+) -> dict[str, Any]:
+    """How the client itself did, and what every kind of process used. Lateness in trace seconds, like TTFT."""
+    late = sorted(speed * reply.late_s for reply in replies)
+    ttft = due_ttft(replies, speed)
+    late_p99, mean = quantile(late, 0.99), statistics.fmean(ttft) if ttft else 0.0
+    return {
+        "cpu_s": {kind: round(seconds, 2) for kind, seconds in cpu_s.items()},
+        "cores_used": round(sum(cpu_s.values()) / wall_s, 2),
+        "wall_s": round(wall_s, 1),
+        "client": {**watch, "late_p50": round(quantile(late, 0.5), 4), "late_p99": round(late_p99, 4)},
+        "client_was_the_bottleneck": watch["cpu_share"] > CPU_SHARE or late_p99 > LATE_SHARE * mean,
+    }
+
+
+def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means of all numbers; counts of requests are sums. ci95: ± this, where there are several seeds."""
+    names = [name for name, value in runs[0].items() if isinstance(value, int | float) and not isinstance(value, bool)]
+    result: dict[str, Any] = {name: round(statistics.fmean(run[name] for run in runs), 4) for name in names}
+    for name in ("failed", "undecided", "requests"):
+        result[name] = sum(run[name] for run in runs)
+    if len(runs) > 1:
+        result["ci95"] = {name: round(half_width([run[name] for run in runs]), 4) for name in names}
+    return result
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Of the interval that holds the mean of what these are drawn from, at 95 %."""
+    freedom = len(values) - 1
+    factor = T95[freedom - 1] if freedom <= len(T95) else T95_MANY
+    return factor * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _over_mean(values: Sequence[float]) -> float:
+    return max(values) * len(values) / sum(values) if sum(values) else 0.0

@@ -1,0 +1,244 @@
+"""A trace through whole fleets over HTTP: every policy, any number of replicas, routers of others beside them.
+
+    make -s bench NAME=trace                                                    # cost, one replica: 2.5 minutes
+    make -s bench NAME=trace TRACE=agents POLICY=cost,sticky REPLICAS=1,4       # four fleets
+    make -s bench NAME=trace POLICY=all SEEDS=3 ARGS="--engine-mode step"       # all policies, three seeds
+    make -s bench NAME=trace FLEET=vllm-router-kv:1,vllm-router-kv:4,smg:1,session-sticky,session-affinity:4
+    make -s bench NAME=trace ARGS="--rows 300 --policy cost,least_loaded"       # a first look: 30 s
+
+Requests arrive at the trace's own times, divided by --speed, whether or not earlier ones are answered (TRACE=agents:
+a session's next request waits for the answer). TTFT is in trace seconds (wall seconds x --speed), from when a request
+was due; the first tenth of the requests warms up. The last line of standard output is one JSON object: for one fleet
+`mean_ttft`, `p50_ttft`, `p90_ttft`, `p99_ttft`, `hit_ratio`, `imbalance` (computed tokens of the busiest engine over
+the mean), `failed`, ...; for several the same under `runs`. With several seeds `ci95` holds the half widths of 95 %
+intervals. A seed names other tokens and session keys, hence other hashes; the arrivals are the trace's. Plots and all
+figures go to --out. Exit codes: 0 every request was answered, 1 one was not or a fleet did not start, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import uvloop
+
+from warmfleet_loadtest.figures import due_ttft, figures, health, over_seeds
+from warmfleet_loadtest.fleets import MODEL, Setup, others, ours, running
+from warmfleet_loadtest.identity import Identity
+from warmfleet_loadtest.plots import save_plots
+from warmfleet_loadtest.processes import StackError
+from warmfleet_loadtest.progress import Progress
+from warmfleet_loadtest.replay import Target, replay
+from warmfleet_loadtest.sampling import Sample, Sampler
+from warmfleet_loadtest.trace import FIRST_TOKEN, NAMES, open_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from warmfleet_loadtest.client import Reply
+    from warmfleet_loadtest.fleets import Fleet, Running
+    from warmfleet_loadtest.trace import Trace
+
+TRACE_DECODE_S = 0.02  # per token of the trace, in its own time: as in the published simulations
+#: By trace: rows, speed, blocks of an engine, step times. Others are taken for conversations.
+SHAPES = {"conversation": (2_400, 6.0, 1_953, "trace"), "agents": (600, 4.0, 1_024, "agents")}
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all runs have in common. texts: prompts are sent as texts, also to those who take token ids."""
+
+    setup: Setup
+    speed: float
+    skip: float
+    texts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One fleet, one seed."""
+
+    figures: dict[str, Any]
+    health: dict[str, Any]
+    ttft: list[float]
+    samples: list[Sample]
+
+
+def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Outcome:
+    """Raises StackError if the fleet does not start, or a process of it ends on the way."""
+    with running(fleet, bench.setup) as up:
+        progress = Progress(label, len(trace.arrivals))
+        before, began = _cpu_s(up), time.monotonic()
+        spell = _speller() if bench.texts or not fleet.takes_ids else list
+        target = Target(up.urls, MODEL, bench.speed, seed, balance=up.balance, spell=spell)
+        replies, watch, samples = uvloop.run(_drive(trace, target, up.engines, progress))
+        wall_s = time.monotonic() - began
+        cpu_s = {kind: seconds - before.get(kind, 0.0) for kind, seconds in _cpu_s(up).items()}
+        if up.processes.dead():
+            name = up.processes.dead()[0]
+            raise StackError(f"{name} ended on the way:\n{up.processes.log(name)[-1_000:]}")
+    skipped = replies[int(bench.skip * len(replies)) :]
+    return Outcome(
+        figures(replies, samples, bench.speed, bench.skip),
+        health(skipped, watch, bench.speed, cpu_s, wall_s),
+        due_ttft(skipped, bench.speed),
+        samples,
+    )
+
+
+@cache
+def _speller() -> Callable[[Sequence[int]], str]:
+    """Makes a text of as many tokens, by the engines' tokenizer: a word for each id."""
+    words = [word for _token_id, word in Identity.load().words]
+    return lambda ids: "".join(words[one - FIRST_TOKEN] for one in ids)
+
+
+async def _drive(
+    trace: Trace, target: Target, engines: Sequence[str], progress: Progress
+) -> tuple[list[Reply], dict[str, float], list[Sample]]:
+    async with Sampler(engines) as sampler:
+        replies, watch = await replay(trace, target, lambda reply: progress.tick(failed=reply.error is not None))
+    return replies, watch, sampler.samples
+
+
+def _cpu_s(up: Running) -> dict[str, float]:
+    own = psutil.Process().cpu_times()
+    return {**up.processes.cpu_s(), "client": own.user + own.system}
+
+
+def run(fleets: Sequence[Fleet], bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
+    """All fleets with the first seed, then all with the next, so that a change of the machine meets all alike."""
+    outcomes: dict[str, list[Outcome]] = {fleet.name: [] for fleet in fleets}
+    broken: dict[str, str] = {}
+    for seed in range(args.seeds):
+        trace = open_trace(args.trace, args.rows, seed)
+        for fleet in fleets:
+            label = f"{fleet.name}, seed {seed + 1}/{args.seeds}"
+            if fleet.name in broken:
+                continue
+            try:
+                outcomes[fleet.name].append(play(trace, fleet, bench, seed, label))
+            except StackError as error:
+                broken[fleet.name] = str(error)
+                print(f"error: {label}: {error}", file=sys.stderr, flush=True)
+                continue
+            print(f"{label}: {json.dumps(outcomes[fleet.name][-1].figures)}", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                _save(args.out, fleets, outcomes, bench.speed)
+    runs = [_entry(fleet, outcomes[fleet.name], broken.get(fleet.name)) for fleet in fleets]
+    about = {"trace": trace.name, "rows": len(trace.arrivals), "speed": bench.speed, "mode": bench.setup.mode}
+    about |= {"engines": bench.setup.engines, "blocks": bench.setup.blocks, "step_time": bench.setup.step_time}
+    if len(runs) == 1:
+        return {**runs[0], **about}
+    return {**about, "runs": runs, "failed": sum(entry.get("failed", 0) for entry in runs)}
+
+
+def _entry(fleet: Fleet, outcomes: Sequence[Outcome], error: str | None) -> dict[str, Any]:
+    head: dict[str, Any] = {"fleet": fleet.name, "policy": fleet.policy, "replicas": fleet.replicas}
+    if error is not None:
+        head["error"] = error
+    if not outcomes:
+        return head
+    examples = [text for outcome in outcomes for text in outcome.figures["error_examples"]]
+    last = {"error_examples": examples[:3], "seeds": len(outcomes), **outcomes[-1].health}
+    last["client_was_the_bottleneck"] = any(outcome.health["client_was_the_bottleneck"] for outcome in outcomes)
+    return {**head, **over_seeds([outcome.figures for outcome in outcomes]), **last}
+
+
+def _save(folder: Path, fleets: Sequence[Fleet], outcomes: dict[str, list[Outcome]], speed: float) -> None:
+    """What there is so far; plots are of the first seed."""
+    first = {fleet.name: outcomes[fleet.name][0] for fleet in fleets if outcomes[fleet.name]}
+    save_plots(
+        folder,
+        {name: outcome.ttft for name, outcome in first.items()},
+        {name: outcome.samples for name, outcome in first.items()},
+        speed,
+    )
+    seeds = {name: [{**one.figures, **one.health} for one in found] for name, found in outcomes.items()}
+    (folder / "figures.json").write_text(json.dumps(seeds, indent=1))
+
+
+COLUMNS = ("mean_ttft", "p50_ttft", "p90_ttft", "p99_ttft", "hit_ratio", "imbalance", "failed")
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """One line per fleet, in Markdown; ± where there are several seeds."""
+    lines = ["| fleet | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for entry in runs:
+        margins = entry.get("ci95", {})
+        cells = [
+            f"{entry.get(name, '-')}" + (f" ± {margins[name]}" if name in margins and name != "failed" else "")
+            for name in COLUMNS
+        ]
+        lines.append(f"| {entry['fleet']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="make -s bench NAME=trace",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    env = os.environ.get
+    made.add_argument("--trace", default=env("TRACE") or "conversation", help="conversation, agents or a file ($TRACE)")
+    made.add_argument("--policy", default=env("POLICY"), help="policies joined by commas, or all ($POLICY; cost)")
+    made.add_argument("--replicas", default=env("REPLICAS") or "1", help="numbers joined by commas ($REPLICAS; 1)")
+    made.add_argument("--fleet", default=env("FLEET") or "", help="fleets that are no policy of ours ($FLEET)")
+    made.add_argument("--seeds", type=int, default=int(env("SEEDS") or 1), help="runs of each fleet ($SEEDS; 1)")
+    made.add_argument("--rows", type=int, help="first so many requests (2400; agents: 600)")
+    made.add_argument("--speed", type=float, help="trace seconds per second: the load (6; agents: 4)")
+    made.add_argument("--skip", type=float, default=0.1, help="share that warms up (default %(default)s)")
+    made.add_argument("--engines", type=int, default=8)
+    made.add_argument("--blocks", type=int, help="of 16 tokens, per engine (1953; agents: 1024)")
+    made.add_argument("--engine-mode", choices=("fcfs", "step"), default="fcfs", help="default %(default)s")
+    made.add_argument("--step-time", help="preset or file of the engine (by trace and mode)")
+    made.add_argument("--prompts", choices=("ids", "text"), default="ids", help="smg always gets texts")
+    made.add_argument("--no-haproxy", action="store_true", help="the client takes a router at random")
+    made.add_argument("--out", type=Path, default=Path("out/trace"), help="plots, figures.json (default %(default)s)")
+    return made
+
+
+def bench_of(args: argparse.Namespace) -> Bench:
+    """Fills in what depends on the trace. Raises ValueError or OSError."""
+    rows, speed, blocks, costs = SHAPES[args.trace if args.trace in NAMES else "conversation"]
+    args.rows = args.rows or rows
+    speed = args.speed or speed
+    if args.seeds < 1 or args.rows < 1 or speed <= 0 or not 0 <= args.skip < 1:
+        raise ValueError("--seeds and --rows from 1 on, --speed above 0, --skip from 0 to below 1")
+    scale = open_trace(args.trace, 1).scale
+    step_time = args.step_time or (f"{costs}-fcfs" if args.engine_mode == "fcfs" else costs)
+    decode_s = TRACE_DECODE_S * scale / speed
+    setup = Setup(args.engines, args.blocks or blocks, args.engine_mode, step_time, decode_s, not args.no_haproxy)
+    return Bench(setup, speed, args.skip, args.prompts == "text")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: see the top."""
+    args = parser().parse_args(argv)
+    try:
+        bench = bench_of(args)
+        fleets = others(args.fleet)
+        if args.policy or not fleets:
+            fleets = ours(args.policy or "cost", args.replicas) + fleets
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    result = run(fleets, bench, args)
+    runs = result.get("runs", [result])
+    print(f"{table(runs)}\n\nplots and figures: {args.out}\n")
+    print(json.dumps(result))
+    return int(any(entry.get("failed", 0) or "error" in entry for entry in runs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

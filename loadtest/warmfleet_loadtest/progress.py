@@ -1,0 +1,38 @@
+"""A line on standard error that says how far a run is."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+REDRAW_S = 0.5
+STEPS = 10  # lines in all where standard error is no terminal
+WIDTH = 24
+
+
+class Progress:
+    """``tick`` per answer. Redrawn in place on a terminal, else a line per tenth."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self._label = label
+        self._total = total
+        self._terminal = sys.stderr.isatty()
+        self._began = self._drawn = time.monotonic()
+        self._shown = 0
+        self.done = self.errors = 0
+
+    def tick(self, *, failed: bool) -> None:
+        self.done += 1
+        self.errors += failed
+        if self._terminal:
+            if time.monotonic() - self._drawn >= REDRAW_S or self.done == self._total:
+                self._drawn = time.monotonic()
+                print(f"\r{self.text()}", end="\n" if self.done == self._total else "", file=sys.stderr, flush=True)
+        elif self.done * STEPS // self._total > self._shown:
+            self._shown = self.done * STEPS // self._total
+            print(self.text(), file=sys.stderr, flush=True)
+
+    def text(self) -> str:
+        left = (time.monotonic() - self._began) / max(1, self.done) * (self._total - self.done)
+        bar = "#" * (WIDTH * self.done // self._total)
+        return f"{self._label} [{bar:<{WIDTH}}] {self.done}/{self._total}, errors {self.errors}, ETA {left:.0f} s "

@@ -1,0 +1,60 @@
+--[[
+apply_server_join: is this what an API server says that announces itself properly?
+
+Gives announced(data of its join, the server's name) -> what it says, or nil; and chunks_of(artifacts) -> names of the
+chunks of a manifest.
+--]]
+local SCHEMA = 1
+local MAX_JOIN_BYTES, MAX_URL_BYTES, MAX_MODELS, MAX_FILES, MAX_CHUNKS, MAX_BRACKETS = 262144, 512, 256, 8, 2048, 500
+local URL = '^https?://[^%s%c"\\<>\128-\255]+$'
+local MAX_NUMBER_BYTES = 24 -- what Python writes of any float; of thousands of digits some parsers make an error
+
+local function text(value, pattern, bytes)
+  return type(value) == "string" and #value <= bytes and value:match(pattern) ~= nil
+end
+
+-- An object (keys "") or a list (keys 1); of an empty one nobody can tell.
+local function holds(value, keys) return type(value) == "table" and type(next(value) or keys) == type(keys) end
+
+-- Names of the artifact chunks of a manifest, as a set; nil if it is malformed.
+local function chunks_of(artifacts)
+  if type(artifacts) ~= "table" then return nil end
+  local chunks, n, files = {}, 0, 0
+  for name, file in pairs(artifacts) do
+    files = files + 1
+    if not text(name, "^[%w._-]+$", 64) or type(file) ~= "table" or not holds(file.chunks, 1)
+      or not text(file.sha256, "^%x+$", 64) or type(file.bytes) ~= "number" or file.bytes < 0 or file.bytes % 1 > 0 then
+      return nil
+    end
+    for _, sha256 in ipairs(file.chunks) do
+      n = n + 1
+      if not text(sha256, "^%x+$", 64) or n > MAX_CHUNKS then return nil end
+      chunks[sha256] = true
+    end
+  end
+  return files <= MAX_FILES and chunks or nil
+end
+
+-- Kept as it came, so it must read the same to every parser: ASCII, no deep nesting, no number that only cjson reads.
+local function plain(data)
+  local bare = data:gsub("\\.", ""):gsub('"[^"]*"', "")
+  for token in bare:gmatch("[^%[%]{}:,%s]+") do
+    local number = (token:match("^%-?%d+$") or token:match("^%-?%d+%.%d+$")) and not token:match("^%-?0%d")
+    if not number and token ~= "true" and token ~= "false" and token ~= "null" then return false end
+    if number and #token > MAX_NUMBER_BYTES then return false end
+  end
+  local _, brackets = bare:gsub("[%[{]", "")
+  return brackets <= MAX_BRACKETS and data:sub(1, 2) == '{"' and not data:find("[^\32-\126]")
+end
+
+local function announced(data, SERVER_ID)
+  if #data > MAX_JOIN_BYTES or not plain(data) then return nil end
+  local ok, it = pcall(cjson.decode, data)
+  if not ok or it.schema ~= SCHEMA or it.server_id ~= SERVER_ID or it.nonce ~= nil then return nil end
+  if not text(it.url, URL, MAX_URL_BYTES) or type(it.version) ~= "string" then return nil end
+  if type(it.models) ~= "table" or #it.models < 1 or #it.models > MAX_MODELS then return nil end
+  for _, model in ipairs(it.models) do if not text(model, "^[^%c]+$", 256) then return nil end end
+  return holds(it.facts, "") and chunks_of(it.artifacts) and it or nil
+end
+
+return function() return announced, chunks_of end

@@ -1,0 +1,15 @@
+--[[
+stream_entry: one entry of a worker's or a server's stream by its id and its form; all who apply must read it alike.
+
+Takes an item of XRANGE and the server's time in ms. Gives the id's time and sequence, whether such an id is hostile (it
+would block or outlive every later one), and whether the fields are n <nonce> b <number> o <operation> d <data>.
+--]]
+local FAR_FUTURE_MS, LAST_SEQUENCE = 3600000, 2 ^ 52
+
+return function(item, now)
+  local fields, ms, sequence = item[2], item[1]:match("^(%d+)-(%d+)$")
+  ms, sequence = tonumber(ms), tonumber(sequence)
+  local good = #fields == 8 and fields[1] == "n" and fields[3] == "b" and fields[5] == "o" and fields[7] == "d"
+    and #fields[2] <= 64 and fields[2]:match("^[%w_-]+$") and #fields[4] <= 14 and fields[4]:match("^%d+$")
+  return ms, sequence, ms > now + FAR_FUTURE_MS or sequence > LAST_SEQUENCE, good and true or false
+end

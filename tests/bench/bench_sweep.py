@@ -1,0 +1,226 @@
+"""Our scripts on a real store and the plugin's publishers on a virtual clock: sweeps of policies, weights and loads.
+
+    make -s bench NAME=sweep POLICY=cost,least_loaded,round_robin          # the conversation trace, six times as fast
+    make -s bench NAME=sweep ARGS="--vary lambda_=1,2,3 --vary kappa=0,1.25 --speed 6,8 --seeds 3"
+    make -s bench NAME=sweep ARGS="--workload agents --rows 600 --vary pressure_price=0,1 --jobs 2"
+    make -s bench NAME=sweep ARGS="--utilisation 0.3,0.7,0.95 --plot out/util.svg" POLICY=cost,least_loaded
+    make -s bench NAME=sweep ARGS="--scenario hot --plot out/hot.svg"      # or speeds, foreign, join
+    make -s bench NAME=sweep ARGS="--workload generated --rows 300"        # needs no trace
+
+Nothing waits: 2,400 requests take about ten seconds of one core. A progress bar goes to standard error; the last line
+of standard output is one JSON object: ``rows`` has the figures of every setting, means over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from tests.bench.virtual_figures import figures, together
+from tests.bench.virtual_fleet import Plan, play
+from tests.bench.virtual_plans import WORKLOADS, arrivals, engine
+from tests.bench.virtual_plots import draw_lines, draw_rows
+from tests.bench.virtual_scenarios import ONE, SCENARIOS
+from tests.bench.virtual_store import private_server
+
+from warmfleet.errors import WarmfleetError
+from warmfleet.fleet import Weights
+from warmfleet_loadtest.costs import load_costs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+COLUMNS = (
+    "hit_ratio",
+    "ttft_mean_s",
+    "ttft_p50_s",
+    "ttft_p90_s",
+    "ttft_p99_s",
+    "busy",
+    "work_max_over_mean",
+    "evicted_max_over_mean",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, in words that another process understands. name: without the seed."""
+
+    name: str
+    workload: str
+    rows: int | None
+    speed: float
+    policy: str
+    seed: int
+    engines: int = 8
+    replicas: int = 1
+    mode: str = "step"
+    blocks: int | None = None
+    step_time: str | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+    scenario: str = ""
+    seconds: float | None = None
+
+    def run(self) -> dict[str, Any]:
+        weights = replace(Weights(), **self.weights)  # type: ignore[arg-type]
+        if self.scenario:
+            return self._play(weights)
+        workload = WORKLOADS[self.workload]
+        costs = load_costs(self.step_time) if self.step_time else workload.costs
+        config = engine(costs, self.blocks or workload.blocks, self.mode, self.speed)
+        plan = Plan((config,) * self.engines, self.policy, weights, self.replicas, self.speed, self.seed)
+        with private_server() as url:
+            return figures(uvloop.run(play(url, arrivals(self.workload, self.rows), plan)))
+
+    def _play(self, weights: Weights) -> dict[str, Any]:
+        plan = Plan((ONE,) * self.engines, self.policy, weights, self.replicas, seed=self.seed)
+        options = {} if self.seconds is None else {"seconds": self.seconds}
+        with private_server() as url:
+            told = uvloop.run(SCENARIOS[self.scenario](url, plan, **options))
+        return told.figures | {f"line {name}": line for name, line in told.lines.items()}
+
+
+def run(job: Job) -> dict[str, Any]:
+    return job.run()
+
+
+def every(args: argparse.Namespace) -> Iterator[Job]:
+    """Every combination of what is varied, policies and speeds, seed by seed."""
+    names = [name for name, _ in args.vary]
+    speeds = args.speed or [WORKLOADS[args.workload].speed]
+    if args.utilisation:
+        speeds = [round(value / WORKLOADS[args.workload].busy, 3) for value in args.utilisation]
+    fixed: dict[str, Any] = {"engines": args.engines, "replicas": args.replicas, "mode": args.mode}
+    fixed |= {"blocks": args.blocks, "step_time": args.step_time, "scenario": args.scenario, "seconds": args.seconds}
+    for policy, speed in itertools.product(args.policy, [0.0] if args.scenario else speeds):
+        for values in itertools.product(*(values for _, values in args.vary)):
+            weights = dict(zip(names, values, strict=True))
+            words = [policy, *(f"{name}={value:g}" for name, value in weights.items())]
+            words.append(args.scenario or f"{speed:g}x")
+            for seed in range(args.seeds):
+                yield Job(" ".join(words), args.workload, args.rows, speed, policy, seed, **fixed, weights=weights)
+
+
+def gather(jobs: Sequence[Job], processes: int) -> dict[str, dict[str, Any]]:
+    """Run them all; a row per name, in the order of the jobs."""
+    runs: dict[str, list[dict[str, Any]]] = {job.name: [] for job in jobs}
+    if processes == 1:
+        answers: Iterable[dict[str, Any]] = map(run, jobs)
+        return _collect(jobs, answers, runs)
+    with ProcessPoolExecutor(processes) as pool:
+        return _collect(jobs, pool.map(run, jobs), runs)
+
+
+def _collect(
+    jobs: Sequence[Job], answers: Iterable[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    progress(0, len(jobs), "")
+    for number, (job, answer) in enumerate(zip(jobs, answers, strict=True), 1):
+        runs[job.name].append(answer)
+        progress(number, len(jobs), f"{job.name}, seed {job.seed}: {_short(answer)}")
+    return {name: together(found) for name, found in runs.items()}
+
+
+def _short(answer: Mapping[str, Any]) -> str:
+    name = "ttft_mean_s" if "ttft_mean_s" in answer else next(iter(answer))
+    return f"{name} {answer[name]:.3f}"
+
+
+def progress(done: int, total: int, words: str) -> None:
+    """A bar that a terminal draws over itself; elsewhere a line per run."""
+    width = 30 * done // max(1, total)
+    end = "\r" if sys.stderr.isatty() and done < total else "\n"
+    print(f"[{'#' * width}{'.' * (30 - width)}] {done}/{total} {words:60s}", end=end, file=sys.stderr, flush=True)
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """In Markdown: settings down and figures across; of a scenario the other way round."""
+    names, first = list(rows), next(iter(rows.values()))
+    if set(COLUMNS) <= set(first):
+        lines = ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+        cells = [(name, [row[column] for column in COLUMNS]) for name, row in rows.items()]
+    else:
+        lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+        figures_of = [name for name, value in first.items() if not isinstance(value, list)]
+        cells = [(figure, [row[figure] for row in rows.values()]) for figure in figures_of]
+    return "\n".join(lines + [f"| {name} | " + " | ".join(f"{v:.3f}" for v in values) + " |" for name, values in cells])
+
+
+def _varied(text: str) -> tuple[str, list[float]]:
+    name, _, values = text.partition("=")
+    known = {one.name: one.type for one in fields(Weights)}
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+    try:
+        numbers = [float(value) for value in values.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: NAME=value,value...") from None
+    return name, [int(value) for value in numbers] if known[name] == "int" else numbers
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(value) for value in text.split(",")]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="make -s bench NAME=sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    load = made.add_argument_group("load")
+    load.add_argument("--workload", choices=WORKLOADS, default="conversation", help="$TRACE: its file, or the folder")
+    load.add_argument("--rows", type=int, help="first so many requests (default: all of the trace)")
+    load.add_argument("--speed", type=_numbers, help="trace seconds per second, joined by commas (conversation: 6)")
+    load.add_argument("--utilisation", type=_numbers, help="instead of --speed: what least_loaded would be busy by it")
+    load.add_argument(
+        "--scenario", choices=SCENARIOS, default="", help="arrivals of its own, and engines of 1,024 blocks"
+    )
+    load.add_argument("--seconds", type=float, help="of a scenario, virtual (default: its own)")
+    load.add_argument("--seeds", type=int, default=1, help="runs of every setting (default %(default)s)")
+    fleet = made.add_argument_group("fleet")
+    names = os.environ.get("POLICY") or "cost"
+    fleet.add_argument("--policy", type=lambda text: text.split(","), default=names.split(","), help="$POLICY (cost)")
+    fleet.add_argument(
+        "--replicas", type=int, default=int(os.environ.get("REPLICAS") or 1), help="$REPLICAS (default 1)"
+    )
+    fleet.add_argument("--engines", type=int, default=8)
+    fleet.add_argument("--blocks", type=int, help="of 16 tokens, per engine (default: the workload's)")
+    fleet.add_argument("--step-time", help="preset or file of calibrate (default: the workload's)")
+    fleet.add_argument("--mode", choices=("step", "fcfs"), default="step")
+    weights = ", ".join(f"{one.name} {one.default}" for one in fields(Weights))
+    fleet.add_argument("--vary", type=_varied, action="append", default=[], metavar="NAME=A,B", help=f"of: {weights}")
+    made.add_argument("--jobs", type=int, default=1, help="runs at a time (default %(default)s)")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="an .svg or .png")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 no trace, or the scripts refuse (an unknown policy), 2 wrong arguments."""
+    args = parser().parse_args(argv)
+    if args.utilisation and not WORKLOADS[args.workload].busy:
+        parser().error(f"{args.workload} is a closed loop: it has no utilisation to be set")
+    try:
+        if not args.scenario:
+            arrivals(args.workload, args.rows)
+        rows = gather(list(every(args)), args.jobs)
+    except (OSError, ValueError, WarmfleetError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.plot and args.scenario:
+        draw_lines(args.plot, args.scenario, rows)
+    elif args.plot:
+        draw_rows(args.plot, f"{args.workload}, {args.mode} mode", rows)
+    print(table(rows))
+    print(json.dumps({"workload": args.workload, "mode": args.mode, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

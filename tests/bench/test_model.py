@@ -1,0 +1,39 @@
+"""The virtual clock against the real one: the same arrivals over HTTP through processes, and in process."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import uvloop
+from tests.bench.virtual_figures import figures
+from tests.bench.virtual_fleet import Plan, play
+from tests.bench.virtual_plans import WORKLOADS, engine
+from tests.bench.virtual_store import private_server
+
+from warmfleet_loadtest.fleets import MODEL, Setup, ours, running
+from warmfleet_loadtest.replay import Target, replay, summary
+from warmfleet_loadtest.trace import generate
+
+LATE_MS = 10.0
+
+
+@pytest.mark.long
+def test_both_clocks_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Needs a quiet machine: over HTTP the engines sleep, but routers, store and client compute."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    trace, speed = generate(300), 6.0
+    with running(ours("cost", "2")[0], Setup(mode="step", step_time="trace", haproxy=False)) as up:
+        replies, client = uvloop.run(replay(trace, Target(up.urls, MODEL, speed)))
+    real = summary(replies, speed)
+    config = engine(WORKLOADS["conversation"].costs, 1_953)
+    with private_server() as url:
+        virtual = figures(uvloop.run(play(url, trace, Plan((config,) * 8, replicas=2, speed=speed))))
+    print(real, virtual, client)
+    assert real["errors"] == 0
+    if real["late_p99_ms"] > LATE_MS:
+        pytest.skip(f"the machine is not quiet: requests left {real['late_p99_ms']} ms late")
+    assert virtual["hit_ratio"] == pytest.approx(real["hit_ratio"], abs=0.02)
+    for name in ("ttft_mean_s", "ttft_p90_s"):
+        assert virtual[name] == pytest.approx(real[name], rel=0.1)

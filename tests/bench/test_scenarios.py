@@ -1,0 +1,84 @@
+"""What the decision promises when load or members change, on a virtual clock: the scenarios of ``bench_sweep``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.bench.virtual_figures import figures
+from tests.bench.virtual_fleet import Plan, play
+from tests.bench.virtual_plans import WORKLOADS, engine
+from tests.bench.virtual_scenarios import ONE, foreign, hot, join, speeds
+from tests.bench.virtual_store import private_server
+
+from warmfleet_loadtest.trace import generate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EIGHT = Plan((ONE,) * 8)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server of this module's own: every run empties it."""
+    with private_server() as found:
+        yield found
+
+
+async def test_a_hot_prefix_does_not_stay_on_one_engine(url: str) -> None:
+    told = (await hot(url, Plan((ONE,) * 4), 24.0)).figures
+    assert told["holders"] >= 2
+    assert told["spread_s"] < 3
+    assert told["share_of_busiest"] < 0.6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_hot_prefix_spreads_and_contracts(url: str, seed: int) -> None:
+    told = (await hot(url, replace(EIGHT, seed=seed))).figures
+    assert 2 <= told["holders"] <= 8
+    assert told["spread_s"] < 5
+    assert told["ttft_p99_during_s"] < 1.5 * told["ttft_p99_before_s"]
+    assert told["contracted_to_half_s"] < 60
+    assert told["holders_end"] <= told["holders"] / 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+async def test_speeds_are_learned_and_work_follows_them(url: str, seed: int) -> None:
+    told = (await speeds(url, replace(EIGHT, seed=seed))).figures
+    for number, factor in enumerate((1, 1, 2, 4)):
+        assert told[f"learned_{number}_over_slowest"] == pytest.approx(factor, rel=0.05)
+        assert told[f"work_share_{number}"] == pytest.approx(told[f"fair_share_{number}"], abs=0.12)
+    assert told["busy_max_over_mean"] < 1.3
+
+
+@pytest.mark.long
+async def test_load_past_the_fleet_is_as_good_as_known(url: str) -> None:
+    """Seeds together: one run's P99 rests on ten requests."""
+    runs = [(await foreign(url, replace(EIGHT, seed=seed))).figures for seed in range(3)]
+    p99 = {known: sum(run[f"ttft_p99_s_{known}"] for run in runs) for known in ("reported", "booked", "no")}
+    assert p99["reported"] <= 1.15 * p99["booked"]
+    assert p99["no"] > 1.15 * p99["booked"], "else nothing was to be known"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+async def test_an_engine_joins_without_a_stampede(url: str, seed: int) -> None:
+    told = (await join(url, replace(EIGHT, seed=seed))).figures
+    assert told["share_first_10s"] < 2 * told["fair_share"]
+    assert told["share_last"] == pytest.approx(told["fair_share"], abs=0.04)
+    assert told["ttft_p99_after_s"] < 1.25 * told["ttft_p99_before_s"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("utilisation", [0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
+async def test_work_and_evictions_are_even_at_every_load(url: str, utilisation: float) -> None:
+    small = engine(WORKLOADS["generated"].costs, 512)
+    plan = Plan((small,) * 8, speed=utilisation / WORKLOADS["generated"].busy)
+    told = figures(await play(url, generate(1_200), plan), skip=0.0)
+    assert told["evicted"] > 500
+    assert told["work_max_over_mean"] <= 1.3
+    assert told["evicted_max_over_mean"] <= 1.5

@@ -1,0 +1,71 @@
+"""The in-process mode: our scripts live in virtual time, several replicas decide as one, the books close at zero."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.bench.bench_sweep import main
+from tests.bench.virtual_figures import figures
+from tests.bench.virtual_fleet import MODEL, Plan, Played, play
+from tests.bench.virtual_plans import WORKLOADS, engine
+from tests.bench.virtual_store import BEGINNING_US, VirtualStore, private_server
+
+from warmfleet.fleet import LoadRow, Weights
+from warmfleet_loadtest.trace import generate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SMALL = engine(WORKLOADS["generated"].costs, 512)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server of this module's own: every run empties it."""
+    with private_server() as found:
+        yield found
+
+
+def chosen(played: Played) -> list[tuple[float, int, int]]:
+    return [(one.at_s, one.session, one.engine) for one in played.served]
+
+
+async def test_scripts_take_the_time_from_the_bench(url: str) -> None:
+    store = VirtualStore(url)
+    fleet = store.fleet(MODEL, Weights())
+    store.clock.now = 12.5
+    assert (await fleet.tick()).ran
+    store.clock.now = 12.52  # 20 ms later; of the real time as good as nothing has passed
+    assert not (await fleet.tick()).ran
+    store.clock.now = 12.53
+    assert (await fleet.tick()).ran
+    assert store.sync.get(fleet.keys.tick).split()[0] == b"%d" % ((BEGINNING_US + 12_530_000) // 1_000)
+    await store.close()
+
+
+async def test_a_run_is_reproducible_and_its_books_close_at_zero(url: str) -> None:
+    trace, plan = generate(60), Plan((SMALL,) * 3, speed=3.0)
+    first, again = [await play(url, trace, plan) for _ in range(2)]
+    assert chosen(first) == chosen(again)
+    assert len(first.served) == 60
+    for row in (LoadRow.unpack(packed) for packed in first.cluster.rows.values()):
+        assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
+        assert 0 < row.speed_tps < 1_300  # 8e-4 s a token and the steps' own time: learned through heartbeats
+    assert figures(first, skip=0.0)["foreseen"] == 1.0
+
+
+async def test_four_replicas_decide_as_one(url: str) -> None:
+    trace = generate(80, 3)
+    one, four = [await play(url, trace, Plan((SMALL,) * 4, replicas=count, speed=4.0)) for count in (1, 4)]
+    assert len(four.cluster.fleets) == 4
+    assert chosen(one) == chosen(four)
+
+
+def test_the_command_prints_every_combination(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--workload", "generated", "--rows", "30", "--engines", "2", "--vary", "kappa=0,1"]
+    assert main([*options, "--policy", "cost,round_robin"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(told["rows"]) == [f"{policy} kappa={k} 4x" for policy in ("cost", "round_robin") for k in (0, 1)]
+    assert all(row["requests"] == 30 and row["ttft_mean_s"] > 0 for row in told["rows"].values())

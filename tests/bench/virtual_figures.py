@@ -1,0 +1,63 @@
+"""Figures of a run on the virtual clock, and of several runs that differ in their seed only."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from warmfleet_loadtest.replay import quantile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.bench.virtual_fleet import Played
+
+    from warmfleet_loadtest.virtual import Served
+
+
+def figures(played: Played, skip: float = 0.1) -> dict[str, float]:
+    """Of the fleet's own requests, in order of arrival without the first ``skip`` of them; seconds are virtual."""
+    cluster = played.cluster
+    own = sorted((one for one in played.served if one.session not in cluster.plan.direct), key=lambda one: one.at_s)
+    counted = own[int(skip * len(own)) :]
+    prompt, cached = sum(one.prompt_tokens for one in counted), sum(one.cached_tokens for one in counted)
+    engines = [worker.engine for worker in cluster.workers]
+    mean_s = statistics.fmean(one.ttft_s for one in counted)
+    busy = [engine.busy_s for engine in engines]
+    off = [abs(cluster.predicted[request] - request.cached_tokens) for _, _, request in cluster.routed]
+    return {
+        "requests": len(own),
+        "hit_ratio": cached / prompt,
+        "ttft_mean_s": mean_s,
+        "ttft_mean_trace_s": mean_s * cluster.plan.speed,
+        **tails(counted),
+        "busy": statistics.fmean(busy) / max(one.at_s for one in played.served),
+        "busy_max_over_mean": over_mean(busy),
+        "work_max_over_mean": over_mean([engine.work_tokens for engine in engines]),
+        "evicted_max_over_mean": over_mean([engine.scheduler.pool.evicted for engine in engines]),
+        "evicted": statistics.fmean(engine.scheduler.pool.evicted for engine in engines),
+        "foreseen": sum(one == 0 for one in off) / len(off),
+        "cpu_s": played.cpu_s,
+        "requests_per_cpu_s": len(played.served) / played.cpu_s,
+    }
+
+
+def tails(served: Sequence[Served]) -> dict[str, float]:
+    ttft = sorted(one.ttft_s for one in served)
+    return {f"ttft_p{q}_s": quantile(ttft, q / 100) for q in (50, 90, 99)}
+
+
+def over_mean(values: Sequence[float]) -> float:
+    """The largest over the mean; 1 where there is nothing."""
+    mean = statistics.fmean(values)
+    return max(values) / mean if mean else 1.0
+
+
+def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means over seeds, of the mean TTFT also the standard deviation; lines are those of the first seed."""
+    made: dict[str, Any] = {}
+    for name, value in runs[0].items():
+        made[name] = value if isinstance(value, list) else round(statistics.fmean(run[name] for run in runs), 4)
+    if len(runs) > 1 and "ttft_mean_s" in made:
+        made["ttft_mean_s_sd"] = round(statistics.stdev(run["ttft_mean_s"] for run in runs), 4)
+    return made | {"seeds": len(runs)}

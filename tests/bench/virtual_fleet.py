@@ -1,0 +1,218 @@
+"""A whole fleet on a virtual clock: our scripts on a real store, the plugin's publishers, simulated engines. No HTTP.
+
+What a replica does to the store happens here through ``Fleet``, as in the product: decide and settle per request, a
+step of upkeep every ``apply_interval_s``, renewals. What is left out: HTTP, tokens of text, probes (workers are proven
+when they join), and the time that a decision itself takes.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+import time
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Literal
+
+from tests.bench.virtual_store import VirtualStore
+from tests.bench.virtual_workers import VirtualWorker
+
+from warmfleet.fleet import RENEW_AT_ONCE, Ask, Chain, Fleet, Renewal, Weights
+from warmfleet.fleet.reservations import ONE_PROMPT
+from warmfleet.settings import Settings
+from warmfleet_loadtest.virtual import VirtualFleet
+from warmfleet_worker.wire import RESERVATION_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from warmfleet_loadtest.engine import EngineConfig
+    from warmfleet_loadtest.scheduler import Request
+    from warmfleet_loadtest.trace import Arrival, Trace
+    from warmfleet_loadtest.virtual import Served
+
+    Watch = Callable[["Cluster", float], Awaitable[None]]
+
+MODEL = "sim"
+IDLE_S = 0.4  # ticks must not be a second apart: the scripts would think that all routers were away
+WORDS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run. engines: one configuration each; joins_s: engines (numbers) that join later, and when.
+
+    direct: sessions that go to an engine (its number) past the fleet; known: how the fleet knows of them: ``reported``
+    by heartbeats, ``booked`` at once as if it had sent them, or ``no``.
+    watch: called every watch_s virtual seconds, with the cluster and the time.
+    """
+
+    engines: tuple[EngineConfig, ...]
+    policy: str = "cost"
+    weights: Weights = field(default_factory=Weights)
+    replicas: int = 1
+    speed: float = 6.0
+    seed: int = 0
+    joins_s: Mapping[int, float] = field(default_factory=dict)
+    direct: Mapping[int, int] = field(default_factory=dict)
+    known: Literal["reported", "booked", "no"] = "reported"
+    watch: Watch | None = None
+    watch_s: float = 1.0
+
+
+@dataclass(slots=True)
+class Played:
+    """What a run left: requests in the order of their first tokens, the cluster, CPU seconds (with the store's)."""
+
+    served: list[Served]
+    cluster: Cluster
+    cpu_s: float
+
+
+class Cluster:
+    """Store, replicas and workers of one run; routes as a balancer in front of the replicas would: at random."""
+
+    def __init__(self, store: VirtualStore, plan: Plan) -> None:
+        self.plan = plan
+        self.store = store
+        self.workers = [VirtualWorker(store, config, number) for number, config in enumerate(plan.engines)]
+        self.fleets = [store.fleet(MODEL, plan.weights) for _ in range(plan.replicas)]
+        self.virtual = VirtualFleet([worker.engine for worker in self.workers], self, plan.speed, store.clock)
+        self.number_of = {worker.worker_id: number for number, worker in enumerate(self.workers)}
+        self.routed: list[tuple[float, int, Request]] = []  # (when, engine, request) of the fleet's own
+        self.predicted: dict[Request, int] = {}  # matched tokens
+        self.rows: dict[str, bytes] = {}  # load rows at the end
+        self._balancer = random.Random(plan.seed)
+        self._ids = random.Random(plan.seed)
+        self._open: dict[Request, tuple[Fleet, Renewal]] = {}
+
+    # ------------------------------------------------ the run
+
+    async def start(self) -> None:
+        """Those who do not join later are there at time 0."""
+        clock = self.store.clock
+        first = [worker for number, worker in enumerate(self.workers) if number not in self.plan.joins_s]
+        clock.now = -1.0 - 0.2 * len(first)
+        for worker in first:
+            await worker.join(self.fleets[0], clock)
+        clock.now = 0.0
+        for worker in first:
+            worker.keep_going(self.virtual)
+        for number, at_s in self.plan.joins_s.items():
+            self.virtual.at(at_s, self._join_later(self.workers[number]), duty=True)
+        for fleet in self.fleets:  # all at the same moments: the tick's own gate lets one of them do the work
+            self._every(Settings().apply_interval_s, self._step(fleet), 0.0)
+        self._every(Settings().renew_interval_s, self._renew, Settings().renew_interval_s)
+        if self.plan.watch is not None:
+            self._every(self.plan.watch_s, self._watch, 0.0)
+
+    def _every(self, period_s: float, work: Any, first_s: float) -> None:
+        async def again(now: float) -> None:
+            await work(now)
+            self.virtual.at(now + period_s, again, duty=True)
+
+        self.virtual.at(first_s, again, duty=True)
+
+    def _step(self, fleet: Fleet) -> Any:
+        """Upkeep of one replica. Steps that would find nothing are left out, but for one in IDLE_S."""
+        seen, due = 0, 0.0
+
+        async def step(now: float) -> None:
+            nonlocal seen, due
+            if self.store.written != seen or now >= due:
+                blocks = await fleet.step()
+                busy = blocks or self.store.written != seen
+                seen, due = self.store.written, now if busy else now + IDLE_S
+
+        return step
+
+    def _join_later(self, worker: VirtualWorker) -> Any:
+        async def join(now: float) -> None:
+            await worker.join(self.fleets[0], self.store.clock)
+            self.store.clock.now = now
+            worker.keep_going(self.virtual)
+
+        return join
+
+    async def _renew(self, _now: float) -> None:
+        for fleet in self.fleets:
+            mine = [renewal for owner, renewal in self._open.values() if owner is fleet]
+            for start in range(0, len(mine), RENEW_AT_ONCE):
+                await fleet.renew(mine[start : start + RENEW_AT_ONCE])
+
+    async def _watch(self, now: float) -> None:
+        if self.plan.watch is not None:
+            await self.plan.watch(self, now)
+
+    # ------------------------------------------------ a request
+
+    async def choose(self, request: Request, arrival: Arrival, now: float) -> int:
+        direct = self.plan.direct.get(arrival.session)
+        if direct is not None:
+            await self._past_the_fleet(request, direct)
+            return direct
+        fleet = self._balancer.choice(self.fleets)
+        reservation = self._reservation()
+        decision = await fleet.decide(self._ask(reservation, request, arrival.session))
+        request.request_id = f"cmpl-{reservation}.{len(self.routed)}"
+        number = self.number_of[decision.worker_id]
+        booked = Renewal(reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
+        self._open[request] = fleet, booked
+        self.predicted[request] = decision.matched_tokens
+        self.routed.append((now, number, request))
+        return number
+
+    def _ask(self, reservation: str, request: Request, session: int) -> Ask:
+        scheme, prompt, policy = self.plan.engines[0].scheme, request.prompt_tokens, self.plan.policy
+        whole = (prompt - 1) // scheme.block_tokens  # as the engine caps
+        chain = Chain(scheme.scheme_id, scheme.block_tokens, b"".join(request.hashes[:whole]))
+        keys = {"session": b"%d" % session, "chwbl": request.hashes[0] if request.hashes else b""}
+        order = self._ring(keys[policy]) if policy in keys else ()
+        return Ask(reservation, (chain,) if whole else (), prompt, prompt + request.max_tokens, policy, order=order)
+
+    def _ring(self, key: bytes) -> tuple[str, ...]:
+        """Worker ids as a hash ring would meet them. The key: a session, or the block that holds 100 characters."""
+        return tuple(sorted(self.number_of, key=lambda worker: blake2b(worker.encode() + key).digest()))
+
+    async def _past_the_fleet(self, request: Request, number: int) -> None:
+        """Its id says whether the engine takes it for one of the fleet's, which it does not report as foreign."""
+        known, reservation = self.plan.known, self._reservation()
+        request.request_id = f"cmpl-{reservation}.direct" if known != "reported" else "cmpl-direct"
+        if known == "booked":
+            size, worker = self.plan.engines[number].limits.block_tokens, self.workers[number]
+            held = worker.engine.scheduler.pool.prefix(request.hashes, (request.prompt_tokens - 1) // size)
+            uncached, context = request.prompt_tokens - size * len(held), request.prompt_tokens + request.max_tokens
+            self._open[request] = self.fleets[0], Renewal(reservation, worker.worker_id, uncached, context)
+            await self.fleets[0].renew([self._open[request][1]])
+
+    async def started(self, request: Request, engine: int, now: float) -> None:
+        """The first token: the engine core tells of it, and the replica sees the first byte."""
+        if request in self._open:
+            fleet, booked = self._open[request]
+            self.workers[engine].prefilled(booked.reservation, request, now)
+            self._open[request] = fleet, replace(booked, prefill_tokens=0, started=True)
+            await fleet.settle(booked.reservation, "started")
+
+    async def finished(self, request: Request, engine: int, now: float) -> None:
+        if request in self._open:
+            fleet, booked = self._open.pop(request)
+            await fleet.settle(booked.reservation, "finished")
+
+    def _reservation(self) -> str:
+        """As ``new_reservation`` makes them, but the same in every run."""
+        return RESERVATION_PREFIX + ONE_PROMPT + "".join(self._ids.choices(WORDS, k=21))
+
+
+async def play(url: str, trace: Trace, plan: Plan) -> Played:
+    """One run on an emptied store."""
+    store = VirtualStore(url)
+    began = time.process_time() + store.cpu_s()
+    try:
+        cluster = Cluster(store, plan)
+        await cluster.start()
+        served = await cluster.virtual.run(trace)
+        rows: Any = store.sync.hgetall(cluster.fleets[0].keys.load)
+        cluster.rows = {name.decode(): row for name, row in rows.items()}
+        return Played(served, cluster, time.process_time() + store.cpu_s() - began)
+    finally:
+        await store.close()

@@ -1,0 +1,84 @@
+"""The two workloads of the public traces, with the engines that suit them, and the scenarios' own arrivals."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from warmfleet_loadtest import trace as traces
+from warmfleet_loadtest.costs import PRESETS
+from warmfleet_loadtest.engine import EngineConfig
+from warmfleet_loadtest.scheduler import Limits
+from warmfleet_loadtest.trace import Arrival, Trace
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from warmfleet_loadtest.costs import StepCosts
+
+SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
+BLOCK = 16
+DIRECT = 1_000_000  # sessions from here on go past the fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A trace (file beside the others, or generated) and what it runs on. speed: the usual one.
+
+    busy: share of time that eight engines compute under ``least_loaded``, per unit of speed; 0: a closed loop has none.
+    """
+
+    file: str
+    costs: StepCosts
+    blocks: int
+    speed: float
+    busy: float
+
+
+WORKLOADS = {
+    "conversation": Workload(traces.NAMES["conversation"], PRESETS["trace"], 1_953, 6.0, 0.126),
+    "agents": Workload(traces.NAMES["agents"], replace(PRESETS["trace"], prefill_token_s=1.2e-3), 1_024, 4.0, 0.0),
+    "generated": Workload("", PRESETS["trace"], 1_024, 4.0, 0.111),
+}
+
+
+def engine(costs: StepCosts, blocks: int, mode: str = "step", speed: float = 1.0) -> EngineConfig:
+    """speed: of the trace; in fcfs mode a token is decoded in 20 ms of its time."""
+    limits = Limits(max_model_len=min(32_768, (blocks - 1) * BLOCK))
+    return EngineConfig(SCHEME, limits, blocks, costs, mode, 0.02 / speed)
+
+
+@cache
+def arrivals(workload: str, rows: int | None) -> Trace:
+    """$TRACE names the conversation's file or the folder of both. Raises FileNotFoundError."""
+    name = WORKLOADS[workload].file
+    if not name:
+        return traces.generate(rows or 600)
+    shared = Path(traces.__file__).resolve().parents[2] / traces.SHARED
+    given = Path(os.environ.get("TRACE") or shared)
+    path = given / name if given.is_dir() else given
+    if not path.is_file():
+        raise FileNotFoundError(f"no trace at {path}: set TRACE, or take the workload `generated`")
+    return traces.load(path, rows)
+
+
+def steady(rate: float, seconds: float, seed: int, *, blocks: float = 2.6, session: int = 0) -> Trace:
+    """Prompts that share nothing, lognormal in length (mean about ``exp(blocks + 0.5)`` blocks), Poisson arrivals."""
+    generator = random.Random(seed)
+    fresh = iter(range(1 + (seed + 1) * (1 << 22) + session, 1 << 40))
+    made: list[Arrival] = []
+    now = generator.expovariate(rate)
+    while now < seconds:
+        size = max(1, min(240, round(generator.lognormvariate(blocks, 1.0))))
+        prompt = [token for _ in range(size) for token in traces.block(next(fresh))]
+        made.append(Arrival(now, session + len(made), prompt, max(1, round(generator.lognormvariate(2.0, 0.8)))))
+        now += generator.expovariate(rate)
+    return Trace("steady", tuple(made))
+
+
+def merged(*parts: Trace) -> Trace:
+    every = sorted((arrival for part in parts for arrival in part.arrivals), key=lambda one: one.at_s)
+    return Trace("+".join(part.name for part in parts), tuple(every))

@@ -1,0 +1,52 @@
+"""Pictures of sweeps and scenarios (.svg or .png)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+PANELS = ("ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "hit_ratio", "work_max_over_mean", "evicted_max_over_mean")
+
+
+def draw_rows(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """A panel per figure. Names end with the speed: a line per policy or setting, against how busy the engines were."""
+    from matplotlib.figure import Figure  # 0.3 s: only where somebody wants a picture
+
+    picture = Figure(figsize=(12, 7), layout="constrained")
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for name, row in rows.items():
+        lines.setdefault(name.rpartition(" ")[0], []).append(row)
+    for axes, panel in zip(picture.subplots(2, 3).flat, PANELS, strict=True):
+        for name, found in lines.items():
+            axes.plot([row["busy"] for row in found], [row[panel] for row in found], marker="o", ms=3, label=name)
+        axes.set(title=panel, xlabel="busy", yscale="log" if panel.startswith("ttft") else "linear")
+        axes.grid(alpha=0.3)
+    picture.axes[0].legend(fontsize=8)
+    picture.suptitle(title)
+    _save(picture, path)
+
+
+def draw_lines(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """A panel per line of a scenario, over virtual seconds; a colour per setting."""
+    from matplotlib.figure import Figure
+
+    names = [name for name in next(iter(rows.values())) if name.startswith("line ")]
+    if not names:
+        raise ValueError(f"{title} draws nothing: its figures say it all")
+    picture = Figure(figsize=(9, 2.8 * len(names)), layout="constrained")
+    for axes, name in zip(picture.subplots(len(names), 1, squeeze=False).flat, names, strict=True):
+        for setting, row in rows.items():
+            axes.plot(*zip(*row[name], strict=True), label=setting, drawstyle="steps-post")
+        axes.set(ylabel=name.removeprefix("line "), xlabel="virtual seconds")
+        axes.grid(alpha=0.3)
+    picture.axes[0].legend(fontsize=8)
+    picture.suptitle(title)
+    _save(picture, path)
+
+
+def _save(picture: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

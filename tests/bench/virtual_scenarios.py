@@ -1,0 +1,176 @@
+"""What happens when a fleet's load or its members change: one scenario each, arrivals made for it.
+
+Engines of 8e-4 s a token and prompts of 350 tokens on average: one serves 3.5 requests a second if it finds nothing.
+``seconds`` scales a scenario; each answers figures, and lines (over virtual seconds) for a plot.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from tests.bench.virtual_figures import figures, over_mean, tails
+from tests.bench.virtual_fleet import Cluster, Plan, play
+from tests.bench.virtual_plans import BLOCK, DIRECT, WORKLOADS, engine, merged, steady
+
+from warmfleet.fleet import LoadRow
+from warmfleet_loadtest import trace as traces
+from warmfleet_loadtest.scheduler import Request, hash_blocks
+from warmfleet_loadtest.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+
+    from warmfleet_loadtest.virtual import Served
+
+COSTS = WORKLOADS["generated"].costs
+ONE = engine(COSTS, 1_024)
+PER_ENGINE = 3.5  # requests a second that keep one engine busy
+HOT_BLOCKS = 100
+HOT_SHARE = 0.6
+
+
+@dataclass(slots=True)
+class Told:
+    """lines: name -> (seconds, value)."""
+
+    figures: dict[str, float]
+    lines: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------- a hot prefix
+
+
+async def hot(url: str, plan: Plan, seconds: float = 120.0) -> Told:
+    """60 % of the traffic suddenly begins with the same 100 blocks, from 1/6 to 1/2 of the time; then nobody's does."""
+    engines = len(plan.engines)
+    begin, end, rate = seconds / 6, seconds / 2, 0.55 * PER_ENGINE * engines
+    trace, prefix = _hot_trace(rate, (begin, end, seconds), plan.seed)
+    key, holders = Request("", prefix, 1, [0]), [(0.0, 0.0)]
+    hash_blocks(plan.engines[0].scheme, key)
+
+    async def watch(cluster: Cluster, now: float) -> None:
+        held: Any = cluster.store.sync.scard(cluster.fleets[0].keys.block(key.hashes[-1]))
+        holders.append((now, float(held)))
+
+    played = await play(url, trace, replace(plan, speed=1.0, watch=watch, watch_s=0.5))
+    during = [held for at, held in holders if (begin + end) / 2 <= at < end]
+    level = statistics.median(during)
+    spread = next((at - begin for at, held in holders if at > begin and held >= 0.9 * level), end - begin)
+    left = next((at - end for at, held in holders if at > end and held <= level / 2), seconds - end)
+    told = {"holders": level, "holders_max": max(held for _, held in holders), "holders_end": holders[-1][1]}
+    told |= {"spread_s": spread, "contracted_to_half_s": left, "holders_before_end": during[-1]}
+    for name, since, until in (("before", begin / 3, begin), ("first", begin, begin + 5), ("during", begin, end)):
+        served = [one for one in played.served if since <= one.at_s < until]
+        told |= {f"{what[:-2]}_{name}_s": value for what, value in tails(served).items()}
+    of_hot = [one.engine for one in played.served if one.session >= DIRECT]
+    told["share_of_busiest"] = max(of_hot.count(number) for number in range(engines)) / len(of_hot)
+    return Told(told, {"holders": holders, "p90 TTFT, s": _over_time(played.served, seconds)})
+
+
+def _hot_trace(rate: float, times: tuple[float, float, float], seed: int) -> tuple[Trace, Sequence[int]]:
+    """Sessions of hot requests begin at DIRECT, so that they can be told apart; nothing of them is direct."""
+    begin, end, seconds = times
+    generator = random.Random(seed)
+    prefix = [token for number in range(HOT_BLOCKS) for token in traces.block((1 << 41) + number)]
+    normal = steady(rate, seconds, seed)
+    kept, heated = [], []
+    for arrival in normal.arrivals:
+        is_hot = begin <= arrival.at_s < end and generator.random() < HOT_SHARE
+        if is_hot:
+            tail = arrival.prompt[: 8 * BLOCK]
+            heated.append(replace(arrival, session=DIRECT + arrival.session, prompt=[*prefix, *tail]))
+        else:
+            kept.append(arrival)
+    return merged(Trace("normal", tuple(kept)), Trace("hot", tuple(heated))), prefix
+
+
+# ---------------------------------------------------------------- engines that differ
+
+
+async def speeds(url: str, plan: Plan, seconds: float = 60.0) -> Told:
+    """Four engines of speeds 1:1:2:4, unknown at first; 75 % of what they can do."""
+    factors = (1.0, 1.0, 2.0, 4.0)
+    engines = tuple(engine(COSTS.scaled(1 / factor), 1_024) for factor in factors)
+    trace = steady(0.75 * PER_ENGINE * sum(factors), seconds, plan.seed)
+    played = await play(url, trace, replace(plan, engines=engines, speed=1.0))
+    packed: Any = played.cluster.rows
+    learned = [LoadRow.unpack(packed[worker.worker_id]).speed_tps for worker in played.cluster.workers]
+    work = [worker.engine.work_tokens for worker in played.cluster.workers]
+    busy = [worker.engine.busy_s for worker in played.cluster.workers]
+    told = figures(played) | {"busy_max_over_mean": over_mean(busy)}
+    for number, factor in enumerate(factors):
+        told[f"learned_{number}_tps"] = learned[number]
+        told[f"learned_{number}_over_slowest"] = learned[number] / learned[0]
+        told[f"work_share_{number}"] = work[number] / sum(work)
+        told[f"fair_share_{number}"] = factor / sum(factors)
+    return Told(told)
+
+
+# ---------------------------------------------------------------- load that the fleet did not route
+
+
+async def foreign(url: str, plan: Plan, seconds: float = 120.0) -> Told:
+    """One of four engines gets half of what it can do past the fleet. Told by heartbeats, at once, or not at all."""
+    engines = plan.engines[:4]
+    direct = steady(0.5 * PER_ENGINE, seconds, plan.seed + 77, session=DIRECT)
+    trace = merged(steady(0.58 * PER_ENGINE * 4, seconds, plan.seed), direct)
+    past = {arrival.session: 0 for arrival in direct.arrivals}
+    told: dict[str, float] = {}
+    for known in ("reported", "booked", "no"):
+        changed = replace(plan, engines=engines, speed=1.0, direct=past, known=known)
+        played = await play(url, trace, changed)
+        found = figures(played)
+        told |= {f"{name}_{known}": found[name] for name in ("ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "busy")}
+    told["p99_reported_over_booked"] = told["ttft_p99_s_reported"] / told["ttft_p99_s_booked"]
+    told["mean_reported_over_booked"] = told["ttft_mean_s_reported"] / told["ttft_mean_s_booked"]
+    return Told(told)
+
+
+# ---------------------------------------------------------------- an engine that joins
+
+
+async def join(url: str, plan: Plan, seconds: float = 80.0) -> Told:
+    """Conversations keep all engines but one 75 % busy; that one joins, empty, in the middle."""
+    last, at_s = len(plan.engines) - 1, seconds / 2
+    speed = 0.75 * PER_ENGINE * last / 3.0
+    trace = traces.generate(round(3.0 * speed * seconds), plan.seed)
+    played = await play(url, trace, replace(plan, speed=speed, joins_s={last: at_s}))
+    shares = _shares(played.served, last, seconds)
+    after = [share for at, share in shares if at_s <= at < at_s + 10]
+    told = {"fair_share": 1 / (last + 1), "share_first_10s": statistics.fmean(after), "share_max_2s": max(after)}
+    told["share_last"] = statistics.fmean(share for at, share in shares if at >= at_s + 0.25 * seconds)
+    spans = {"before": (at_s - 20, at_s), "after": (at_s, at_s + 20)}
+    for name, (since, until) in spans.items():
+        served = [one for one in played.served if since <= one.at_s < until]
+        told |= {f"{what[:-2]}_{name}_s": value for what, value in tails(served).items()}
+    own = [one for one in played.served if one.engine == last and one.at_s < at_s + 20]
+    told |= {f"{what[:-2]}_joiner_s": value for what, value in tails(own).items()}
+    return Told(told, {"share of the joiner": shares, "p90 TTFT, s": _over_time(played.served, seconds)})
+
+
+def _shares(served: Sequence[Served], number: int, seconds: float, bin_s: float = 2.0) -> list[tuple[float, float]]:
+    made = []
+    for index in range(int(seconds / bin_s)):
+        there = [one.engine == number for one in served if index * bin_s <= one.at_s < (index + 1) * bin_s]
+        made.append((index * bin_s, statistics.fmean(there) if there else 0.0))
+    return made
+
+
+def _over_time(served: Sequence[Served], seconds: float, bin_s: float = 2.0) -> list[tuple[float, float]]:
+    bins = [[one for one in served if at <= one.at_s < at + bin_s] for at in _starts(seconds, bin_s)]
+    return [(index * bin_s, tails(found)["ttft_p90_s"]) for index, found in enumerate(bins)]
+
+
+def _starts(seconds: float, bin_s: float) -> list[float]:
+    return [index * bin_s for index in range(int(seconds / bin_s))]
+
+
+SCENARIOS: Mapping[str, Callable[..., Coroutine[Any, Any, Told]]] = {
+    "hot": hot,
+    "speeds": speeds,
+    "foreign": foreign,
+    "join": join,
+}

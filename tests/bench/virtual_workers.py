@@ -1,0 +1,113 @@
+"""The two halves of a virtual engine: the plugin's own publishers, called when they are due instead of by a thread."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from warmfleet_loadtest.core import load_of
+from warmfleet_loadtest.virtual import VirtualEngine
+from warmfleet_worker import wire
+from warmfleet_worker.config import Load, PublisherConfig
+from warmfleet_worker.publisher import WorkerPublisher
+from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    from tests.bench.virtual_store import VirtualStore
+
+    from warmfleet.fleet import Fleet
+    from warmfleet_loadtest.engine import EngineConfig
+    from warmfleet_loadtest.scheduler import Request
+    from warmfleet_loadtest.virtual import Clock, VirtualFleet
+
+MODEL = "sim"
+SOON_S = wire.PROGRESS_FLUSH_SECONDS / 4  # as the publisher's thread waits when it is woken
+LEAST_S = 1e-3  # between two steps of a publisher that has more to do
+
+
+class VirtualWorker:
+    """Engine ``number`` of a fleet. ``join`` once, then ``duties`` keep both halves going."""
+
+    def __init__(self, store: VirtualStore, config: EngineConfig, number: int) -> None:
+        self.tracker = Tracker()
+        self.engine = VirtualEngine(config.scheduler(self.tracker), config.costs)
+        self.server_id = f"s{number:02d}"
+        self.worker_id = wire.worker_id_of(self.server_id, 0)
+        self._woken = False
+        self._fleet: VirtualFleet | None = None
+        self._core = WorkerPublisher(self._core_config(config, store.url), self.tracker, self._load)
+        self._server = ServerPublisher(self._server_config(number, store.url))
+        for half in (self._core, self._server):
+            half._stream.client.close()
+            half._stream.client = store.sync
+
+    def _core_config(self, config: EngineConfig, url: str) -> PublisherConfig:
+        limits = config.limits
+        return PublisherConfig(
+            redis_url=url,
+            model=MODEL,
+            worker_id=self.worker_id,
+            server_id=self.server_id,
+            rank=0,
+            scheme=config.scheme,
+            capacity_blocks=config.blocks,
+            max_model_len=limits.max_model_len,
+            version="virtual",
+        )
+
+    def _server_config(self, number: int, url: str) -> ServerConfig:
+        address = f"http://127.0.0.1:{10_000 + number}"
+        return ServerConfig(
+            redis_url=url,
+            model=MODEL,
+            server_id=self.server_id,
+            url=address,
+            models=(MODEL,),
+            version="virtual",
+            artifacts={},
+            facts={},
+        )
+
+    def _load(self) -> Load:
+        return load_of(self.engine.scheduler, self.engine.meter.speed_tps)
+
+    async def join(self, fleet: Fleet, clock: Clock) -> None:
+        """Announce both halves, let ``fleet`` take notice, and prove it as a probe would. Takes 0.2 virtual seconds."""
+        self._server._round()
+        self._core.step(clock.now)
+        for _ in range(4):
+            await fleet.step()
+            clock.now += 0.05
+        raw: Any = await fleet.redis.hget(fleet.keys.workers, self.worker_id)
+        if raw is None:
+            raise RuntimeError(f"nobody has taken notice of {self.worker_id}")
+        await fleet.prove(self.worker_id, json.loads(raw)["nonce"], "proven", "virtual")
+
+    def keep_going(self, fleet: VirtualFleet) -> None:
+        """Both halves' duties from now on."""
+        self._fleet = fleet
+        fleet.at(fleet.clock.now, self._when_due, duty=True)
+        fleet.at(fleet.clock.now, self._beat, duty=True)
+
+    def prefilled(self, reservation: str, request: Request, now: float) -> None:
+        """A prefill is done: the publisher wakes and tells it."""
+        self._core.progress(reservation, request.cached_tokens, request.prompt_tokens)
+        if not self._woken and self._fleet:
+            self._woken = True
+            self._fleet.at(now + SOON_S, self._awake, duty=True)
+
+    async def _awake(self, now: float) -> None:
+        self._woken = False
+        self._core.step(now)
+
+    async def _when_due(self, now: float) -> None:
+        if now >= self._core._due.next():
+            self._core.step(now)
+        if self._fleet:
+            self._fleet.at(max(self._core._due.next(), now + LEAST_S), self._when_due, duty=True)
+
+    async def _beat(self, now: float) -> None:
+        self._server._round()
+        if self._fleet:
+            self._fleet.at(now + wire.HEARTBEAT_SECONDS, self._beat, duty=True)

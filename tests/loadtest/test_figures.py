@@ -1,0 +1,67 @@
+"""What the trace bench makes of replies and samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from warmfleet_loadtest.client import Reply
+from warmfleet_loadtest.figures import due_ttft, figures, half_width, health, over_seeds
+from warmfleet_loadtest.replay import Balance, Target
+from warmfleet_loadtest.sampling import Sample
+
+ZERO = Sample(0.0, (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (7.0, 0.0))
+END = Sample(10.0, (0.0, 0.0), (500.0, 300.0), (100.0, 200.0), (4.0, 2.0), (10.0, 1.0))
+GOOD = Reply(0.4, 1.0, prompt_tokens=100, cached_tokens=40, late_s=0.1, reservation="booked")
+WATCH = {"cpu_share": 0.1, "lag_p99_ms": 1.0, "lag_max_ms": 2.0}
+
+
+def test_ttft_counts_from_when_a_request_was_due_in_trace_seconds() -> None:
+    late = replace(GOOD, late_s=1.1)
+    assert due_ttft([late, GOOD, replace(GOOD, error="boom")], 6.0) == pytest.approx([3.0, 9.0])
+
+
+def test_figures_of_a_run() -> None:
+    bad = Reply(0.0, 0.1, error="boom")
+    made = figures([bad, *[GOOD] * 8, replace(GOOD, reservation="fallback")], [ZERO, END], 6.0, 0.1)
+    assert (made["mean_ttft"], made["p99_ttft"]) == (pytest.approx(3.0), pytest.approx(3.0))
+    assert (made["requests"], made["failed"], made["error_examples"], made["undecided"]) == (9, 1, ["boom"], 1)
+    assert made["hit_ratio"] == 0.4
+    assert made["computed_tokens"] == 500
+    assert made["imbalance"] == pytest.approx(400 / 250)
+    assert made["evictions_over_mean"] == pytest.approx(3 / 2)
+    assert made["busy"] == pytest.approx(0.3)
+    assert figures([bad], [ZERO, ZERO, END], 6.0, 0.0)["mean_ttft"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "share", "bottleneck"), [(replace(GOOD, late_s=0.001), 0.1, False), (GOOD, 0.1, True), (GOOD, 0.9, True)]
+)
+def test_a_late_or_busy_client_is_named(reply: Reply, share: float, bottleneck: bool) -> None:
+    made = health([reply], {**WATCH, "cpu_share": share}, 6.0, {"client": 1.0, "store": 2.0}, 10.0)
+    assert made["client_was_the_bottleneck"] is bottleneck
+    assert made["cores_used"] == 0.3
+    assert made["client"]["late_p99"] == pytest.approx(6.0 * reply.late_s)
+
+
+def test_seeds_give_means_and_intervals() -> None:
+    runs = [{"mean_ttft": value, "failed": 1, "requests": 9, "undecided": 0} for value in (1.0, 2.0, 3.0)]
+    made = over_seeds(runs)
+    assert (made["mean_ttft"], made["failed"], made["requests"]) == (2.0, 3, 27)
+    assert made["ci95"]["mean_ttft"] == pytest.approx(4.303 / 3**0.5, abs=1e-4)  # Student's t for two degrees
+    assert "ci95" not in over_seeds(runs[:1])
+    assert half_width([1.0] * 30) == 0.0
+
+
+def test_the_clients_own_balance() -> None:
+    urls = tuple(f"http://{name}" for name in "abcd")
+    by_session = Balance(Target(urls, "m", balance="session"))
+    assert len({by_session.take("0-7") for _ in range(9)}) == 1
+    assert {by_session.take(f"0-{number}") for number in range(99)} == set(urls)
+    least = Balance(Target(urls, "m", balance="least"))
+    assert {least.take("") for _ in urls} == set(urls)
+    least.give_back(urls[2])
+    assert least.take("") == urls[2]
+    at_random = Balance(Target(urls, "m", seed=1))
+    assert {at_random.take("0") for _ in range(99)} == set(urls)

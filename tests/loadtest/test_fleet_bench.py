@@ -1,0 +1,162 @@
+"""The trace bench: whole fleets as processes, driven by a trace: what the published tables are made with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from warmfleet_loadtest import peers
+from warmfleet_loadtest.fleet_bench import main, table
+from warmfleet_loadtest.fleets import CONFIG, Fleet, Setup, balancer_config, others, ours, running
+from warmfleet_loadtest.processes import StackError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEYS = ("mean_ttft", "p50_ttft", "p90_ttft", "p99_ttft", "hit_ratio", "imbalance", "failed")
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace is a generated one, and processes find the sources."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr("warmfleet_loadtest.trace.SHARED", "nowhere")
+    for name in ("TRACE", "POLICY", "REPLICAS", "FLEET", "SEEDS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def bench(out: Path, *more: str) -> list[str]:
+    options = ["--rows", "40", "--speed", "10", "--engines", "2", "--engine-mode", "step", "--step-time", "fast"]
+    return [*options, "--skip", "0", "--out", str(out), *more]
+
+
+@pytest.mark.usefixtures("generated")
+def test_two_policies_behind_haproxy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(bench(tmp_path, "--policy", "cost,round_robin", "--replicas", "2")) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out.splitlines()[-1])
+    assert (result["rows"], result["failed"]) == (40, 0)
+    assert [run["fleet"] for run in result["runs"]] == ["cost x 2", "round_robin x 2"]
+    for run in result["runs"]:
+        assert set(KEYS) <= set(run)
+        assert (run["requests"], run["failed"], run["undecided"]) == (40, 0, 0)
+        assert 0 < run["p50_ttft"] <= run["p90_ttft"] <= run["p99_ttft"]
+        assert set(run["cpu_s"]) == {"store", "engines", "replicas", "haproxy", "client"}
+        assert run["client"]["late_p99"] >= 0
+    cost, round_robin = result["runs"]
+    assert cost["hit_ratio"] >= round_robin["hit_ratio"] > 0
+    assert sum(run["computed_tokens"] for run in result["runs"]) > 0
+    assert "40/40, errors 0, ETA 0 s" in printed.err
+    assert sorted(path.name for path in tmp_path.glob("*")) == [
+        "figures.json",
+        "hit_ratio.svg",
+        "load.svg",
+        "ttft_cdf.svg",
+    ]
+    assert "round_robin x 2" in (tmp_path / "load.svg").read_text()
+
+
+@pytest.mark.usefixtures("generated")
+def test_what_does_not_start_shows_why_and_does_not_stop_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "warmfleet_loadtest.fleet_bench.ours", lambda *_: [Fleet("odd x 1", "warmfleet", "no_such_policy", 1)]
+    )
+    assert main(bench(tmp_path, "--policy", "odd", "--fleet", "session-sticky")) == 1
+    printed = capsys.readouterr()
+    odd, direct = json.loads(printed.out.splitlines()[-1])["runs"]
+    assert "no_such_policy" in odd["error"]
+    assert (direct["failed"], direct["requests"]) == (0, 40)
+    assert "ended with 2" in printed.err
+
+
+@pytest.mark.long  # downloads 70 MB once
+@pytest.mark.usefixtures("generated")
+def test_routers_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What vllm-router learns from the engines' events it routes by: more hits than by the number of requests."""
+    fleets = "vllm-router-kv:1,vllm-router-kv:2,smg:1,least-loaded,session-affinity:2"
+    options = ["--rows", "200", "--engines", "4", "--engine-mode", "fcfs", "--speed", "12", "--fleet", fleets]
+    assert main(bench(tmp_path, *options)) == 0
+    runs = {run["fleet"]: run for run in json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]}
+    assert len(runs) == 5
+    assert all(run["failed"] == 0 and run["computed_tokens"] > 0 for run in runs.values())
+    for name in ("vllm-router-kv x 1", "smg x 1", "session-affinity x 2"):
+        assert runs[name]["hit_ratio"] > 1.2 * runs["least-loaded"]["hit_ratio"]
+    assert {run["imbalance"] < 3 for run in runs.values()} == {True}
+
+
+@pytest.mark.long  # makes an environment
+def test_without_a_registry_the_message_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "FOLDER", tmp_path / "peers")
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.setenv(name, "" if "EXTRA" in name or "FIND" in name else "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    with pytest.raises(StackError, match=r"is a package registry reachable\? pip: "):
+        peers.install()
+
+
+def test_fleets_by_name() -> None:
+    assert [fleet.name for fleet in ours("cost,sticky", "1,4")] == ["cost x 1", "cost x 4", "sticky x 1", "sticky x 4"]
+    assert len(ours("all", "1")) == 10
+    kv, affinity, sticky = others("vllm-router-kv:4,session-affinity:4,session-sticky")
+    assert (kv.kind, kv.replicas, kv.balance, kv.takes_ids) == ("vllm-router-kv", 4, "random", True)
+    assert (affinity.kind, affinity.policy, affinity.balance) == ("warmfleet", "cost", "session")
+    assert (sticky.replicas, sticky.balance) == (0, "session")
+    assert not others("smg")[0].takes_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "odd"], "no policy 'odd'"),
+        (["--replicas", "1,x"], "REPLICAS='1,x'"),
+        (["--replicas", "0"], "REPLICAS='0'"),
+        (["--fleet", "nginx:2"], "no fleet 'nginx:2'; known are vllm-router-kv:N"),
+        (["--fleet", "smg:0"], "no fleet 'smg:0'"),
+        (["--trace", "/nowhere"], "no trace at /nowhere"),
+        (["--seeds", "0"], "--seeds"),
+    ],
+)
+def test_wrong_usage(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_haproxy_takes_the_configuration(tmp_path: Path) -> None:
+    binary = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
+    assert binary is not None
+    for readyz in (True, False):
+        text = balancer_config([81, 82], readyz=readyz)
+        assert text.count("    server ") == 2
+        assert "balance leastconn" in text
+        assert ("GET /readyz" in text) is readyz
+        (tmp_path / "haproxy.cfg").write_text(text)
+        environment = {"LOADTEST_PORT": "80", "LOADTEST_STATS": str(tmp_path / "stats")}
+        argv = [binary, "-c", "-f", str(tmp_path / "haproxy.cfg")]
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert CONFIG.read_text().count("    server ") == 4
+
+
+@pytest.mark.usefixtures("generated")
+def test_without_haproxy_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmfleet_loadtest.fleets.haproxy_binary", lambda: None)
+    setup = Setup(engines=1, step_time="fast")
+    with pytest.raises(StackError, match="make deps"), running(ours("cost", "1")[0], setup):
+        pass
+
+
+def test_a_table_shows_intervals() -> None:
+    run: dict[str, Any] = {"fleet": "cost x 4", **dict.fromkeys(KEYS, 1.5), "ci95": dict.fromkeys(KEYS, 0.1)}
+    lines = table([run, {"fleet": "odd x 1", "error": "no"}]).splitlines()
+    assert lines[2].startswith("| cost x 4 | 1.5 ± 0.1 |")
+    assert lines[2].endswith("| 1.5 |")
+    assert lines[3] == "| odd x 1 |" + " - |" * len(KEYS)

@@ -1,0 +1,113 @@
+"""vLLM's KV events of a simulated engine, as a router of others would hear them."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import pytest
+import zmq
+from tests.loadtest.engines import SCHEME
+
+from warmfleet_loadtest.blockpool import BlockPool
+from warmfleet_loadtest.engine import main
+from warmfleet_loadtest.kv_events import KvEvents
+from warmfleet_loadtest.scheduler import Limits, Request, Scheduler
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def listen(port: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+    socket.setsockopt(zmq.RCVTIMEO, 5_000)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.subscribe(b"")
+    socket.connect(f"tcp://127.0.0.1:{port}")
+    return socket
+
+
+def applied(held: dict[int, tuple[int, ...]], batch: list[Any]) -> None:
+    """What a subscriber believes: block hash -> tokens of the whole prefix."""
+    _time, events, rank = batch
+    assert rank == 0
+    for event in events:
+        if event["type"] == "BlockStored":
+            prefix = held[event["parent_block_hash"]] if event["parent_block_hash"] is not None else ()
+            for index, block_hash in enumerate(event["block_hashes"]):
+                prefix += tuple(event["token_ids"][index * 16 : index * 16 + 16])
+                held[block_hash] = prefix
+        elif event["type"] == "BlockRemoved":
+            for block_hash in event["block_hashes"]:
+                del held[block_hash]
+        else:
+            held.clear()
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler(BlockPool(40), SCHEME, Limits(max_model_len=400))
+
+
+@pytest.fixture
+def events(scheduler: Scheduler) -> Iterator[KvEvents]:
+    made = KvEvents(scheduler)
+    yield made
+    made.close()
+
+
+def serve(scheduler: Scheduler, requests: int) -> Iterator[None]:
+    """Prompts that share heads, with far more blocks than the pool has; yields after every step."""
+    generator = random.Random(requests)
+    heads = [[generator.randrange(1_000) for _ in range(64)] for _ in range(3)]
+    for number in range(requests):
+        prompt = generator.choice(heads) + [generator.randrange(1_000) for _ in range(generator.randrange(90))]
+        scheduler.add(Request(str(number), prompt, 20, range(5_000, 5_100)))
+        while (step := scheduler.schedule()) is not None:
+            scheduler.complete(step)
+            yield
+
+
+def table(scheduler: Scheduler) -> set[int]:
+    return {int.from_bytes(block_hash, "big") for block_hash in scheduler.pool.held()}
+
+
+def test_a_subscriber_hears_every_batch_in_order(scheduler: Scheduler, events: KvEvents) -> None:
+    subscriber = listen(events.port)
+    while not subscriber.poll(20):  # until the subscription is there
+        events.cleared()
+        events.publish()
+    steps = 0
+    for _ in serve(scheduler, 30):
+        events.publish()
+        steps += 1
+    held: dict[int, tuple[int, ...]] = {}
+    numbers = []
+    while subscriber.poll(200):
+        topic, number, payload = subscriber.recv_multipart()
+        assert topic == b""
+        numbers.append(int.from_bytes(number, "big"))
+        applied(held, msgpack.unpackb(payload))
+    subscriber.close()
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert 30 < len(numbers) < steps  # nothing is sent where nothing changed
+    assert set(held) == table(scheduler)
+
+
+def test_after_every_step_what_was_told_is_what_is_held(scheduler: Scheduler, events: KvEvents) -> None:
+    held: dict[int, tuple[int, ...]] = {}
+    for _ in serve(scheduler, 60):
+        applied(held, [0.0, events._events, 0])
+        events._events = []
+        assert set(held) == table(scheduler)
+    for block_hash, tokens in held.items():
+        assert wire.chain_hashes(SCHEME, list(tokens))[-1][-8:] == block_hash.to_bytes(8, "big")
+    assert scheduler.pool.evicted > 100
+
+
+def test_an_engine_tells_one_listener(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--kv-events", "--redis", "redis://127.0.0.1:1"])
+    assert "without --redis" in capsys.readouterr().err
