@@ -90,7 +90,7 @@ async def nothing_waits(router: Replica) -> bool:
 
 
 async def test_a_deadline_a_priority_and_bytes(valkey_url: str, model: str, lasting: None) -> None:
-    async with crowded(valkey_url, model, queue_priority=True, queue_max_bytes=6_000) as router:
+    async with crowded(valkey_url, model, queue_priority=True, queue_max_bytes=9_000) as router:
         first = [asyncio.create_task(router.post(body(number))) for number in range(4)]
         await poll(lambda: two(router), 5, "two wait")
         status, headers, answer = await router.post(body(4, priority=9), **{"X-Request-Timeout-Ms": "50"})
