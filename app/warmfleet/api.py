@@ -20,6 +20,7 @@ from warmfleet.body import HungUp, Receive, read_body
 from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, Stopping, TooLarge, Unauthorized, WarmfleetError
 from warmfleet.prompt import PATHS, Endpoint
 from warmfleet.route import Call, Router
+from warmfleet.waiting import patience_s
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -34,7 +35,6 @@ Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_REQUEST_ID = 64
-RETRY_AFTER_S = 1
 CANCEL_AGAIN_S = 0.2
 _UNSAFE_ID = re.compile(r"[^A-Za-z0-9._-]")
 #: Headers of a client that reach the engine. Authorization only if the settings hold no key for workers.
@@ -60,13 +60,13 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id, length, told = self._read_headers(scope["headers"])
-        tenant = self._router.tenancy.name(scope["headers"])
-        call = Call(self._endpoint, b"", request_id, headers, send, tenant)
+        call = Call(self._endpoint, b"", request_id, headers, send, self._router.tenancy.name(scope["headers"]))
         self._metrics.in_flight.inc()
         try:
             if scope["method"] != "POST":
                 await self._refuse(call, MethodNotAllowed("This endpoint takes POST."))
                 return
+            call.flow, call.patience_s = self._router.tenancy.flow(scope["headers"]), patience_s(scope["headers"])
             call.hints = hints.read(told, headers.get("X-Session-ID", ""), self._settings.admin_key)
             call.body = await read_body(receive, length, self._settings)
             call.began = time.perf_counter()
@@ -154,8 +154,8 @@ async def _send_error(call: Call, error: WarmfleetError) -> None:
 
 def _error_headers(error: WarmfleetError) -> dict[str, str]:
     headers = {}
-    if error.status in (502, 503):
-        headers["retry-after"] = str(RETRY_AFTER_S)
+    if error.retry_after_s:
+        headers["retry-after"] = str(error.retry_after_s)
     if isinstance(error, TooLarge):
         headers["connection"] = "close"  # the rest of the body is not read
     if isinstance(error, MethodNotAllowed):

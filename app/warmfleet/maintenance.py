@@ -223,13 +223,15 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
 
 
 async def clear(pools: Pools) -> None:
-    """Give back what nobody else will: outcomes that Redis did not take, and leases of replicas that died."""
+    """Give back what nobody else will: outcomes that Redis did not take, leases and tickets of replicas that died."""
 
     async def one(pool: Pool) -> None:
         for reservation, outcome in list(pool.unsettled.items()):
             await pool.fleet.settle(reservation, outcome)
             pool.unsettled.pop(reservation, None)
         await pool.fleet.reap()
+        if pool.fleet.limits.max_engine_wait_s:
+            await pool.fleet.poll()
 
     await pools.each(one)
 
