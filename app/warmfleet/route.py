@@ -193,7 +193,6 @@ class Router:
         return decision
 
     def _told(self, call: Call, pool: Pool, ask: Ask, decision: Decision) -> None:
-        """What the choice saw, for whom it was asked: the log, the client."""
         if call.rings is not None:
             self._log.note(record(pool.tag, ask, pool.fleet.weights, decision, call.rings))
         if call.hints.explain:
