@@ -118,8 +118,7 @@ class Proxy:
 
     def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[str, str], str, int, dict[bytes, bytes]]:
         """What is passed on, the request id, the announced length, what is for the router."""
-        headers: dict[str, str] = {}
-        told: dict[bytes, bytes] = {}
+        headers, told = dict[str, str](), dict[bytes, bytes]()
         request_id, length = "", 0
         for name, value in raw:
             if name in PASSED_ON:
@@ -216,9 +215,8 @@ class SmallEndpoints:
         """Body: a request, and ``endpoint``, the path it would go to (default: by its ``messages`` or ``prompt``), and
         ``tenant``, as whose (the value of the tenant header)."""
         self._operators_only(request)
-        length = request.headers.get("content-length", "")
         try:
-            body = await read_body(request.receive, int(length) if length.isdigit() else 0, self._settings)
+            body = await read_body(request.receive, 0, self._settings)
         except HungUp:
             return Response()  # to nobody
         data = prompt.decoded(body)
@@ -229,12 +227,11 @@ class SmallEndpoints:
             raise BadRequest(f"endpoint must be one of {', '.join(PATHS.values())}.", "endpoint")
         asked = prompt.from_dict(endpoint, data, self._settings.allowed_fields)
         asked.size_bytes = len(body)
-        named = isinstance(tenant, str)
-        whose = tenant.encode("utf-8", "replace") if named else self._tenancy.name(request.headers.raw)
-        asked.salt = self._tenancy.salt(whose, asked.salt)
-        told = {name: value for name, value in request.headers.raw if name.startswith(b"x-warmfleet-")}
-        hinted = hints.read(told, request.headers.get("x-session-id", ""), "")
-        return JSONResponse(await status.explain(await self._pools.find(asked.model), asked, hinted, self._settings))
+        raw, tenancy = request.headers.raw, self._tenancy
+        whose = tenant.encode("utf-8", "replace") if isinstance(tenant, str) else tenancy.name(raw)
+        asked.salt = tenancy.salt(whose, asked.salt)
+        pool = await self._pools.find(asked.model)
+        return JSONResponse(await status.explain(pool, asked, hints.of(raw), self._settings))
 
     def _operators_only(self, request: HTTPRequest) -> None:
         """Raises Unauthorized."""
