@@ -1,19 +1,11 @@
 --[[
 decide_cost: the predicted seconds to first token of every candidate, with the prices of the rule, and the lowest.
 
-Guarantee: pure. Takes the state, the useful match by candidate (tokens), the session's home or nil, and a hash of seed
-and candidate. Sets s.cost. Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest are equal. With an
-objective only those count that meet it at the least load, if any does. Returns the candidate and one word why.
+Guarantee: pure. Takes the state, the useful match by candidate (tokens) and the session's home or nil. Sets s.cost.
+Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest are equal. With an objective only those count that meet
+it at the least load, if any does. Returns the candidate and one word why.
 --]]
-local unpack_from, max = struct.unpack, math.max
-local WORDS = { "home", "pressure", "pressure", "flight", "seed" } -- of the keys that decide among equals
-
--- Place of the first key in which p and q differ, and whether p's is the lower.
-local function differ(p, q)
-  for k = 1, 5 do
-    if p[k] ~= q[k] then return k, p[k] < q[k] end
-  end
-end
+local max = math.max
 
 -- Who meets the objective with no more load than another who does; nil: nobody meets it.
 local function enough(s, slack)
@@ -30,9 +22,9 @@ local function enough(s, slack)
   return found
 end
 
-return function(s, own, home, mix)
+return function(s, own, home)
   local prompt, count, kappa, speed, fill, base_s = s.prompt, s.count, s.kappa, s.speed, s.fill, s.base_s
-  local making, lowest, tie, cost, rows, slack = 0, math.huge, 0, {}, s.rows, max(0.02 * prompt, s.block)
+  local making, lowest, tie, cost, slack = 0, math.huge, 0, s.cost, max(0.02 * prompt, s.block)
   for i in pairs(s.speculated) do making = max(making, own[i]) end
   local mean_fill, price = s.total_fill / count, s.pressure_price * prompt
   local each, cheapest = s.least_wait > 0 and s.lambda or 1, nil
@@ -46,7 +38,6 @@ return function(s, own, home, mix)
     cost[i] = seconds
     if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / speed[i], 0.005), i end
   end
-  s.cost = cost
   local among = s.objective_s > 0 and enough(s, slack) or nil
   local why = among and not among[cheapest] and "objective" or nil
   if why then
@@ -55,18 +46,5 @@ return function(s, own, home, mix)
       if among[i] and cost[i] < lowest then lowest, tie = cost[i], max(slack / speed[i], 0.005) end
     end
   end
-  local winner, first, second
-  for i = 1, count do
-    if cost[i] <= lowest + tie and (not among or among[i]) then
-      local evicted, flight = unpack_from(">I4", rows[i], 47), unpack_from(">i4", rows[i], 13)
-      local key = { i == home and 0 or 1, evicted, fill[i], flight, mix(s, i) }
-      local _, lower = differ(key, first or key)
-      if not first or lower then
-        winner, first, second = i, key, first
-      elseif not second or select(2, differ(key, second)) then
-        second = key
-      end
-    end
-  end
-  return winner, why or second and WORDS[differ(first, second)] or "lowest"
+  return (include "decide_tie")(s, lowest + tie, among, home, why)
 end

@@ -3,14 +3,18 @@ decide_rows: the workers that a decision may choose among, and what their load r
 
 Guarantee: pure. Takes every load row, the ids of the workers that are alive (nil: all), the fleet's median speed
 (tokens/s; none is held for slower than 1/8 or faster than 8 times that) and decode_s_per_token. Returns tables by
-candidate: rows, wait (tokens ahead), base_s (seconds until its turn), speed (tokens/s), fill (share of its cache);
-for all: count, least_wait, total_fill; usable: flags -> "match" or "load"; by_scheme: scheme -> slot -> candidate.
+candidate, meaningless beyond the last: rows, wait (tokens ahead), base_s (seconds until its turn), speed (tokens/s),
+fill (share of its cache), cost (to be set); for all: count, least_wait, total_fill; usable: flags -> "match" or "load";
+by_scheme: scheme -> slot -> candidate.
 --]]
 local unpack_from, sub, band = struct.unpack, string.sub, bit.band
 
 return function(all, alive, median, decode_s)
   local slowest, fastest, count, least_wait, total_fill = median / 8, median * 8, 0, math.huge, 0
-  local rows, wait, base_s, speed, fill, by_scheme, usable = {}, {}, {}, {}, {}, {}, {}
+  -- A table that grows is counted anew at each power of two: these begin in their size. Beyond count they mean nothing.
+  local some, by_scheme, usable = #all <= 4096 and all or {}, {}, {}
+  local rows, wait, base_s = { unpack(some) }, { unpack(some) }, { unpack(some) }
+  local speed, fill, cost = { unpack(some) }, { unpack(some) }, { unpack(some) }
   for k = 1, #all do
     local prefill, decode, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity =
       unpack_from(">i4i4xxxxI4I2I4I4I4I4I4I4", all[k], 5)
@@ -34,5 +38,5 @@ return function(all, alive, median, decode_s)
     end
   end
   return { rows = rows, wait = wait, base_s = base_s, speed = speed, fill = fill, by_scheme = by_scheme, count = count,
-    usable = usable, least_wait = least_wait, total_fill = total_fill, median = median }
+    usable = usable, cost = cost, least_wait = least_wait, total_fill = total_fill, median = median }
 end

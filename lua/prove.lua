@@ -1,25 +1,29 @@
 --[[
-prove: the result of a probe, written to the worker's record and to its row.
+prove: the result of a probe, written to the worker's record and to its row; or that a replica warms the worker first.
 
 Guarantee: counts only for the incarnation that was probed: another nonce changes nothing. Of two probes at a time a
-failure does not undo a success: it counts only while nothing else was recorded since the worker was looked up.
+failure does not undo a success: it counts only while nothing else was recorded since the worker was looked up. One
+replica warms an incarnation, once: while its lease lives nobody else's result counts, after that not its own.
 proven: its URL answers and its blocks may be matched. identity: routable, by load only. url, pending: not routable.
+warming: proven as far as its owner knows, not routable yet; the same owner again: its lease lives longer.
 A suspicion (apply's) ends with any result. `tries` counts results in a row that settled nothing: a failure, or a
 suspicion that proved wrong; whoever probes waits the longer, the more there are.
 
 KEYS: workers load counts
-ARGV: worker_id, nonce, proof (pending, proven, identity, url), cause (a word for counters, or empty), reason (a line
-      for people), probed (ms, as the record had it when the probe began, 0 if none; empty: counts in any case)
-Returns: OK, DOWNGRADED (it was proven, now it is not) or STALE (not recorded)
+ARGV: worker_id, nonce, proof (pending, proven, identity, url, warming), cause (a word for counters, or empty), reason
+      (a line for people), probed (ms, as the record had it when the probe began, 0 if none; empty: counts in any
+      case), owner (of the warming that begins, goes on or ends with this; empty: of none), lease_ms (of a warming)
+Returns: OK, DOWNGRADED (it was proven, now it is not), STALE (not recorded) or TAKEN (somebody else warms it, or did)
 Cost: O(1)
 --]]
 local workers_key, load_key, counts_key = KEYS[1], KEYS[2], KEYS[3]
-local worker_id, nonce, proof, cause, reason, probed = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local worker_id, nonce, proof, cause, reason = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local probed, owner, lease_ms = ARGV[6], ARGV[7], tonumber(ARGV[8])
 
 local URL, PROVEN = 2, 4
-local FLAGS = { pending = 0, proven = URL + PROVEN, identity = URL, url = 0 }
+local FLAGS = { pending = 0, proven = URL + PROVEN, identity = URL, url = 0, warming = 0 }
 
-if not FLAGS[proof] or not probed then return redis.error_reply("BAD_ARGUMENT unknown proof " .. proof) end
+if not FLAGS[proof] or not lease_ms then return redis.error_reply("BAD_ARGUMENT unknown proof " .. proof) end
 local packed, row = redis.call("HGET", workers_key, worker_id), redis.call("HGET", load_key, worker_id)
 if not packed or not row then return "STALE" end
 local record = cjson.decode(packed)
@@ -27,16 +31,25 @@ if record.nonce ~= nonce then return "STALE" end
 if proof ~= "proven" and probed ~= "" and (record.probed or 0) ~= tonumber(probed) then return "STALE" end
 
 local time = redis.call("TIME")
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local lease = record.warming -- stays in the record when its time is over: this incarnation was warmed
+local lives = lease and record.proof == "warming" and now < lease.ends
+local mine = lives and lease.owner == owner
+if lives and not mine or owner ~= "" and not mine and (proof ~= "warming" or lease) then return "TAKEN" end
+if proof == "warming" then
+  if not mine and record.proof ~= "pending" and record.proof ~= "url" then return "TAKEN" end
+  record.warming = { owner = owner, ends = now + lease_ms }
+end
+if not (mine and proof == "warming") then redis.call("HINCRBY", counts_key, "proof_" .. proof, 1) end
 local downgraded = record.proof == "proven" and proof ~= "proven"
 local settled = proof == "proven" and not record.suspect
 record.tries = settled and 0 or downgraded and 1 or (record.tries or 0) + 1
 record.proof, record.cause, record.reason, record.suspect, record.strikes = proof, cause, reason, nil, nil
-record.probed = time[1] * 1000 + math.floor(time[2] / 1000)
+record.probed = now
 redis.call("HSET", workers_key, worker_id, cjson.encode(record))
 local flags = struct.unpack(">I2", row, 21)
 flags = bit.bor(bit.band(flags, bit.bnot(URL + PROVEN)), FLAGS[proof])
 redis.call("HSET", load_key, worker_id, row:sub(1, 20) .. struct.pack(">I2", flags) .. row:sub(23))
-redis.call("HINCRBY", counts_key, "proof_" .. proof, 1)
 if not downgraded then return "OK" end
 redis.call("HINCRBY", counts_key, "downgrade_" .. cause, 1)
 return "DOWNGRADED"

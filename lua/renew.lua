@@ -1,8 +1,9 @@
 --[[
 renew: leases of running requests live on, in bulk; those that Redis lost are booked anew.
 
-Guarantee: a known open lease gets a new expiry and nothing else; an unknown id is booked on its worker as it stands
-(that is how reservations are rebuilt after Redis came back empty); a tombstone or a forgotten worker refuses.
+Guarantee: a known open lease gets a new expiry; if its first token was told and Redis has lost that, it has started
+now; nothing else changes. An unknown id is booked on its worker as it stands (that is how reservations are rebuilt
+after Redis came back empty); a tombstone or a forgotten worker refuses.
 
 KEYS: load leases lease
 ARGV: lease_ms, then per reservation: id, worker_id, prefill_tokens (still booked), decode_tokens, stage (0, 1)
@@ -12,7 +13,8 @@ Cost: O(ids * log leases), at most 200 ids
 local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
 local lease_ms = tonumber(ARGV[1])
 
-local STARTED, LINGERING = 1, 2
+local BOOKED, STARTED, LINGERING = 0, 1, 2
+local LEASE, SUMS = ">I4I4I4I4I4I4BB", ">I4i4i4i4"
 local MAX_IDS = 200
 local call = redis.call
 
@@ -28,20 +30,33 @@ end
 local time = call("TIME")
 local expiry = time[1] * 1000 + math.floor(time[2] / 1000) + lease_ms
 
+-- Add to the sums of a row, if it is still the one (epoch) that the lease was booked on; returns its epoch and slot.
+local function add_load(worker, epoch, prefill, decode, count)
+  local row = call("HGET", load_key, worker)
+  if not row then return end
+  local row_epoch, row_prefill, row_decode, row_count, slot = struct.unpack(SUMS .. "I4", row)
+  if epoch and epoch ~= row_epoch then return end
+  local head = struct.pack(SUMS, row_epoch, row_prefill + prefill, row_decode + decode, row_count + count)
+  call("HSET", load_key, worker, head .. row:sub(17))
+  return row_epoch, slot
+end
+
 -- Book what is left of a reservation on the row of its worker. False if the worker is gone.
 local function rebuild(id, worker, prefill, decode, stage)
-  local row = call("HGET", load_key, worker)
-  if not row then return false end
   if stage == STARTED then prefill = 0 end
-  local epoch, row_prefill, row_decode, row_count, slot = struct.unpack(">I4i4i4i4I4", row)
-  row_prefill = row_prefill + prefill
-  row_decode = row_decode + (stage == STARTED and decode or 0)
-  local head = struct.pack(">I4i4i4i4", epoch, row_prefill, row_decode, row_count + 1)
-  call("HSET", load_key, worker, head .. row:sub(17))
-  local lease = struct.pack(">I4I4I4I4I4I4BB", epoch, slot, prefill, decode, 0, 0, stage, #worker)
-  call("HSET", lease_key, id, lease .. worker)
+  local epoch, slot = add_load(worker, nil, prefill, stage == STARTED and decode or 0, 1)
+  if not epoch then return false end
+  call("HSET", lease_key, id, struct.pack(LEASE, epoch, slot, prefill, decode, 0, 0, stage, #worker) .. worker)
   call("ZADD", leases_key, expiry, id)
   return true
+end
+
+-- What settle does with a first token, but for the mirror of an approximate worker.
+local function start(id, lease)
+  local epoch, slot, prefill, decode, matched, prompt, _, length, at = struct.unpack(LEASE, lease)
+  add_load(lease:sub(at, at + length - 1), epoch, -prefill, decode, 0)
+  local head = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, STARTED, length)
+  call("HSET", lease_key, id, head .. lease:sub(at))
 end
 
 call("ZREM", leases_key, "") -- after a write that takes no memory, a full Redis allows the others
@@ -51,6 +66,7 @@ for i = 2, #ARGV, 5 do
   local lease = call("HGET", lease_key, id)
   if lease then
     local stage = lease:byte(25)
+    if stage == BOOKED and ARGV[i + 4] == "1" then start(id, lease) end
     if stage < LINGERING then
       call("ZADD", leases_key, expiry, id)
       renewed = renewed + 1

@@ -51,6 +51,7 @@ def record(
         "weights": asdict(weights),
         "prefix_tokens": ask.prefix_tokens,
         "order": list(ask.order),
+        "objective_s": ask.objective_s,
         "rings": {policy: list(order) for policy, order in rings.items()},
         "median_tps": median,
         "block_tokens": block_tokens,

@@ -22,7 +22,7 @@ from warmfleet.checks import HealthChecks
 from warmfleet.decisions import DecisionLog
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fallback import Fallback
-from warmfleet.fleet import Fleet, Timeouts, Weights, connect
+from warmfleet.fleet import Fleet, QueueLimits, Timeouts, Weights, connect
 from warmfleet.guard import guarded
 from warmfleet.identity import Identities
 from warmfleet.maintenance import Reader, supervise
@@ -61,8 +61,9 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
     """The ASGI application of one replica; its lifespan runs the background tasks. BadArgument without models."""
     if not settings.models:
         raise BadArgument("WARMFLEET_MODELS is empty: name the models to serve")
-    if strangers := policies(settings.policy).keys() - {"", *settings.models}:
-        raise BadArgument(f"WARMFLEET_POLICY names {min(strangers)!r}, which is not in WARMFLEET_MODELS")
+    for name, given in ("POLICY", policies(settings.policy)), ("TTFT_OBJECTIVE_S", settings.ttft_objective_s):
+        if strangers := given.strangers(settings.models):
+            raise BadArgument(f"WARMFLEET_{name} names {strangers[0]!r}, which is not in WARMFLEET_MODELS")
     metrics, health = Metrics(), health or Health()
     pools = Pools([_pool(tag, settings) for tag in settings.models])
     addresses = Addresses(settings.worker_addresses, settings.static_workers)
@@ -152,8 +153,10 @@ def _pool(tag: str, settings: Settings) -> Pool:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
     weights = Weights(min_match_tokens=settings.min_match_tokens)
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s), weights)
-    chosen = policies(settings.policy)
-    return Pool(tag, fleet, Fallback(settings.redis_retry_s), chosen.get(tag) or chosen[""])
+    policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
+    wait_s = settings.max_engine_wait_s and (objective_s or settings.max_engine_wait_s)
+    fleet.limits = QueueLimits(wait_s, settings.queue_max)
+    return Pool(tag, fleet, Fallback(settings.redis_retry_s), policy, objective_s)
 
 
 @asynccontextmanager

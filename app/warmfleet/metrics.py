@@ -1,4 +1,7 @@
-"""Names of all metrics of a router, in one place. Labels are bounded: no model, worker, user or request in them."""
+"""Names of all metrics of a router, in one place. Labels are bounded: no worker, user or request in them.
+
+``model`` is a tag of WARMFLEET_MODELS, of which there are few.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,15 @@ class Metrics:
         self.decision_log = self._counter(
             "decision_log", "Records of the decision log, by what became of them", "result"
         )
-        self.first_byte_seconds = self._histogram("first_byte_seconds", "Request read to first byte of the answer")
+        self.first_byte_seconds = self._histogram(
+            "first_byte_seconds", "Request read to first byte of the answer", "model"
+        )
+        self.ttft_seconds = self._gauge(
+            "ttft_seconds", "Of streamed answers of the last minute: request read to first byte", "model", "quantile"
+        )
+        self.objective_seconds = self._gauge(
+            "ttft_objective_seconds", "Time to first token aimed at; 0 = none", "model"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of decided requests")
         self.matched_tokens = self._counter("matched_tokens", "Of these, held by the chosen worker")
         self.identity = self._counter(
@@ -45,6 +56,9 @@ class Metrics:
         self.stream_errors = self._counter("stream_errors", "Answers cut off after their first byte")
         self.given_up = self._counter("given_up", "Waits for a worker that fell silent, ended here")
         self.health_checks = self._counter("health_checks", "Servers asked while heartbeats tell nothing", "result")
+        self.queued = self._gauge("queued", "Requests that wait here for a worker with room", "model")
+        self.queue_seconds = self._histogram("queue_seconds", "Waits for a worker with room, whatever came of them")
+        self.queue_rejected = self._counter("queue_rejected", "Requests refused by the queue, by reason", "reason")
         self.in_flight = self._gauge("in_flight", "Requests being served")
         self.task_failures = self._counter("task_failures", "Background rounds that failed", "task")
         self.applied_blocks = self._counter("applied_blocks", "Block events that this replica applied")
@@ -53,6 +67,10 @@ class Metrics:
         self._of_redis()
         self.probes = self._counter("probes", "Probes by result", "result")
         self.downgrades = self._counter("downgrades", "Proven workers that are routed by load only now", "cause")
+        self.warmings = self._counter(
+            "warmings", "Joining workers that were given common prefixes, by result", "result"
+        )
+        self.warmed_tokens = self._counter("warmed_tokens", "Prompt tokens that these were asked for")
         self.renewed = self._counter("renewed", "Reservations renewed, rebuilt after a loss, refused", "result")
         self.workers = self._gauge("workers", "Workers by state, at the last reading", "state")
         self.unreadable_records = self._gauge(
@@ -86,5 +104,5 @@ class Metrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"warmfleet_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"warmfleet_{name}", text, registry=self.registry, buckets=_SECONDS)
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(f"warmfleet_{name}", text, labels, registry=self.registry, buckets=_SECONDS)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from warmfleet.errors import BadArgument
+from warmfleet.per_model import PerModel
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -25,15 +26,18 @@ PREFIX_CHARACTERS = 100
 HOMES = 8  # of a session's workers, first to last, so many are told: one of them will be there
 
 
-def policies(text: str) -> dict[str, str]:
-    """``cost,modelA=sticky`` -> policy by model tag; "" is all others'. Raises BadArgument."""
-    found = {"": "cost"}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        model, _, name = part.rpartition("=")
-        if name not in POLICIES:
-            raise BadArgument(f"{name[:80]!r} is no policy; known are {', '.join(POLICIES)}")
-        found[model] = name
-    return found
+def policies(text: str) -> PerModel[str]:
+    """``cost,modelA=sticky`` -> policy by model. Raises BadArgument."""
+    try:
+        return PerModel("cost").read(text, _known)
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+
+
+def _known(name: str) -> str:
+    if name not in POLICIES:
+        raise ValueError(f"{name[:80]!r} is no policy; known are {', '.join(POLICIES)}")
+    return name
 
 
 class Switch:

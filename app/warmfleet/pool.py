@@ -16,6 +16,8 @@ from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.fleet import Ask
 from warmfleet.policy import Switch
 from warmfleet.silence import Tries
+from warmfleet.tail import Tail
+from warmfleet.uses import Uses
 from warmfleet.view import MAX_SCHEMES, View
 from warmfleet_worker.wire import WORKER_TTL_SECONDS
 
@@ -58,10 +60,11 @@ class Shape:
     barred: tuple[str, ...] = ()
 
     def ask(
-        self, reservation: str, policy: str, exclude: tuple[str, ...], prefix_tokens: int, order: tuple[str, ...]
+        self, reservation: str, pool: Pool, exclude: tuple[str, ...], prefix_tokens: int, order: tuple[str, ...]
     ) -> Ask:
-        tokens = (self.prompt_tokens, self.decode_tokens)
-        return Ask(reservation, self.chains, *tokens, policy, exclude, prefix_tokens=prefix_tokens, order=order)
+        sizes, name, seed = (self.prompt_tokens, self.decode_tokens), pool.policy.name, 0
+        aim_s = pool.tail.in_force_s
+        return Ask(reservation, self.chains, *sizes, name, exclude, seed, prefix_tokens, order, aim_s)
 
     @property
     def prefix(self) -> bytes:
@@ -71,9 +74,12 @@ class Shape:
 
 class Pool:
     """Everything of one model tag. ``open``: reservations to renew. ``unsettled``: outcomes that Redis
-    did not take yet. ``read`` is set once the fleet was read."""
+    did not take yet. ``read`` is set once the fleet was read. ``tail``: how long its clients wait. ``uses``: of common
+    prefixes."""
 
-    def __init__(self, tag: str, fleet: Fleet, fallback: Fallback, policy: str = "cost") -> None:
+    def __init__(
+        self, tag: str, fleet: Fleet, fallback: Fallback, policy: str = "cost", objective_s: float = 0.0
+    ) -> None:
         self.tag = tag
         self.name = tag.partition("#")[0]
         self.fleet = fleet
@@ -83,6 +89,8 @@ class Pool:
         self.open: dict[str, Renewal] = {}
         self.unsettled: dict[str, Outcome] = {}
         self.tries = Tries()
+        self.tail = Tail(objective_s)
+        self.uses = Uses()
         self.read = asyncio.Event()
         self._suspects: dict[str, float] = {}
         self._last_routable = View()
@@ -108,6 +116,7 @@ class Pool:
     def show(self, view: View) -> None:
         """Take a new reading."""
         before, self.view = self.view, view
+        self.fleet.block_tokens = {one.scheme.scheme_id: one.scheme.block_tokens for one in view.hashers}
         self.read.set()
         if any(worker.routable for worker in view.workers):
             self._last_routable = view
@@ -206,6 +215,8 @@ class Pool:
             chains = next(one.chains for one in prompts if one.chains or not view.hashers)
             tokens = max(1, sum(one.tokens for one in prompts))
             made = tuple(prompts)
+            if len(made) == 1:
+                self.uses.note(made[0], key)
         if view.text:
             texts = identity.canonical_text(request)
             chain = blocks.text_chain(longest := max(texts, key=len))

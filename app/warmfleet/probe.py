@@ -17,6 +17,7 @@ from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Flag, WorkerView
 from warmfleet.maintenance import stop
 from warmfleet.selftest import Result, SelfTest
+from warmfleet.warming import Warmer
 from warmfleet_worker.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Prober:
     def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
         self._pools = pools
         self._selftest = SelfTest(upstream, settings)
+        self.warmer = Warmer(upstream, settings, metrics)
         self._settings = settings
         self._metrics = metrics
         self._interval_s = settings.probe_interval_s * random.uniform(1.0, SPREAD)
@@ -70,6 +72,7 @@ class Prober:
 
     async def close(self) -> None:
         await stop(list(self._running.values()))
+        await self.warmer.close()
 
     # ------------------------------------------------ who is due
 
@@ -80,6 +83,8 @@ class Prober:
         record, ready = worker.record, _identity_ready(view)
         age = worker.probed_age_s if worker.probed_age_s is not None else float("inf")
         tries = int(record.get("tries") or 0)
+        if worker.proof == "warming":
+            return False  # somebody is at it
         if worker.proof == "pending":
             hopeless = view.identity is None and view.reference is None and not self._settings.tokenizer
             return ready or hopeless or time.monotonic() - self._first[name] >= IDENTITY_WAIT_S
@@ -106,7 +111,8 @@ class Prober:
             result = await self._test(pool, worker)
             self._metrics.probes.labels(result.proof or "none").inc()
             proven = result.proof == "proven"
-            await self._tell(pool, worker, result)
+            if not (proven and await self.warmer.takes(pool, worker)):
+                await self._tell(pool, worker, result)
         except WarmfleetError as error:
             logger.info("probe of %s: %s", worker.worker_id, error)
         finally:
@@ -141,7 +147,7 @@ class Prober:
         if result.proof:
             probed_ms = int(worker.record.get("probed") or 0)
             told = await pool.fleet.prove(worker.worker_id, nonce, result.proof, result.reason, cause, probed_ms)
-        if told == "STALE":
+        if told in ("STALE", "TAKEN"):
             return
         same = result.proof == worker.proof and cause == (worker.record.get("cause") or "")
         harmless = result.proof in ("proven", "") or cause == "untested"

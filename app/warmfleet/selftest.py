@@ -134,7 +134,7 @@ class SelfTest:
         self, pool: Pool, worker: WorkerView, questions: Sequence[Question], reservation: str
     ) -> tuple[Result | None, list[Question]]:
         """What is wrong already, and what was answered. A text that it refuses is none that it could hash otherwise."""
-        headers, answered = self._headers(pool, worker), list[Question]()
+        headers, answered = headers_for(pool, worker, self._settings), list[Question]()
         try:
             async with asyncio.timeout(MAX_ANSWER_S):
                 for question in questions:
@@ -155,14 +155,6 @@ class SelfTest:
         except (WarmfleetError, TimeoutError) as error:
             return Result("url", "url", f"no answer: {error}"[:200]), []
         return None, answered
-
-    def _headers(self, pool: Pool, worker: WorkerView) -> dict[str, str]:
-        headers = {"Content-Type": "application/json"}
-        if self._settings.worker_api_key:
-            headers["Authorization"] = f"Bearer {self._settings.worker_api_key}"
-        if worker.worker_id in pool.view.ranks:
-            headers["X-data-parallel-rank"] = pool.view.ranks[worker.worker_id]
-        return headers
 
     # ------------------------------------------------ its stream
 
@@ -191,6 +183,16 @@ class SelfTest:
             return Result("", "silent", "its stream tells nothing of a probe: it is behind, or another engine answers")
         part = next(part for part in ("tokens", "text", "chat") if part in missing)
         return Result("identity", part, WRONG[part])
+
+
+def headers_for(pool: Pool, worker: WorkerView, settings: Settings) -> dict[str, str]:
+    """Of a request of our own to this worker."""
+    headers = {"Content-Type": "application/json"}
+    if settings.worker_api_key:
+        headers["Authorization"] = f"Bearer {settings.worker_api_key}"
+    if worker.worker_id in pool.view.ranks:
+        headers["X-data-parallel-rank"] = pool.view.ranks[worker.worker_id]
+    return headers
 
 
 async def current(pool: Pool, worker: WorkerView) -> WorkerView | None:

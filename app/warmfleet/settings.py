@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, field, fields
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from warmfleet.errors import BadArgument
+from warmfleet.per_model import PerModel
 from warmfleet.policy import policies
 
 if TYPE_CHECKING:
@@ -50,6 +52,9 @@ class Settings:
     port: int = _setting(8080, "port to listen on")
     policy: str = _setting(
         "cost", 'how to choose (`lua/README.md`, "Policies"); for single models: `cost,modelA=sticky`'
+    )
+    ttft_objective_s: PerModel[float] = _setting(  # noqa: RUF009  what it calls makes a field
+        PerModel(0.0), "time to first token that is quick enough; `0.5,modelA=1.2` for some models; 0 = none"
     )
     min_match_tokens: int = _setting(0, "what a worker holds beyond all others counts for the choice from there on")
     decision_log: str = _setting(
@@ -100,6 +105,9 @@ class Settings:
     probe_interval_s: float = _setting(
         600.0, "time between two probes of a proven worker, all replicas together; 0 = only when it is suspected"
     )
+    warm_prefixes: int = _setting(
+        0, "a worker that joins empty is given this many of the prefixes in use before it takes requests; 0 = none"
+    )
     ask_engines: bool = _setting(True, "ask an engine for token ids that only it can tell, where its routes are on")
     ask_timeout_s: float = _setting(
         0.25, "longest wait for that, besides 5 µs for each byte of the request; then it is routed by load"
@@ -112,6 +120,19 @@ class Settings:
     )
     trust_templates: bool = _setting(
         False, "all chat templates that workers bring may run in this process, and their tokenizers are loaded untried"
+    )
+    max_engine_wait_s: float = _setting(
+        2.0,
+        "while this much work is booked on every worker, requests wait in their replica, in an order that the fleet "
+        "shares; 0 = never",
+    )
+    queue_max: int = _setting(1_024, "requests of one model that may wait, in all replicas together; then 429")
+    queue_max_bytes: int = _setting(67_108_864, "bodies that may wait in one replica; then 429")
+    queue_timeout_s: float = _setting(
+        30.0, "longest wait there; then 503. A request may shorten it: header `X-Request-Timeout-Ms`"
+    )
+    queue_priority: bool = _setting(
+        False, "a request's field `priority` (lower goes first) counts in the queue: any client can send it"
     )
     token_handoff: bool = _setting(
         True, "engines that can are given the token ids made here, and do not tokenise again"
@@ -154,14 +175,17 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]
 
 
 def _cast(name: str, text: str, default: Any) -> Any:
+    each = isinstance(default, PerModel)
     try:
         if isinstance(default, bool):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
         if isinstance(default, tuple):
             return tuple(part.strip() for part in text.split(",") if part.strip())
-        value = type(default)(text)
+        value = default.read(text, type(default.default)) if each else type(default)(text)
     except (KeyError, ValueError) as error:
-        raise BadArgument(f"{name}={text!r} is not a {type(default).__name__}") from error
-    if isinstance(value, int | float) and not isinstance(value, bool) and not value >= 0:
-        raise BadArgument(f"{name}={text!r} must not be negative")
+        what = f"{type(default.default).__name__} for each model" if each else type(default).__name__
+        raise BadArgument(f"{name}={text!r} is not a {what}") from error
+    for one in value.values() if each else (value,):
+        if isinstance(one, int | float) and not 0 <= one < math.inf:
+            raise BadArgument(f"{name}={text!r} must be a finite number, not negative")
     return value

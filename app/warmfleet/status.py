@@ -6,10 +6,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Memory, Truth, WorkerTruth, WorkerView
+from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView
+from warmfleet.tail import SHOWN
 
 if TYPE_CHECKING:
     from warmfleet.hints import Hints
+    from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool, Pools
     from warmfleet.prompt import Request
     from warmfleet.settings import Settings
@@ -27,12 +29,21 @@ def models(pools: Pools) -> list[dict[str, Any]]:
     ]
 
 
+def gauges(pools: Pools, metrics: Metrics) -> None:
+    """What /metrics says of now: how old the readings are, every model's tail."""
+    metrics.view_age_seconds.set(max(pool.view_age_s for pool in pools.all))
+    for pool in pools.all:
+        for share in SHOWN:
+            metrics.ttft_seconds.labels(pool.tag, str(share)).set(pool.tail.quantile(share))
+        metrics.objective_seconds.labels(pool.tag).set(pool.tail.in_force_s)
+
+
 async def workers(pool: Pool) -> dict[str, Any]:
     """Every worker of one model, as Redis has it now; from the last reading while Redis is away."""
-    fresh, truth, memory = True, Truth(), Memory(0, 0, "")
+    fresh, truth, memory, line = True, Truth(), Memory(0, 0, ""), Line(0, 0, 0.0, {})
     try:
         found = await pool.fleet.workers()
-        truth, memory = await pool.fleet.truth(found), await pool.fleet.memory()
+        truth, memory, line = await pool.fleet.truth(found), await pool.fleet.memory(), await pool.fleet.poll()
     except FleetUnavailable:
         found, fresh = list(pool.view.workers), False
     known = pool.view.identity
@@ -44,6 +55,8 @@ async def workers(pool: Pool) -> dict[str, Any]:
         "identity": known.kind if known else "text" if pool.view.text else "none",
         "template": known.template if known else "none",
         "tokenizer": known.tokenizer if known else "none",
+        "queue": {"waiting": line.waiting, "prompt_tokens": line.tokens, "work_s": line.work_s},
+        "ttft": pool.tail.figures(),
         "index": {
             "entries": truth.entries,
             "retired_slots": truth.retired_slots,
@@ -78,7 +91,7 @@ async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings
     """Where ``request`` would go now and what every worker would cost. Books nothing. Raises as ``Fleet.explain``."""
     shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)
     order = pool.policy.order(pool.view, request, hints.session)
-    ask = shape.ask("explain", pool.policy.name, shape.barred, hints.prefix_tokens, order)
+    ask = shape.ask("explain", pool, shape.barred, hints.prefix_tokens, order)
     chosen, why, seen = await pool.fleet.consider(ask)
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in shape.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}

@@ -11,7 +11,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import orjson
 
@@ -38,7 +38,19 @@ class Node:
     far; set once, before the node is in the trie.
     """
 
-    __slots__ = ("_digits", "children", "ends", "hashes", "ids", "key", "latest", "parent", "size", "tokens")
+    __slots__ = (
+        "__weakref__",
+        "_digits",
+        "children",
+        "ends",
+        "hashes",
+        "ids",
+        "key",
+        "latest",
+        "parent",
+        "size",
+        "tokens",
+    )
 
     def __init__(self, parent: Node | None, key: Hashable, size: int, ids: array[int]) -> None:
         self.parent, self.key, self.size, self.ids = parent, key, size, ids
@@ -70,6 +82,7 @@ class Prompt:
     """One prompt of a request as the engines see it: ids in pieces, and a chain for each hasher.
 
     known_tokens: of these, how many were known before. nodes: the first of the pieces, as far as they are kept.
+    shared: the last piece that an earlier prompt had, if one had any.
     """
 
     parts: Sequence[array[int]]
@@ -77,6 +90,7 @@ class Prompt:
     chains: tuple[Chain, ...]
     known_tokens: int = 0
     nodes: Sequence[Node] = ()
+    shared: Node | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -153,7 +167,9 @@ class Trie:
         tail = reading.encode(text[at:]) + reading.suffix
         chains = tuple([_chain(k, hasher, path, known, tail, reading) for k, hasher in enumerate(reading.hashers)])
         self._keep(path, known)
-        return Prompt([*[one.ids for one in path], tail], node.tokens + len(tail), chains, path[known - 1].tokens, path)
+        last = path[known - 1]
+        parts = [*[one.ids for one in path], tail]
+        return Prompt(parts, node.tokens + len(tail), chains, last.tokens, path, last if known > 1 else None)
 
     def _root(self, reading: Reading) -> Node:
         root = Node(self._top, reading.key, 0, reading.prefix)
@@ -195,6 +211,19 @@ class Trie:
             parent.children.pop(node.key, None)
             if parent.latest is node:
                 parent.latest = None
+
+
+def whole(node: Node) -> tuple[list[int], str | None, Lora]:
+    """The ids up to the end of this piece, and the salt and the adapter of the prompts that it belongs to."""
+    path = [node]
+    while (above := path[-1].parent) is not None:
+        path.append(above)
+    _top, root = path.pop(), path[-1]
+    _name, _prefix, _hashers, salt, lora = cast("tuple[Hashable, ...]", root.key)
+    ids = array("I")
+    for one in reversed(path):
+        ids += one.ids
+    return ids.tolist(), cast("str | None", salt), cast("Lora", lora)
 
 
 def _digits(ids: array[int]) -> bytes:

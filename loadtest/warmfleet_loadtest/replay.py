@@ -133,10 +133,6 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def means(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    return {name: round(statistics.fmean(run[name] for run in runs), 4) for name in runs[0]}
-
-
 COLUMNS = ("hit_ratio", "recomputed_tokens", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "errors")
 
 

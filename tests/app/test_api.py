@@ -78,6 +78,20 @@ async def test_small_endpoints(well: tuple[Replica, Engine], model: str) -> None
     assert (shown["workers"][0]["url"], shown["workers"][0]["routable"]) == (upstream.url, True)
 
 
+async def test_waits_of_streams_are_told_by_model(well: tuple[Replica, Engine], model: str) -> None:
+    router, _ = well
+    for stream in (True, True, False):
+        assert (await router.post(BODY | {"model": model, "stream": stream}))[0] == 200
+    (shown,) = json.loads((await router.get("/workers"))[1])["models"]
+    told = shown["ttft"]
+    assert told["requests"] == 2, "the first byte of a plain answer is its last"
+    assert 0 < told["p50_s"] <= told["p90_s"] <= told["p99_s"] < 5
+    assert (told["objective_s"], told["in_force_s"]) == (0, 0)
+    assert await router.metric(f'warmfleet_first_byte_seconds_count{{model="{model}"}}') == 3
+    assert 0 < await router.metric(f'warmfleet_ttft_seconds{{model="{model}",quantile="0.9"}}') < 5
+    assert await router.metric(f'warmfleet_ttft_objective_seconds{{model="{model}"}}') == 0
+
+
 async def test_explain_books_nothing(well: tuple[Replica, Engine], model: str) -> None:
     router, upstream = well
     await router.post(BODY | {"model": model})

@@ -72,8 +72,8 @@ async def logged(world: World, count: int, seed: int = 1) -> list[dict[str, Any]
             lambda_=rng.choice((1.0, 2.0, 1.7)),
             pressure_price=rng.choice((1.0, 0.3)),
             min_match_tokens=rng.choice((0, 0, 100)),
-            objective_s=rng.choice((0.0, 0.0, 0.2)),
         )
+        objective_s = rng.choice((0.0, 0.0, 0.2))
         head = rng.choice(chains)[: 8 * rng.randint(1, 60)]
         ask = world.ask(
             world.chain(70, head=head),
@@ -82,6 +82,7 @@ async def logged(world: World, count: int, seed: int = 1) -> list[dict[str, Any]
             prefix_tokens=rng.choice((0, 0, 128)),
             order=tuple(rng.sample(names, len(names))) if rng.random() < 0.5 else (),
             exclude=tuple(rng.sample(names, rng.choice((0, 0, 2)))),
+            objective_s=objective_s,
         )
         decision = await world.fleet.decide(ask, tell=True)
         rings = {"chwbl": rng.sample(names, len(names))}

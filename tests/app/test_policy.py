@@ -17,6 +17,7 @@ from warmfleet import prompt
 from warmfleet.__main__ import main
 from warmfleet.errors import BadArgument
 from warmfleet.main import create_app
+from warmfleet.per_model import PerModel
 from warmfleet.policy import POLICIES, Ring, policies, prefix_key
 from warmfleet.settings import Settings
 
@@ -27,8 +28,8 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 
 
 def test_a_setting_names_one_policy_and_others_for_models() -> None:
-    assert policies("") == {"": "cost"}
-    assert policies("sticky, a=random,b#p=chwbl") == {"": "sticky", "a": "random", "b#p": "chwbl"}
+    assert policies("") == PerModel("cost")
+    assert policies("sticky, a=random,b#p=chwbl") == PerModel("sticky", {"a": "random", "b#p": "chwbl"})
     for wrong in ("best", "a=best", "cost,a="):
         with pytest.raises(BadArgument, match="known are cost, sticky"):
             policies(wrong)

@@ -34,6 +34,8 @@ from tests.bench.virtual_store import private_server
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Weights
 from warmfleet_loadtest.costs import load_costs
+from warmfleet_loadtest.fleets import POLICIES
+from warmfleet_loadtest.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -122,23 +124,11 @@ def gather(jobs: Sequence[Job], processes: int) -> dict[str, dict[str, Any]]:
 def _collect(
     jobs: Sequence[Job], answers: Iterable[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]
 ) -> dict[str, dict[str, Any]]:
-    progress(0, len(jobs), "")
-    for number, (job, answer) in enumerate(zip(jobs, answers, strict=True), 1):
+    progress = Progress("sweep", len(jobs))
+    for job, answer in zip(jobs, answers, strict=True):
         runs[job.name].append(answer)
-        progress(number, len(jobs), f"{job.name}, seed {job.seed}: {_short(answer)}")
+        progress.tick(failed=False)
     return {name: together(found) for name, found in runs.items()}
-
-
-def _short(answer: Mapping[str, Any]) -> str:
-    name = "ttft_mean_s" if "ttft_mean_s" in answer else next(iter(answer))
-    return f"{name} {answer[name]:.3f}"
-
-
-def progress(done: int, total: int, words: str) -> None:
-    """A bar that a terminal draws over itself; elsewhere a line per run."""
-    width = 30 * done // max(1, total)
-    end = "\r" if sys.stderr.isatty() and done < total else "\n"
-    print(f"[{'#' * width}{'.' * (30 - width)}] {done}/{total} {words:60s}", end=end, file=sys.stderr, flush=True)
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -166,6 +156,10 @@ def _varied(text: str) -> tuple[str, list[float]]:
     return name, [int(value) for value in numbers] if known[name] == "int" else numbers
 
 
+def _policies(text: str) -> list[str]:
+    return list(POLICIES) if text == "all" else text.split(",")
+
+
 def _numbers(text: str) -> list[float]:
     return [float(value) for value in text.split(",")]
 
@@ -175,7 +169,9 @@ def parser() -> argparse.ArgumentParser:
         prog="make -s bench NAME=sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     load = made.add_argument_group("load")
-    load.add_argument("--workload", choices=WORKLOADS, default="conversation", help="$TRACE: its file, or the folder")
+    trace = os.environ.get("TRACE", "")
+    workload = trace if trace in WORKLOADS else "conversation"
+    load.add_argument("--workload", choices=WORKLOADS, default=workload, help="$TRACE: this, its file or its folder")
     load.add_argument("--rows", type=int, help="first so many requests (default: all of the trace)")
     load.add_argument("--speed", type=_numbers, help="trace seconds per second, joined by commas (conversation: 6)")
     load.add_argument("--utilisation", type=_numbers, help="instead of --speed: what least_loaded would be busy by it")
@@ -186,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--seeds", type=int, default=1, help="runs of every setting (default %(default)s)")
     fleet = made.add_argument_group("fleet")
     names = os.environ.get("POLICY") or "cost"
-    fleet.add_argument("--policy", type=lambda text: text.split(","), default=names.split(","), help="$POLICY (cost)")
+    fleet.add_argument("--policy", type=_policies, default=_policies(names), help="$POLICY (cost); all: every one")
     fleet.add_argument(
         "--replicas", type=int, default=int(os.environ.get("REPLICAS") or 1), help="$REPLICAS (default 1)"
     )

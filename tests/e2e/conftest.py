@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+import redis
 from tests.e2e.streams import Stream
 
 from warmfleet.cli.demo import BLOCKS
@@ -74,6 +75,13 @@ def load(stack: Stack) -> int:
     workers = stack.workers()
     parts = ("prefill_tokens", "decode_tokens", "in_flight")
     return sum(worker["load"][part] for worker in workers for part in parts) if workers else -1
+
+
+def left_of_requests(stack: Stack) -> list[str]:
+    """Keys that are there only while requests are: leases, what they make, their chains."""
+    with redis.Redis.from_url(stack.redis_url) as store:
+        kinds = {key: key.partition(b"}:")[2].partition(b":")[0] for key in store.scan_iter("wf:*", count=1_000)}
+    return sorted(repr(key) for key, kind in kinds.items() if kind in (b"lease", b"leases", b"x", b"c"))
 
 
 def wait_for_no_load(stack: Stack, seconds: float = 15.0) -> None:

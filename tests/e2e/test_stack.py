@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 import redis
-from tests.e2e.conftest import chat, engine_of, load, wait_for_no_load, wait_until
+from tests.conftest import poll
+from tests.e2e.clients import Clients
+from tests.e2e.conftest import chat, engine_of, left_of_requests, load, wait_for_no_load, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,26 +106,27 @@ def test_a_frozen_engine_holds_nobody_for_ever(stack: Stack, stream: Callable[..
     wait_until(lambda: all(worker["routable"] for worker in stack.workers()), 15, "it is taken back once it goes on")
 
 
-def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
+async def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
     fragile_stack: Stack, stream: Callable[..., Stream]
 ) -> None:
     stack = fragile_stack
-    stream(stack.replicas[0].url)
-    wait_until(lambda: load(stack) > 0, 5, "the stream's load is booked")
-    victim = stack.replicas[0].child
-    assert victim is not None
-    victim.process.send_signal(signal.SIGKILL)
-    victim.process.wait()
-    for number in range(10):
-        chat(stack.address, [{"role": "user", "content": f"who is left? {number}"}])
+    clients = Clients(list(stack.replicas))
+    running = asyncio.create_task(clients.run(6))
+    stream(stack.replicas[0].url)  # for longer than this test, so it is under way
+    await poll(lambda: clients.outcomes["whole"] > 10, 20, "requests are under way")
+    victim = clients.replicas.pop(0)
+    clients.killed.add(victim.name)
+    assert victim.child is not None
+    victim.child.process.send_signal(signal.SIGKILL)
+    victim.child.process.wait()
+    whole = clients.outcomes["whole"]
+    await poll(lambda: clients.outcomes["whole"] > whole + 10, 20, "the other one serves on")
+    clients.over = True
+    await running
+    assert clients.failures == []
     assert load(stack) > 0, "nobody could have given that load back yet"
     half_a_minute_passes(stack)
-
-    def gone() -> bool:
-        chat(stack.address, [{"role": "user", "content": "leases end when others are made"}])
-        return load(stack) == 0
-
-    wait_until(gone, 20, "the dead replica's lease expires")
+    wait_until(lambda: load(stack) == 0 and not left_of_requests(stack), 20, "the dead replica's leases expire")
 
 
 def half_a_minute_passes(stack: Stack) -> None:

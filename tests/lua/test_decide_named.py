@@ -80,10 +80,12 @@ async def test_prefix_affinity_follows_a_tenth_until_queues_differ_by_ten(world:
     await world.hold(1, chain, 10)
     await loads(world, 10, 0, 0)
     assert await chosen(world, ask) == "1"
-    await loads(world, 11, 0, 0)
+    await loads(world, 11, 0, 1)
     drawn = Counter([await chosen(world, ask, seed=seed) for seed in range(1, 61)])
-    assert set(drawn) == {"2", "3"}, "two at random of three, the shorter queue: never the longest"
-    assert min(drawn.values()) > 15
+    assert set(drawn) == {"2", "3"}, (
+        "two at random of three, the shorter queue: never the longest, not always the shortest"
+    )
+    assert drawn["3"] > 10
     await loads(world, 0, 0, 5)
     assert await chosen(world, world.ask(chain, extra_tokens=1, policy="prefix_affinity")) == "3", "under a tenth"
 
@@ -195,10 +197,7 @@ async def test_who_meets_the_objective_is_not_traded_for_a_bigger_hit(world: Wor
     await world.hold(1, chain)
     await world.change(1, prefill_tokens=900)
     ask = world.ask(chain)
-    weights = world.fleet.weights
     for objective_s, wanted in ((0.0, "1"), (0.08, "1"), (0.2, "2")):  # alone: 0.09 s there, 0.16 s idle
-        world.fleet.weights = replace(weights, objective_s=objective_s)
-        assert await chosen(world, ask) == wanted, objective_s
-    world.fleet.weights = replace(weights, objective_s=0.2)
+        assert await chosen(world, ask, objective_s=objective_s) == wanted, objective_s
     await world.change(2, prefill_tokens=890)
-    assert await chosen(world, ask) == "1", "at the same load the bigger hit is welcome"
+    assert await chosen(world, ask, objective_s=0.2) == "1", "at the same load the bigger hit is welcome"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from tests.lua.world import READY, SCHEME, World
 
 from warmfleet.errors import BadArgument, NoWorker
-from warmfleet.fleet import RENEW_AT_ONCE, Flag, LoadRow, Renewal
+from warmfleet.fleet import RENEW_AT_ONCE, Flag, LoadRow, Renewal, Stage
 
 RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
 
@@ -43,6 +44,27 @@ async def test_what_redis_lost_is_booked_anew(world: World) -> None:
     row = await world.row(1)
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
     assert await world.leases() == {}
+
+
+async def test_a_first_token_that_redis_lost_is_told_again(world: World) -> None:
+    """Only the expiry of the other one moves; a worker that joined anew since owes nothing."""
+    await world.workers(1)
+    asks = [world.ask(world.chain(10), decode_tokens=300) for _ in range(3)]
+    for ask in asks:
+        await world.fleet.decide(ask)
+    renewals = [Renewal(ask.reservation, "w1.0", 0, 300, started=True) for ask in asks]
+    assert await world.fleet.renew([renewals[0], replace(renewals[1], started=False)]) == (2, 0, 0)
+    row, leases = await world.row(1), await world.leases()
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (2 * 161, 300, 3)
+    lease = leases[asks[0].reservation]
+    assert (lease.stage, lease.prefill_tokens, lease.prompt_tokens) == (Stage.STARTED, 0, 161)
+    await world.change(1, epoch=2, prefill_tokens=0, decode_tokens=0, in_flight=0)
+    assert await world.fleet.renew(renewals) == (3, 0, 0)
+    row = await world.row(1)
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
+    for ask in asks:
+        await world.fleet.settle(ask.reservation, "failed")
+    assert (await world.leases(), await world.speculation()) == ({}, {})
 
 
 async def test_what_has_ended_is_not_renewed(world: World) -> None:
@@ -209,3 +231,62 @@ async def test_a_result_ends_a_suspicion_and_results_that_settle_nothing_are_cou
 
 async def _record(world: World) -> dict[str, Any]:
     return cast("dict[str, Any]", json.loads(await cast("Any", world.store.hget(world.keys.workers, "w1.0"))))
+
+
+# ---------------------------------------------------------------- prove: warming
+
+
+async def joined(world: World, proof: str = "pending") -> None:
+    """One worker that nobody has tested."""
+    await world.workers(1, flags=Flag.SERVER)
+    record = await _record(world) | {"proof": proof}
+    await cast("Any", world.store.hset(world.keys.workers, "w1.0", json.dumps(record)))
+
+
+async def warms(world: World, owner: str, lease_ms: int = 60_000) -> str:
+    return await world.fleet.warming("w1.0", "n1", owner, lease_ms)
+
+
+async def test_one_replica_warms_and_its_word_ends_it(world: World) -> None:
+    await joined(world)
+    assert [await warms(world, owner) for owner in ("a", "b", "a")] == ["OK", "TAKEN", "OK"]
+    (view,) = await world.fleet.workers()
+    assert (view.proof, view.routable, (await world.row(1)).flags) == ("warming", False, Flag.SERVER)
+    for owner in ("", "b"):
+        for proof in ("proven", "identity", "url", "pending"):
+            assert await world.fleet.prove("w1.0", "n1", proof, "", owner=owner) == "TAKEN"
+    assert (await world.fleet.workers())[0].proof == "warming"
+    assert await world.fleet.prove("w1.0", "n1", "proven", "", owner="a") == "OK"
+    assert (await world.row(1)).routable
+    assert (await world.fleet.counts())["proof_warming"] == 1
+    for owner in ("a", "b"):
+        assert await warms(world, owner) == "TAKEN", "once for an incarnation"
+    assert (await world.row(1)).routable
+
+
+async def test_a_warming_whose_time_is_over_is_everybodys_but_its_owners(world: World) -> None:
+    await joined(world)
+    assert await warms(world, "a", 1) == "OK"
+    await asyncio.sleep(0.005)
+    (view,) = await world.fleet.workers()
+    assert view.proof == "pending", "it is to be tested"
+    assert [await warms(world, owner) for owner in ("a", "b")] == ["TAKEN", "TAKEN"]
+    assert await world.fleet.prove("w1.0", "n1", "proven", "", owner="a") == "TAKEN"
+    assert await world.fleet.prove("w1.0", "n1", "proven", "") == "OK"
+
+
+@pytest.mark.parametrize("proof", ["proven", "identity"])
+async def test_who_is_routed_to_is_not_warmed(world: World, proof: str) -> None:
+    await joined(world, proof)
+    assert await warms(world, "a") == "TAKEN"
+    assert (await _record(world))["proof"] == proof
+
+
+async def test_a_server_that_joins_anew_ends_its_warming(world: World) -> None:
+    await joined(world)
+    assert await warms(world, "a") == "OK"
+    record = await _record(world) | {"proof": "pending"}  # as apply_server leaves it
+    await cast("Any", world.store.hset(world.keys.workers, "w1.0", json.dumps(record)))
+    assert await world.fleet.prove("w1.0", "n1", "proven", "", owner="a") == "TAKEN", "another URL, perhaps"
+    assert await warms(world, "b") == "TAKEN", "once for an incarnation"
+    assert await world.fleet.prove("w1.0", "n1", "proven", "") == "OK"

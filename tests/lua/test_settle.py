@@ -72,6 +72,20 @@ async def test_what_the_engine_has_reported_does_not_linger(world: World) -> Non
     assert await world.speculation() == {}
 
 
+@pytest.mark.parametrize("who", ["settle", "decide"])
+async def test_an_expired_lease_is_given_back_once(world: World, who: str) -> None:
+    await world.workers(1)
+    ask, other = await booked(world), await booked(world)
+    await world.store.zadd(world.keys.leases, {ask.reservation: 1})
+    for number in range(3):
+        if who == "settle":
+            await world.fleet.settle("wf-nobody", "finished")
+        else:
+            await world.done(Ask(f"wf-other-{number}", (), 10, 10))
+        assert await load(world) == (1_601, 0, 1)
+    assert set(await world.leases()) == {other.reservation}
+
+
 @pytest.mark.parametrize("outcome", ["failed", "cancelled"])
 @pytest.mark.parametrize("started", [False, True])
 async def test_failed_and_cancelled_end_at_once(world: World, outcome: Any, started: bool) -> None:

@@ -43,6 +43,7 @@ def render(answer: dict[str, Any]) -> str:
             title += "  the store does not answer: this is the last reading"
         else:
             title += "  " + _index(model["index"])
+        title += "\n" + _ttft(model["ttft"])
         body = table(HEADER, [_row(worker) for worker in model["workers"]]) if model["workers"] else "no workers"
         reasons = [f"{worker['worker_id']}: {worker['reason']}" for worker in model["workers"] if worker["reason"]]
         reasons += [
@@ -81,6 +82,13 @@ def _truth(truth: dict[str, Any] | None) -> tuple[str, ...]:
 
 def _age(seconds: float | None) -> str:
     return "never" if seconds is None else f"{seconds:.1f} s"
+
+
+def _ttft(ttft: dict[str, Any]) -> str:
+    """Of the streamed answers that the asked replica gave in the last minute."""
+    spread = ", ".join(f"{name} {ttft[name.lower() + '_s']:.3f} s" for name in ("P50", "P90", "P99"))
+    aim = f"; objective {ttft['objective_s']:g} s, in force {ttft['in_force_s']:.3f} s" if ttft["objective_s"] else ""
+    return f"time to first token of {ttft['requests']:.0f} streams, last minute, this replica: {spread}{aim}"
 
 
 def _index(index: dict[str, Any]) -> str:

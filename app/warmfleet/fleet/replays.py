@@ -67,7 +67,7 @@ def arguments(one: dict[str, Any], policy: str, turn: int) -> list[Any]:
             one["prefix_tokens"],
             weights["min_match_tokens"],
             ",".join(order),
-            weights["objective_s"],
+            one["objective_s"],
             one["median_tps"],
             one["block_tokens"],
             one["turn"] if own else turn,

@@ -25,7 +25,7 @@ ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
 HOLDS_AT_ONCE = 512
 PROBE_EXPIRES_S = 120  # a probe lasts 40 s at most
 
-Proved = Literal["OK", "DOWNGRADED", "STALE"]
+Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
 
 
 class BadArtifact(BadRequest):
@@ -170,15 +170,28 @@ class Views(ScriptClient):
         return packed is not None and Lease.unpack(packed).stage >= Stage.STARTED
 
     async def prove(
-        self, worker_id: str, nonce: str, proof: str, reason: str, cause: str = "", probed_ms: int | None = None
+        self,
+        worker_id: str,
+        nonce: str,
+        proof: str,
+        reason: str,
+        cause: str = "",
+        probed_ms: int | None = None,
+        owner: str = "",
     ) -> Proved:
-        """Record the result of a probe. cause: a word for counters.
+        """Record the result of a probe. cause: a word for counters. owner: who has warmed it, and with this ends that.
 
         probed_ms: the record's ``probed`` as it was read before the probe, 0 if it had none; None: it does not matter.
-        STALE: the worker joined anew (another nonce), or it is a failure and another result came first.
+        STALE: the worker joined anew (another nonce), or it is a failure and another result came first. TAKEN: another
+        replica warms it, or this owner's time is over.
         """
         seen = "" if probed_ms is None else probed_ms
-        answer = await self.run("prove", worker_id, nonce, proof, cause, reason, seen)
+        answer = await self.run("prove", worker_id, nonce, proof, cause, reason, seen, owner, 0)
+        return cast("Proved", answer.decode())
+
+    async def warming(self, worker_id: str, nonce: str, owner: str, lease_ms: int) -> Proved:
+        """``owner`` warms this worker for so long before it takes requests; again: for so long from now on."""
+        answer = await self.run("prove", worker_id, nonce, "warming", "", "", "", owner, lease_ms)
         return cast("Proved", answer.decode())
 
     async def register(self, worker_id: str, record: dict[str, Any], capacity_checkpoints: int, healthy: bool) -> int:
@@ -207,8 +220,15 @@ def _view(
         load=load,
         heartbeat_age_s=age,
         routable=load.routable and url != "" and age is not None and age <= WORKER_TTL_SECONDS,
-        proof="approximate" if approximate else str(record.get("proof", "pending")),
+        proof="approximate" if approximate else _proof(record, now),
         url=url,
         models=list(source.get("models") or []),
         probed_age_s=None if probed is None or probed / 1000 > now else now - probed / 1000,
     )
+
+
+def _proof(record: Mapping[str, Any], now: float) -> str:
+    """Whose warming was not ended in time is to be tested again: the replica that warmed it is gone."""
+    proof = str(record.get("proof", "pending"))
+    over = proof == "warming" and now >= (record.get("warming") or {}).get("ends", 0) / 1000
+    return "pending" if over else proof

@@ -76,6 +76,7 @@ MODEL = {
     "policy": "cost",
     "policy_by": "setting",
     "index": INDEX,
+    "ttft": {"requests": 12, "p50_s": 0.1, "p90_s": 0.5, "p99_s": 2.0, "objective_s": 0.4, "in_force_s": 0.1},
 }
 FLEET = {"models": [MODEL | {"workers": [WORKER]}]}
 CANDIDATE = {
@@ -151,6 +152,9 @@ class TestWorkers:
     def test_the_title_says_what_the_index_is(self) -> None:
         model = FLEET["models"][0] | {"fresh": True}
         assert "tokenizer: slow, no pieces" in workers.render({"models": [model]})
+        said = "12 streams, last minute, this replica: P50 0.100 s, P90 0.500 s, P99 2.000 s; "
+        said += "objective 0.4 s, in force 0.100 s"
+        assert said in workers.render({"models": [model]})
         assert "index: 1234 entries, 2 retired slots; memory 3 MiB of 8" in workers.render({"models": [model]})
         at_rest = TRUTH | {"found": 0, "healed": 0, "cause": "", "resyncs": {}}
         for truth, said in ((None, "never +- +- +- +-$"), (at_rest, "0 of 0 +-$")):

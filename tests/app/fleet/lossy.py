@@ -1,0 +1,138 @@
+"""One router replica without HTTP, whose commands get lost, come twice or late: its bookkeeping is the real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from tests.conftest import PATIENT
+
+from warmfleet import maintenance
+from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
+from warmfleet.fallback import Fallback
+from warmfleet.fleet import Fleet
+from warmfleet.fleet.reservations import Spans
+from warmfleet.metrics import Metrics
+from warmfleet.pool import Pool, Pools, Shape
+from warmfleet.route import Call, Router, Trip
+from warmfleet.settings import Settings
+from warmfleet.upstream import Addresses, Upstream
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+    from warmfleet.fleet import Ask, Decision
+
+HOUR_MS = 3_600_000
+SPANS = Spans(lease_ms=HOUR_MS, tombstone_ms=HOUR_MS, linger_ms=HOUR_MS)  # time passes when a step says so
+FATES = ("well", "well", "well", "twice", "lost", "late", "unanswered", "left", "left late")
+
+Late = list[tuple[str, tuple[Any, ...]]]
+
+
+class Wire(Fleet):
+    """A fleet whose next commands have a fate. ``late``: those that arrive after their caller has given up.
+
+    asked: what decisions were asked for. foretold: what each would be at that moment, if ``foretells``.
+    """
+
+    fates: deque[str]
+    late: Late
+    asked: dict[str, Ask]
+    foretold: dict[str, str]
+    foretells = True
+
+    async def decide(self, ask: Ask, *, tell: bool = False) -> Decision:
+        self.asked[ask.reservation] = ask
+        if self.foretells:
+            fates, self.fates = self.fates, deque()
+            with suppress(NoWorker):
+                self.foretold[ask.reservation], _ = await self.explain(ask)
+            self.fates = fates
+        return await super().decide(ask, tell=tell)
+
+    async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
+        await asyncio.sleep(0)  # whoever else is there goes first
+        fate = self.fates.popleft() if self.fates else "well"
+        if fate == "lost":
+            raise FleetUnavailable(fate)
+        if fate in ("late", "left late"):
+            self.late.append((name, args))
+        else:
+            answer = await super().run(name, *args)
+        if fate == "twice":
+            answer = await super().run(name, *args)
+        if fate in ("left", "left late") and name == "decide":
+            raise asyncio.CancelledError  # of the request: its client hung up
+        if fate not in ("well", "twice"):
+            raise FleetUnavailable(fate)
+        return answer
+
+    async def arrive(self, which: int) -> None:
+        """One of those that were on the way."""
+        if self.late:
+            name, args = self.late.pop(which % len(self.late))
+            with suppress(WarmfleetError):  # nobody reads the answer
+                await super().run(name, *args)
+
+
+async def _nothing(_: Any) -> None:
+    """To a client that is not there."""
+
+
+class Replica:
+    """One router without HTTP: what it books, settles and renews is its own code."""
+
+    def __init__(self, client: aioredis.Redis, model: str, policy: str, late: Late, spans: Spans = SPANS) -> None:
+        self.fleet = Wire(client, model, timeouts=PATIENT, spans=spans)
+        self.fleet.fates, self.fleet.late, self.fleet.asked, self.fleet.foretold = deque(), late, {}, {}
+        self.metrics, self.pool = Metrics(), Pool(model, self.fleet, Fallback(0.0), policy)
+        self.pools = Pools([self.pool])
+        self.router = Router(self.pools, Upstream(Addresses((), ()), 1.0), Settings(), self.metrics)
+        self.trips: list[Trip] = []
+
+    async def decide(self, ask: Ask) -> Trip:
+        trip = Trip(ask.reservation, self.pool, last=False)
+        call = Call("completions", b"", "", {}, _nothing, order=ask.order)
+        shape = Shape(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact")
+        try:
+            await self.router._decide(call, trip, shape, ask.exclude)
+            self.trips.append(trip)
+        except (WarmfleetError, asyncio.CancelledError):
+            await self.router._settled(trip)
+        await self.router.drained()
+        return trip
+
+    async def end(self, which: int, outcome: Any) -> None:
+        if self.trips:
+            trip = self.trips.pop(which % len(self.trips))
+            trip.outcome = outcome
+            with suppress(asyncio.CancelledError):
+                await self.router._settled(trip)
+            await self.router.drained()
+
+    async def end_cancelled(self, which: int) -> str:
+        """Its task is cancelled again while it settles; returns the reservation."""
+        trip = self.trips.pop(which % len(self.trips))
+        task = asyncio.ensure_future(self.router._settled(trip))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        await self.router.drained()
+        return trip.reservation
+
+    async def start(self, which: int) -> None:
+        trip = self.trips[which % len(self.trips)] if self.trips else None
+        if trip and trip.reservation in self.pool.open:
+            with suppress(asyncio.CancelledError):
+                await self.router._started(trip)
+
+    async def renew(self) -> None:
+        with suppress(FleetUnavailable, asyncio.CancelledError):
+            await maintenance.renew(self.pools, self.metrics)
+
+    async def clear(self) -> None:
+        with suppress(FleetUnavailable, asyncio.CancelledError):
+            await maintenance.clear(self.pools)

@@ -1,0 +1,233 @@
+"""Live leases of several replicas outlive the store: the sum of load is theirs again within a slow-path period and one
+renewal. By default with 200 leases and short periods; 2,000 and the real ones:
+``python -m pytest -m long tests/app/fleet/test_live_leases.py -s``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.app.fleet.lossy import Replica
+from tests.conftest import poll
+from tests.survival import SCHEME
+from tests.topology import QUIET, Servers, free_ports, sentinels, until
+
+from warmfleet import maintenance
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Ask, Chain, Fleet, connect
+from warmfleet.fleet.reservations import Spans
+from warmfleet.maintenance import stop, supervise
+from warmfleet_worker import wire
+from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+WORKERS, REPLICAS = 4, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Live leases, the slow-path period, the time between two renewals. ``slack_s``: for a machine that is busy."""
+
+    leases: int
+    heartbeat_s: float
+    renewal_s: float
+    slack_s: float
+
+    @property
+    def limit_s(self) -> float:
+        return self.heartbeat_s + self.renewal_s + self.slack_s
+
+
+SMALL, FULL = Size(200, 0.3, 0.4, 5.0), Size(2_000, wire.HEARTBEAT_SECONDS, 10.0, 0.0)
+
+
+@contextmanager
+def workers(url: str, model: str) -> Iterator[None]:
+    """Both halves of every worker, publishing."""
+    with ExitStack() as stack:
+        for number in range(1, WORKERS + 1):
+            name = f"w{number}"
+            config = PublisherConfig(url, model, f"{name}.0", name, 0, SCHEME, 99_999, 32_768, "test")
+            both = (
+                WorkerPublisher(config, Tracker()),
+                ServerPublisher(ServerConfig(url, model, name, "http://127.0.0.1:9", ("m",), "test")),
+            )
+            for half in both:
+                half.start()
+                stack.callback(half.stop, 5)
+        yield
+
+
+class Living:
+    """``replicas`` with what a router runs in the background around reservations."""
+
+    def __init__(self, url: str, model: str, size: Size) -> None:
+        self.size = size
+        tag = wire.model_tag(model)
+        self.replicas = [Replica(connect(url, tag), model, "cost", [], Spans()) for _ in range(REPLICAS)]
+        self.fleet = Fleet(connect(url, tag), model)
+        self.number = 0
+        self.tasks = [asyncio.create_task(supervise("apply", 0.02, self._step, self.replicas[0].metrics))]
+        for one in self.replicas:
+            renew = partial(maintenance.renew, one.pools, one.metrics)
+            clear = partial(maintenance.clear, one.pools)
+            for name, seconds, work in (("renew", size.renewal_s, renew), ("clear", 1.0, clear)):
+                self.tasks.append(asyncio.create_task(supervise(name, seconds, work, one.metrics)))
+        self.load = asyncio.create_task(asyncio.sleep(0))
+
+    async def _step(self) -> None:
+        await self.fleet.step()
+        for view in await self.fleet.workers():
+            if view.server and view.proof == "pending":
+                await self.fleet.prove(view.worker_id, view.record["nonce"], "proven", "")
+
+    async def routable(self) -> bool:
+        with suppress(FleetUnavailable):
+            return [view.routable for view in await self.fleet.workers()] == [True] * WORKERS
+        return False
+
+    async def ask(self, one: Replica) -> None:
+        self.number += 1
+        chains = (Chain(SCHEME.scheme_id, 16, os.urandom(8 * 20)),)
+        await one.decide(Ask(f"wf-0{self.number}", chains, 321, 500))
+
+    async def hold(self) -> None:
+        """Every replica gets half of its share; every second one begins to answer."""
+        before = len(self.replicas[0].trips)
+
+        async def share(one: Replica) -> None:
+            for _ in range(self.size.leases // REPLICAS // 2):
+                await self.ask(one)
+            for number in range(before // 2, len(one.trips), 2):
+                await one.start(number)
+
+        await asyncio.gather(*map(share, self.replicas))
+        assert len({len(one.pool.open) for one in self.replicas}) == 1
+
+    def begin(self) -> None:
+        """Others come and go besides."""
+        assert sum(len(one.pool.open) for one in self.replicas) == self.size.leases
+        self.load = asyncio.create_task(self._requests())
+
+    async def _requests(self) -> None:
+        while True:
+            await asyncio.sleep(0.002)  # without the store nothing else waits
+            for one in self.replicas:
+                held = len(one.trips)
+                await self.ask(one)
+                if len(one.trips) > held:
+                    await one.end(held, "finished")
+
+    async def equal(self) -> bool:
+        """The sums of the rows are those of the live leases, to the token."""
+        renewals = [renewal for one in self.replicas for renewal in one.pool.open.values()]
+        live = (
+            sum(one.prefill_tokens for one in renewals),
+            sum(one.decode_tokens for one in renewals if one.started),
+            len(renewals),
+        )
+        with suppress(FleetUnavailable):
+            rows = [view.load for view in await self.fleet.workers()]
+            prefill, decode = sum(row.prefill_tokens for row in rows), sum(row.decode_tokens for row in rows)
+            return (prefill, decode, sum(row.in_flight for row in rows)) == live
+        return False
+
+    async def counted(self, result: str) -> int:
+        found = [
+            one.metrics.registry.get_sample_value("warmfleet_renewed_total", {"result": result})
+            for one in self.replicas
+        ]
+        return int(sum(value or 0 for value in found))
+
+    async def over(self) -> None:
+        """Everything ends: nothing is booked."""
+        for one in self.replicas:
+            while one.trips:
+                await one.end(0, "finished")
+        assert sum(len(one.pool.open) for one in self.replicas) == 0
+        await poll(self.equal, 10, "nothing is booked")
+
+    async def close(self) -> None:
+        await stop([*self.tasks, self.load])
+        for one in self.replicas:
+            await one.fleet.close()
+        await self.fleet.close()
+
+
+@asynccontextmanager
+async def living(url: str, model: str, size: Size, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Living]:
+    """Half of the leases are held."""
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", size.heartbeat_s)
+    made = Living(url, model, size)
+    try:
+        with workers(url, model):
+            await poll(made.routable, 30, "the workers are there")
+            await made.hold()
+            yield made
+    finally:
+        await made.close()
+
+
+async def struck(fleet: Living, strike: Callable[[], Any], what: str) -> None:
+    """The store goes away under load; how long until the sum is right again, and what was booked anew for it."""
+    fleet.begin()
+    await asyncio.sleep(0.2)
+    await asyncio.to_thread(strike)
+    begun = time.monotonic()
+    await stop([fleet.load])
+    await poll(fleet.equal, fleet.size.limit_s + 10, "the sum of load is that of the live leases")
+    took_s = time.monotonic() - begun
+    assert took_s <= fleet.size.limit_s
+    await fleet.over()
+    print(f"{what}: equal again after {took_s:.2f} s, {await fleet.counted('rebuilt')} booked anew")
+
+
+@pytest.mark.long  # by default: tests/app/fleet/test_sentinel.py, with a few leases
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("behind", [True, False], ids=["behind", "in step"])
+@pytest.mark.parametrize("size", [SMALL, FULL], ids=["200", "2000"])
+async def test_a_failover(model: str, monkeypatch: pytest.MonkeyPatch, size: Size, behind: bool) -> None:
+    """behind: the new master has never heard of half of the leases, nor that some of the others have begun."""
+    with sentinels() as watched:
+        async with living(watched.url, model, size, monkeypatch) as fleet:
+            if behind:
+                await asyncio.to_thread(watched.cut)
+            await fleet.hold()
+            await struck(fleet, watched.master.kill, f"failover with {size.leases} live leases")
+            assert watched.promoted()
+            assert (await fleet.counted("rebuilt") >= size.leases // 2) == behind
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(SMALL, id="200"),
+        pytest.param(FULL, id="2000", marks=[pytest.mark.long, pytest.mark.timeout(300)]),
+    ],
+)
+async def test_a_store_that_comes_back_empty(model: str, monkeypatch: pytest.MonkeyPatch, size: Size) -> None:
+    [port] = free_ports(1)
+    with Servers() as servers:
+        run = [*QUIET, "--port", str(port), "--dir", str(servers.folder)]
+        first = servers.run(port, run)
+        until(first.client().ping, "the store answers")
+
+        def restart() -> None:
+            first.kill()
+            until(servers.run(port, run).client().ping, "the store is back")
+
+        async with living(f"redis://127.0.0.1:{port}", model, size, monkeypatch) as fleet:
+            await fleet.hold()
+            await struck(fleet, restart, f"restarted empty with {size.leases} live leases")
+            assert await fleet.counted("rebuilt") >= size.leases

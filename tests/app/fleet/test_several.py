@@ -1,0 +1,114 @@
+"""Invariants 3, 4 and 8 over several replicas: whatever happens in whatever order, the sum of load is the sum of open
+leases, and decisions are those that would have been made one after another. More of it:
+``python -m pytest -m long tests/app/fleet/test_several.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tests.app.fleet.several import Several
+
+from warmfleet.fleet import connect
+from warmfleet.policy import POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+REQUESTS = ["decide"] * 6 + ["start"] * 3 + ["end"] * 4
+REQUESTS += ["end_cancelled", "renew", "renew_meanwhile", "clear", "arrive", "burst"]
+ACTIONS = [*REQUESTS, *["kill", "pass_time", "pass_time", "join", "forget", "collect", "emptied", "save", "failover"]]
+STEPS = st.tuples(
+    st.sampled_from([*ACTIONS, "rest", "rest"]), st.integers(0, 3), st.integers(0, 99), st.integers(0, 99)
+)
+REPLICAS = 3
+PHASES = (Phase.explicit, Phase.generate)
+
+Script = list[tuple[str, int, int, int]]
+
+
+@asynccontextmanager
+async def several(url: str, policy: str = "cost") -> AsyncIterator[Several]:
+    """All workers are there; at the end everything is over."""
+    clients = [connect(url, timeout_s=10) for _ in range(REPLICAS)]
+    world = Several(clients, f"several/{uuid.uuid4().hex}", policy)
+    try:
+        await world.emptied(0, 0, 3)
+        await world.join(3, 0, 0)
+        await world.plain.explain(world._ask(0, 1))  # now the server knows the script: a burst's calls are one each
+        yield world
+        await world._over()
+    finally:
+        await world._drop(world.keys.prefix)
+        for client in clients:
+            await client.aclose()
+
+
+async def play(url: str, policy: str, script: Script) -> None:
+    async with several(url, policy) as world:
+        for action, who, a, b in script:
+            await (world._rest() if action == "rest" else getattr(world, action)(who, a, b))
+            await world._check()
+
+
+def explore(url: str, policies: tuple[str, ...], examples: int, length: int) -> None:
+    with asyncio.Runner() as runner:
+
+        @settings(
+            max_examples=examples,
+            phases=PHASES,
+            deadline=None,
+            database=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(policy=st.sampled_from(policies), script=st.lists(STEPS, min_size=length, max_size=2 * length))
+        def every(policy: str, script: Script) -> None:
+            runner.run(play(url, policy, script))
+
+        every()
+
+
+@pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])
+def test_the_sum_of_load_is_the_sum_of_open_leases(request: Any, which: str) -> None:
+    explore(request.getfixturevalue(which), POLICIES, 12, 12)
+
+
+async def test_who_is_cancelled_while_it_settles_settles_all_the_same(valkey_url: str) -> None:
+    async with several(valkey_url) as world:
+        await world.decide(0, 2, 1)
+        assert world.replicas[0].trips
+        await world.end_cancelled(0, 0, 0)
+
+
+async def test_a_request_that_ends_while_it_is_renewed(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store came back empty, its end was told first: renewing books it anew, and gives it back."""
+    async with several(valkey_url) as world:
+        await world.decide(0, 2, 1)
+        [one, *_] = world.replicas
+        await world.emptied(0, 0, 3)
+        await world.join(3, 0, 0)
+        renew = one.fleet.renew
+
+        async def late(renewals: Any) -> Any:
+            await one.end(0, "finished")
+            return await renew(renewals)
+
+        monkeypatch.setattr(one.fleet, "renew", late)
+        await one.renew()
+        assert await world._leases() == []
+        monkeypatch.undo()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_sum_of_load_is_the_sum_of_open_leases_for_long(request: Any, which: str, policy: str) -> None:
+    explore(request.getfixturevalue(which), (policy,), 100, 30)

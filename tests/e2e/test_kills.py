@@ -1,0 +1,125 @@
+"""Replicas and engines are killed at random moments, requests under way: nobody else's fail, and after the lease time
+nothing of them is booked. ``python -m pytest -m long tests/e2e/test_kills.py -s``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.conftest import poll
+from tests.e2e.clients import Clients
+from tests.e2e.conftest import left_of_requests, load
+
+from warmfleet.cli import stack
+from warmfleet.cli.engines import EngineOptions, engine_command
+from warmfleet.cli.stack import Member, Plan, Stack
+from warmfleet.fleet.reservations import Spans
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from warmfleet.cli.children import Child
+
+KILLS, CLIENTS, ENGINES, REPLICAS = 30, 12, 4, 4
+FEWEST = 2  # replicas that serve at any time
+
+
+@dataclass
+class Killer:
+    """Kills, and starts what it killed again. ``tasks``: replicas that are getting ready."""
+
+    stack: Stack
+    clients: Clients
+    rng: random.Random
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
+
+    async def run(self) -> None:
+        for _ in range(KILLS):
+            await asyncio.sleep(self.rng.uniform(0.2, 1.5))
+            if self.rng.random() < 0.3:
+                await self._engine()
+            else:
+                await self._replica()
+        await asyncio.gather(*self.tasks)
+
+    async def _replica(self) -> None:
+        await poll(lambda: len(self.clients.replicas) > FEWEST, 60, "another replica is ready")
+        victim = self.clients.replicas.pop(self.rng.randrange(len(self.clients.replicas)))
+        self.clients.killed.add(victim.name)
+        kill(victim.child)
+        self.killed.append(victim.name)
+        member = await asyncio.to_thread(self.stack.add_replica)
+
+        async def ready() -> None:
+            await asyncio.to_thread(self.stack.wait_ready, [member])
+            await poll(lambda: asyncio.to_thread(lambda: len(routable(self.stack, member)) >= ENGINES - 1), 30)
+            self.clients.replicas.append(member)
+
+        self.tasks.append(asyncio.create_task(ready()))
+
+    async def _engine(self) -> None:
+        """One at a time: whoever was killed before is back."""
+        replica = self.clients.replicas[0]
+        await poll(lambda: asyncio.to_thread(lambda: len(routable(self.stack, replica)) == ENGINES), 60, "all engines")
+        at = self.rng.randrange(ENGINES)
+        victim = self.stack.engines[at]
+        self.clients.engine_deaths.append(time.monotonic())
+        kill(victim.child)
+        self.killed.append(victim.name)
+        argv, environment = engine_command(
+            self.stack.plan.engines, victim.name, int(victim.url.rsplit(":", 1)[1]), self.stack.redis_url
+        )
+        child = await asyncio.to_thread(self.stack.children.start, victim.name, argv, environment)
+        self.stack.engines[at] = Member(victim.name, victim.url, child)
+        await asyncio.sleep(1)  # until somebody has noticed; the answers that it cut began before
+        self.clients.engine_deaths[-1] = time.monotonic()
+
+
+def kill(child: Child | None) -> None:
+    assert child is not None
+    child.process.send_signal(signal.SIGKILL)
+    child.process.wait()
+
+
+def routable(stack: Stack, replica: Member) -> list[str]:
+    return [worker["worker_id"] for worker in stack.workers(replica) if worker["routable"]]
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+    monkeypatch.setattr(stack, "REPLICA_SECONDS", 120.0)  # so many start at once
+    with Stack(Plan(engines=EngineOptions(count=ENGINES), replicas=REPLICAS)) as running:
+        yield running
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_kills_at_random(many: Stack, seed: int) -> None:
+    clients = Clients(list(many.replicas))
+    killer = Killer(many, clients, random.Random(seed))
+    running = asyncio.create_task(clients.run(CLIENTS))
+    try:
+        await killer.run()
+    finally:
+        clients.over = True
+        await running
+    ended = time.monotonic()
+    booked = await asyncio.to_thread(load, many)
+
+    async def nothing() -> bool:
+        return await asyncio.to_thread(lambda: load(many) == 0 and not left_of_requests(many))
+
+    await poll(nothing, Spans().lease_ms / 1000 + 5, "nothing is booked, nothing is left")
+    print(f"{len(killer.killed)} killed: {' '.join(killer.killed)}\n{dict(clients.outcomes)}")
+    print(f"booked when all was over {booked}, nothing {time.monotonic() - ended:.1f} s later")
+    assert clients.failures == []
+    assert clients.outcomes["whole"] > 200
+    assert clients.outcomes["its replica was killed"] > 0
