@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from warmfleet.policy import POLICIES
@@ -107,6 +109,21 @@ def test_routers_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for name in ("vllm-router-kv x 1", "smg x 1", "session-affinity x 2"):
         assert runs[name]["hit_ratio"] > 1.5 * runs["least-loaded"]["hit_ratio"]
     assert {run["imbalance"] < 3 for run in runs.values()} == {True}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("generated")
+def test_a_terminated_bench_leaves_no_process(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "tests.bench.bench_trace", *bench(tmp_path, "--fleet", "session-sticky")]
+    with subprocess.Popen([*argv, "--speed", "0.1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        children: list[psutil.Process] = []
+        while not children:
+            assert process.poll() is None
+            time.sleep(0.05)
+            children = psutil.Process(process.pid).children()
+        process.terminate()
+        assert process.wait(30) == 143
+    assert psutil.wait_procs(children, 10)[1] == []
 
 
 @pytest.mark.long  # makes an environment
