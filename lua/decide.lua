@@ -14,46 +14,50 @@ session's home (the first of `order` that is a candidate) wins, then the least e
 flight, a hash of the seed. Who stays under objective_s at the least load is not traded for a bigger hit.
 Its steps are parts (decide_<part>.lua): `include "<name>"` is replaced by the part's text, as a function's body.
 
-KEYS: alive load workers servers leases lease tick counts
+KEYS: alive load workers servers leases lease tick counts queue
 ARGV: prefix, id, policy, prompt_tokens, decode_tokens, lease_ms, ttl_ms, max_probes, mode (0 book, 1 dry, 2 book and
       tell all rows), exclude (ids joined by commas), seed (integer), lambda, kappa, pressure_price, decode_s_per_token,
       prefix_tokens (useful at most; 0: all), min_match_tokens (useful at least), order (ids joined by commas: where a
-      hash ring would look, first to last), objective_s (time to first token that is enough; 0: none), tenant, priority,
-      max_engine_wait_s, replica, queue_max, deadline_ms (these six are not used yet),
+      hash ring would look, first to last), objective_s (time to first token that is enough; 0: none), tenant (8
+      bytes), priority (0 first, 15 last), max_engine_wait_s (0: no queue), block_sizes (scheme=tokens joined by
+      commas), queue_max (tickets), waited_ms (so far), ticket_ms,
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens, flags, why}, in mode 2 then what DRY tells after why;
+      {QUEUED, FULL or DISPLACED, tickets that wait, ms of work in them}: nothing is booked; QUEUED: it has a ticket;
       {DRY, worker_id, why, {median speed, block_tokens, turn}, {worker_id, matched_tokens, speculative_tokens, load
       row, cost_s}...}: all that the choice saw
 Cost: O(workers + max_probes + checkpoints); at most 8 leases reaped
 Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>
 --]]
 local alive_key, load_key, workers_key, servers_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local leases_key, lease_key, tick_key, counts_key = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
+local leases_key, lease_key, tick_key, counts_key, queue_key = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local prefix, id, policy, prompt, decode_tokens = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local lease_ms, ttl_ms, max_probes, mode = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
 local exclude, seed, lambda, kappa = ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
 local pressure_price, decode_s, prefix_tokens = tonumber(ARGV[14]), tonumber(ARGV[15]), tonumber(ARGV[16])
 local min_match, order, objective_s, tenant = tonumber(ARGV[17]), ARGV[18], tonumber(ARGV[19]), ARGV[20]
-local priority, max_engine_wait_s, replica = tonumber(ARGV[21]), tonumber(ARGV[22]), ARGV[23]
-local queue_max, deadline_ms, FIRST_CHAIN = tonumber(ARGV[24]), tonumber(ARGV[25]), 26
+local priority, max_engine_wait_s, block_sizes = tonumber(ARGV[21]), tonumber(ARGV[22]), ARGV[23]
+local queue_max, waited_ms, ticket_ms = tonumber(ARGV[24]), tonumber(ARGV[25]), tonumber(ARGV[26])
 
-local LEASE, GRACE_GAP_MS, TOMBSTONE, APPROXIMATE = ">I4I4I4I4I4I4BB", 1000, 3, 16
+local LEASE, TOMBSTONE, APPROXIMATE, FIRST_CHAIN = ">I4I4I4I4I4I4BB", 3, 16, 27
 local POLICIES = { cost = 1, least_loaded = 1, round_robin = 1, random = 1, power_of_two = 1, session = 1, sticky = 1,
   two_state = 1, prefix_affinity = 1, chwbl = 1 }
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
-local min, format = math.min, string.format
+local max, min, format = math.max, math.min, string.format
 
 if id == "" or not POLICIES[policy] or not (prompt and decode_tokens and lease_ms and ttl_ms and max_probes and mode
     and seed and lambda and kappa and pressure_price and decode_s and prefix_tokens and min_match and objective_s
-    and tenant and priority and max_engine_wait_s and replica and queue_max and deadline_ms)
+    and tenant and priority and max_engine_wait_s and block_sizes and queue_max and waited_ms and ticket_ms)
+    or max_engine_wait_s > 0 and (#tenant ~= 8 or priority < 0 or priority > 15)
     or #ARGV > FIRST_CHAIN + 11
     or not (prompt >= 1 and prompt < 2147483648 and decode_tokens >= 0 and decode_tokens < 2147483648) then
-  return redis.error_reply("BAD_ARGUMENT decide: an id, a policy it knows and seventeen numbers, at most four chains")
+  return redis.error_reply("BAD_ARGUMENT decide: an id, a policy it knows and eighteen numbers, at most four chains")
 end
 
 local rows_of, match, choose = include "decide_rows", include "decide_match", include "decide_choose"
 local verify, book, reap = include "decide_verify", include "decide_book", include "decide_reap"
+local alive_rows, must_wait = include "decide_alive", include "decide_queue"
 
 -- Cut out of the record, which may be long: its other fields concern nobody here.
 local function url_of(worker, flags)
@@ -75,19 +79,23 @@ local time = call("TIME")
 local now = time[1] * 1000 + floor(time[2] / 1000)
 reap(load_key, leases_key, lease_key, prefix, now)
 
--- The live, routable workers; nobody expires while the applier itself has been away.
-local ticked, grace_until, median = string.match(call("GET", tick_key) or "", "^(%d+) (%d+) (%d+)")
-local grace = not ticked or now - ticked > GRACE_GAP_MS or now - ticked < 0 or now - grace_until < 0
-local all, since, alive = call("HVALS", load_key), grace and "-inf" or now - ttl_ms, nil
-if exclude ~= "" or call("ZCOUNT", alive_key, since, "+inf") < #all then -- reading all rows is half of by name
-  alive = {}
-  for _, worker in ipairs(call("ZRANGEBYSCORE", alive_key, since, "+inf")) do alive[worker] = true end
-  for worker in exclude:gmatch("[^,]+") do alive[worker] = nil end
-end
-median = tonumber(median) or 0
-if median == 0 then median = 10000 end
+local all, alive, median = alive_rows(alive_key, load_key, tick_key, now, ttl_ms, exclude)
 local s = rows_of(all, alive, median, decode_s)
 if s.count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " workers is alive and routable") end
+
+-- While all are saturated, or others wait whose turn is before, it waits in its replica.
+local wait, served
+if max_engine_wait_s > 0 and mode ~= 1 then
+  local function everybody()
+    if exclude == "" then return s end
+    return rows_of(all, select(2, alive_rows(alive_key, load_key, tick_key, now, ttl_ms, "")), median, decode_s)
+  end
+  wait, served = must_wait(s, everybody, queue_key, leases_key, id, time[1] * 1000000 + time[2], {
+    priority = priority, tenant = tenant, tokens = prompt, barred = exclude, waited_ms = waited_ms,
+    queue_max = queue_max, limit_s = max_engine_wait_s, block_sizes = block_sizes, ticket_ms = ticket_ms,
+  })
+  if wait then return wait end
+end
 
 s.policy, s.prompt, s.seed, s.lambda, s.kappa, s.pressure_price = policy, prompt, seed, lambda, kappa, pressure_price
 s.prefix_tokens, s.min_match, s.order, s.objective_s = prefix_tokens, min_match, order, objective_s
@@ -109,6 +117,7 @@ end
 
 if mode == 1 then return tell({ "DRY", worker, why }) end
 local prefill = book(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, now + lease_ms)
+if served then served(prefill + max(0, decode_tokens - prompt)) end
 if policy == "round_robin" then call("HINCRBY", counts_key, "round_robin", 1) end
 local answer = { "BOOKED", worker, s.matched[w] or 0, s.speculated[w] and 1 or 0, s.flagged, format("%.6f", s.cost[w]),
   url_of(worker, flags), s.wait[w], prompt, prefill, decode_tokens, flags, why }

@@ -98,7 +98,7 @@ end
 function P.chwbl(s)
   local total = 0
   for i = 1, s.count do total = total + in_flight(s, i) end
-  local bound = total == 0 and math.huge or 1.25 * (total + 1) / s.count
+  local bound = 1.25 * (total + 1) / s.count
   local within = first(s, function(i) return in_flight(s, i) + 1 <= bound end)
   if within then return within, "bound" end
   local home = first(s)

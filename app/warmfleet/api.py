@@ -16,9 +16,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from warmfleet import hints, prompt, status
+from warmfleet.body import HungUp, Receive, read_body
 from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, Stopping, TooLarge, Unauthorized, WarmfleetError
 from warmfleet.prompt import PATHS, Endpoint
 from warmfleet.route import Call, Router
+from warmfleet.waiting import patience_s
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -30,11 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.api")
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_REQUEST_ID = 64
-RETRY_AFTER_S = 1
 CANCEL_AGAIN_S = 0.2
 _UNSAFE_ID = re.compile(r"[^A-Za-z0-9._-]")
 #: Headers of a client that reach the engine. Authorization only if the settings hold no key for workers.
@@ -60,18 +60,18 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id, length, told = self._read_headers(scope["headers"])
-        tenant = self._router.tenancy.name(scope["headers"])
-        call = Call(self._endpoint, b"", request_id, headers, send, tenant)
+        call = Call(self._endpoint, b"", request_id, headers, send, self._router.tenancy.name(scope["headers"]))
         self._metrics.in_flight.inc()
         try:
             if scope["method"] != "POST":
                 await self._refuse(call, MethodNotAllowed("This endpoint takes POST."))
                 return
+            call.flow, call.patience_s = self._router.tenancy.flow(scope["headers"]), patience_s(scope["headers"])
             call.hints = hints.read(told, headers.get("X-Session-ID", ""), self._settings.admin_key)
             call.body = await read_body(receive, length, self._settings)
             call.began = time.perf_counter()
             await self._serve(call, receive)
-        except _HungUp:
+        except HungUp:
             pass
         except asyncio.CancelledError:  # by uvicorn, when the time after a stop signal is over
             if call.started and not call.complete:
@@ -109,7 +109,7 @@ class Proxy:
                 raise
             while me.uncancel():
                 pass
-            raise _HungUp from None
+            raise HungUp from None
         finally:
             for timer in again:
                 timer.cancel()
@@ -118,8 +118,7 @@ class Proxy:
 
     def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[str, str], str, int, dict[bytes, bytes]]:
         """What is passed on, the request id, the announced length, what is for the router."""
-        headers: dict[str, str] = {}
-        told: dict[bytes, bytes] = {}
+        headers, told = dict[str, str](), dict[bytes, bytes]()
         request_id, length = "", 0
         for name, value in raw:
             if name in PASSED_ON:
@@ -143,34 +142,6 @@ class Proxy:
         await _send_error(call, error)
 
 
-class _HungUp(Exception):  # noqa: N818  not an error: the client is gone
-    pass
-
-
-async def read_body(receive: Receive, length: int, settings: Settings) -> bytes:
-    """A request's whole body. length: announced bytes, 0 if unknown. Raises TooLarge, BadRequest if it takes too
-    long, _HungUp."""
-    limit = settings.body_max_bytes
-    if length > limit:
-        raise TooLarge(f"The body has {length} bytes; {limit} are allowed.")
-    pieces, size = [], 0
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise _HungUp
-                piece = message.get("body", b"")
-                size += len(piece)
-                if size > limit:
-                    raise TooLarge(f"The body has more than {limit} bytes.")
-                pieces.append(piece)
-                if not message.get("more_body", False):
-                    return b"".join(pieces)
-    except TimeoutError as error:
-        raise BadRequest(f"The body was not complete after {settings.body_timeout_s} s.") from error
-
-
 async def _send_error(call: Call, error: WarmfleetError) -> None:
     body = orjson.dumps(error.as_dict())
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
@@ -182,8 +153,8 @@ async def _send_error(call: Call, error: WarmfleetError) -> None:
 
 def _error_headers(error: WarmfleetError) -> dict[str, str]:
     headers = {}
-    if error.status in (502, 503):
-        headers["retry-after"] = str(RETRY_AFTER_S)
+    if error.retry_after_s:
+        headers["retry-after"] = str(error.retry_after_s)
     if isinstance(error, TooLarge):
         headers["connection"] = "close"  # the rest of the body is not read
     if isinstance(error, MethodNotAllowed):
@@ -244,10 +215,9 @@ class SmallEndpoints:
         """Body: a request, and ``endpoint``, the path it would go to (default: by its ``messages`` or ``prompt``), and
         ``tenant``, as whose (the value of the tenant header)."""
         self._operators_only(request)
-        length = request.headers.get("content-length", "")
         try:
-            body = await read_body(request.receive, int(length) if length.isdigit() else 0, self._settings)
-        except _HungUp:
+            body = await read_body(request.receive, 0, self._settings)
+        except HungUp:
             return Response()  # to nobody
         data = prompt.decoded(body)
         tenant = data.pop("tenant", None)
@@ -257,12 +227,11 @@ class SmallEndpoints:
             raise BadRequest(f"endpoint must be one of {', '.join(PATHS.values())}.", "endpoint")
         asked = prompt.from_dict(endpoint, data, self._settings.allowed_fields)
         asked.size_bytes = len(body)
-        named = isinstance(tenant, str)
-        whose = tenant.encode("utf-8", "replace") if named else self._tenancy.name(request.headers.raw)
-        asked.salt = self._tenancy.salt(whose, asked.salt)
-        told = {name: value for name, value in request.headers.raw if name.startswith(b"x-warmfleet-")}
-        hinted = hints.read(told, request.headers.get("x-session-id", ""), "")
-        return JSONResponse(await status.explain(await self._pools.find(asked.model), asked, hinted, self._settings))
+        raw, tenancy = request.headers.raw, self._tenancy
+        whose = tenant.encode("utf-8", "replace") if isinstance(tenant, str) else tenancy.name(raw)
+        asked.salt = tenancy.salt(whose, asked.salt)
+        pool = await self._pools.find(asked.model)
+        return JSONResponse(await status.explain(pool, asked, hints.of(raw), self._settings))
 
     def _operators_only(self, request: HTTPRequest) -> None:
         """Raises Unauthorized."""

@@ -7,6 +7,8 @@ WarmfleetError
 │   └── ModelNotFound     404  nobody here serves this model
 ├── MethodNotAllowed      405
 ├── TooLarge              413
+├── Overloaded            429  all workers are busy and the queue takes no more
+├── QueueTimeout          503  all workers were busy for as long as the request could wait
 ├── NoWorker              503  no live worker serves this model
 ├── UpstreamError         502
 │   └── UpstreamGone      502  no byte of an answer came: another worker may be tried
@@ -22,11 +24,12 @@ from __future__ import annotations
 
 
 class WarmfleetError(Exception):
-    """``param`` names the request field at fault, if one is."""
+    """``param`` names the request field at fault, if one is. retry_after_s: 0 = does not help."""
 
     status = 500
     type = "server_error"
     code = "internal_error"
+    retry_after_s = 0
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -62,12 +65,24 @@ class TooLarge(WarmfleetError):
     status, type, code = 413, "invalid_request_error", "body_too_large"
 
 
+class Overloaded(WarmfleetError):
+    status, type, code = 429, "rate_limit_error", "overloaded"
+    retry_after_s = 1
+
+
+class QueueTimeout(WarmfleetError):
+    status, code = 503, "queue_timeout"
+    retry_after_s = 1
+
+
 class NoWorker(WarmfleetError):
     status, code = 503, "no_worker"
+    retry_after_s = 1
 
 
 class UpstreamError(WarmfleetError):
     status, code = 502, "upstream_error"
+    retry_after_s = 1
 
 
 class UpstreamGone(UpstreamError):
@@ -82,10 +97,12 @@ class UpstreamGone(UpstreamError):
 
 class FleetUnavailable(WarmfleetError):
     status, code = 503, "fleet_unavailable"
+    retry_after_s = 1
 
 
 class Stopping(WarmfleetError):
     status, code = 503, "stopping"
+    retry_after_s = 1
 
     def __init__(self) -> None:
         super().__init__("This replica is stopping, and the answer took too long: ask again.")

@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from warmfleet.fleet import Decision
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
@@ -64,6 +66,26 @@ class Fallback:
         bound = math.ceil(BOUND * (total + 1) / len(candidates))
         candidates.sort(key=lambda worker: _score(key, worker.worker_id), reverse=True)
         return next(worker for worker in candidates if self.in_flight[worker.worker_id] < bound)
+
+
+def unbooked(reservation: str, worker: WorkerView, prompt_tokens: int) -> Decision:
+    """For a request that goes to ``worker`` without a reservation: nothing of it is in Redis."""
+    return Decision(
+        reservation=reservation,
+        outcome="booked",
+        worker_id=worker.worker_id,
+        server_id=str(worker.record.get("server_id", "")),
+        url=worker.url,
+        matched_tokens=0,
+        prompt_tokens=prompt_tokens,
+        speculative=False,
+        flagged=True,
+        cost_s=0.0,
+        wait_tokens=0,
+        approximate=worker.proof == "approximate",
+        prefill_tokens=0,
+        decode_tokens=0,
+    )
 
 
 def _score(key: bytes, worker_id: str) -> bytes:

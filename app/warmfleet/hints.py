@@ -35,6 +35,12 @@ def read(told: Mapping[bytes, bytes], session_id: str, admin_key: str) -> Hints:
     return Hints(session, _prefix(told.get(PREFIX, b"")), _explain(told.get(EXPLAIN, b""), admin_key))
 
 
+def of(raw: list[tuple[bytes, bytes]]) -> Hints:
+    """Of an operator's own request, whose headers nobody has read yet. Raises BadRequest."""
+    told = {name: value for name, value in raw if name.startswith(b"x-warmfleet-")}
+    return read(told, dict(raw).get(b"x-session-id", b"").decode("latin-1"), "")
+
+
 def _prefix(value: bytes) -> int:
     if not value:
         return 0

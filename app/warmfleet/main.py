@@ -22,7 +22,7 @@ from warmfleet.checks import HealthChecks
 from warmfleet.decisions import DecisionLog
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fallback import Fallback
-from warmfleet.fleet import Fleet, Timeouts, Weights, connect
+from warmfleet.fleet import Fleet, QueueLimits, Timeouts, Weights, connect
 from warmfleet.guard import guarded
 from warmfleet.identity import Identities
 from warmfleet.maintenance import Reader, supervise
@@ -154,6 +154,8 @@ def _pool(tag: str, settings: Settings) -> Pool:
     weights = Weights(min_match_tokens=settings.min_match_tokens)
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s), weights)
     policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
+    wait_s = settings.max_engine_wait_s and (objective_s or settings.max_engine_wait_s)
+    fleet.limits = QueueLimits(wait_s, settings.queue_max)
     return Pool(tag, fleet, Fallback(settings.redis_retry_s), policy, objective_s)
 
 

@@ -80,9 +80,8 @@ class Reader:
         self._hashers: dict[int, Hasher] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
-        self._unreadable: set[str] = (
-            set()
-        )  # keys of what is there, but no identity: whoever else brought one goes first
+        #: Keys of what is there, but no identity: whoever else brought one goes first.
+        self._unreadable: set[str] = set()
 
     async def refresh(self) -> None:
         """One reading of every model's workers. Raises FleetUnavailable if one could not be read."""
@@ -224,13 +223,15 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
 
 
 async def clear(pools: Pools) -> None:
-    """Give back what nobody else will: outcomes that Redis did not take, and leases of replicas that died."""
+    """Give back what nobody else will: outcomes that Redis did not take, leases and tickets of replicas that died."""
 
     async def one(pool: Pool) -> None:
         for reservation, outcome in list(pool.unsettled.items()):
             await pool.fleet.settle(reservation, outcome)
             pool.unsettled.pop(reservation, None)
         await pool.fleet.reap()
+        if pool.fleet.limits.max_engine_wait_s:
+            await pool.fleet.poll()
 
     await pools.each(one)
 

@@ -116,6 +116,7 @@ class Pool:
     def show(self, view: View) -> None:
         """Take a new reading."""
         before, self.view = self.view, view
+        self.fleet.block_tokens = {one.scheme.scheme_id: one.scheme.block_tokens for one in view.hashers}
         self.read.set()
         if any(worker.routable for worker in view.workers):
             self._last_routable = view

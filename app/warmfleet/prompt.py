@@ -72,6 +72,7 @@ class Request:
     tool_choice: Any = None
     arguments: dict[str, Any] = field(default_factory=dict)
     size_bytes: int = 0
+    priority: Any = None
     text_only: bool = False
     cache_key: str = ""
 
@@ -122,6 +123,7 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
         salt=_salt(data),
         add_special_tokens=_typed(data, "add_special_tokens", bool, endpoint == "completions"),
         unforeseen=_unforeseen(endpoint, data),
+        priority=data.get("priority"),
         text_only=any(data.get(name) not in (None, False) for name in TEXT_ONLY),
     )
     if type(key := data.get("prompt_cache_key")) is str:
@@ -143,6 +145,15 @@ def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
         if {type(value) for one in values for value in one} <= {str}:
             return False
     return b"0" * 19 in body.translate(_LONG) and _LONG_NUMBER.search(body) is not None
+
+
+def priority(request: Request) -> int:
+    """Of a request that may name its own: lower goes first. Raises BadRequest."""
+    if request.priority is None:
+        return 0
+    if type(request.priority) is not int:
+        raise BadRequest("priority must be a whole number.", "priority")
+    return request.priority
 
 
 def estimated_tokens(request: Request) -> int:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from warmfleet import prompt, tail
 from warmfleet.asking import Asker
 from warmfleet.decisions import DecisionLog, record
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
-from warmfleet.fleet import Decision, Renewal, new_reservation
+from warmfleet.fallback import unbooked
+from warmfleet.fleet import Decision, Place, Queued, Renewal, new_reservation
 from warmfleet.handoff import NOTHING, REFUSALS, Handoff, Offer, offer
 from warmfleet.hints import NONE, Hints
 from warmfleet.pool import NOT_READ
@@ -21,6 +24,7 @@ from warmfleet.prompt import PATHS
 from warmfleet.relay import Answer, relay
 from warmfleet.tenancy import Tenancy
 from warmfleet.told import answer_headers, explained
+from warmfleet.waiting import Waiting
 
 if TYPE_CHECKING:
     import aiohttp
@@ -44,6 +48,7 @@ MAX_UNSETTLED = 10_000
 @dataclass(slots=True)
 class Call:
     """One request of a client. headers: what is passed on to the worker. tenant: whose it is, if they are kept apart.
+    ``flow``: whose turn it takes in the queue. patience_s: longest wait there, by the client; priority: likewise.
     ``complete``: its answer is on the way out. ``offer``: its token ids. ``order``: where a hash ring would look;
     ``rings``: the same by policy, for the decision log. ``explained``: what the client asked for of its decision.
     """
@@ -54,6 +59,9 @@ class Call:
     headers: dict[str, str]
     send: Send
     tenant: bytes = b""
+    flow: bytes = b""
+    patience_s: float = math.inf
+    priority: int = 0
     began: float = 0.0  # perf_counter
     started: bool = False
     complete: bool = False
@@ -73,6 +81,7 @@ class Trip:
     last: bool
     decision: Decision | None = None
     booked: bool = False
+    ticket: bool = False  # it may have one in the queue
     outcome: Outcome = "cancelled"  # until something better is known
     tells_start: bool = True  # by its first streamed byte; of several prompts only the engine knows
     word: str = "fallback"  # what the client is told of the reservation
@@ -94,11 +103,13 @@ class Router:
         self._asker = Asker(upstream, settings, metrics)
         self._handoff = Handoff(metrics, enabled=settings.token_handoff)
         self._settling: set[asyncio.Task[None]] = set()
+        self._waiting = Waiting(settings, metrics)
 
     async def serve(self, call: Call) -> None:
         """Answer ``call``. Raises WarmfleetError while nothing has been sent, and nothing afterwards."""
         settings = self._settings
         request = prompt.parse(call.endpoint, call.body, settings.allowed_fields)  # 1
+        call.priority = prompt.priority(request) if settings.queue_priority else 0
         call.body = self.tenancy.apply(request, call.body, call.tenant)
         pool = await self.pools.find(request.model)
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
@@ -112,8 +123,9 @@ class Router:
         for attempt in range(1, TRIES + 1):
             reservation = new_reservation(shape.prompts, exact=shape.kind == "exact")
             trip = Trip(reservation, pool, last=attempt == TRIES)
+            decide = partial(self._decide, call, trip, shape, exclude)
             try:
-                decision = await self._decide(call, trip, shape, exclude)  # 4
+                decision = await self._waiting.in_turn(call, trip, decide)  # 4
                 await self._forward(call, trip, decision)  # 5
                 return  # noqa: TRY300  the road goes straight down; an else would hide it
             except UpstreamGone as error:
@@ -138,15 +150,17 @@ class Router:
             finally:
                 await self._settled(trip)  # 6: shielded, so it also ends when the client is gone
 
-    async def _decide(self, call: Call, trip: Trip, shape: Shape, exclude: tuple[str, ...]) -> Decision:
+    async def _decide(self, call: Call, trip: Trip, shape: Shape, exclude: tuple[str, ...]) -> Decision | Queued:
         pool = trip.pool
         if not pool.fallback.asks_redis:
             return self._without_redis(trip, shape, exclude, "open")
         started = time.perf_counter()
-        trip.booked = True  # as far as anyone knows, from here on
+        place = Place(call.flow, call.priority, round(1_000 * (started - call.began)))
+        trip.booked = trip.ticket = True  # as far as anyone knows, from here on
         ask = shape.ask(trip.reservation, pool, exclude, call.hints.prefix_tokens, call.order)
+        tell = call.rings is not None or call.hints.explain
         try:
-            decision = await pool.fleet.decide(ask, tell=call.rings is not None or call.hints.explain)
+            decision = await pool.fleet.decide_in_turn(ask, place, tell=tell)
         except NoWorker:
             trip.booked = False
             if len(exclude) > len(shape.barred):
@@ -161,6 +175,10 @@ class Router:
         finally:
             self._metrics.decide_seconds.observe(time.perf_counter() - started)
         pool.fallback.succeeded()
+        if isinstance(decision, Queued):
+            trip.booked = False
+            return decision
+        trip.ticket = False
         pool.open[trip.reservation] = Renewal(
             trip.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens
         )
@@ -175,7 +193,6 @@ class Router:
         return decision
 
     def _told(self, call: Call, pool: Pool, ask: Ask, decision: Decision) -> None:
-        """What the choice saw, for whom it was asked: the log, the client."""
         if call.rings is not None:
             self._log.note(record(pool.tag, ask, pool.fleet.weights, decision, call.rings))
         if call.hints.explain:
@@ -190,22 +207,7 @@ class Router:
             raise NoWorker("No worker is alive, as far as is known.")
         self._metrics.fallback.labels(reason).inc()
         pool.fallback.take(worker.worker_id)
-        trip.decision = Decision(
-            reservation=trip.reservation,
-            outcome="booked",
-            worker_id=worker.worker_id,
-            server_id=str(worker.record.get("server_id", "")),
-            url=worker.url,
-            matched_tokens=0,
-            prompt_tokens=shape.prompt_tokens,
-            speculative=False,
-            flagged=True,
-            cost_s=0.0,
-            wait_tokens=0,
-            approximate=worker.proof == "approximate",
-            prefill_tokens=0,
-            decode_tokens=0,
-        )
+        trip.decision = unbooked(trip.reservation, worker, shape.prompt_tokens)
         return trip.decision
 
     async def _forward(self, call: Call, trip: Trip, decision: Decision) -> None:
@@ -278,6 +280,8 @@ class Router:
         pool.tries.end(trip.reservation)
         if trip.decision is not None:
             pool.fallback.give(trip.decision.worker_id)
+        if trip.ticket and pool.fleet.limits.max_engine_wait_s:
+            self._waiting.leave(pool, trip.reservation)
         if not trip.booked:
             return
         if trip.first_byte is not None:
@@ -288,6 +292,7 @@ class Router:
     async def _tell(self, pool: Pool, reservation: str, outcome: Outcome) -> None:
         try:
             await pool.fleet.settle(reservation, outcome)
+            self._waiting.hurry(pool)
         except WarmfleetError as error:
             self._metrics.settle_failures.inc()
             if outcome != "started" and len(pool.unsettled) < MAX_UNSETTLED:
@@ -298,3 +303,4 @@ class Router:
         """Return when every reservation is settled, or could not be."""
         while self._settling:
             await asyncio.wait(set(self._settling))
+        await self._waiting.drained()

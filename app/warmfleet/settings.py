@@ -121,6 +121,19 @@ class Settings:
     trust_templates: bool = _setting(
         False, "all chat templates that workers bring may run in this process, and their tokenizers are loaded untried"
     )
+    max_engine_wait_s: float = _setting(
+        2.0,
+        "while this much work is booked on every worker, requests wait in their replica, in an order that the fleet "
+        "shares; 0 = never",
+    )
+    queue_max: int = _setting(1_024, "requests of one model that may wait, in all replicas together; then 429")
+    queue_max_bytes: int = _setting(67_108_864, "bodies that may wait in one replica; then 429")
+    queue_timeout_s: float = _setting(
+        30.0, "longest wait there; then 503. A request may shorten it: header `X-Request-Timeout-Ms`"
+    )
+    queue_priority: bool = _setting(
+        False, "a request's field `priority` (lower goes first) counts in the queue: any client can send it"
+    )
     token_handoff: bool = _setting(
         True, "engines that can are given the token ids made here, and do not tokenise again"
     )

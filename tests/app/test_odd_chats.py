@@ -9,11 +9,10 @@ from typing import Any
 
 import orjson
 import pytest
-from tests.loadtest.engines import identity as demo
+from tests.app import deepseek
 
 from warmfleet import prompt
 from warmfleet.chat import NotReproducible
-from warmfleet.encoder import Encoder
 from warmfleet.errors import BadRequest
 from warmfleet.identity import Identity, canonical_text
 from warmfleet.template import ChatTemplate
@@ -109,7 +108,7 @@ async def known(identity: Identity, body: bytes) -> list[str]:
 
 async def run(count: int, seed: int) -> Counter[str]:
     facts = {"multimodal": True, "placeholders": {"image": "<img>", "audio": "<a>"}}
-    encoder, odd, seen = Encoder.load(demo().artifacts()["tokenizer.json"]), Odd(seed), Counter[str]()
+    encoder, odd, seen = deepseek.loaded(), Odd(seed), Counter[str]()
     with ThreadPoolExecutor(1) as executor:
         made = [
             Identity(encoder, ChatTemplate(one, trusted=trusted), facts, executor, Trie(10**6), encoder.cuts(one))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import pytest
+from tests.app import deepseek
 from tests.app.joined import joined, proven
 from tests.app.replica import replica
 from tests.loadtest.engines import identity as demo
@@ -54,7 +55,7 @@ TEMPLATES = {
 
 @pytest.fixture(scope="module")
 def encoder() -> Encoder:
-    return Encoder.load(demo().artifacts()["tokenizer.json"])
+    return deepseek.loaded()
 
 
 @pytest.fixture(scope="module")

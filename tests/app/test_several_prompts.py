@@ -9,7 +9,7 @@ import pytest
 from tests.app.engine import engine
 from tests.app.replica import replica
 
-from warmfleet.fleet import Ask, Decision, Fleet, new_reservation
+from warmfleet.fleet import Ask, Decision, Fleet, Place, Queued, new_reservation
 from warmfleet_worker import wire
 
 if TYPE_CHECKING:
@@ -43,10 +43,12 @@ async def test_the_first_byte_speaks_for_one_prompt(
 ) -> None:
     """What an engine's plugin reports of each prompt gives back its share; one byte must not give back all."""
     seen: list[str] = []
-    decide, settle = Fleet.decide, Fleet.settle
+    decide, settle = Fleet.decide_in_turn, Fleet.settle
 
-    async def decides(self: Fleet, ask: Ask, *, tell: bool) -> Decision:
-        return replace(await decide(self, ask, tell=tell), approximate=approximate)
+    async def decides(self: Fleet, ask: Ask, place: Place, *, tell: bool) -> Decision | Queued:
+        decision = await decide(self, ask, place, tell=tell)
+        assert isinstance(decision, Decision)
+        return replace(decision, approximate=approximate)
 
     async def settles(self: Fleet, reservation: str, outcome: Outcome) -> str:
         if reservation.startswith("wf-"):  # not a reap
@@ -55,7 +57,7 @@ async def test_the_first_byte_speaks_for_one_prompt(
             seen.append(outcome)
         return await settle(self, reservation, outcome)
 
-    monkeypatch.setattr(Fleet, "decide", decides)
+    monkeypatch.setattr(Fleet, "decide_in_turn", decides)
     monkeypatch.setattr(Fleet, "settle", settles)
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
         status, _, _ = await router.post({"model": model, "prompt": prompt, "stream": True})

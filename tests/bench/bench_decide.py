@@ -23,7 +23,8 @@ import redis
 from tests.conftest import server, valkey_binary
 
 from warmfleet.fleet.client import SCRIPT_KEYS, connect, script_source
-from warmfleet.fleet.reservations import Ask, Chain, Reservations, Weights
+from warmfleet.fleet.queueing import Place, Queue, QueueLimits
+from warmfleet.fleet.reservations import Ask, Chain, Weights
 from warmfleet.fleet.rows import Flag, LoadRow
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ class Bench:
     def __init__(self, url: str, workers: int) -> None:
         self.client: Any = redis.Redis.from_url(url)
         self.pid = int(self.client.info("server")["process_id"])
-        self.reservations = Reservations(connect(url), "bench", weights=Weights())
+        self.reservations = Queue(connect(url), "bench", weights=Weights())
+        self.reservations.limits = QueueLimits(2.0)  # as a replica does by default
+        self.reservations.block_tokens = {SCHEME: BLOCK_TOKENS}
         self.keys = self.reservations.keys
         self.shas = {name: str(self.client.script_load(script_source(name))) for name in ("decide", "settle")}
         self.serial = 0
@@ -122,7 +125,7 @@ class Bench:
         name = f"wf-{self.serial:022d}"
         prompt = len(chain) // 8 * BLOCK_TOKENS + 5
         ask = Ask(name, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300)
-        return name, self.call("decide", *self.reservations._ask_args(ask))
+        return name, self.call("decide", *self.reservations.turn_args(ask, Place()))
 
     def call(self, script: str, *args: Any) -> list[Any]:
         keys = [getattr(self.keys, key) for key in SCRIPT_KEYS[script]]

@@ -10,12 +10,15 @@ import sys
 import sysconfig
 import tomllib
 import venv
-import zipfile
 from email import message_from_string
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.wheels import wheel_of
+
+if TYPE_CHECKING:
+    import zipfile
 
 ROOT = Path(__file__).parents[2]
 LOCKS = [ROOT / "app/requirements.lock", *sorted(ROOT.glob("tests/**/requirements.lock"))]
@@ -42,11 +45,7 @@ def wheel(source: Path, out: Path) -> zipfile.ZipFile:
     copy = out / "source"
     leave = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info", "models", "tests", "k8s", "out")
     shutil.copytree(source, copy, symlinks=True, ignore=leave)
-    argv = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*argv, "--wheel-dir", str(out), str(copy)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    [built] = out.glob("*.whl")
-    return zipfile.ZipFile(built)
+    return wheel_of(copy, out)
 
 
 @pytest.fixture(scope="module")

@@ -79,9 +79,9 @@ def load(stack: Stack) -> int:
 
 def left_of_requests(stack: Stack) -> list[str]:
     """Keys that are there only while requests are: leases, what they make, their chains."""
-    with redis.Redis.from_url(stack.redis_url, decode_responses=True) as store:
-        kinds = {key: key.split("}:", 1)[1].partition(":")[0] for key in store.scan_iter("wf:*", count=1_000)}
-    return sorted(key for key, kind in kinds.items() if kind in ("lease", "leases", "x", "c"))
+    with redis.Redis.from_url(stack.redis_url) as store:
+        kinds = {key: key.partition(b"}:")[2].partition(b":")[0] for key in store.scan_iter("wf:*", count=1_000)}
+    return sorted(repr(key) for key, kind in kinds.items() if kind in (b"lease", b"leases", b"x", b"c"))
 
 
 def wait_for_no_load(stack: Stack, seconds: float = 15.0) -> None:

@@ -57,6 +57,7 @@ CASES = {
     "forged ids",
     "a key of a wrong type",
     "a hostile chat template",
+    "more load than the fleet can serve",
     "a malformed join",
     "a hostile tokenizer",
 }

@@ -80,10 +80,12 @@ async def test_prefix_affinity_follows_a_tenth_until_queues_differ_by_ten(world:
     await world.hold(1, chain, 10)
     await loads(world, 10, 0, 0)
     assert await chosen(world, ask) == "1"
-    await loads(world, 11, 0, 0)
+    await loads(world, 11, 0, 1)
     drawn = Counter([await chosen(world, ask, seed=seed) for seed in range(1, 61)])
-    assert set(drawn) == {"2", "3"}, "two at random of three, the shorter queue: never the longest"
-    assert min(drawn.values()) > 15
+    assert set(drawn) == {"2", "3"}, (
+        "two at random of three, the shorter queue: never the longest, not always the shortest"
+    )
+    assert drawn["3"] > 10
     await loads(world, 0, 0, 5)
     assert await chosen(world, world.ask(chain, extra_tokens=1, policy="prefix_affinity")) == "3", "under a tenth"
 

@@ -78,6 +78,7 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
     renewal = Renewal(known.reservation, "w1.0", 1, 101)
     return {
         "decide": lambda: fleet.decide(ask),
+        "queue": fleet.poll,
         "settle": lambda: fleet.settle(gone.reservation, "failed"),
         "renew": lambda: fleet.renew([renewal]),
         "tick": fleet.tick,

@@ -1,7 +1,6 @@
 """The wire format shared by routers and workers: names, keys, stream entries, schemes, block hashes.
 
-A leaf: stdlib only, imported by the plugin (in the engine's process), by the engine simulator and by
-the router. What is written here is the contract; a change of meaning raises ``SCHEMA``.
+A leaf: stdlib only; plugin, simulator and router import it. It is the contract: a change of meaning raises ``SCHEMA``.
 """
 
 from __future__ import annotations
@@ -100,6 +99,7 @@ SINGLE_KEYS = frozenset(
     {
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
         *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
+        "queue",
         "operator_approved",
         "operator_policy",
     }
@@ -297,5 +297,5 @@ def _pickle_payload(parent: bytes, tokens: tuple[int, ...], extra: tuple[Any, ..
 
 
 def _cbor_payload(parent: bytes, tokens: tuple[int, ...], extra: tuple[Any, ...] | None) -> bytes:
-    parts = [b"\x83", cbor.encode(parent), cbor.head(0x80, len(tokens)), *map(cbor.integer, tokens), cbor.encode(extra)]
-    return b"".join(parts)
+    head = b"\x83", cbor.encode(parent), cbor.head(0x80, len(tokens))
+    return b"".join((*head, *map(cbor.integer, tokens), cbor.encode(extra)))

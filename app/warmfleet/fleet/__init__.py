@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from warmfleet.fleet.approvals import Approvals
 from warmfleet.fleet.client import SCRIPT_KEYS, Timeouts, connect
+from warmfleet.fleet.queueing import POLL_AT_ONCE, TENANT_BYTES, Line, Place, Queue, Queued, QueueLimits, Standing
 from warmfleet.fleet.reservations import (
     RENEW_AT_ONCE,
     Ask,
@@ -23,7 +24,7 @@ from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
 from warmfleet.fleet.views import Memory, Views, WorkerView
 
 
-class Fleet(Reservations, Views, Truths, Upkeep, Approvals, Switches):
+class Fleet(Queue, Views, Truths, Upkeep, Approvals, Switches):
     """Everything that routers do with one model's keys. Closing it closes the client that it was given."""
 
     async def close(self) -> None:
@@ -31,8 +32,10 @@ class Fleet(Reservations, Views, Truths, Upkeep, Approvals, Switches):
 
 
 __all__ = [
+    "POLL_AT_ONCE",
     "RENEW_AT_ONCE",
     "SCRIPT_KEYS",
+    "TENANT_BYTES",
     "Applied",
     "Ask",
     "Audited",
@@ -42,12 +45,18 @@ __all__ = [
     "Flag",
     "Fleet",
     "Lease",
+    "Line",
     "LoadRow",
     "Memory",
+    "Place",
+    "Queue",
+    "QueueLimits",
+    "Queued",
     "Renewal",
     "Reservations",
     "Seen",
     "Stage",
+    "Standing",
     "Tick",
     "Timeouts",
     "Truth",

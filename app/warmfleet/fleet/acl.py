@@ -20,7 +20,8 @@ _SCRIPTS = """
     get getrange set strlen incr type unlink time
     hget hset hdel hgetall hincrby hkeys hlen hmget hsetnx hstrlen hvals
     sadd srem scard sscan sinter sismember smembers smismember spop srandmember
-    zadd zrem zcard zcount zpopmin zrange zrangebyscore zrevrangebyscore zscore
+    zadd zrem zcard zcount zincrby zpopmin zrange zrangebyscore zrevrangebyscore zscore
+    zrangebylex zrevrange zrevrangebylex zremrangebyscore
     xlen xrange xtrim xinfo|stream
 """
 SCRIPT_COMMANDS = tuple(_SCRIPTS.split())

@@ -22,7 +22,7 @@ REAP_AT_ONCE = 512
 RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
 
 BOOK, DRY, TELL = 0, 1, 2  # modes of lua/decide.lua
-NO_QUEUE = ("", 0, 0, "", 0, 0)  # tenant, priority, max_engine_wait_s, replica, queue_max, deadline_ms
+NO_QUEUE = ("", 0, 0, "", 0, 0, 0)  # what decide_in_turn tells of a place; max_engine_wait_s 0: there is no queue
 
 
 #: First character of a reservation's random part, for scripts. An engine tells of each prompt's prefill by itself; of
@@ -168,6 +168,7 @@ class Spans:
     lease_ms: int = 30_000  # renewed every 10 s: two renewals may be lost
     worker_ttl_ms: int = 15_000
     tombstone_ms: int = 60_000
+    ticket_ms: int = 1_000  # asked about every 50 ms: who stalls for longer gets its old place back, by arrival
     linger_ms: int = 500  # a finished request's blocks are reported within 0.2 s; evictions must not go unseen long
 
 
@@ -192,7 +193,9 @@ class Reservations(ScriptClient):
         tell: with all that the choice saw, unless the answer was known.
         Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
         """
-        answer = await self.run("decide", *self._ask_args(ask, TELL if tell else BOOK))
+        return self._decision(ask, await self.run("decide", *self._ask_args(ask, TELL if tell else BOOK)))
+
+    def _decision(self, ask: Ask, answer: list[Any]) -> Decision:
         outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = answer[
             :13
         ]
@@ -250,7 +253,7 @@ class Reservations(ScriptClient):
         renewed, rebuilt, refused = await self.run("renew", *args)
         return renewed, rebuilt, refused
 
-    def _ask_args(self, ask: Ask, mode: int = BOOK) -> list[Any]:
+    def _ask_args(self, ask: Ask, mode: int = BOOK, queue: tuple[Any, ...] = NO_QUEUE) -> list[Any]:
         if not ask.reservation:
             raise BadArgument("a reservation needs an id")
         weights, spans = self.weights, self.spans
@@ -274,7 +277,7 @@ class Reservations(ScriptClient):
             weights.min_match_tokens,
             ",".join(ask.order),
             ask.objective_s,
-            *NO_QUEUE,
+            *queue,
         ]
         for chain in ask.chains:
             args += (chain.scheme_id, chain.block_tokens, chain.hashes)

@@ -1,0 +1,41 @@
+"""A request's whole body, within limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.errors import BadRequest, TooLarge
+
+if TYPE_CHECKING:
+    from warmfleet.settings import Settings
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class HungUp(Exception):  # noqa: N818  not an error: the client is gone
+    pass
+
+
+async def read_body(receive: Receive, length: int, settings: Settings) -> bytes:
+    """length: announced bytes, 0 if unknown. Raises TooLarge, BadRequest if it takes too long, HungUp."""
+    limit = settings.body_max_bytes
+    if length > limit:
+        raise TooLarge(f"The body has {length} bytes; {limit} are allowed.")
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise HungUp
+                piece = message.get("body", b"")
+                size += len(piece)
+                if size > limit:
+                    raise TooLarge(f"The body has more than {limit} bytes.")
+                pieces.append(piece)
+                if not message.get("more_body", False):
+                    return b"".join(pieces)
+    except TimeoutError as error:
+        raise BadRequest(f"The body was not complete after {settings.body_timeout_s} s.") from error

@@ -1,0 +1,131 @@
+"""Requests that wait for a worker with room: who is served, who is refused, and what is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.app.replica import Replica, replica
+from tests.app.simulated import simulated
+from tests.conftest import poll
+
+from warmfleet.errors import BadRequest
+from warmfleet.fleet.reservations import Spans
+from warmfleet.waiting import patience_s
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+PROMPT_TOKENS = 300  # a quarter of a second of the engine's time
+SETTINGS: dict[str, Any] = {"max_engine_wait_s": 0.05, "queue_max": 6}  # at a speed not yet known: 500 tokens
+
+
+@pytest.fixture
+def lasting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tickets outlive the test: what is gone was given up."""
+    monkeypatch.setattr(Spans.__init__, "__defaults__", (30_000, 15_000, 60_000, 60_000, 500))
+
+
+def body(seed: int, **more: Any) -> dict[str, Any]:
+    """A prompt of its own."""
+    rng = random.Random(seed)
+    return {"prompt": [rng.randint(10, 900) for _ in range(PROMPT_TOKENS)], "max_tokens": 1, "stream": True} | more
+
+
+@asynccontextmanager
+async def crowded(redis_url: str, model: str, **settings: Any) -> AsyncIterator[Replica]:
+    """A replica with one slow engine."""
+    async with (
+        simulated(redis_url, model, speed="trace"),
+        replica(redis_url, model, **(SETTINGS | settings)) as router,
+    ):
+        await router.routable(1)
+        yield router
+
+
+async def tickets(router: Replica) -> int:
+    return int(await router.fleet.redis.zcard(router.fleet.keys.queue))
+
+
+async def nothing_left(router: Replica) -> None:
+    await router.unloaded()
+    left = [key async for key in router.fleet.redis.scan_iter(match="*queue*") if router.fleet.keys.tag.encode() in key]
+    assert left == []
+
+
+async def test_who_waits_who_is_refused_and_who_hangs_up(valkey_url: str, model: str, lasting: None) -> None:
+    async with crowded(valkey_url, model) as router:
+        sent = [asyncio.create_task(router.post(body(number))) for number in range(12)]
+
+        async def full() -> bool:
+            return await tickets(router) == 6 and sum(one.done() for one in sent) >= 4
+
+        await poll(full, 10, "two are served, six wait, four are refused")
+        refused = [one.result() for one in sent if one.done() and one.result()[0] == 429]
+        assert len(refused) >= 3, "one may be late and find room"
+        for status, headers, answer in refused:
+            error = json.loads(answer)["error"]
+            assert (status, error["type"], error["code"]) == (429, "rate_limit_error", "overloaded")
+            assert int(headers["retry-after"]) >= 1
+        assert await router.metric('warmfleet_queue_rejected_total{reason="full"}') == len(refused)
+        waiting = await router.metric("warmfleet_queued{")
+        assert 1 <= waiting <= 6
+        late = next(one for one in reversed(sent) if not one.done())
+        late.cancel()
+        answers = await asyncio.gather(*sent, return_exceptions=True)
+        codes = [answer[0] for answer in answers if not isinstance(answer, BaseException)]
+        assert codes.count(200) + codes.count(429) == 11
+        assert codes.count(200) >= 6
+        assert await router.metric("warmfleet_queue_seconds_count") >= 6
+        await poll(lambda: nothing_waits(router), 5, "the ticket of who hung up is given back, not left to expire")
+        await nothing_left(router)
+
+
+async def nothing_waits(router: Replica) -> bool:
+    return await tickets(router) == 0 and await router.metric("warmfleet_queued{") == 0
+
+
+async def test_a_deadline_a_priority_and_bytes(valkey_url: str, model: str, lasting: None) -> None:
+    async with crowded(valkey_url, model, queue_priority=True, queue_max_bytes=9_000) as router:
+        first = [asyncio.create_task(router.post(body(number))) for number in range(4)]
+        await poll(lambda: two(router), 5, "two wait")
+        status, headers, answer = await router.post(body(4, priority=9), **{"X-Request-Timeout-Ms": "50"})
+        assert (status, json.loads(answer)["error"]["code"]) == (503, "queue_timeout")
+        assert int(headers["retry-after"]) >= 1
+        long = body(5) | {"prompt": body(5)["prompt"] * 8}
+        assert (await router.post(long))[0] == 429
+        assert await router.metric('warmfleet_queue_rejected_total{reason="bytes"}') == 1
+        order: list[str] = []
+
+        async def ask(name: str, **more: Any) -> None:
+            assert (await router.post(body(6, **more)))[0] == 200
+            order.append(name)
+
+        late = [asyncio.create_task(ask("later", priority=1))]
+        await poll(lambda: at_least(router, 2), 5, "it waits")
+        late.append(asyncio.create_task(ask("sooner", priority=-1)))
+        status, _, answer = await router.post(body(7, priority="high"))
+        assert (status, json.loads(answer)["error"]["param"]) == (400, "priority")
+        await asyncio.gather(*first, *late)
+        assert order == ["sooner", "later"]
+        await nothing_left(router)
+
+
+async def two(router: Replica) -> bool:
+    return await tickets(router) == 2
+
+
+async def at_least(router: Replica, count: int) -> bool:
+    return await tickets(router) >= count or await router.metric("warmfleet_queue_seconds_count") > 3
+
+
+@pytest.mark.parametrize("value", [b"", b"-1", b"0", b"1.5", b"soon", b"1" * 13])
+def test_a_time_limit_that_is_none_is_refused(value: bytes) -> None:
+    with pytest.raises(BadRequest) as caught:
+        patience_s([(b"x-request-timeout-ms", value)])
+    assert caught.value.param == "X-Request-Timeout-Ms"
+    assert patience_s([(b"x-request-timeout-ms", b"1500")]) == 1.5

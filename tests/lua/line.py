@@ -1,0 +1,140 @@
+"""What the queue must do, told a second time: flows with virtual times, and the order that follows from them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from warmfleet.fleet import Decision, Place, Queued, QueueLimits, Standing
+
+if TYPE_CHECKING:
+    from tests.lua.world import World
+
+CLASS, LENGTH = 2**44, 2**20
+LIMIT_S, SPEED = 0.1, 10_000  # so 1,000 tokens of prefill are what a worker may have
+SUFFIXES = ("", ":tickets", ":leases", ":flows", ":lengths", ":served", ":clock")
+
+
+@dataclass
+class Ticket:
+    reservation: str
+    replica: int
+    flow: tuple[int, int]  # class, tenant
+    tokens: int
+    barred: tuple[str, ...] = ()
+
+
+@dataclass
+class Model:
+    """Python's own books. ``order`` lists tickets in the order in which they must be served."""
+
+    tickets: list[Ticket] = field(default_factory=list)  # by arrival
+    time: dict[tuple[int, int], int] = field(default_factory=dict)
+    served: dict[tuple[int, int], int] = field(default_factory=dict)
+    clock: dict[int, int] = field(default_factory=dict)
+
+    def enter(self, ticket: Ticket) -> None:
+        if all(one.flow != ticket.flow for one in self.tickets):
+            start = max(self.clock.get(ticket.flow[0], 0), self.served.pop(ticket.flow, 0))
+            self.time[ticket.flow] = start
+        self.tickets.append(ticket)
+
+    def leave(self, ticket: Ticket, done: int | None = None) -> None:
+        flow, level = ticket.flow, ticket.flow[0]
+        if done is not None:
+            waiting = {one.flow for one in self.tickets if one.flow[0] == level}
+            self.clock[level] = max(self.clock.get(level, 0), self.time[flow]) + math.ceil(done / len(waiting))
+            self.time[flow] += done
+            self.served = {f: t for f, t in self.served.items() if f[0] != level or t > self.clock[level]}
+        self.tickets.remove(ticket)
+        if all(one.flow != flow for one in self.tickets):
+            time = self.time.pop(flow)
+            if time > self.clock.get(level, 0):
+                self.served[flow] = time
+        if not self.tickets:
+            self.served, self.clock = {}, {}
+
+    def order(self) -> list[Ticket]:
+        lines: dict[tuple[int, int], list[Ticket]] = {}
+        for one in self.tickets:
+            lines.setdefault(one.flow, []).append(one)
+        first = {flow: self.tickets.index(line[0]) for flow, line in lines.items()}
+        time, found = dict(self.time), []
+        while lines:
+            flow = min(lines, key=lambda one: (one[0], time[one], first[one]))
+            found.append(lines[flow].pop(0))
+            time[flow] += found[-1].tokens
+            if not lines[flow]:
+                del lines[flow]
+        return found
+
+    def displaced_by(self, flow: tuple[int, int]) -> Ticket | None:
+        """Who gives way when the queue is full."""
+        lengths: dict[tuple[int, int], int] = {}
+        for one in self.tickets:
+            lengths[one.flow] = lengths.get(one.flow, 0) + 1
+        longest = max(lengths, key=lambda one: (one[0], lengths[one], bytes([65 + one[1]])))
+        if (longest[0], lengths[longest]) <= (flow[0], lengths.get(flow, 0) + 1):
+            return None
+        return [one for one in self.tickets if one.flow == longest][-1]
+
+
+class Queueing:
+    """A world with a queue, and the model beside it."""
+
+    def __init__(self, world: World, tickets: int) -> None:
+        self.world, self.model = world, Model()
+        world.fleet.limits = QueueLimits(LIMIT_S, tickets)
+        world.fleet.spans = type(world.fleet.spans)(lease_ms=3_600_000, ticket_ms=3_600_000, linger_ms=0)
+        self.displaced: set[str] = set()
+
+    async def free(self) -> dict[str, int]:
+        """Workers with room, and how many tokens more they may be given."""
+        rows = await self.world.rows()
+        room = {name: round(LIMIT_S * SPEED) - row.prefill_tokens for name, row in rows.items()}
+        return {name: tokens for name, tokens in room.items() if tokens > 0}
+
+    async def decide(self, ticket: Ticket, waited_ms: int = 0) -> Decision | Queued:
+        level, tenant = ticket.flow
+        ask = self.world.ask(
+            reservation=ticket.reservation, prompt_tokens=ticket.tokens, decode_tokens=0, exclude=ticket.barred
+        )
+        return await self.world.fleet.decide_in_turn(ask, Place(bytes([65 + tenant]) * 8, level - 8, waited_ms))
+
+    async def turns(self) -> set[str]:
+        line = await self.world.fleet.poll([one.reservation for one in self.model.tickets])
+        return {ticket for ticket, standing in line.standings.items() if standing is Standing.TURN}
+
+    async def check(self) -> None:
+        """Redis holds what the model holds."""
+        store, queue, model = self.world.store, self.world.keys.queue, self.model
+        members = await self.zset("")
+        assert len(members) <= self.world.fleet.limits.tickets
+        tickets = await cast("Any", store.hgetall(f"{queue}:tickets"))
+        waiting = {name.decode() for name, record in tickets.items() if record}
+        assert waiting == {one.reservation for one in model.tickets} == {one[25:].decode() for one in members}
+        assert {name.decode() for name in tickets} - waiting <= self.displaced
+        assert set(await self.zset(":leases")) == set(tickets)
+        flows = {flow[16:]: time for flow, time in (await self.zset(":flows")).items()}
+        assert flows == {name(flow): flow[0] * CLASS + time for flow, time in model.time.items()}
+        served = {name(flow): flow[0] * CLASS + time for flow, time in model.served.items()}
+        assert await self.zset(":served") == served
+        lengths = Counter(one.flow for one in model.tickets)
+        assert await self.zset(":lengths") == {name(flow): flow[0] * LENGTH + n for flow, n in lengths.items()}
+        clock = await cast("Any", store.hgetall(f"{queue}:clock"))
+        assert int(clock.get(b"tokens", 0)) == sum(one.tokens for one in model.tickets)
+
+    async def zset(self, suffix: str) -> dict[bytes, int]:
+        found = await cast("Any", self.world.store.zrange(self.world.keys.queue + suffix, 0, -1, withscores=True))
+        return {member: round(score) for member, score in found}
+
+    async def gone(self) -> None:
+        """Nothing is left of the queue."""
+        left = [suffix for suffix in SUFFIXES if await self.world.store.exists(self.world.keys.queue + suffix)]
+        assert left == []
+
+
+def name(flow: tuple[int, int]) -> bytes:
+    return bytes([65 + flow[0]]) + bytes([65 + flow[1]]) * 8

@@ -1,0 +1,199 @@
+"""The queue by itself: who is saturated, whose turn it is, what a place is worth, what is left of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.lua.line import Queueing, Ticket
+from tests.lua.world import READY, World
+
+from warmfleet.errors import BadArgument, CancelledReservation
+from warmfleet.fleet import Decision, Flag, Place, Queued, QueueLimits, Standing
+
+pytestmark = pytest.mark.in_turn
+
+FULL = {"prefill_tokens": 1_000, "in_flight": 3}  # a tenth of a second at 10,000 tokens a second: the limit
+OWN, OTHER = (8, 0), (8, 1)
+
+
+@pytest.fixture
+async def q(world: World) -> Queueing:
+    """One worker, saturated."""
+    await world.workers(1, **FULL)
+    await world.ticked(grace_ms=3_600_000)
+    return Queueing(world, 8)
+
+
+async def booked(q: Queueing, ticket: Ticket, waited_ms: int = 0) -> bool:
+    return isinstance(await q.decide(ticket, waited_ms), Decision)
+
+
+def ticket(name: str, flow: tuple[int, int] = OWN, tokens: int = 100, barred: tuple[str, ...] = ()) -> Ticket:
+    return Ticket(f"wf-{name}", 0, flow, tokens, barred)
+
+
+async def turns(q: Queueing, *tickets: Ticket) -> list[str]:
+    line = await q.world.fleet.poll([one.reservation for one in tickets])
+    return [name[3:] for name, standing in line.standings.items() if standing is Standing.TURN]
+
+
+@pytest.mark.parametrize(
+    ("row", "waits"),
+    [
+        (FULL, True),
+        ({"prefill_tokens": 999, "in_flight": 1}, False),
+        ({"foreign_prefill_tokens": 1_000}, True),
+        ({"prefill_tokens": 2_000, "in_flight": 1, "speed_tps": 40_000}, False),
+        ({}, False),
+        ({"decode_tokens": 1_000_000, "in_flight": 9}, False),
+        ({"decode_tokens": 1_000_000, "in_flight": 9, "prefill_tokens": 1}, True),
+        ({"foreign_decode_tokens": 1_000_000, "prefill_tokens": 1}, True),
+        ({"decode_tokens": 120_000, "in_flight": 9, "prefill_tokens": 1}, False),
+        ({**FULL, "flags": READY | Flag.APPROXIMATE}, False),
+    ],
+    ids=str,
+)
+async def test_who_is_saturated(world: World, row: dict[str, int], waits: bool) -> None:
+    """A cache of 8,192 blocks of 16 tokens; what is in it counts while something waits to get in."""
+    await world.workers(1, capacity_blocks=8_192, **row)
+    q = Queueing(world, 8)
+    world.fleet.block_tokens = {7: 16}
+    assert await booked(q, ticket("a", tokens=50_000)) is not waits
+
+
+async def test_one_with_room_is_enough_and_none_is_asked_for_nothing(q: Queueing) -> None:
+    await q.world.worker(2, prefill_tokens=900, in_flight=1)
+    assert await booked(q, ticket("a"))
+    await q.gone()
+    q.world.fleet.limits = QueueLimits(0.0)
+    await q.world.change(2, prefill_tokens=5_000)
+    assert await booked(q, ticket("b")), "0: no queue"
+
+
+async def test_a_newcomer_waits_behind_who_has_the_turn(q: Queueing) -> None:
+    first, second = ticket("first", tokens=900), ticket("second", OTHER)
+    assert not await booked(q, first)
+    await q.world.change(1, prefill_tokens=500)
+    assert not await booked(q, second), "there is room, but not for both"
+    assert await turns(q, first, second) == ["first"]
+    assert await booked(q, first)
+    await q.world.change(1, prefill_tokens=0)
+    assert await booked(q, second)
+    await q.gone()
+
+
+async def test_first_come_first_served_among_strangers(q: Queueing) -> None:
+    """Tenants that come once: by arrival, whatever their names."""
+    strangers = [ticket(f"s{number}", (8, tenant)) for number, tenant in enumerate((9, 3, 7, 1, 5))]
+    for one in strangers:
+        assert not await booked(q, one)
+    await q.world.change(1, prefill_tokens=850)
+    assert await turns(q, *strangers) == ["s0", "s1"]
+
+
+async def test_who_comes_one_by_one_pays_too(q: Queueing) -> None:
+    """A tenant whose line is empty now and then does not begin anew each time. A third one cannot be served at all."""
+    await q.world.worker(2, **FULL)
+    await booked(q, ticket("t0", (8, 2), barred=("w1.0",)))
+    many = [ticket(f"m{number}", OWN, 500) for number in range(3)]
+    for one in many:
+        await booked(q, one)
+    await booked(q, single := ticket("o0", OTHER, 800))
+    await q.world.change(1, prefill_tokens=999)
+    assert await turns(q, *many, single) == ["m0"], "both have had nothing: by arrival"
+    assert await booked(q, many[0])
+    await q.world.change(1, prefill_tokens=999)
+    assert await turns(q, *many, single) == ["o0"]
+    assert await booked(q, single)
+    await q.world.change(1, prefill_tokens=1_000)
+    await booked(q, again := ticket("o1", OTHER, 800))
+    await q.world.change(1, prefill_tokens=999)
+    assert await turns(q, *many, again) == ["m1"]
+
+
+async def test_classes_go_first_whatever_was_served(q: Queueing) -> None:
+    low, high = ticket("low", (15, 0)), ticket("high", (0, 1))
+    await booked(q, low)
+    await booked(q, high)
+    await q.world.change(1, prefill_tokens=950)
+    assert await turns(q, low, high) == ["high"]
+    ask = q.world.ask(prompt_tokens=10)
+    for wild in (-(10**9), 10**9):
+        assert isinstance(await q.world.fleet.decide_in_turn(ask, Place(priority=wild)), Queued)
+
+
+async def test_who_cannot_be_served_holds_up_nobody(q: Queueing) -> None:
+    await q.world.worker(2, **FULL)
+    barred, other = ticket("barred", barred=("w2.0",)), ticket("other", OTHER)
+    await booked(q, barred)
+    await booked(q, other)
+    await q.world.change(2, prefill_tokens=950)
+    assert await turns(q, barred, other) == ["other"]
+    await q.world.change(1, prefill_tokens=999)
+    await q.world.change(2, prefill_tokens=1_000)
+    assert await turns(q, barred, other) == ["barred"], "its own worker has room: it goes first again"
+
+
+async def test_a_full_queue_takes_from_the_longest_line(q: Queueing) -> None:
+    q.world.fleet.limits = QueueLimits(0.1, 7)
+    much = [ticket(f"m{number}") for number in range(7)]
+    for one in much:
+        await booked(q, one)
+    refused = await q.decide(ticket("m7"))
+    assert isinstance(refused, Queued)
+    assert (refused.outcome, refused.waiting, refused.work_s) == ("full", 7, 0.07)
+    little = [ticket(f"l{number}", OTHER) for number in range(5)]
+    answers = [await q.decide(one) for one in little]
+    assert [one.outcome for one in answers if isinstance(one, Queued)] == ["queued"] * 3 + ["full"] * 2
+    line = await q.world.fleet.poll([one.reservation for one in much])
+    assert [*line.standings.values()] == [Standing.WAITS] * 4 + [Standing.DISPLACED] * 3
+    urgent = await q.decide(ticket("u", (0, 0)))
+    assert isinstance(urgent, Queued)
+    assert urgent.outcome == "queued"
+    asked = await q.decide(much[3])
+    assert isinstance(asked, Queued)
+    assert asked.outcome == "displaced", "the last of those that have most, though nobody has asked since"
+
+
+async def test_a_ticket_expires_and_an_empty_queue_is_nothing(q: Queueing) -> None:
+    dead, alive = ticket("dead"), ticket("alive", OTHER)
+    await booked(q, dead)
+    await booked(q, alive)
+    await q.world.store.zadd(q.world.keys.queue + ":leases", {dead.reservation: 1})
+    await q.world.change(1, prefill_tokens=999)
+    assert await turns(q, alive) == ["alive"], "the dead do not stand in the way"
+    line = await q.world.fleet.poll([dead.reservation])
+    assert line.standings == {dead.reservation: Standing.UNKNOWN}
+    await q.world.fleet.poll((), [alive.reservation, "wf-unknown"])
+    await q.gone()
+
+
+async def test_who_was_lost_gets_the_old_place_back(q: Queueing) -> None:
+    old, young = ticket("old"), ticket("young")
+    await booked(q, young)
+    assert not await booked(q, old, waited_ms=5_000)
+    await q.world.change(1, prefill_tokens=950)
+    assert await turns(q, old, young) == ["old"]
+
+
+async def test_who_was_cancelled_gets_no_ticket(q: Queueing) -> None:
+    await q.world.fleet.settle("wf-gone", "cancelled")
+    with pytest.raises(CancelledReservation):
+        await q.decide(ticket("gone"))
+    await q.gone()
+
+
+@pytest.mark.parametrize("place", [Place(b"short"), Place(b"more than 8 bytes")], ids=str)
+async def test_a_tenant_has_eight_bytes(q: Queueing, place: Place) -> None:
+    with pytest.raises(BadArgument):
+        await q.world.fleet.decide_in_turn(q.world.ask(), place)
+
+
+async def test_small_prompts_go_many_at_once(q: Queueing) -> None:
+    """As many as have room, not one for each worker."""
+    small: list[Any] = [ticket(f"s{number}", OWN, 50) for number in range(8)]
+    for one in small:
+        await booked(q, one)
+    await q.world.change(1, prefill_tokens=750)
+    assert await turns(q, *small) == ["s0", "s1", "s2", "s3", "s4"]

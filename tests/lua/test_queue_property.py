@@ -1,0 +1,190 @@
+"""Whatever happens in whatever order: nobody whose turn it is is overtaken, the bounds hold, and nothing is left."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.conftest import PATIENT
+from tests.lua.line import Queueing, Ticket
+from tests.lua.world import World
+
+from warmfleet.fleet import Decision, Fleet, Queued, connect
+
+MOST = 8  # tickets
+WORKERS = ["w1.0", "w2.0", "w3.0"]
+ARRIVE = st.tuples(
+    st.just("arrive"),
+    st.integers(0, 2),  # replica
+    st.tuples(st.integers(7, 9), st.integers(0, 3)),  # class, tenant
+    st.integers(1, 1_500),  # tokens
+    st.sampled_from([(), (), (), ("w1.0",), ("w2.0", "w3.0")]),  # who cannot serve it
+)
+STEPS = st.one_of(
+    ARRIVE,
+    ARRIVE,
+    st.tuples(st.just("poll"), st.integers(0, 2), st.randoms(use_true_random=False)),
+    st.tuples(st.just("end"), st.integers(0, 99)),
+    st.tuples(st.just("hang up"), st.integers(0, 99)),
+    st.tuples(st.just("kill"), st.integers(0, 2)),
+    st.tuples(st.just("lose"), st.none()),
+)
+
+
+async def ask(q: Queueing, ticket: Ticket, *, new: bool) -> None:
+    """A decision for ``ticket``; the model says what it must be."""
+    model, before = q.model, await q.free()
+    crowded = new and len(model.tickets) >= q.world.fleet.limits.tickets
+    victim = model.displaced_by(ticket.flow) if crowded else None
+    full = crowded and victim is None
+    empty = not model.tickets
+    answer = await q.decide(ticket)
+    room = [one for one in before if one not in ticket.barred]
+    if full and not (empty and room):
+        assert isinstance(answer, Queued)
+        assert answer.outcome == "full"
+        return
+    if empty and room and new:
+        assert isinstance(answer, Decision), "nobody waits and somebody has room: it waits for nothing"
+        return
+    if victim is not None:
+        model.leave(victim)
+        q.displaced.add(victim.reservation)
+    if new:
+        model.enter(ticket)
+    if isinstance(answer, Queued):
+        assert answer.outcome == "queued"
+        assert answer.waiting == len(model.tickets)
+        return
+    overtakes(model.order(), ticket, before)
+    model.leave(ticket, max(1, answer.prefill_tokens))
+
+
+def overtakes(order: list[Ticket], ticket: Ticket, room: dict[str, int]) -> None:
+    """Whoever was before ``ticket`` and could be served had its turn as well: there was room for all of these."""
+    left = float(sum(room.values()))
+    share = left / len(room)
+    for other in order:
+        if any(one not in other.barred for one in room):
+            assert left > 0, f"{ticket} went before {other}"
+            if other is ticket:
+                return
+            left -= min(other.tokens, share)
+        assert other is not ticket, "none of the workers with room can serve it"
+
+
+async def step(q: Queueing, action: str, *what: Any) -> None:
+    model, fleet = q.model, q.world.fleet
+    if action == "arrive":
+        replica, flow, tokens, barred = what
+        await ask(q, Ticket(f"wf-{uuid.uuid4().hex[:8]}", replica, flow, tokens, barred), new=True)
+    elif action == "poll":
+        replica, rng = what
+        turns, room = await q.turns(), await q.free()
+        if room:
+            able = [one for one in model.order() if any(name not in one.barred for name in room)]
+            assert not able or able[0].reservation in turns, "there is room, and the first has its turn"
+        else:
+            assert not turns
+        mine = [one for one in model.tickets if one.replica == replica and one.reservation in turns]
+        rng.shuffle(mine)  # a replica's requests come in any order
+        for ticket in mine:
+            await ask(q, ticket, new=False)
+    elif action == "end":
+        leases = sorted(await q.world.leases())
+        if leases:
+            await fleet.settle(leases[what[0] % len(leases)], "finished")
+    elif action == "hang up" and model.tickets:
+        ticket = model.tickets[what[0] % len(model.tickets)]
+        await fleet.poll((), [ticket.reservation])
+        model.leave(ticket)
+    elif action == "kill":
+        for ticket in [one for one in model.tickets if one.replica == what[0]]:
+            await q.world.store.zadd(q.world.keys.queue + ":leases", {ticket.reservation: 1})
+            await fleet.poll()
+            model.leave(ticket)
+    elif action == "lose":
+        await lost(q)
+
+
+async def lost(q: Queueing) -> None:
+    """Redis comes back without the queue: who waited asks again, in the order in which it first came."""
+    keys = [
+        key async for key in q.world.store.scan_iter(match=q.world.keys.queue.replace("{", "\\{") + "*", count=1_000)
+    ]
+    if keys:
+        await q.world.store.delete(*keys)
+    waiting, q.model = q.model.tickets, type(q.model)()
+    for ticket in waiting:
+        await ask(q, ticket, new=True)
+
+
+async def run(url: str, steps: list[Any]) -> None:
+    client = connect(url, timeout_s=10)
+    try:
+        world = World(client, Fleet(client, f"queue/{uuid.uuid4().hex}", timeouts=PATIENT))
+        await world.workers(len(WORKERS))
+        await world.ticked(grace_ms=3_600_000)
+        q = Queueing(world, MOST)
+        for one in steps:
+            await step(q, *one)
+            await q.check()
+        for name in q.displaced | {one.reservation for one in q.model.tickets}:
+            await client.zadd(world.keys.queue + ":leases", {name: 1}, xx=True)
+        await world.fleet.poll()
+        await q.gone()
+        for name in await world.leases():
+            await world.fleet.settle(name, "cancelled")
+        assert all(row.prefill_tokens == row.in_flight == 0 for row in (await world.rows()).values())
+    finally:
+        await client.aclose()
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(STEPS, min_size=10, max_size=40))
+@pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])
+@pytest.mark.in_turn
+async def test_the_queue_keeps_its_order_and_its_bounds(request: Any, which: str, steps: list[Any]) -> None:
+    await run(request.getfixturevalue(which), steps)
+
+
+@pytest.mark.long
+@settings(max_examples=1_500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(STEPS, min_size=20, max_size=80))
+@pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])
+async def test_the_queue_keeps_its_order_and_its_bounds_for_long(request: Any, which: str, steps: list[Any]) -> None:
+    await run(request.getfixturevalue(which), steps)
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("weights", [(10, 1), (1, 1, 6)], ids=str)
+async def test_tenants_get_the_same_work_done_whatever_they_ask_for(world: World, weights: tuple[int, ...]) -> None:
+    """One asks for many times as much, in prompts of any size; nobody else gets less of the fleet for it."""
+    await world.workers(2)
+    await world.ticked(grace_ms=3_600_000)
+    q, rng, done, names = (
+        Queueing(world, 24),
+        random.Random(7),
+        dict.fromkeys(range(len(weights)), 0),
+        iter(range(9_999)),
+    )
+    for _ in range(120):
+        for tenant, weight in enumerate(weights):
+            for _ in range(weight if rng.random() < 0.5 else 1):
+                ticket = Ticket(f"wf-{next(names)}", 0, (8, tenant), rng.randint(50, 800))
+                if sum(one.flow == ticket.flow for one in q.model.tickets) < 10:
+                    await ask(q, ticket, new=True)
+        leases = await world.leases()
+        if leases:
+            await world.fleet.settle(rng.choice(sorted(leases)), "finished")
+        turns = await q.turns()
+        for ticket in [one for one in q.model.order() if one.reservation in turns]:
+            await ask(q, ticket, new=False)
+            if ticket not in q.model.tickets:
+                done[ticket.flow[1]] += ticket.tokens
+    assert max(done.values()) - min(done.values()) <= 2 * 800, done
+    assert min(done.values()) > 5_000
