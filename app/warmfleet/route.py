@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet import prompt, tail
 from warmfleet.asking import Asker
-from warmfleet.decisions import DecisionLog, record
+from warmfleet.decisions import DecisionLog
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.fallback import unbooked
 from warmfleet.fleet import Decision, Place, Queued, Renewal, new_reservation
@@ -23,13 +23,12 @@ from warmfleet.pool import NOT_READ
 from warmfleet.prompt import PATHS
 from warmfleet.relay import Answer, relay
 from warmfleet.tenancy import Tenancy
-from warmfleet.told import answer_headers, explained
+from warmfleet.told import answer_headers, told_of
 from warmfleet.waiting import Waiting
 
 if TYPE_CHECKING:
     import aiohttp
 
-    from warmfleet.fleet import Ask
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool, Pools, Shape
@@ -189,14 +188,8 @@ class Router:
         self._metrics.matched_tokens.inc(decision.matched_tokens)
         self._metrics.decisions.labels(ask.policy, decision.why).inc()
         if decision.seen is not None:
-            self._told(call, pool, ask, decision)
+            told_of(self._log, call, pool, ask, decision)
         return decision
-
-    def _told(self, call: Call, pool: Pool, ask: Ask, decision: Decision) -> None:
-        if call.rings is not None:
-            self._log.note(record(pool.tag, ask, pool.fleet.weights, decision, call.rings))
-        if call.hints.explain:
-            call.explained = explained(ask, pool.fleet.weights, decision)
 
     def _without_redis(self, trip: Trip, shape: Shape, exclude: tuple[str, ...], reason: str) -> Decision:
         pool = trip.pool

@@ -1,4 +1,4 @@
-"""What a client is told of its decision, in headers of the answer."""
+"""What of a decision is told to whom asked for it: to the client in headers of the answer, to the decision log."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from warmfleet.decisions import record
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from warmfleet.decisions import DecisionLog
     from warmfleet.fleet import Ask, Decision, Weights
+    from warmfleet.pool import Pool
     from warmfleet.route import Call
 
 EXPLAINED = 16  # candidates, the cheapest: balancers take headers of 8 kB in all
+
+
+def told_of(log: DecisionLog, call: Call, pool: Pool, ask: Ask, decision: Decision) -> None:
+    """What the choice saw, for whom it was asked: the log, the client."""
+    if call.rings is not None:
+        log.note(record(pool.tag, ask, pool.fleet.weights, decision, call.rings))
+    if call.hints.explain:
+        call.explained = explained(ask, pool.fleet.weights, decision)
 
 
 def answer_headers(call: Call, decision: Decision, word: str, which: str) -> Mapping[bytes, bytes]:
