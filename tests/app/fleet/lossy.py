@@ -23,7 +23,7 @@ from warmfleet.upstream import Addresses, Upstream
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
-    from warmfleet.fleet import Ask, Decision
+    from warmfleet.fleet import Ask, Decision, Place, Queued
 
 HOUR_MS = 3_600_000
 SPANS = Spans(lease_ms=HOUR_MS, tombstone_ms=HOUR_MS, linger_ms=HOUR_MS)  # time passes when a step says so
@@ -44,14 +44,14 @@ class Wire(Fleet):
     foretold: dict[str, str]
     foretells = True
 
-    async def decide(self, ask: Ask, *, tell: bool = False) -> Decision:
+    async def decide_in_turn(self, ask: Ask, place: Place, *, tell: bool = False) -> Decision | Queued:
         self.asked[ask.reservation] = ask
         if self.foretells:
             fates, self.fates = self.fates, deque()
             with suppress(NoWorker):
                 self.foretold[ask.reservation], _ = await self.explain(ask)
             self.fates = fates
-        return await super().decide(ask, tell=tell)
+        return await super().decide_in_turn(ask, place, tell=tell)
 
     async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
         await asyncio.sleep(0)  # whoever else is there goes first
