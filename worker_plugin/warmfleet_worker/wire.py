@@ -99,9 +99,7 @@ SINGLE_KEYS = frozenset(
     {
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
         *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
-        "queue",
-        "operator_approved",
-        "operator_policy",
+        *("queue", "operator_approved", "operator_policy"),
     }
 )
 
