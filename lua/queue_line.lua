@@ -105,33 +105,40 @@ return function(queue, now_us, ticket_ms)
   end
 
   -- Whose turn it is: as many tickets, in order, as have room (see queue_room), but for those that none of the free
-  -- workers can serve. Each is taken for what its prompt has in tokens. Looks at no more than `most`.
+  -- workers can serve. Each is taken for what its prompt has in tokens. Looks at no more than `most`, and of those that
+  -- cannot be served at no more of one flow than its part of that: so a tenant whose worker is busy holds up no other.
   function line.turns(room, most)
-    local turns, left, share, score, ahead, place = {}, room.tokens, room.tokens / math.max(room.count, 1), {}, {}, {}
+    local turns, left, share = {}, room.tokens, room.tokens / math.max(room.count, 1)
+    local order, head, score, ahead, place, missed = {}, 1, {}, {}, {}, {}
     if left <= 0 then return turns end
     local found = call("ZRANGE", flows, 0, most - 1, "WITHSCORES")
-    for k = 1, #found, 2 do score[found[k]] = tonumber(found[k + 1]) end
+    for k = 1, #found, 2 do order[#order + 1], score[found[k]] = found[k], tonumber(found[k + 1]) end
+    local patience = most / #order
     for _ = 1, most do
-      local flow, lowest = nil, math.huge
-      for one, at in pairs(score) do
-        if at < lowest or at == lowest and one < flow then flow, lowest = one, at end
-      end
+      local flow = order[head]
       if not flow or left <= 0 then break end
       local k, name = place[flow] or 0, sub(flow, ARRIVAL + 1)
       if k % PIECE == 0 then
         ahead[flow] = call("ZRANGEBYLEX", queue, "[" .. name, "(" .. name .. "\255", "LIMIT", k, PIECE)
       end
       local member = ahead[flow][k % PIECE + 1]
+      local id = member and sub(member, HEAD - 3)
+      local record = id and line.find(id)
+      local tokens = record and #record >= HEAD and unpack_from(">I4", record)
       place[flow] = k + 1
-      if member then
-        local id = sub(member, HEAD - 3)
-        local record = line.find(id)
-        local tokens = record and #record >= HEAD and unpack_from(">I4", record)
-        if tokens and room.serves(sub(record, HEAD + 1)) then
-          turns[id], left, score[flow] = true, left - math.min(tokens, share), lowest + tokens
+      if tokens and room.serves(sub(record, HEAD + 1)) then
+        turns[id], left, score[flow], head = true, left - math.min(tokens, share), score[flow] + tokens, head + 1
+        local low, high = head, #order + 1
+        while low < high do
+          local middle = math.floor((low + high) / 2)
+          local other = order[middle]
+          local before = score[other] < score[flow] or score[other] == score[flow] and other < flow
+          low, high = before and middle + 1 or low, before and high or middle
         end
+        table.insert(order, low, flow)
       else
-        score[flow] = nil
+        missed[flow] = (missed[flow] or 0) + 1
+        if not member or missed[flow] + 1 > patience then head = head + 1 end
       end
     end
     return turns

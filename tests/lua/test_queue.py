@@ -135,6 +135,18 @@ async def test_who_cannot_be_served_holds_up_nobody(q: Queueing) -> None:
     assert await turns(q, barred, other) == ["barred"], "its own worker has room: it goes first again"
 
 
+async def test_a_line_whose_worker_is_busy_holds_up_no_other_tenant(q: Queueing) -> None:
+    """However long it is: a decision looks at a few hundred tickets, and these may not all be one tenant's."""
+    q.world.fleet.limits = QueueLimits(0.1, 300)
+    await q.world.worker(2, **FULL)
+    for number in range(256):
+        await booked(q, ticket(f"b{number}", barred=("w2.0",)))
+    await booked(q, other := ticket("other", OTHER))
+    await q.world.change(2, prefill_tokens=500)
+    assert await turns(q, other) == ["other"]
+    assert await booked(q, other)
+
+
 async def test_a_full_queue_takes_from_the_longest_line(q: Queueing) -> None:
     q.world.fleet.limits = QueueLimits(0.1, 7)
     much = [ticket(f"m{number}") for number in range(7)]
