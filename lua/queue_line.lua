@@ -88,6 +88,8 @@ return function(queue, now_us, ticket_ms)
 
   function line.reap(most)
     for _, id in ipairs(call("ZRANGEBYSCORE", leases, "-inf", exact(now), "LIMIT", 0, most)) do line.leave(id) end
+    local ahead = call("ZRANGEBYSCORE", leases, "(" .. exact(now + ticket_ms), "+inf", "LIMIT", 0, most)
+    for _, id in ipairs(ahead) do line.renew(id) end -- the clock stepped back: the dead would stand in the way
   end
 
   -- The queue is full: the last ticket of the longest line of the last class gives way, unless that line is the
@@ -131,8 +133,8 @@ return function(queue, now_us, ticket_ms)
         local low, high = head, #order + 1
         while low < high do
           local middle = math.floor((low + high) / 2)
-          local other = order[middle]
-          local before = score[other] < score[flow] or score[other] == score[flow] and other < flow
+          local at = order[middle]
+          local before = score[at] < score[flow] or score[at] == score[flow] and at < flow
           low, high = before and middle + 1 or low, before and high or middle
         end
         table.insert(order, low, flow)

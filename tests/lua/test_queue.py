@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -178,6 +181,18 @@ async def test_a_ticket_expires_and_an_empty_queue_is_nothing(q: Queueing) -> No
     line = await q.world.fleet.poll([dead.reservation])
     assert line.standings == {dead.reservation: Standing.UNKNOWN}
     await q.world.fleet.poll((), [alive.reservation, "wf-unknown"])
+    await q.gone()
+
+
+async def test_a_clock_that_steps_back_leaves_no_dead_ticket_in_the_way(q: Queueing) -> None:
+    """As after a failover to a host whose clock is an hour behind."""
+    q.world.fleet.spans = replace(q.world.fleet.spans, ticket_ms=100)
+    dead = ticket("dead", tokens=5_000)
+    await booked(q, dead)
+    await q.world.store.zadd(q.world.keys.queue + ":leases", {dead.reservation: (time.time() + 3_600) * 1_000})
+    await q.world.fleet.poll()
+    await asyncio.sleep(0.2)
+    await q.world.fleet.poll()
     await q.gone()
 
 
