@@ -61,19 +61,24 @@ class Waiting:
             return answer
         patience_s = min(call.patience_s, self._settings.queue_timeout_s) - (time.perf_counter() - call.began)
         deadline = asyncio.get_running_loop().time() + patience_s
+        self._admitted(trip, answer)
         with self._holding(trip.pool, len(call.body), answer):
             while isinstance(answer, Queued):
-                if answer.outcome != "queued":
-                    trip.ticket = False
-                    raise self._refused(trip.pool, answer.outcome, answer.work_s)
                 await self._turn(trip.pool, trip.reservation, deadline, answer)
                 answer = await decide()
+                self._admitted(trip, answer)
         return answer
+
+    def _admitted(self, trip: Trip, answer: Decision | Queued) -> None:
+        """Raises Overloaded if it has no ticket, though it needs one."""
+        if isinstance(answer, Queued) and answer.outcome != "queued":
+            trip.ticket = False
+            raise self._refused(trip.pool, answer.outcome, answer.work_s)
 
     @contextmanager
     def _holding(self, pool: Pool, size: int, queued: Queued) -> Iterator[None]:
         """A body of ``size`` bytes waits. Raises Overloaded if there is no room for it."""
-        if queued.outcome == "queued" and self.bytes + size > self._settings.queue_max_bytes:
+        if self.bytes + size > self._settings.queue_max_bytes:
             raise self._refused(pool, "bytes", queued.work_s)
         self.bytes += size
         waits, began = self._metrics.queued.labels(pool.tag), time.perf_counter()

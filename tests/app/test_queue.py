@@ -115,6 +115,13 @@ async def test_a_deadline_a_priority_and_bytes(valkey_url: str, model: str, last
         await nothing_left(router)
 
 
+async def test_who_is_refused_did_not_wait(valkey_url: str, model: str) -> None:
+    async with crowded(valkey_url, model, queue_max=0) as router:
+        codes = [answer[0] for answer in await asyncio.gather(*[router.post(body(number)) for number in range(6)])]
+        assert max(codes) == 429
+        assert await router.metric("warmfleet_queue_seconds_count") == 0
+
+
 async def two(router: Replica) -> bool:
     return await tickets(router) == 2
 
