@@ -27,7 +27,7 @@ Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0
       {QUEUED, FULL or DISPLACED, tickets that wait, ms of work in them}: nothing is booked; QUEUED: it has a ticket;
       {DRY, worker_id, why, {median speed, block_tokens, turn}, {worker_id, matched_tokens, speculative_tokens, load
       row, cost_s}...}: all that the choice saw
-Cost: O(workers + max_probes + checkpoints); at most 8 leases reaped
+Cost: O(workers + max_probes + checkpoints), while tickets wait 256 of them more; at most 8 leases reaped
 Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>
 --]]
 local alive_key, load_key, workers_key, servers_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
@@ -52,7 +52,7 @@ if id == "" or not POLICIES[policy] or not (prompt and decode_tokens and lease_m
     or max_engine_wait_s > 0 and (#tenant ~= 8 or priority < 0 or priority > 15)
     or #ARGV > FIRST_CHAIN + 11
     or not (prompt >= 1 and prompt < 2147483648 and decode_tokens >= 0 and decode_tokens < 2147483648) then
-  return redis.error_reply("BAD_ARGUMENT decide: an id, a policy it knows and eighteen numbers, at most four chains")
+  return redis.error_reply("BAD_ARGUMENT decide: an id, a policy it knows and nineteen numbers, at most four chains")
 end
 
 local rows_of, match, choose = include "decide_rows", include "decide_match", include "decide_choose"
