@@ -29,6 +29,7 @@ logger = logging.getLogger("warmfleet.waiting")
 
 POLL_S = 0.05  # a ticket lives for 1 s after it was asked about
 HURRY_S = 0.005  # least time between two polls: what ends at once is asked about once
+PAUSES = 4  # times as long as a poll took, at least, until the next: a long line must not keep Redis busy with itself
 MAX_RETRY_AFTER_S = 60
 LOG_EVERY_S = 5.0
 MAX_DIGITS = 12
@@ -171,14 +172,17 @@ class TicketPolls:
 
     async def _polling(self) -> None:
         try:
+            pause_s = HURRY_S
             while True:
-                await asyncio.sleep(HURRY_S)
+                await asyncio.sleep(pause_s)
                 self.soon.clear()
+                began = time.perf_counter()
                 await self._round()
                 if not self._tickets and not self._leaving:
                     return
+                pause_s = min(max(HURRY_S, PAUSES * (time.perf_counter() - began)), POLL_S)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S - HURRY_S):
+                    async with asyncio.timeout(POLL_S - pause_s):
                         await self.soon.wait()
         finally:
             self.task = None

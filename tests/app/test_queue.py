@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,11 +15,16 @@ from tests.app.simulated import simulated
 from tests.conftest import poll
 
 from warmfleet.errors import BadRequest
+from warmfleet.fallback import Fallback
+from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.reservations import Spans
-from warmfleet.waiting import patience_s
+from warmfleet.pool import Pool
+from warmfleet.waiting import TicketPolls, patience_s
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from warmfleet.fleet import Line
 
 PROMPT_TOKENS = 300  # a quarter of a second of the engine's time
 SETTINGS: dict[str, Any] = {"max_engine_wait_s": 0.05, "queue_max": 6}  # at a speed not yet known: 500 tokens
@@ -120,6 +126,33 @@ async def test_who_is_refused_did_not_wait(valkey_url: str, model: str) -> None:
         codes = [answer[0] for answer in await asyncio.gather(*[router.post(body(number)) for number in range(6)])]
         assert max(codes) == 429
         assert await router.metric("warmfleet_queue_seconds_count") == 0
+
+
+async def test_a_poll_that_takes_long_is_not_made_at_once_again(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred requests end each second; the line is so long that asking about it takes 10 ms of Redis."""
+    client = connect(valkey_url)
+    pool = Pool(model, Fleet(client, model), Fallback(1.0))
+    asked, poll_redis = 0, pool.fleet.poll
+
+    async def slowly(*ids: Any) -> Line:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0.01)
+        return replace(await poll_redis(*ids), standings={})
+
+    monkeypatch.setattr(pool.fleet, "poll", slowly)
+    polls = TicketPolls(pool)
+    waits = asyncio.create_task(polls.wait("wf-ticket"))
+    for _ in range(50):
+        polls.soon.set()
+        await asyncio.sleep(0.01)
+    waits.cancel()
+    await asyncio.wait([waits])
+    await poll(lambda: polls.task is None, 5, "nobody waits, nothing runs")
+    await client.aclose()
+    assert 2 <= asked <= 14
 
 
 async def two(router: Replica) -> bool:
