@@ -27,15 +27,7 @@ class Metrics:
         self.decision_log = self._counter(
             "decision_log", "Records of the decision log, by what became of them", "result"
         )
-        self.first_byte_seconds = self._histogram(
-            "first_byte_seconds", "Request read to first byte of the answer", "model"
-        )
-        self.ttft_seconds = self._gauge(
-            "ttft_seconds", "Of streamed answers of the last minute: request read to first byte", "model", "quantile"
-        )
-        self.objective_seconds = self._gauge(
-            "ttft_objective_seconds", "Time to first token aimed at; 0 = none", "model"
-        )
+        self._of_waits()
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of decided requests")
         self.matched_tokens = self._counter("matched_tokens", "Of these, held by the chosen worker")
         self.identity = self._counter(
@@ -65,19 +57,35 @@ class Metrics:
         self.audited_blocks = self._counter("audited_blocks", "Blocks of the index that this replica audited")
         self.audit_mismatches = self._counter("audit_mismatches", "Workers whose index differed from its digest")
         self._of_redis()
+        self.renewed = self._counter("renewed", "Reservations renewed, rebuilt after a loss, refused", "result")
+        self.view_age_seconds = self._gauge("view_age_seconds", "Age of the last reading of the fleet, oldest model")
+        self._of_workers()
+
+    def _of_waits(self) -> None:
+        """How long clients wait for their first byte."""
+        self.first_byte_seconds = self._histogram(
+            "first_byte_seconds", "Request read to first byte of the answer", "model"
+        )
+        self.ttft_seconds = self._gauge(
+            "ttft_seconds", "Of streamed answers of the last minute: request read to first byte", "model", "quantile"
+        )
+        self.objective_seconds = self._gauge(
+            "ttft_objective_seconds", "Time to first token aimed at; 0 = none", "model"
+        )
+
+    def _of_workers(self) -> None:
+        """What this replica found out about them, and what it did."""
         self.probes = self._counter("probes", "Probes by result", "result")
         self.downgrades = self._counter("downgrades", "Proven workers that are routed by load only now", "cause")
         self.warmings = self._counter(
             "warmings", "Joining workers that were given common prefixes, by result", "result"
         )
         self.warmed_tokens = self._counter("warmed_tokens", "Prompt tokens that these were asked for")
-        self.renewed = self._counter("renewed", "Reservations renewed, rebuilt after a loss, refused", "result")
         self.workers = self._gauge("workers", "Workers by state, at the last reading", "state")
         self.unreadable_records = self._gauge(
             "unreadable_records", "Records of workers and servers that are left out: they are none"
         )
         self.outvoted_workers = self._gauge("outvoted_workers", "Workers that differ from most of their model", "what")
-        self.view_age_seconds = self._gauge("view_age_seconds", "Age of the last reading of the fleet, oldest model")
 
     def _of_redis(self) -> None:
         """Of Redis and the index in it, as one replica reads them: the same on all."""

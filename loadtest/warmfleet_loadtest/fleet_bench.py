@@ -238,7 +238,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{table(runs)}\n\nplots and figures: {args.out}\n")
     print(json.dumps(result))
     return int(any(entry.get("failed", 0) or "error" in entry for entry in runs))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

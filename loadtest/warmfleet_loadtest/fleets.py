@@ -168,9 +168,10 @@ def _start_engines(processes: Processes, setup: Setup, more: Sequence[str]) -> t
 
 def _start_replicas(processes: Processes, fleet: Fleet, store: str, engines: int) -> list[int]:
     ports = free_ports(fleet.replicas)
+    environment = {"WARMFLEET_TRUST_TEMPLATES": "1"}  # whoever measures approves of what is measured
     for number, port in enumerate(ports):
         argv = [sys.executable, "-m", "warmfleet", "serve", "--port", str(port), "--policy", fleet.policy]
-        processes.spawn("replicas", f"replica-{number}", [*argv, "--redis", store, "--models", MODEL])
+        processes.spawn("replicas", f"replica-{number}", [*argv, "--redis", store, "--models", MODEL], environment)
     for number, port in enumerate(ports):
         url = f"http://127.0.0.1:{port}"
         processes.wait(f"replica-{number}", partial(_knows, url, engines))

@@ -79,9 +79,9 @@ def test_it_is_bounded_and_the_hot_one_survives_thousands_of_conversations() -> 
     for number in range(2_000):
         if number % 20 == 0:
             world.ask(hot + words(world.rng, 0))
-        conversation = f"{number:012d}" * 90 + " "
+        conversation = f"{number:011d}z" * 90
         for turn in range(2):
-            world.ask(conversation + "a b " * turn)
+            world.ask(conversation + " and then" * (turn + 1))
         largest = max(largest, len(world.uses))
     assert largest <= MAX_COUNTED + 32
     assert [hot.startswith(text) for text in world.tops(1)] == [True]

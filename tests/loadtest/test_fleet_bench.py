@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import shutil
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
+from warmfleet.policy import POLICIES
 from warmfleet_loadtest import peers
 from warmfleet_loadtest.fleet_bench import main, table
 from warmfleet_loadtest.fleets import CONFIG, Fleet, Setup, balancer_config, others, ours, running
@@ -77,19 +81,49 @@ def test_what_does_not_start_shows_why_and_does_not_stop_the_rest(
     assert "ended with 2" in printed.err
 
 
+def growing_sessions(path: Path) -> Path:
+    """16 sessions of 10 turns, each 6 blocks longer than the one before; a turn waits for the answer."""
+    rows: list[dict[str, Any]] = []
+    for turn in range(10):
+        for session in range(16):
+            new = [1_000 * session + 6 * turn + number for number in range(6)]
+            row = {"t": turn + session / 16, "s": session, "n": turn + 1, "in": 96 * (turn + 1), "out": 8}
+            rows.append({**row, "k": 6 * turn, "new": new})
+    with lzma.open(path, "wt") as out:
+        for line in [{"name": "sessions", "block": 16, "timing": "synthetic"}, *rows]:
+            out.write(json.dumps(line) + "\n")
+    return path
+
+
 @pytest.mark.long  # downloads 70 MB once
 @pytest.mark.usefixtures("generated")
 def test_routers_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What vllm-router learns from the engines' events it routes by: more hits than by the number of requests."""
     fleets = "vllm-router-kv:1,vllm-router-kv:2,smg:1,least-loaded,session-affinity:2"
-    options = ["--rows", "200", "--engines", "4", "--engine-mode", "fcfs", "--speed", "12", "--fleet", fleets]
+    options = ["--rows", "160", "--engines", "4", "--engine-mode", "fcfs", "--fleet", fleets]
+    options += ["--trace", str(growing_sessions(tmp_path / "sessions.jsonl.xz"))]
     assert main(bench(tmp_path, *options)) == 0
     runs = {run["fleet"]: run for run in json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]}
     assert len(runs) == 5
     assert all(run["failed"] == 0 and run["computed_tokens"] > 0 for run in runs.values())
     for name in ("vllm-router-kv x 1", "smg x 1", "session-affinity x 2"):
-        assert runs[name]["hit_ratio"] > 1.2 * runs["least-loaded"]["hit_ratio"]
+        assert runs[name]["hit_ratio"] > 1.5 * runs["least-loaded"]["hit_ratio"]
     assert {run["imbalance"] < 3 for run in runs.values()} == {True}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("generated")
+def test_a_terminated_bench_leaves_no_process(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "tests.bench.bench_trace", *bench(tmp_path, "--fleet", "session-sticky")]
+    with subprocess.Popen([*argv, "--speed", "0.1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        children: list[psutil.Process] = []
+        while not children:
+            assert process.poll() is None
+            time.sleep(0.05)
+            children = psutil.Process(process.pid).children()
+        process.terminate()
+        assert process.wait(30) == 143
+    assert psutil.wait_procs(children, 10)[1] == []
 
 
 @pytest.mark.long  # makes an environment
@@ -105,7 +139,7 @@ def test_without_a_registry_the_message_says_so(tmp_path: Path, monkeypatch: pyt
 
 def test_fleets_by_name() -> None:
     assert [fleet.name for fleet in ours("cost,sticky", "1,4")] == ["cost x 1", "cost x 4", "sticky x 1", "sticky x 4"]
-    assert len(ours("all", "1")) == 10
+    assert tuple(fleet.policy for fleet in ours("all", "1")) == POLICIES
     kv, affinity, sticky = others("vllm-router-kv:4,session-affinity:4,session-sticky")
     assert (kv.kind, kv.replicas, kv.balance, kv.takes_ids) == ("vllm-router-kv", 4, "random", True)
     assert (affinity.kind, affinity.policy, affinity.balance) == ("warmfleet", "cost", "session")
