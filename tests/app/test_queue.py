@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 from tests.app.replica import Replica, replica
 from tests.app.simulated import simulated
-from tests.conftest import poll
+from tests.conftest import poll, server, valkey_binary
 
 from warmfleet.errors import BadRequest
 from warmfleet.fallback import Fallback
@@ -153,6 +156,35 @@ async def test_a_poll_that_takes_long_is_not_made_at_once_again(
     await poll(lambda: polls.task is None, 5, "nobody waits, nothing runs")
     await client.aclose()
     assert 2 <= asked <= 14
+
+
+@pytest.mark.long
+async def test_who_waits_when_redis_dies_goes_by_what_is_known(model: str) -> None:
+    with server(valkey_binary()) as url:
+        async with crowded(url, model, decide_timeout_s=0.5) as router:
+            sent = [asyncio.create_task(router.post(body(number))) for number in range(6)]
+            await poll(lambda: at_least(router, 3), 10, "some wait")
+            pid = (await router.fleet.redis.info("server"))["process_id"]
+            os.kill(pid, signal.SIGKILL)
+            answers = await asyncio.gather(*sent)
+            assert [status for status, _, _ in answers] == [200] * 6
+            assert await router.metric("warmfleet_fallback_total") >= 1
+            assert await router.metric("warmfleet_queued{") == 0
+
+
+@pytest.mark.long
+async def test_who_waits_when_a_replica_stops_is_served(valkey_url: str, model: str, lasting: None) -> None:
+    async with aiohttp.ClientSession() as client:
+
+        async def post(url: str, number: int) -> int:
+            async with client.post(url, json=body(number)) as answer:
+                await answer.read()
+                return answer.status
+
+        async with crowded(valkey_url, model, shutdown_grace_s=20.0) as router:
+            sent = [asyncio.create_task(post(router.url + "/v1/completions", number)) for number in range(6)]
+            await poll(lambda: at_least(router, 3), 10, "some wait")
+        assert [await one for one in sent] == [200] * 6
 
 
 async def two(router: Replica) -> bool:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tests.vllm.engine import BLOCK_TOKENS
+from tests.vllm.witness import DECIDE_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -97,7 +98,7 @@ class Index:
             for at, command in server.commands(life):
                 index.place += 1
                 if command[0] == b"EVALSHA":
-                    asked = command[11:] if command[2] == b"8" else []  # ARGV of decide
+                    asked = command[3 + DECIDE_KEYS :] if int(command[2]) == DECIDE_KEYS else []  # ARGV of decide
                     if command[3].endswith(b":tick"):
                         index.ticks.append(at)
                 elif command[0] == b"XADD":

@@ -22,6 +22,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from tests.conftest import redis7_binary, wait_for_server
 
+from warmfleet.fleet import SCRIPT_KEYS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -29,9 +31,10 @@ if TYPE_CHECKING:
 
 ARGUMENT = re.compile(rb'"((?:[^"\\]|\\.)*)"')
 #: Of the lines of MONITOR only these are kept: the forward index, reservations, progress, whole decisions, ticks.
+DECIDE_KEYS, TICK_KEYS = (len(SCRIPT_KEYS[name]) for name in ("decide", "tick"))
 KEPT = (
-    rb'^\+.*\] "(?:(?:SADD|SREM)" "PREFIXb:|H(?:SET|DEL)" "PREFIXlease"|EVALSHA" "[0-9a-f]+" "(?:8|10)"'
-    rb'|XADD" .*"progress").*$'
+    rb'^\+.*\] "(?:(?:SADD|SREM)" "PREFIXb:|H(?:SET|DEL)" "PREFIXlease"|EVALSHA" "[0-9a-f]+" "(?:%d|%d)"'
+    rb'|XADD" .*"progress").*$' % (DECIDE_KEYS, TICK_KEYS)
 )
 
 
