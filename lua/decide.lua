@@ -20,7 +20,8 @@ ARGV: prefix, id, policy, prompt_tokens, decode_tokens, lease_ms, ttl_ms, max_pr
       prefix_tokens (useful at most; 0: all), min_match_tokens (useful at least), order (ids joined by commas: where a
       hash ring would look, first to last), objective_s (time to first token that is enough; 0: none), tenant (8
       bytes), priority (0 first, 15 last), max_engine_wait_s (0: no queue), block_sizes (scheme=tokens joined by
-      commas), queue_max (tickets), waited_ms (so far), ticket_ms,
+      commas), queue_max (tickets), waited_ms (so far), ticket_ms, barred (those of exclude that can never serve it, for
+      its ticket: not who only failed a moment ago),
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens, flags, why}, in mode 2 then what DRY tells after why;
@@ -40,7 +41,9 @@ local min_match, order, objective_s, tenant = tonumber(ARGV[17]), ARGV[18], tonu
 local priority, max_engine_wait_s, block_sizes = tonumber(ARGV[21]), tonumber(ARGV[22]), ARGV[23]
 local queue_max, waited_ms, ticket_ms = tonumber(ARGV[24]), tonumber(ARGV[25]), tonumber(ARGV[26])
 
-local LEASE, TOMBSTONE, APPROXIMATE, FIRST_CHAIN = ">I4I4I4I4I4I4BB", 3, 16, 27
+local barred = ARGV[27]
+
+local LEASE, TOMBSTONE, APPROXIMATE, FIRST_CHAIN = ">I4I4I4I4I4I4BB", 3, 16, 28
 local POLICIES = { cost = 1, least_loaded = 1, round_robin = 1, random = 1, power_of_two = 1, session = 1, sticky = 1,
   two_state = 1, prefix_affinity = 1, chwbl = 1 }
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
@@ -91,7 +94,7 @@ if max_engine_wait_s > 0 and mode ~= 1 then
     return rows_of(all, select(2, alive_rows(alive_key, load_key, tick_key, now, ttl_ms, "")), median, decode_s)
   end
   wait, served = must_wait(s, everybody, queue_key, leases_key, id, time[1] * 1000000 + time[2], {
-    priority = priority, tenant = tenant, tokens = prompt, barred = exclude, waited_ms = waited_ms,
+    priority = priority, tenant = tenant, tokens = prompt, barred = barred, waited_ms = waited_ms,
     queue_max = queue_max, limit_s = max_engine_wait_s, block_sizes = block_sizes, ticket_ms = ticket_ms,
   })
   if wait then return wait end

@@ -17,9 +17,9 @@ from starlette.routing import Route
 
 from warmfleet import hints, prompt, status
 from warmfleet.body import HungUp, Receive, read_body
+from warmfleet.call import Call
 from warmfleet.errors import BadRequest, MethodNotAllowed, NotFound, Stopping, TooLarge, Unauthorized, WarmfleetError
 from warmfleet.prompt import PATHS, Endpoint
-from warmfleet.route import Call, Router
 from warmfleet.waiting import patience_s
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
 
     from warmfleet.metrics import Metrics
+    from warmfleet.route import Router
     from warmfleet.settings import Settings
 
 logger = logging.getLogger("warmfleet.api")

@@ -20,11 +20,11 @@ from warmfleet.prompt import is_ids
 from warmfleet.upstream import SMALL_ANSWER_BYTES
 
 if TYPE_CHECKING:
+    from warmfleet.call import Call
     from warmfleet.fleet import WorkerView
     from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool, Shape
     from warmfleet.prompt import Request
-    from warmfleet.route import Call
     from warmfleet.settings import Settings
     from warmfleet.upstream import Upstream
 

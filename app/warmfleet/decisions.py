@@ -107,7 +107,7 @@ class DecisionLog:
         while (one := self._waiting.get()) is not None:
             try:
                 self._write(orjson.dumps(one) + b"\n")
-            except OSError as error:
+            except (OSError, TypeError) as error:  # TypeError: orjson refuses a record
                 self._metrics.decision_log.labels("failed").inc()
                 if time.monotonic() - self._logged_at >= LOG_EVERY_S:
                     self._logged_at = time.monotonic()

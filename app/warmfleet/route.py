@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from warmfleet import prompt, tail
 from warmfleet.asking import Asker
+from warmfleet.call import Trip
 from warmfleet.decisions import DecisionLog
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.fallback import unbooked
 from warmfleet.fleet import Decision, Place, Queued, Renewal, new_reservation
-from warmfleet.handoff import NOTHING, REFUSALS, Handoff, Offer, offer
-from warmfleet.hints import NONE, Hints
+from warmfleet.handoff import REFUSALS, Handoff, offer
 from warmfleet.pool import NOT_READ
 from warmfleet.prompt import PATHS
 from warmfleet.relay import Answer, relay
@@ -27,64 +25,22 @@ from warmfleet.told import answer_headers, told_of
 from warmfleet.waiting import Waiting
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine, Mapping
+
     import aiohttp
 
+    from warmfleet.call import Call
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool, Pools, Shape
-    from warmfleet.prompt import Endpoint
     from warmfleet.settings import Settings
     from warmfleet.upstream import Upstream
 
 logger = logging.getLogger("warmfleet.route")
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 TRIES = 4  # of different workers, before the first byte: half of a fleet may die at once
 DEATHS = 2  # of workers that had the request: it may be what they die of, so no third one gets it
 MAX_UNSETTLED = 10_000
-
-
-@dataclass(slots=True)
-class Call:
-    """One request of a client. headers: what is passed on to the worker. tenant: whose it is, if they are kept apart.
-    ``flow``: whose turn it takes in the queue. patience_s: longest wait there, by the client; priority: likewise.
-    ``complete``: its answer is on the way out. ``offer``: its token ids. ``order``: where a hash ring would look;
-    ``rings``: the same by policy, for the decision log. ``explained``: what the client asked for of its decision.
-    """
-
-    endpoint: Endpoint
-    body: bytes
-    request_id: str
-    headers: dict[str, str]
-    send: Send
-    tenant: bytes = b""
-    flow: bytes = b""
-    patience_s: float = math.inf
-    priority: int = 0
-    began: float = 0.0  # perf_counter
-    started: bool = False
-    complete: bool = False
-    offer: Offer = NOTHING
-    hints: Hints = NONE
-    order: tuple[str, ...] = ()
-    rings: dict[str, tuple[str, ...]] | None = None
-    explained: bytes = b""
-
-
-@dataclass(slots=True)
-class Trip:
-    """One try: a reservation from before it is booked until it is settled."""
-
-    reservation: str
-    pool: Pool
-    last: bool
-    decision: Decision | None = None
-    booked: bool = False
-    ticket: bool = False  # it may have one in the queue
-    outcome: Outcome = "cancelled"  # until something better is known
-    tells_start: bool = True  # by its first streamed byte; of several prompts only the engine knows
-    word: str = "fallback"  # what the client is told of the reservation
-    first_byte: asyncio.Task[None] | None = None
 
 
 class Router:
@@ -116,13 +72,13 @@ class Router:
         call.offer = offer(request, shape)
         call.order = pool.policy.order(pool.view, request, call.hints.session)
         call.rings = pool.policy.orders(pool.view, request, call.hints.session) if self._log.wants() else None
-        exclude = (*shape.barred, *pool.suspects())
+        barred, spare = shape.barred, True  # spare: who failed somebody a moment ago
         gone: UpstreamGone | None = None
         deaths = 0
         for attempt in range(1, TRIES + 1):
             reservation = new_reservation(shape.prompts, exact=shape.kind == "exact")
             trip = Trip(reservation, pool, last=attempt == TRIES)
-            decide = partial(self._decide, call, trip, shape, exclude)
+            decide = partial(self._decide, call, trip, shape, barred, spare)
             try:
                 decision = await self._waiting.in_turn(call, trip, decide)  # 4
                 await self._forward(call, trip, decision)  # 5
@@ -135,26 +91,31 @@ class Router:
                 deaths += not error.refused
                 if attempt == TRIES or deaths == DEATHS or shape.reason == "too_long":
                     raise  # what no engine takes may have been too much for this one
-                exclude = (*exclude, decision.worker_id)
+                barred = (*barred, decision.worker_id)
                 self._metrics.retries.labels("another").inc()
             except NoWorker:
                 if gone is not None:
                     raise gone from None  # every worker there is has failed: that is what to tell
-                if len(exclude) == len(shape.barred):
+                if not trip.spared:
                     raise
-                exclude = shape.barred  # only suspects are left: better one of them than nobody
+                spare = False  # only suspects are left: better one of them than nobody
             except WarmfleetError:
                 trip.outcome = "failed"
                 raise
             finally:
                 await self._settled(trip)  # 6: shielded, so it also ends when the client is gone
 
-    async def _decide(self, call: Call, trip: Trip, shape: Shape, exclude: tuple[str, ...]) -> Decision | Queued:
+    async def _decide(
+        self, call: Call, trip: Trip, shape: Shape, barred: tuple[str, ...], spare: bool
+    ) -> Decision | Queued:
+        """barred: who cannot serve it, or has failed it. spare: pass over who failed another request, too."""
         pool = trip.pool
+        trip.spared = pool.suspects() if spare else ()
+        exclude = (*barred, *trip.spared)
         if not pool.fallback.asks_redis:
             return self._without_redis(trip, shape, exclude, "open")
         started = time.perf_counter()
-        place = Place(call.flow, call.priority, round(1_000 * (started - call.began)))
+        place = Place(call.flow, call.priority, round(1_000 * (started - call.began)), barred)
         trip.booked = trip.ticket = True  # as far as anyone knows, from here on
         ask = shape.ask(trip.reservation, pool, exclude, call.hints.prefix_tokens, call.order)
         tell = call.rings is not None or call.hints.explain

@@ -127,7 +127,9 @@ class Settings:
         "shares; 0 = never",
     )
     queue_max: int = _setting(1_024, "requests of one model that may wait, in all replicas together; then 429")
-    queue_max_bytes: int = _setting(67_108_864, "bodies that may wait in one replica; then 429")
+    queue_max_bytes: int = _setting(
+        67_108_864, "bodies that may wait in one replica, of a tenant as much as is free; then 429"
+    )
     queue_timeout_s: float = _setting(
         30.0, "longest wait there; then 503. A request may shorten it: header `X-Request-Timeout-Ms`"
     )

@@ -12,10 +12,10 @@ from warmfleet.decisions import record
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from warmfleet.call import Call
     from warmfleet.decisions import DecisionLog
     from warmfleet.fleet import Ask, Decision, Weights
     from warmfleet.pool import Pool
-    from warmfleet.route import Call
 
 EXPLAINED = 16  # candidates, the cheapest: balancers take headers of 8 kB in all
 

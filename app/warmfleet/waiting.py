@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,10 @@ from warmfleet.fleet import POLL_AT_ONCE, Decision, Queued, Standing
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator
 
+    from warmfleet.call import Call, Trip
     from warmfleet.fleet import Line
     from warmfleet.metrics import Metrics
     from warmfleet.pool import Pool
-    from warmfleet.route import Call, Trip
     from warmfleet.settings import Settings
 
 logger = logging.getLogger("warmfleet.waiting")
@@ -50,6 +51,7 @@ class Waiting:
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self.bytes = 0
+        self._held: Counter[bytes] = Counter()  # of these, by tenant
         self._settings = settings
         self._metrics = metrics
         self._lines: dict[str, TicketPolls] = {}
@@ -60,14 +62,17 @@ class Waiting:
         answer = await decide()
         if isinstance(answer, Decision):
             return answer
-        patience_s = min(call.patience_s, self._settings.queue_timeout_s) - (time.perf_counter() - call.began)
+        left_s = call.patience_s - (time.perf_counter() - call.began)
+        patience_s = min(left_s, self._settings.queue_timeout_s)
         deadline = asyncio.get_running_loop().time() + patience_s
         self._admitted(trip, answer)
-        with self._holding(trip.pool, len(call.body), answer):
+        with self._holding(trip.pool, call.flow, len(call.body), answer):
             while isinstance(answer, Queued):
                 await self._turn(trip.pool, trip.reservation, deadline, answer)
                 answer = await decide()
                 self._admitted(trip, answer)
+                if isinstance(answer, Queued) and trip.spared:  # they have room, so it stays its turn
+                    await asyncio.sleep(POLL_S)
         return answer
 
     def _admitted(self, trip: Trip, answer: Decision | Queued) -> None:
@@ -77,11 +82,13 @@ class Waiting:
             raise self._refused(trip.pool, answer.outcome, answer.work_s)
 
     @contextmanager
-    def _holding(self, pool: Pool, size: int, queued: Queued) -> Iterator[None]:
-        """A body of ``size`` bytes waits. Raises Overloaded if there is no room for it."""
-        if self.bytes + size > self._settings.queue_max_bytes:
+    def _holding(self, pool: Pool, flow: bytes, size: int, queued: Queued) -> Iterator[None]:
+        """A body of ``size`` bytes waits. Raises Overloaded if there is no room for it: a tenant that holds as much as
+        is free gets no more, so there is room for the others."""
+        if self._held[flow] + size > self._settings.queue_max_bytes - self.bytes:
             raise self._refused(pool, "bytes", queued.work_s)
         self.bytes += size
+        self._held[flow] += size
         waits, began = self._metrics.queued.labels(pool.tag), time.perf_counter()
         waits.inc()
         try:
@@ -89,6 +96,9 @@ class Waiting:
         finally:
             waits.dec()
             self.bytes -= size
+            self._held[flow] -= size
+            if not self._held[flow]:
+                del self._held[flow]
             self._metrics.queue_seconds.observe(time.perf_counter() - began)
 
     async def _turn(self, pool: Pool, ticket: str, deadline: float, queued: Queued) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from tests.conftest import poll, server, valkey_binary
 
 from warmfleet.errors import BadRequest
 from warmfleet.fallback import Fallback
-from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet import Ask, Fleet, connect
 from warmfleet.fleet.reservations import Spans
 from warmfleet.pool import Pool
 from warmfleet.waiting import TicketPolls, patience_s
@@ -99,7 +100,7 @@ async def nothing_waits(router: Replica) -> bool:
 
 
 async def test_a_deadline_a_priority_and_bytes(valkey_url: str, model: str, lasting: None) -> None:
-    async with crowded(valkey_url, model, queue_priority=True, queue_max_bytes=9_000) as router:
+    async with crowded(valkey_url, model, queue_priority=True, queue_max_bytes=14_000) as router:
         first = [asyncio.create_task(router.post(body(number))) for number in range(4)]
         await poll(lambda: two(router), 5, "two wait")
         status, headers, answer = await router.post(body(4, priority=9), **{"X-Request-Timeout-Ms": "50"})
@@ -122,6 +123,36 @@ async def test_a_deadline_a_priority_and_bytes(valkey_url: str, model: str, last
         await asyncio.gather(*first, *late)
         assert order == ["sooner", "later"]
         await nothing_left(router)
+
+
+async def test_who_failed_a_moment_ago_is_not_passed_over_for_the_whole_wait(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until = 0.0
+    monkeypatch.setattr(Pool, "suspects", lambda _: ("idle.0",) if time.monotonic() < until else ())
+    async with simulated(valkey_url, model, "idle"), crowded(valkey_url, model) as router:
+        await router.routable(2)
+        await router.fleet.decide(Ask("wf-0busy", (), 100_000, 1, "cost", ("idle.0",)))
+        until = time.monotonic() + 0.6
+        began = time.monotonic()
+        status, headers, _ = await router.post(body(1), **{"X-Request-Timeout-Ms": "4000"})
+        assert (status, headers["x-warmfleet-worker"]) == (200, "idle.0")
+        assert 0.5 < time.monotonic() - began < 3.0
+        await router.fleet.settle("wf-0busy", "finished")
+
+
+async def test_one_tenant_leaves_room_for_the_bodies_of_others(valkey_url: str, model: str, lasting: None) -> None:
+    limit = 8 * len(json.dumps(body(0)))
+    async with crowded(valkey_url, model, queue_max=50, queue_max_bytes=limit) as router:
+        sent = [asyncio.create_task(router.post(body(number), authorization="Bearer one")) for number in range(16)]
+
+        async def refused() -> bool:
+            return await router.metric('warmfleet_queue_rejected_total{reason="bytes"}') >= 4
+
+        await poll(refused, 10, "as much of one tenant waits as may")
+        assert (await router.post(body(99), authorization="Bearer two"))[0] == 200
+        answers = await asyncio.gather(*sent)
+        assert {status for status, _, _ in answers} == {200, 429}
 
 
 async def test_who_is_refused_did_not_wait(valkey_url: str, model: str) -> None:

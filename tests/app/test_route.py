@@ -11,11 +11,12 @@ from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engi
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
+from warmfleet.call import Call
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import Fleet
 from warmfleet.metrics import Metrics
 from warmfleet.pool import Pool, Pools
-from warmfleet.route import Call, Router
+from warmfleet.route import Router
 from warmfleet.settings import Settings
 from warmfleet.upstream import Addresses, Upstream
 from warmfleet.view import view_of

@@ -101,7 +101,9 @@ class Queueing:
         ask = self.world.ask(
             reservation=ticket.reservation, prompt_tokens=ticket.tokens, decode_tokens=0, exclude=ticket.barred
         )
-        return await self.world.fleet.decide_in_turn(ask, Place(bytes([65 + tenant]) * 8, level - 8, waited_ms))
+        return await self.world.fleet.decide_in_turn(
+            ask, Place(bytes([65 + tenant]) * 8, level - 8, waited_ms, ticket.barred)
+        )
 
     async def turns(self) -> set[str]:
         line = await self.world.fleet.poll([one.reservation for one in self.model.tickets])

@@ -29,11 +29,16 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a request's place in the queue follows from. tenant: 8 bytes. waited_ms: since it first came."""
+    """What a request's place in the queue follows from. tenant: 8 bytes. waited_ms: since it first came.
+
+    barred: workers that can never serve it. Who is excluded from one decision only, since it failed a moment ago, is
+    not among them: the ticket would pass it over for as long as it waits.
+    """
 
     tenant: bytes = NOBODY
     priority: int = 0
     waited_ms: int = 0
+    barred: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ class Queue(Reservations):
         """What ``decide_in_turn`` gives the script."""
         limits, priority = self.limits, min(max(place.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS
         bounds = limits.max_engine_wait_s, self._sizes(), limits.tickets
-        queue = (place.tenant, priority, *bounds, place.waited_ms, self.spans.ticket_ms)
+        queue = (place.tenant, priority, *bounds, place.waited_ms, self.spans.ticket_ms, ",".join(place.barred))
         return self._ask_args(ask, mode, queue)
 
     async def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> Line:

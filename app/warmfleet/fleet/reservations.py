@@ -22,7 +22,7 @@ REAP_AT_ONCE = 512
 RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
 
 BOOK, DRY, TELL = 0, 1, 2  # modes of lua/decide.lua
-NO_QUEUE = ("", 0, 0, "", 0, 0, 0)  # what decide_in_turn tells of a place; max_engine_wait_s 0: there is no queue
+NO_QUEUE = ("", 0, 0, "", 0, 0, 0, "")  # what decide_in_turn tells of a place; max_engine_wait_s 0: there is no queue
 
 
 #: First character of a reservation's random part, for scripts. An engine tells of each prompt's prefill by itself; of

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from tests.conftest import PATIENT
 
 from warmfleet import maintenance
+from warmfleet.call import Call, Trip
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fallback import Fallback
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.reservations import Spans
 from warmfleet.metrics import Metrics
 from warmfleet.pool import Pool, Pools, Shape
-from warmfleet.route import Call, Router, Trip
+from warmfleet.route import Router
 from warmfleet.settings import Settings
 from warmfleet.upstream import Addresses, Upstream
 
@@ -98,7 +99,7 @@ class Replica:
         call = Call("completions", b"", "", {}, _nothing, order=ask.order)
         shape = Shape(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact")
         try:
-            await self.router._decide(call, trip, shape, ask.exclude)
+            await self.router._decide(call, trip, shape, ask.exclude, spare=False)
             self.trips.append(trip)
         except (WarmfleetError, asyncio.CancelledError):
             await self.router._settled(trip)
