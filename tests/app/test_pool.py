@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from array import array
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -30,7 +31,7 @@ def worker(routable: bool) -> WorkerView:
 
 
 def pools() -> Pools:
-    return Pools([Pool("m", cast("Fleet", None), Fallback(1.0))])
+    return Pools([Pool("m", cast("Fleet", SimpleNamespace()), Fallback(1.0))])
 
 
 def serving(name: str, loras: object, *, routable: bool = True) -> WorkerView:
