@@ -75,6 +75,7 @@ def explore(url: str, policies: tuple[str, ...], examples: int, length: int) -> 
         every()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])
 def test_the_sum_of_load_is_the_sum_of_open_leases(request: Any, which: str) -> None:
     explore(request.getfixturevalue(which), POLICIES, 12, 12)
