@@ -125,16 +125,16 @@ async def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
     await running
     assert clients.failures == []
     assert load(stack) > 0, "nobody could have given that load back yet"
-    half_a_minute_passes(stack)
+    a_minute_passes(stack)
     wait_until(lambda: load(stack) == 0 and not left_of_requests(stack), 20, "the dead replica's leases expire")
 
 
-def half_a_minute_passes(stack: Stack) -> None:
-    """For every open lease: none lasts longer, and only the replica that is dead would have renewed it."""
+def a_minute_passes(stack: Stack) -> None:
+    """For every lease, and the tombstones of what was given up: none lasts longer, and the dead renew none."""
     with redis.Redis.from_url(stack.redis_url, decode_responses=True) as store:
         [leases] = store.keys("wf:*:leases")
         now = store.time()[0] * 1_000
         expiries = dict(store.zrange(leases, 0, -1, withscores=True))
         assert expiries
-        assert max(expiries.values()) <= now + 32_000
-        store.zadd(leases, {lease: expiry - 30_000 for lease, expiry in expiries.items()})
+        assert max(expiries.values()) <= now + 62_000
+        store.zadd(leases, {lease: expiry - 60_000 for lease, expiry in expiries.items()})
