@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import threading
 import time
 from dataclasses import dataclass
@@ -186,23 +187,25 @@ def test_a_cut_is_exact_while_the_engine_works(seed: int) -> None:
 
 
 def test_the_engine_pays_less_than_the_budget() -> None:
-    """250 stored + 250 evicted (one 4,000-token request): at most 0.15 ms of the engine's CPU are added."""
+    """250 stored + 250 evicted (one 4,000-token request): at most 0.15 ms of the engine's CPU are added.
 
-    def cost_ms(transitions: Transitions | None) -> float:
-        block_map, best = BlockMap(), 1e9
-        if transitions is not None:
-            track(block_map, transitions)
-        keys = [os.urandom(32) + GROUP_0 for _ in range(5_000)]
-        for _ in range(12):
-            for part in range(0, 5_000, 250):
-                begin = time.thread_time_ns()
-                for key in keys[part : part + 250]:
-                    block_map.insert(key, Block(1))
-                for key in keys[part : part + 250]:
-                    block_map.pop(key, 1)
-                best = min(best, (time.thread_time_ns() - begin) / 1e6)
-                if transitions is not None:
-                    transitions.cut()
-        return best
+    That is 1.5 times what vLLM's own insert and pop of them take (0.10 ms where the budget was set). Both are timed in
+    turn, and the median of the pairs counts: the machine's pace, which may change by half, is in both.
+    """
 
-    assert cost_ms(Transitions(hash_of_key(0))) - cost_ms(None) < 0.15
+    def cost_ns(block_map: BlockMap, keys: list[bytes]) -> int:
+        begin = time.thread_time_ns()
+        for key in keys:
+            block_map.insert(key, Block(1))
+        for key in keys:
+            block_map.pop(key, 1)
+        return time.thread_time_ns() - begin
+
+    bare, (block_map, transitions) = BlockMap(), tracked()
+    parts = [[os.urandom(32) + GROUP_0 for _ in range(250)] for _ in range(400)]
+    ratios = []
+    for keys in parts:
+        alone = cost_ns(bare, keys)
+        ratios.append(cost_ns(block_map, keys) / alone)
+        transitions.cut()
+    assert statistics.median(ratios) < 2.5
