@@ -1,13 +1,13 @@
 --[[
 decide_reap: what expired gives back its load (unless its worker joined anew: another epoch) and its speculation.
 
-Takes the keys of load, leases and lease, the key prefix and the time in ms; at most 8 leases.
+Takes their ids, the keys of load, leases and lease, and the key prefix.
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local SUMS, LEASE, STARTED, TOMBSTONE = ">I4i4i4i4", ">I4I4I4I4I4I4BB", 1, 3 -- SUMS: the head of a load row
 
-return function(load_key, leases_key, lease_key, prefix, now)
-  for _, gone in ipairs(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, 8)) do
+return function(expired, load_key, leases_key, lease_key, prefix)
+  for _, gone in ipairs(expired) do
     local lease = call("HGET", lease_key, gone) or struct.pack(LEASE, 0, 0, 0, 0, 0, 0, TOMBSTONE, 0)
     call("ZREM", leases_key, gone)
     call("HDEL", lease_key, gone)

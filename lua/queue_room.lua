@@ -6,19 +6,21 @@ context fills 95 % of its cache and some of it is still to be computed (context 
 so a cache is known to be full only by what does not get into it). One without any work never is, nor one that is
 approximate: of its prefill only streams tell when it is done, and its speed is not known.
 Takes the candidates (decide_rows), limit_s, block_sizes (scheme=tokens, joined by commas) and whether one will do.
-Returns {tokens that have room, count of workers with room, serves(ids joined by commas): one of them is not in there}.
+Returns whether there is one; else {tokens that have room, count of workers with room, serves(ids joined by commas): one
+of them is not in there}.
 --]]
 local unpack_from, sub, band = struct.unpack, string.sub, bit.band
 local APPROXIMATE, FULL = 16, 0.95
 
 return function(s, limit_s, block_sizes, one_will_do)
   local sizes, names, room = {}, {}, { tokens = 0, count = 0 }
-  for scheme, tokens in block_sizes:gmatch("(%d+)=(%d+)") do sizes[tonumber(scheme)] = tonumber(tokens) end
   for i = 1, s.count do
     local decode, flight, flags, scheme, foreign_decode, capacity =
       unpack_from(">i4i4xxxxI2I4xxxxxxxxI4xxxxI4", s.rows[i], 9)
     local ahead, limit = s.wait[i], limit_s * s.speed[i]
-    local tokens, cache = limit - ahead, capacity * (sizes[scheme] or 0) * FULL
+    local size = sizes[scheme] or tonumber((("," .. block_sizes):match("," .. scheme .. "=(%d+)"))) or 0
+    local tokens, cache = limit - ahead, capacity * size * FULL
+    sizes[scheme] = size
     if band(flags, APPROXIMATE) ~= 0 then
       tokens = limit
     elseif ahead + flight + foreign_decode == 0 then
@@ -27,11 +29,12 @@ return function(s, limit_s, block_sizes, one_will_do)
       tokens = ahead == 0 and 1 or 0
     end
     if tokens > 0 then
+      if one_will_do then return true end
       room.tokens, room.count = room.tokens + tokens, room.count + 1
       names[room.count] = sub(s.rows[i], 51)
-      if one_will_do then break end
     end
   end
+  if one_will_do then return false end
   function room.serves(barred)
     if barred == "" then return true end
     barred = "," .. barred .. ","

@@ -8,8 +8,10 @@ second at random moments, each 10,000 tokens long, and settles them half a secon
   resync   the same, and every 5 s one worker sends its whole table, which is taken over by slots
   naive    as digest, and every 5 s one worker's entries are deleted and written again in one call
 p50, p99 and p99.9 of decide count from the moment a decision was due, in all rounds together. If the generator sent
-late or its share of a core is high, ``generator_was_the_bottleneck`` says so. longest_call_ms is from SLOWLOG, wall
-time of one call of ours in all phases but naive; machines that do other things too make it longer.
+late or its share of a core is high, ``generator_was_the_bottleneck`` says so. undisturbed: only decisions due at
+moments when no core stood still for everybody (``stalls``; a virtual machine's cores are lent): what the software does.
+longest_call_ms is from SLOWLOG, wall time of one call of ours in all phases but naive; machines that do other things
+too make it longer.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import redis
+from tests.bench.stalls import Stalls
 from tests.bench.sync_data import Data
 from tests.bench.sync_fleet import Sync, Worker, send
 from tests.conftest import PATIENT, server, valkey_binary
@@ -38,6 +41,7 @@ from warmfleet_worker import wire
 MODEL = "bench"
 MODES = ("alone", "none", "digest", "resync", "naive")
 SLOW_US = 300
+CLEAR_S = 0.005  # no core stands still in so long after a decision was due: whatever its own latency became
 LATE_SHARE = 0.2  # of p99: more lag than this and the generator is what was measured
 
 
@@ -46,6 +50,8 @@ class Phase:
     """What was seen of one mode, in all rounds."""
 
     latencies: list[int] = field(default_factory=list)
+    undisturbed: list[int] = field(default_factory=list)  # those of them due while no core stood still
+    by_round: list[tuple[float, float]] = field(default_factory=list)  # p99 of these in ms, share of the others
     lags: list[int] = field(default_factory=list)
     slowest: Counter[str] = field(default_factory=Counter)  # script -> µs
     over_1ms: int = 0
@@ -55,9 +61,9 @@ class Phase:
     matched: float = 0.0
     late_ms: float = 0.0  # of this process' own flushes
 
-    def quantiles(self) -> tuple[float, float, float]:
-        """p50, p99 and p99.9 in ms."""
-        cuts = statistics.quantiles(self.latencies, n=1000)
+    def quantiles(self, latencies: list[int] | None = None) -> tuple[float, float, float]:
+        """p50, p99 and p99.9 in ms, of all or of these."""
+        cuts = statistics.quantiles(self.latencies if latencies is None else latencies, n=1000)
         return cuts[499] / 1000, cuts[989] / 1000, cuts[998] / 1000
 
     def lag_ms(self) -> float:
@@ -145,21 +151,31 @@ class Bench:
         assert generator.stdin is not None
         assert generator.stdout is not None
         job = {"rate": options.decides, "seconds": options.seconds}
+        stalls = Stalls()
+        stalls.start()
         generator.stdin.write(json.dumps(job).encode() + b"\n")
         line = await generator.stdout.readline()
         phase.redis_busy.append((self._cpu_s() - before) / (time.perf_counter() - begun))
+        stalls.stop()
         done.set()
         await running
-        self._note(phase, json.loads(line))
+        self._note(phase, json.loads(line), stalls)
         await self.sync.quiet()
         self.check()
         p50, p99, p999 = phase.quantiles()
-        say(f"{mode:7} p50 {p50:.2f} p99 {p99:.2f} p99.9 {p999:.2f} ms, lag p99 {phase.lag_ms():.2f} ms,"
+        clear = "undisturbed {:.2f}, but for {:.1%}".format(*phase.by_round[-1]) if phase.by_round else ""
+        say(f"{mode:7} p50 {p50:.2f} p99 {p99:.2f} p99.9 {p999:.2f} ms ({clear}), lag p99 {phase.lag_ms():.2f} ms,"
             f" redis {phase.redis_busy[-1]:.0%}, late flush {phase.late_ms:.0f} ms, {dict(phase.slowest)}")  # fmt: skip
 
-    def _note(self, phase: Phase, found: dict[str, Any]) -> None:
+    def _note(self, phase: Phase, found: dict[str, Any], stalls: Stalls) -> None:
         assert found["refused"] == 0, "decisions were refused"
         phase.latencies += found["latencies_us"]
+        if stalls.watching:
+            each = zip(found["dues_s"], found["latencies_us"], strict=True)
+            clear = [latency for due, latency in each if not stalls.lost(due, due + CLEAR_S)]
+            phase.undisturbed += clear
+            share = 1 - len(clear) / len(found["latencies_us"])
+            phase.by_round.append((round(phase.quantiles(clear)[1], 2), round(share, 3)))
         phase.lags += found["lags_us"]
         phase.generator_busy.append(found["busy"])
         phase.matched = found["matched_share"]
@@ -190,6 +206,8 @@ class Bench:
         for mode, phase in self.phases.items():
             for name, value in zip(("p50", "p99", "p99.9"), phase.quantiles(), strict=True):
                 found[f"{name}_ms_{mode}"] = round(value, 3)
+            found[f"p99_ms_{mode}_undisturbed"] = phase.undisturbed and round(phase.quantiles(phase.undisturbed)[1], 3)
+            found[f"p99_ms_and_disturbed_share_by_round_{mode}"] = phase.by_round
             found[f"lag_p99_ms_{mode}"] = round(phase.lag_ms(), 3)
             found[f"redis_busy_{mode}"] = round(statistics.mean(phase.redis_busy), 3)
             found[f"longest_ms_{mode}"] = max(phase.slowest.values(), default=SLOW_US) / 1000

@@ -2,13 +2,14 @@
 
 Open loop over one connection: a request is sent when it is due, also while earlier ones wait, and its latency counts
 from when it was due. ``lag`` is how late it was sent: if that is not small, this process was the bottleneck.
-Prints one JSON object: latencies and lags in microseconds.
+Prints one JSON object: latencies and lags in microseconds, and when each decision was due.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import select
 import socket
@@ -49,6 +50,7 @@ class Load:
         self.waiting: deque[tuple[float, str]] = deque()  # (when it was due, reservation); settles have none
         self.settles: deque[tuple[float, str]] = deque()
         self.latencies: list[float] = []
+        self.dues: list[float] = []  # of each latency, ``time.perf_counter`` seconds
         self.lags: list[float] = []
         self.matched = self.refused = 0
 
@@ -70,7 +72,8 @@ class Load:
             if readable:
                 self._read(counts_from)
         busy = time.process_time() / (time.perf_counter() - begin)
-        answer = {"latencies_us": _micros(self.latencies), "lags_us": _micros(self.lags), "busy": round(busy, 3)}
+        times = {"latencies_us": _micros(self.latencies), "dues_s": self.dues, "lags_us": _micros(self.lags)}
+        answer = times | {"busy": round(busy, 3)}
         return answer | {"matched_share": self.matched / max(1, len(self.latencies)), "refused": self.refused}
 
     def _ask(self, chain: bytes) -> list[str | bytes]:
@@ -107,6 +110,7 @@ class Load:
             self.settles.append((now + ANSWER_S, reservation))
             if due >= counts_from:
                 self.latencies.append(now - due)
+                self.dues.append(due)
                 self.matched += answer[2] > 0
 
 
@@ -120,6 +124,15 @@ def lines() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
+def first() -> None:
+    """Nobody is woken before this process, if that is allowed: it shares its core with the writers, and a turn that it
+    waits for there would count as Redis'."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except PermissionError:
+        print("not allowed to go first: latencies may count turns of the writers", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", help="of the server's socket")
@@ -128,6 +141,7 @@ def main() -> None:
     parser.add_argument("entries", type=int)
     options = parser.parse_args()
     data = Data(options.workers, options.entries)
+    first()
     for number, job in enumerate(lines()):
         load = Load(options.path, options.model, data, number)
         print(json.dumps(load.run(job["rate"], job["seconds"])), flush=True)
