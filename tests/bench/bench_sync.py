@@ -9,7 +9,8 @@ second at random moments, each 10,000 tokens long, and settles them half a secon
   naive    as digest, and every 5 s one worker's entries are deleted and written again in one call
 p50, p99 and p99.9 of decide count from the moment a decision was due, in all rounds together. If the generator sent
 late or its share of a core is high, ``generator_was_the_bottleneck`` says so. undisturbed: only decisions due at
-moments when no core stood still for everybody (``stalls``; a virtual machine's cores are lent): what the software does.
+moments when no core stood still for everybody (``stalls``; a virtual machine's cores are lent); quiet: these, in rounds
+that had at most 5 % of others: what the software does.
 longest_call_ms is from SLOWLOG, wall time of one call of ours in all phases but naive; machines that do other things
 too make it longer.
 """
@@ -42,6 +43,7 @@ MODEL = "bench"
 MODES = ("alone", "none", "digest", "resync", "naive")
 SLOW_US = 300
 CLEAR_S = 0.005  # no core stands still in so long after a decision was due: whatever its own latency became
+QUIET = 0.05  # of the decisions of a round disturbed, at most
 LATE_SHARE = 0.2  # of p99: more lag than this and the generator is what was measured
 
 
@@ -208,6 +210,8 @@ class Bench:
                 found[f"{name}_ms_{mode}"] = round(value, 3)
             found[f"p99_ms_{mode}_undisturbed"] = phase.undisturbed and round(phase.quantiles(phase.undisturbed)[1], 3)
             found[f"p99_ms_and_disturbed_share_by_round_{mode}"] = phase.by_round
+            quiet = [p99 for p99, disturbed in phase.by_round if disturbed <= QUIET]
+            found[f"p99_ms_{mode}_quiet"] = round(statistics.mean(quiet), 3) if quiet else None
             found[f"lag_p99_ms_{mode}"] = round(phase.lag_ms(), 3)
             found[f"redis_busy_{mode}"] = round(statistics.mean(phase.redis_busy), 3)
             found[f"longest_ms_{mode}"] = max(phase.slowest.values(), default=SLOW_US) / 1000

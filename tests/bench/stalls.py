@@ -43,7 +43,7 @@ class Stalls:
         seen: list[tuple[float, float]] = []
         answers = []
         for watcher in self.watchers:
-            watcher.send_signal(signal.SIGINT)
+            watcher.terminate()
             answers.append(json.loads(watcher.communicate()[0]))
         self.watching = bool(answers) and all(answer is not None for answer in answers)
         for answer in answers:
@@ -62,22 +62,22 @@ class Stalls:
 
 
 def watch(core: int) -> list[tuple[float, float]] | None:
-    """Stalls of ``core`` until SIGINT: (when it should have woken, when it did)."""
+    """Stalls of ``core`` until SIGTERM: (when it should have woken, when it did)."""
     found: list[tuple[float, float]] = []
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     try:
         os.sched_setaffinity(0, {core})
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))
     except PermissionError:
         return None
-    try:
-        while True:
-            due = time.perf_counter() + PERIOD_S
-            time.sleep(PERIOD_S)
-            now = time.perf_counter()
-            if now - due > NOTICED_S:
-                found.append((due, now))
-    except KeyboardInterrupt:
-        return found
+    while not stopped:
+        due = time.perf_counter() + PERIOD_S
+        time.sleep(PERIOD_S)
+        now = time.perf_counter()
+        if now - due > NOTICED_S:
+            found.append((due, now))
+    return found
 
 
 if __name__ == "__main__":
