@@ -1,17 +1,41 @@
-"""Sandboxes for chat templates, whose processes end with the test."""
+"""A replica before an engine, a real tokenizer, and sandboxes for chat templates, whose processes end with the test."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.app import deepseek
+from tests.app.engine import Engine, engine
+from tests.app.replica import Replica, replica
 
 from warmfleet import sandbox
 from warmfleet.metrics import Metrics
 from warmfleet.sandbox import Sandboxed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from warmfleet.encoder import Encoder
+
+
+@pytest.fixture
+async def well(valkey_url: str, model: str) -> AsyncIterator[tuple[Replica, Engine]]:
+    """A replica and the engine behind it, which answers well."""
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        yield router, upstream
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return deepseek.loaded()
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as made:
+        yield made
 
 
 @pytest.fixture

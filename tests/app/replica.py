@@ -56,6 +56,14 @@ class Replica:
 
         await poll(seen, 10, f"{count} routable workers")
 
+    async def exact(self) -> None:
+        """Return when it knows prompts as the engines do."""
+
+        async def known() -> bool:
+            return bool(json.loads((await self.get("/workers"))[1])["models"][0]["identity"] == "exact")
+
+        await poll(known, 20, "an exact identity")
+
     async def load(self) -> int:
         """Everything that open reservations hold, over all workers."""
         rows = [worker.load for worker in await self.fleet.workers()]

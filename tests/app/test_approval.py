@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import time
 from typing import Any
 
 import jinja2
 import pytest
 from tests.app.engine import engine
 from tests.app.replica import Replica, replica
-from tests.app.test_probe import TOKENIZER, exact, worker
+from tests.app.test_probe import TOKENIZER, worker
 from tests.conftest import PATIENT, poll
 
 from warmfleet import approval
@@ -36,12 +35,11 @@ def sha256(source: str) -> str:
     return hashlib.sha256(source.encode()).hexdigest()
 
 
-async def chat(router: Replica, content: str, model: str = "served") -> tuple[int, int, float]:
-    """Status, prompt tokens as counted there, seconds."""
+async def chat(router: Replica, content: str, model: str = "served") -> tuple[int, int]:
+    """Status, prompt tokens as counted there."""
     body = {"model": model, "messages": [{"role": "user", "content": content}]}
-    begun = time.monotonic()
     status, headers, _ = await router.post(body, "/v1/chat/completions")
-    return status, int(headers["x-warmfleet-prompt-tokens"]), time.monotonic() - begun
+    return status, int(headers["x-warmfleet-prompt-tokens"])
 
 
 async def state(router: Replica) -> str:
@@ -58,33 +56,31 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
         replica(valkey_url, model, probe_timeout_s=0.3, trust_templates=False) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=BOMB, tokenizer=TOKENIZER),
     ):
-        await exact(router)
+        await router.exact()
         await router.routable(1)
         assert await state(router) == "sandbox"
-        _, tokens, _ = await chat(router, "hello")
+        _, tokens = await chat(router, "hello")
         bad = asyncio.ensure_future(chat(router, "boom"))
         await asyncio.sleep(0.05)
         others = [asyncio.ensure_future(chat(router, "hello")) for _ in range(5)]
-        longest = 0.0
+        rounds = 0
         while not bad.done():
-            begun = time.monotonic()
             assert (await router.get("/livez"))[0] == 200
             ids = {"model": model, "prompt": list(range(100))}
             assert (await router.post(ids))[1]["x-warmfleet-prompt-tokens"] == "100"
-            longest = max(longest, time.monotonic() - begun)
-        assert longest < 2, "neither the event loop nor other requests wait for it"
+            rounds += 1
+        assert rounds > 3, "neither the event loop nor other requests wait for it"
         assert (await bad)[0] == 200
-        for status, counted, seconds in await asyncio.gather(*others):
-            assert (status, counted) == (200, tokens), "identified exactly, by the next process"
-            assert seconds < 10
+        for answer in await asyncio.gather(*others):
+            assert answer == (200, tokens), "identified exactly, by the next process"
         assert await router.metric('warmfleet_load_only_total{reason="template_limit"}') == 1
         assert await router.metric('warmfleet_template_limits_total{limit="time"}') == 1
         for _ in range(2):
             assert (await chat(router, "boom"))[0] == 200
         assert await state(router) == "held back"
-        status, _, seconds = await chat(router, "hello")
-        assert status == 200
-        assert seconds < 2
+        processes = await router.metric("warmfleet_template_processes_total")
+        assert (await chat(router, "hello"))[0] == 200
+        assert await router.metric("warmfleet_template_processes_total") == processes > 0, "none is started for it"
         assert (await router.post({"model": model, "prompt": "text"}))[0] == 200
         await router.unloaded()
 
@@ -95,7 +91,7 @@ async def test_approving_takes_a_template_in_and_revoking_puts_it_out(valkey_url
         replica(valkey_url, model, probe_timeout_s=0.3, trust_templates=False) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN, tokenizer=TOKENIZER),
     ):
-        await exact(router)
+        await router.exact()
         await router.routable(1)
         for change, wanted in ((router.fleet.approve, "approved"), (router.fleet.revoke, "sandbox")):
             await change([sha256(PLAIN)])
@@ -115,7 +111,7 @@ async def test_a_setting_approves(valkey_url: str, model: str) -> None:
         replica(valkey_url, model, approved_templates=(sha256(PLAIN),), trust_templates=False) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN, tokenizer=TOKENIZER),
     ):
-        await exact(router)
+        await router.exact()
         assert await state(router) == "approved"
         assert await router.metric("warmfleet_template_processes_total") == 0
 

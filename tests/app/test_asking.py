@@ -44,12 +44,8 @@ async def two(
 
         await poll(proven, 20, "both are proven")
         if not bare:
-            await poll(lambda: _known(router), 20, "the tokenizer is there")
+            await router.exact()
         yield router, [one, other]
-
-
-async def _known(router: Replica) -> bool:
-    return bool(json.loads((await router.get("/workers"))[1])["models"][0]["identity"] == "exact")
 
 
 async def asked(router: Replica, result: str) -> float:

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from tests.app.engine import Engine, Seen, answer_well, engine, reply
 from tests.app.replica import Replica, replica
-from tests.app.test_probe import caching, exact, proof, worker
+from tests.app.test_probe import caching, proof, worker
 
 from warmfleet import prompt, splice
 from warmfleet.fleet import LoadRow, WorkerView
@@ -175,7 +175,7 @@ async def test_the_engine_gets_the_ids_and_can_refuse_them(
         worker(valkey_url, model, upstream.url, tracker, **FACTS),
     ):
         await proof(router, "proven")
-        await exact(router)
+        await router.exact()
         await router.routable(1)
         chat = b'{"messages": [{"role": "user", "content": "h\\u0069"}], "model": "%b", "top_p": 1.0 }' % model.encode()
         text = b'{ "model":"%b",\n"prompt":"hi", "top_p": 1E0, "top_p": 1.0}' % model.encode()

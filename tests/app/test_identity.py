@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from warmfleet.trie import Trie
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterator
+    from concurrent.futures import ThreadPoolExecutor
 
 CHATML = (
     "{%- if tools %}{{ tools | tojson }}\n{% endif -%}"
@@ -44,17 +43,6 @@ PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}[{{ part.
 @pytest.fixture(scope="module")
 def tokenizer_json() -> bytes:
     return deepseek.tokenizer_json()
-
-
-@pytest.fixture(scope="module")
-def executor() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def encoder() -> Encoder:
-    return deepseek.loaded()
 
 
 def request(messages: list[dict[str, Any]], **more: Any) -> Request:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import json
 import random
 from array import array
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import pytest
-from tests.app import deepseek
 from tests.app.joined import joined, proven
 from tests.app.replica import replica
 from tests.loadtest.engines import identity as demo
@@ -31,7 +29,7 @@ from warmfleet.template import ChatTemplate
 from warmfleet.trie import Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from concurrent.futures import ThreadPoolExecutor
 
 IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400}}
 SOUND: dict[str, Any] = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
@@ -51,17 +49,6 @@ TEMPLATES = {
     "parts, kind of the last in front": "{% if messages[-1].content[-1].type != 'text' %}!{% endif %}" + PARTS,
     "parts, counted in front": "{{ messages[-1].content | length }};" + PARTS,
 }
-
-
-@pytest.fixture(scope="module")
-def encoder() -> Encoder:
-    return deepseek.loaded()
-
-
-@pytest.fixture(scope="module")
-def executor() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as made:
-        yield made
 
 
 def made(encoder: Encoder, executor: ThreadPoolExecutor, template: str, **facts: Any) -> Identity:

@@ -16,6 +16,7 @@ from tests.conftest import poll
 from warmfleet import prompt
 from warmfleet.__main__ import main
 from warmfleet.errors import BadArgument
+from warmfleet.fleet.client import script_source
 from warmfleet.main import create_app
 from warmfleet.per_model import PerModel
 from warmfleet.policy import POLICIES, Ring, policies, prefix_key
@@ -97,9 +98,9 @@ async def test_a_session_has_a_home_whoever_asks_and_a_switch_is_followed(
                 assert len(set(turns)) == 3
                 assert await one.metric('warmfleet_decisions_total{policy="round_robin",why="turn"}') == 3
         assert "round_robin" in capsys.readouterr().out
-        await one.fleet.switch("of a later version")
-        await asyncio.sleep(0.3)
-        assert await shown(one) == ("session", "setting")
+        for told, wanted in (("sticky", ("sticky", "operator")), ("of a later version", ("session", "setting"))):
+            await one.fleet.switch(told)
+            await follows(one, *wanted)
 
 
 async def shown(router: Replica) -> tuple[str, str]:
@@ -111,7 +112,7 @@ async def follows(router: Replica, policy: str, by: str) -> None:
     async def done() -> bool:
         return await shown(router) == (policy, by)
 
-    await poll(done, 2, "the switch is followed")
+    await poll(done, what="the switch is followed")
 
 
 async def test_a_prefix_hint_that_is_no_number_is_refused(valkey_url: str, model: str) -> None:
@@ -134,8 +135,6 @@ def test_a_switch_that_cannot_be_is_explained(words: list[str], capsys: pytest.C
 
 
 def test_the_policies_are_those_of_the_script() -> None:
-    from warmfleet.fleet.client import script_source
-
     text = script_source("decide")
     known = text[text.index("POLICIES = {") :].partition("}")[0]
     assert {name for name in POLICIES if f"{name} = 1" in known} == set(POLICIES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -97,13 +96,6 @@ async def proof(router: Replica, wanted: str) -> str:
     return str(await poll(seen, 20, f"proof {wanted}"))
 
 
-async def exact(router: Replica) -> None:
-    async def seen() -> bool:
-        return bool(json.loads((await router.get("/workers"))[1])["models"][0]["identity"] == "exact")
-
-    await poll(seen, 20, "an exact identity")
-
-
 async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str) -> None:
     tracker, prompts = Tracker(), list[list[int]]()
     async with (
@@ -112,7 +104,7 @@ async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str
         worker(valkey_url, model, upstream.url, tracker, tokenizer=TOKENIZER),
     ):
         await proof(router, "proven")
-        await exact(router)
+        await router.exact()
         await router.routable(1)
         assert len(prompts[0]) == 33  # two blocks, and the token that is always computed
         ids = list(range(300, 400))
@@ -157,7 +149,7 @@ async def test_no_worker_decides_for_those_that_brought_the_same(valkey_url: str
         for key in await chunks("a"):
             await store.delete(key)
         async with replica(valkey_url, model) as router:
-            await exact(router)
+            await router.exact()
             await router.routable(2)
             for length, workers in (10, {"a.0", "b.0"}), (100, {"b.0"}), (1_000, {"a.0", "b.0"}):
                 asked = [{"model": model, "prompt": ids, "max_tokens": 1} for ids in prompts_of(length)]

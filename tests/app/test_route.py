@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event, reply, reset
+from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event, freezing, reply, reset
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
@@ -22,17 +22,9 @@ from warmfleet.upstream import Addresses, Upstream
 from warmfleet.view import view_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from warmfleet.fleet.reservations import Outcome
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
-
-
-@pytest.fixture
-async def well(valkey_url: str, model: str) -> AsyncIterator[tuple[Replica, Engine]]:
-    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
-        yield router, upstream
 
 
 async def test_answer_is_the_engines_own(well: tuple[Replica, Engine], model: str) -> None:
@@ -87,10 +79,7 @@ async def test_client_hangs_up_mid_stream(valkey_url: str, model: str) -> None:
 
 
 async def test_client_hangs_up_before_the_first_byte(valkey_url: str, model: str) -> None:
-    async def silent(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(60)
-
-    async with engine(model, silent) as upstream, replica(valkey_url, model, upstream.url) as router:
+    async with engine(model, freezing(b"")) as upstream, replica(valkey_url, model, upstream.url) as router:
         with pytest.raises(asyncio.TimeoutError):
             async with asyncio.timeout(0.3):
                 await router.post({"model": model, "prompt": PROMPT})
@@ -245,9 +234,6 @@ async def test_sixty_four_clients(well: tuple[Replica, Engine], model: str) -> N
 async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: str) -> None:
     """A client that hangs up, and a shutdown right behind it: the second cancellation meets the settle."""
 
-    async def silent(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(60)
-
     async def send(_message: object) -> None:
         pytest.fail("nothing is to be sent")
 
@@ -256,7 +242,7 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
             await asyncio.sleep(0.05)  # as a connection that must be made anew
             return await super().settle(reservation, outcome)
 
-    async with engine(model, silent) as upstream, replica(valkey_url, model, upstream.url) as router:
+    async with engine(model, freezing(b"")) as upstream, replica(valkey_url, model, upstream.url) as router:
         settings = Settings(redis_url=valkey_url, models=(model,), decide_timeout_s=1.0)
         pool = Pool(model, SlowFleet(router.fleet.redis, model), Fallback(1.0))
         pool.show(view_of([], None, [], text=False))

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,9 +72,7 @@ async def test_a_limit_harms_the_request_that_meets_it(started: Callable[..., Sa
     mischief, kind = MISCHIEF[case]
     box = started(WHEN.replace("MISCHIEF", mischief))
     assert await box.render(HELLO, {}, {}) == "hello"
-    begun = time.monotonic()
     assert await refused(box) == "template_limit"
-    assert time.monotonic() - begun < 10
     [(met, count)] = limits(box).items()
     assert met in kind.split(" or ")
     assert count == 1
@@ -123,14 +120,12 @@ async def test_the_event_loop_and_the_others_go_on(started: Callable[..., Sandbo
     slow = asyncio.ensure_future(refused(bad))
     await asyncio.sleep(0)
     waiting = asyncio.ensure_future(bad.render(HELLO, {}, {}))
-    longest, rounds = 0.0, 0
+    rounds = 0
     while not slow.done():
-        begun = time.monotonic()
         assert "hello" in await good.render(HELLO, {}, {})
-        await asyncio.sleep(0.001)
-        longest, rounds = max(longest, time.monotonic() - begun), rounds + 1
-    assert rounds > 3
-    assert longest < 2, "another template does not wait for this one"
+        await asyncio.sleep(0.001)  # the loop's turn is another's
+        rounds += 1
+    assert rounds > 3, "another template does not wait for this one"
     assert await slow == "template_limit"
     assert await waiting == "hello", "who waited is served by the next process"
 
@@ -172,10 +167,9 @@ async def test_repeated_offenders_are_left_alone_for_a_while(
     for _ in range(3):
         assert await refused(box) == "template_limit"
     assert box.state == "held back"
-    begun = time.monotonic()
     for _ in range(100):
         assert await refused(box, HELLO) == "template_limit"
-    assert time.monotonic() - begun < 2, "no process is started for them"
+        assert box._child is None, "no process is started for them"
     assert limits(box) == {"memory": 3, "held_back": 100}
     assert "not rendered for" in caplog.text
     await asyncio.sleep(0.6)

@@ -216,16 +216,16 @@ def test_many_threads_share_it(encoder: Encoder) -> None:
 
 async def test_a_prompt_of_3_mb_does_not_stall_the_event_loop(encoder: Encoder) -> None:
     with ThreadPoolExecutor(1) as executor:
-        identity = Identity(encoder, None, {}, executor, Trie(10**8), encoder.cuts(""))
         text = "the quick brown fox jumps over it, again and again; " * 60_000
         request = Request("completions", "m", False, 1, 1, None, True, "", prompts=[text])
-        stalls = []
+        shares = []
         for _ in range(3):
+            identity = Identity(encoder, None, {}, executor, Trie(10**8), encoder.cuts(""))  # nothing is known yet
             running = asyncio.ensure_future(identity.prompts(request, (CBOR,), None, 2_000))
-            longest, before = 0.0, time.perf_counter()
+            longest, before = 0.0, (began := time.perf_counter())
             while not running.done():
                 await asyncio.sleep(0.001)
                 longest, before = max(longest, time.perf_counter() - before), time.perf_counter()
             assert (await running)[0].tokens > 500_000
-            stalls.append(longest)
-        assert min(stalls) < 0.05
+            shares.append(longest / (before - began))
+        assert min(shares) < 0.5, "of the time that it takes"

@@ -18,6 +18,10 @@ def words(rng: random.Random, pieces: int) -> str:
     return "".join(f" {rng.getrandbits(40):010x}z" for _ in range(pieces * LONG // 12 + 8))
 
 
+def codes(text: str) -> array[int]:
+    return array("I", map(ord, text))
+
+
 class World:
     """Texts read by a trie whose tokens are characters."""
 
@@ -28,9 +32,8 @@ class World:
         self.rng = random.Random(1)
 
     def ask(self, text: str, salt: str | None = None, key: str = "k") -> Prompt:
-        encode = lambda part: array("I", map(ord, part))  # noqa: E731
         lora = ("adapter", "/path") if salt == "lora" else None
-        found = self.trie.read(text, Reading("characters", encode, Cuts((), spaces=True), salt=salt, lora=lora))
+        found = self.trie.read(text, Reading("characters", codes, Cuts((), spaces=True), salt=salt, lora=lora))
         self.uses.note(found, key)
         return found
 

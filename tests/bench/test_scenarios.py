@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.bench.virtual_figures import figures
 from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_plans import WORKLOADS, engine
 from tests.bench.virtual_scenarios import ONE, foreign, hot, join, speeds
-from tests.bench.virtual_store import private_server
 
 from warmfleet_loadtest.trace import generate
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 EIGHT = Plan((ONE,) * 8)
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """A server of this module's own: every run empties it."""
-    with private_server() as found:
-        yield found
 
 
 async def test_a_hot_prefix_does_not_stay_on_one_engine(url: str) -> None:

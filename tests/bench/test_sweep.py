@@ -5,27 +5,19 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from tests.bench.bench_sweep import main
 from tests.bench.virtual_figures import figures
 from tests.bench.virtual_fleet import MODEL, Plan, Played, play
 from tests.bench.virtual_plans import WORKLOADS, engine
-from tests.bench.virtual_store import BEGINNING_US, VirtualStore, private_server
+from tests.bench.virtual_store import BEGINNING_US, VirtualStore
 
 from warmfleet.fleet import LoadRow, Weights
 from warmfleet_loadtest.trace import generate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import pytest
 
 SMALL = engine(WORKLOADS["generated"].costs, 512)
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """A server of this module's own: every run empties it."""
-    with private_server() as found:
-        yield found
 
 
 def chosen(played: Played) -> list[tuple[float, int, int]]:

@@ -86,7 +86,7 @@ def _ready(url: str, engines: int) -> None:
                 return
         except (httpx.HTTPError, KeyError):
             pass
-        time.sleep(0.2)
+        time.sleep(0.2)  # it joins meanwhile
     pytest.fail(f"{url} is not ready after {READY_S} s")
 
 
@@ -153,8 +153,3 @@ def done_tokens(seen: Sequence[Seen], after: float, before: float, tenant: str =
     """Prompt tokens of good answers that ended in this time."""
     good = [one for one in seen if one.status == 200 and after <= one.end < before and tenant in (one.tenant, "")]
     return sum(one.tokens for one in good)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

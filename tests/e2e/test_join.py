@@ -57,7 +57,7 @@ async def levels(url: str, traffic: Traffic, until_s: float) -> list[dict[str, i
     while traffic.now_s < until_s:
         workers = (await get(f"{url}/workers"))["models"][0]["workers"]
         seen.append({one["worker_id"]: int(one["load"]["in_flight"]) for one in workers if one["routable"]})
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # as often as it says
     return seen
 
 
@@ -77,7 +77,7 @@ async def join(stack: Stack) -> None:
     traffic = Traffic(urls, 10.0, lambda _at: ("new", traffic.ids(800), 8))
     run = asyncio.ensure_future(traffic.run(END_S))
     watch = asyncio.ensure_future(levels(urls[0], traffic, END_S))
-    await asyncio.sleep(10.0)
+    await asyncio.sleep(10.0)  # of traffic without it
     await asyncio.to_thread(add_engine, stack)
     await run
     seen = await watch
@@ -126,7 +126,7 @@ async def hot(stack: Stack) -> None:
     traffic = Traffic(urls, 20.0, following)
     run, seen = asyncio.ensure_future(traffic.run(end_s)), list[tuple[float, int]]()
     while not run.done():
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # twice a second
         seen.append((traffic.now_s, len(await holders(urls[0], prefix))))
     await run
     assert [one.reply.error for one in traffic.sent if one.reply.error] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from tests.lua.line import Queueing, Ticket
@@ -191,7 +190,7 @@ async def test_a_clock_that_steps_back_leaves_no_dead_ticket_in_the_way(q: Queue
     await booked(q, dead)
     await q.world.store.zadd(q.world.keys.queue + ":leases", {dead.reservation: (time.time() + 3_600) * 1_000})
     await q.world.fleet.poll()
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # twice as long as a ticket lives
     await q.world.fleet.poll()
     await q.gone()
 
@@ -219,7 +218,7 @@ async def test_a_tenant_has_eight_bytes(q: Queueing, place: Place) -> None:
 
 async def test_small_prompts_go_many_at_once(q: Queueing) -> None:
     """As many as have room, not one for each worker."""
-    small: list[Any] = [ticket(f"s{number}", OWN, 50) for number in range(8)]
+    small = [ticket(f"s{number}", OWN, 50) for number in range(8)]
     for one in small:
         await booked(q, one)
     await q.world.change(1, prefill_tokens=750)

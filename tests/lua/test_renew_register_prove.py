@@ -267,7 +267,7 @@ async def test_one_replica_warms_and_its_word_ends_it(world: World) -> None:
 async def test_a_warming_whose_time_is_over_is_everybodys_but_its_owners(world: World) -> None:
     await joined(world)
     assert await warms(world, "a", 1) == "OK"
-    await asyncio.sleep(0.005)
+    await asyncio.sleep(0.005)  # its lease is over
     (view,) = await world.fleet.workers()
     assert view.proof == "pending", "it is to be tested"
     assert [await warms(world, owner) for owner in ("a", "b")] == ["TAKEN", "TAKEN"]

@@ -78,7 +78,7 @@ async def test_one_that_said_goodbye_is_due_as_late_as_any_other(store: aioredis
     await core.applied()
     assert (await slow_tick(fleet)).forget == ()
     fleet.pace = replace(EVERY, forget_ms=1)
-    await asyncio.sleep(0.005)
+    await asyncio.sleep(0.005)  # it is silent for longer than that
     assert (await slow_tick(fleet)).forget == ("s.0",)
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.app.replica import Replica, replica
-from tests.app.test_probe import exact
 from tests.conftest import poll
 from tests.vllm.conftest import BLOCKS, TAG, Reported
 from tests.vllm.engine import SERVED_NAME, VENV, EngineOptions, running
@@ -104,7 +103,7 @@ async def differences(reported: Reported, features: dict[str, Feature], tag: str
             for enabled in (False, True)
         ]
         for router in (off, on):
-            await exact(router)
+            await router.exact()
             await poll(functools.partial(router.metric, 'warmfleet_workers{state="proven"}'), 30, "a proven worker")
         found = {}
         for name, feature in features.items():

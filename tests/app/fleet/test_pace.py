@@ -51,21 +51,27 @@ async def write(core: Core, batches: int, each: int = 128) -> None:
 
 
 async def test_a_tick_grants_a_share_of_the_time_since_the_last_one(fleet: Fleet) -> None:
-    for ago_ms, least_us, most_us in ((100, 30_000, 59_000), (0, 4_800, 29_000), (5_000, 60_000, 60_000)):
+    """Three tenths, of at least 16 ms and at most 200."""
+    for ago_ms in (100, 0, 5_000):
+        began = time.time()
         await ticked_ago(fleet, ago_ms)
-        assert least_us <= (await fleet.tick()).granted_us <= most_us
+        granted_us = (await fleet.tick()).granted_us
+        most_ms = ago_ms + 1_000 * (time.time() - began) + 2  # each clock is read in whole milliseconds
+        assert 300 * min(max(ago_ms, 16), 200) <= granted_us <= 300 * min(max(most_ms, 16), 200)
     fleet.pace = replace(fleet.pace, min_gap_ms=60_000)
     assert (await fleet.tick()).granted_us == 0
 
 
 async def test_many_replicas_are_granted_no_more_than_one(fleet: Fleet) -> None:
     fleet.pace = replace(fleet.pace, min_gap_ms=20)
-    granted, start = 0, time.time()
+    granted, ran, start = 0, 0, time.time()
     await ticked_ago(fleet, 0)
     while time.time() - start < 0.5:
         ticks = await asyncio.gather(*(fleet.tick() for _ in range(8)))
         granted += sum(tick.granted_us for tick in ticks)
-    assert 0.1 < granted / 1e6 / (time.time() - start) < 0.33
+        ran += sum(tick.ran for tick in ticks)
+    assert ran > 1
+    assert granted / 1e6 / (time.time() - start) < 0.33
 
 
 async def test_a_backlog_that_would_keep_heartbeats_waiting_gets_twice_as_much(fleet: Fleet) -> None:
@@ -150,7 +156,8 @@ async def test_decisions_are_prompt_while_a_backlog_is_worked_off(
     fleet.pace, done = Pace(), threading.Event()
     requests = threading.Thread(target=decide_all_the_time, args=(redis_url, model, done, seconds))
     requests.start()
-    started, applied = time.monotonic(), 0
+    await poll(lambda: len(seconds) >= 50, what="decisions without a backlog")
+    calm, started, applied = len(seconds), time.monotonic(), 0
 
     async def empty() -> bool:
         nonlocal applied
@@ -165,7 +172,7 @@ async def test_decisions_are_prompt_while_a_backlog_is_worked_off(
         requests.join()
     spent_us = fleet._cost_us(64 * 16, 64 * 16, applied)
     assert spent_us / 1e6 / (time.monotonic() - started) < 0.4, "no more than its share, by estimate"
-    assert len(seconds) > 50
-    assert statistics.median(seconds) < 0.02
-    assert statistics.quantiles(seconds, n=100)[98] < 0.25, "of a machine that may be busy with other work"
+    before, meanwhile = statistics.median(seconds[:calm]), statistics.median(seconds[calm:])
+    assert len(seconds) - calm > 50
+    assert meanwhile < 5 * before, "no call of upkeep is long"
     assert await cores[63].holds() == held(*range(16 * 128))

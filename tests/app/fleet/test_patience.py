@@ -45,7 +45,7 @@ async def test_a_loop_that_is_always_busy_ends_the_wait_all_the_same() -> None:
         async with Patience(0.05):
             await asyncio.sleep(60)
     busy = False
-    assert time.monotonic() - began < MOST_S + 1.0
+    assert time.monotonic() - began < MOST_S + 10.0
 
 
 async def test_a_cancelled_call_stays_cancelled() -> None:
