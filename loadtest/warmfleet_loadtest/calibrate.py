@@ -31,8 +31,9 @@ from warmfleet_loadtest.api import Served
 from warmfleet_loadtest.client import Client, Reply
 from warmfleet_loadtest.costs import StepCosts, load_costs
 from warmfleet_loadtest.engine import Engine, EngineConfig
+from warmfleet_loadtest.figures import hit_ratio, quantile
 from warmfleet_loadtest.identity import Identity
-from warmfleet_loadtest.replay import Target, quantile, replay
+from warmfleet_loadtest.replay import Target, replay
 from warmfleet_loadtest.scheduler import Limits
 from warmfleet_loadtest.trace import FIRST_TOKEN, TOKENS
 from warmfleet_loadtest.workload import Mix, mixed
@@ -181,9 +182,7 @@ async def check(url: str, model: str, config: EngineConfig, mixes: Sequence[Mix]
         line["load_average"] = load
         for name, replies in (("real", real), ("sim", simulated)):
             ttft = sorted(reply.ttft_s for reply in replies if reply.error is None)
-            line[f"{name}_hit"] = round(
-                sum(reply.cached_tokens for reply in replies) / sum(reply.prompt_tokens for reply in replies), 4
-            )
+            line[f"{name}_hit"] = round(hit_ratio(replies), 4)
             line |= {f"{name}_p{q}_ms": round(1e3 * quantile(ttft, q / 100), 1) for q in (50, 90)}
             line[f"{name}_errors"] = len(replies) - len(ttft)
         for q in (50, 90):
