@@ -239,10 +239,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: see the top."""
     args = parser().parse_args(argv)
     try:
-        bench = bench_of(args)
         fleets = others(args.fleet)
         if args.policy or not fleets:
             fleets = ours(args.policy or "cost", args.replicas) + fleets
+        bench = bench_of(args)
         args.out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -19,7 +19,7 @@ from warmfleet.policy import POLICIES
 from warmfleet_loadtest import peers
 from warmfleet_loadtest.fleet_bench import main, table
 from warmfleet_loadtest.fleets import Fleet, Setup, balancer_config, others, ours, running
-from warmfleet_loadtest.processes import HAPROXY_CONFIG, StackError, haproxy_binary
+from warmfleet_loadtest.processes import HAPROXY_CONFIG, Processes, StackError, haproxy_binary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -187,11 +187,15 @@ def test_a_wrong_variable_is_a_wrong_option(
 def test_engines_that_end_on_the_way_are_an_error_of_their_fleet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill(*_: object, **__: object) -> None:
-        for child in psutil.Process().children():
-            child.kill()
+    started: list[subprocess.Popen[bytes]] = []
+    spawn = Processes.spawn
 
-    monkeypatch.setattr("warmfleet_loadtest.fleet_bench.Progress.tick", kill)
+    def noted(*args: Any) -> subprocess.Popen[bytes]:
+        started.append(spawn(*args))
+        return started[-1]
+
+    monkeypatch.setattr(Processes, "spawn", noted)
+    monkeypatch.setattr("warmfleet_loadtest.fleet_bench.Progress.tick", lambda *_, **__: started[0].kill())
     assert main(bench(tmp_path, "--fleet", "session-sticky")) == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out.splitlines()[-1])["error"].startswith("engines ended with -9:\nengine 0 serves sim")

@@ -20,10 +20,10 @@ PARENT = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('up
 
 def test_children_of_children_end_with_the_block(tmp_path: Path) -> None:
     with Processes(tmp_path) as running:
-        running.spawn("some", "parent", [sys.executable, "-c", PARENT])
+        started = running.spawn("some", "parent", [sys.executable, "-c", PARENT])
         running.wait("parent", lambda: "up" in running.log("parent"))
         running.check()
-        [parent] = psutil.Process().children()
+        parent = psutil.Process(started.pid)
         family = [parent, *parent.children()]
         assert running.cpu_s()["some"] > 0
     assert len(family) == 2
