@@ -148,7 +148,7 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of the cost rule in lua/decide.lua. lambda_, kappa, pressure_price, wait_price: factors; max_probes: calls per decision.
+    """Of the cost rule in lua/decide.lua: lambda_, kappa, pressure_price, wait_price are factors. max_probes: calls.
 
     A match under min_match_tokens counts for nothing.
     """

@@ -10,7 +10,7 @@ from warmfleet.fleet import Flag, Lease, LoadRow
 U32, I32 = st.integers(0, 2**32 - 1), st.integers(-(2**31), 2**31 - 1)
 
 
-@given(st.builds(LoadRow, U32, I32, I32, I32, U32, st.integers(0, 2**16 - 1), U32, U32, U32, U32, U32, U32, U32, U32, U32))
+@given(st.builds(LoadRow, U32, I32, I32, I32, U32, st.integers(0, 2**16 - 1), *(U32,) * 9))
 def test_a_row_survives_packing(row: LoadRow) -> None:
     packed = row.pack("s.0")
     assert packed[58:] == b"s.0"
