@@ -20,7 +20,7 @@ local PREFIX, WORKER, MAX_BLOCKS = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local FIELD, SHADOW = "events:" .. WORKER, "~" .. WORKER
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
 local PROBE = PREFIX .. "probe:" .. WORKER
-local ROW, FLAGS, PARTIAL = ">I4i4i4i4I4I2I4I4I4I4I4I4I4", 6, 64
+local ROW, FLAGS, PARTIAL = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 6, 64
 local PAGE, JSON_BYTES, U32 = 8, 16384, 2 ^ 32
 local CONTROL = { join = true, cleared = true, begin = true, ["end"] = true, leave = true }
 
@@ -128,7 +128,7 @@ if entries > 0 then
     call("HSET", DIGEST, SHADOW, struct.pack(">I4I4I4", shadow[1], shadow[2], shadow[3]))
     call("ZADD", RESYNC, "XX", now, WORKER)
   end
-  if changed.row then call("HSET", LOAD, WORKER, struct.pack(ROW, unpack(row, 1, 13)) .. WORKER) end
+  if changed.row then call("HSET", LOAD, WORKER, struct.pack(ROW, unpack(row, 1, 15)) .. WORKER) end
   if changed.record then call("HSET", WORKERS, WORKER, cjson.encode(record)) end
   call("HSET", BATCH, WORKER, last)
   local command = cjson.decode(call("GET", COMMAND) or "{}")

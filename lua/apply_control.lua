@@ -17,7 +17,7 @@ local DIGEST, NEXT_SLOT, RESYNC, RETIRED, COUNTS = KEYS[7], KEYS[8], KEYS[9], KE
 local PREFIX, WORKER, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local FIELD = "events:" .. WORKER
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
-local ROW, JSON_BYTES = ">I4i4i4i4I4I2I4I4I4I4I4I4I4", 4096
+local ROW, JSON_BYTES = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 4096
 local SLOT, FLAGS, SERVER, CLOSED, HOSTILE = 5, 6, 1, 32, 128 -- of the row; three flags
 
 local call = redis.call
@@ -69,7 +69,7 @@ local function join(data, time, nonce, batch, id)
   local server_ms = tonumber(call("ZSCORE", ALIVE_SERVERS, fresh.server_id) or "-1")
   local flags = (server_ms >= now - TTL_MS and SERVER or 0) + (fresh.closed and CLOSED or 0)
   local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- never used twice: an old lease has another epoch
-  row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0 }
+  row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0, 0, 0 }
   record, command, last = fresh, { joined = id }, batch -- the writer compares: who reads a later one was replaced
   record.nonce, truth.cause = nonce, truth.cause or "join"
   new_slot()
@@ -136,7 +136,7 @@ end
 if record then
   record.truth = truth
   call("HSET", CURSOR, FIELD, cursor)
-  call("HSET", LOAD, WORKER, struct.pack(ROW, unpack(row, 1, 13)) .. WORKER)
+  call("HSET", LOAD, WORKER, struct.pack(ROW, unpack(row, 1, 15)) .. WORKER)
   call("HSET", WORKERS, WORKER, cjson.encode(record))
   call("HSET", BATCH, WORKER, last)
   command.nonce, command.applied = record.nonce, last

@@ -8,7 +8,8 @@ short; the key of the leases; count, and what reads lists and checks their integ
 local call = redis.call
 local LEASE_HEAD, LEASE_BYTES = ">I4I4I4I4I4I4BB", 26
 local NO_LEASE = ("\0"):rep(LEASE_BYTES)
-local EPOCH, PREFILL, DECODE, SLOT, FLAGS, PARTIAL, PROVEN = 1, 2, 3, 5, 6, 64, 4 -- of the row; two flags
+local EPOCH, PREFILL, DECODE, SLOT, FLAGS, UNDER_WAY, SINCE = 1, 2, 3, 5, 6, 14, 15 -- of the row
+local PARTIAL, PROVEN = 64, 4 -- two of its flags
 local PROGRESS_ITEMS, TOMBSTONE = 64, 3
 
 return function(of, operation, LEASE, count, parse_list, integers)
@@ -30,7 +31,7 @@ return function(of, operation, LEASE, count, parse_list, integers)
 
   -- Prefill of these is done: give its booking back as the first token would, and compare prediction with outcome. Of
   -- several prompts (their id begins wf--) each gives back its share; the lease keeps what is left of both.
-  local function started(id, cached, prompt_tokens)
+  local function started(id, cached, prompt_tokens, time)
     local lease = call("HGET", LEASE, id)
     local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE_HEAD, lease or NO_LEASE)
     if not lease or stage == TOMBSTONE then return count("late") end
@@ -50,17 +51,18 @@ return function(of, operation, LEASE, count, parse_list, integers)
     local kept, done = math.floor(prefill * left / math.max(1, prompt)), left == 0 and 1 or 0
     if epoch == row[EPOCH] then
       row[PREFILL], row[DECODE], changed.row = row[PREFILL] - prefill + kept, row[DECODE] + done * decode, true
+      row[UNDER_WAY], row[SINCE] = math.max(0, math.min(prefill, row[PREFILL])), time % 2 ^ 32
     end
     local head = struct.pack(LEASE_HEAD, epoch, slot, kept, decode, matched, several and left or prompt, done, length)
     call("HSET", LEASE, id, head .. lease:sub(LEASE_BYTES + 1))
   end
 
-  function operation.progress(data)
+  function operation.progress(data, time)
     local list = parse_list(data)
     if not list or #list > PROGRESS_ITEMS then return false end
     for _, item in ipairs(list) do
       if type(item) ~= "table" or type(item[1]) ~= "string" or #item ~= 3 or not integers(item, 2) then return false end
     end
-    for _, item in ipairs(list) do started(item[1], item[2], item[3]) end
+    for _, item in ipairs(list) do started(item[1], item[2], item[3], time) end
   end
 end

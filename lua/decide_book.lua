@@ -12,7 +12,7 @@ local checkpoints = include "decide_checkpoints"
 
 return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, expires_ms)
   local row, own, x = s.rows[w], s.matched[w] or 0, prefix .. "x:"
-  local worker, slot, flags, scheme = sub(row, 51), unpack_from(">I4I2I4", row, 17)
+  local worker, slot, flags, scheme = sub(row, 59), unpack_from(">I4I2I4", row, 17)
   local c = s.usable[flags] == "match" and s.chain_of[scheme]
   call("ZREM", leases_key, id)
   local made, hashes, field = {}, c and ARGV[c + 2] or "", format("%d", slot)
@@ -29,7 +29,9 @@ return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens
   end
   local epoch, prefill, decode, flight = unpack_from(SUMS, row)
   local uncached = s.prompt - own
-  call("HSET", load_key, worker, struct.pack(SUMS, epoch, prefill + uncached, decode, flight + 1) .. sub(row, 17))
+  local begun = prefill > 0 and sub(row, 51, 58) or struct.pack(">I4I4", uncached, s.now % 2 ^ 32)
+  local head = struct.pack(SUMS, epoch, prefill + uncached, decode, flight + 1)
+  call("HSET", load_key, worker, head .. sub(row, 17, 50) .. begun .. worker)
   local lease = struct.pack(LEASE, epoch, slot, uncached, decode_tokens, own, s.prompt, 0, #worker)
   call("HSET", lease_key, id, lease .. worker .. table.concat(made))
   if c then call("SET", prefix .. "c:" .. field .. ":" .. id, hashes) end

@@ -27,14 +27,14 @@ return function(s, own, home)
   local making, lowest, tie, cost, slack = 0, math.huge, 0, s.cost, max(0.02 * prompt, s.block)
   for i in pairs(s.speculated) do making = max(making, own[i]) end
   local mean_fill, price = s.total_fill / count, s.pressure_price * prompt
-  local each, cheapest = s.least_wait > 0 and s.lambda or 1, nil
+  local each, waiting, cheapest = s.least_wait > 0 and s.lambda or 1, s.wait_price, nil
   for i = 1, count do
     local tokens, over = prompt - (own[i] or 0), fill[i] - mean_fill
     local again = making - prompt + tokens
     tokens = each * tokens
     if again > 0 then tokens = tokens + kappa * again end
     if over > 0 then tokens = tokens + price * over end
-    local seconds = base_s[i] + tokens / speed[i]
+    local seconds = waiting * base_s[i] + tokens / speed[i]
     cost[i] = seconds
     if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / speed[i], 0.005), i end
   end

@@ -61,7 +61,7 @@ end
 function P.round_robin(s)
   local turn = {}
   for i = 1, s.count do turn[i] = i end
-  table.sort(turn, function(p, q) return sub(s.rows[p], 51) < sub(s.rows[q], 51) end)
+  table.sort(turn, function(p, q) return sub(s.rows[p], 59) < sub(s.rows[q], 59) end)
   return turn[s.turn % s.count + 1], "turn"
 end
 

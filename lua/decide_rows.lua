@@ -2,14 +2,15 @@
 decide_rows: the workers that a decision may choose among, and what their load rows say.
 
 Guarantee: pure. Takes every load row, the ids of the workers that are alive (nil: all), the fleet's median speed
-(tokens/s; none is held for slower than 1/8 or faster than 8 times that) and decode_s_per_token. Returns tables by
-candidate, meaningless beyond the last: rows, wait (tokens ahead), base_s (seconds until its turn), speed (tokens/s),
-fill (share of its cache), cost (to be set); for all: count, least_wait, total_fill; usable: flags -> "match" or "load";
-by_scheme: scheme -> slot -> candidate.
+(tokens/s; none is held for slower than 1/8 or faster than 8 times that), decode_s_per_token and the time (ms). Returns
+tables by candidate, meaningless beyond the last: rows, wait (tokens ahead), base_s (seconds until its turn), speed
+(tokens/s), fill (share of its cache), cost (to be set); for all: count, least_wait, total_fill; usable: flags ->
+"match" or "load"; by_scheme: scheme -> slot -> candidate.
 --]]
-local unpack_from, sub, band = struct.unpack, string.sub, bit.band
+local unpack_from, sub, band, min = struct.unpack, string.sub, bit.band, math.min
+local U32 = 2 ^ 32
 
-return function(all, alive, median, decode_s)
+return function(all, alive, median, decode_s, now)
   local slowest, fastest, count, least_wait, total_fill = median / 8, median * 8, 0, math.huge, 0
   -- A table that grows is counted anew at each power of two: these begin in their size. Beyond count they mean nothing.
   local some, by_scheme, usable = #all <= 4096 and all or {}, {}, {}
@@ -24,13 +25,18 @@ return function(all, alive, median, decode_s)
       use = band(flags, 139) ~= 3 and "no" or band(flags, 20) ~= 0 and "match" or "load"
       usable[flags] = use
     end
-    if use ~= "no" and #all[k] > 50 and (not alive or alive[sub(all[k], 51)]) then
+    if use ~= "no" and #all[k] > 58 and (not alive or alive[sub(all[k], 59)]) then
       if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
       local ahead, share = prefill + foreign, capacity > 0 and blocks / capacity or 0
       count, total_fill = count + 1, total_fill + share
       if ahead < least_wait then least_wait = ahead end
       rows[count], wait[count], speed[count], fill[count] = all[k], ahead, tps, share
-      base_s[count] = ahead / tps + decode_s * (decode + foreign_decode)
+      local done = 0 -- of the prefill under way, by time and speed; no more than that one: it may stand still
+      if prefill > 0 then
+        local under_way, since = unpack_from(">I4I4", all[k], 51)
+        done = min((now - since) % U32 / 1000 * tps, under_way)
+      end
+      base_s[count] = (ahead - done) / tps + decode_s * (decode + foreign_decode)
       if use == "match" then
         local by_slot = by_scheme[scheme] or {}
         by_scheme[scheme], by_slot[slot] = by_slot, count
@@ -38,5 +44,5 @@ return function(all, alive, median, decode_s)
     end
   end
   return { rows = rows, wait = wait, base_s = base_s, speed = speed, fill = fill, by_scheme = by_scheme, count = count,
-    usable = usable, cost = cost, least_wait = least_wait, total_fill = total_fill, median = median }
+    usable = usable, cost = cost, least_wait = least_wait, total_fill = total_fill, median = median, now = now }
 end

@@ -33,7 +33,7 @@ line.reap(MAX_REAPED)
 
 local waiting = line.waiting()
 local all, alive, median = alive_rows(alive_key, load_key, tick_key, now, ttl_ms, "")
-local s, speed, turns = rows_of(all, alive, median, 0), 0, {}
+local s, speed, turns = rows_of(all, alive, median, 0, now), 0, {}
 for i = 1, s.count do speed = speed + s.speed[i] end
 if waiting > 0 then turns = line.turns(room_of(s, limit_s, block_sizes), MAX_TURNS) end
 

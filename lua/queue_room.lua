@@ -31,7 +31,7 @@ return function(s, limit_s, block_sizes, one_will_do)
     if tokens > 0 then
       if one_will_do then return true end
       room.tokens, room.count = room.tokens + tokens, room.count + 1
-      names[room.count] = sub(s.rows[i], 51)
+      names[room.count] = sub(s.rows[i], 59)
     end
   end
   if one_will_do then return false end

@@ -43,7 +43,8 @@ end
 -- The row's capacity_blocks holds the bound of the mirror, in checkpoints: settle keeps to it.
 epoch = epoch or call("INCR", next_slot_key)
 local head = struct.pack(">I4i4i4i4I4I2I4I4", epoch, prefill, decode, in_flight, slot, flags, scheme, speed)
-call("HSET", load_key, worker_id, head .. struct.pack(">I4I4I4I4I4", 0, 0, 0, capacity, 0) .. worker_id)
+local begun = row and row:sub(51, 58) or ("\0"):rep(8)
+call("HSET", load_key, worker_id, head .. struct.pack(">I4I4I4I4I4", 0, 0, 0, capacity, 0) .. begun .. worker_id)
 record.slot = slot
 call("HSET", workers_key, worker_id, cjson.encode(record))
 if healthy == "1" then

@@ -28,7 +28,8 @@ for i = 2, #ARGV, 5 do
   end
 end
 local time = call("TIME")
-local expiry = time[1] * 1000 + math.floor(time[2] / 1000) + lease_ms
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local expiry = now + lease_ms
 
 -- Add to the sums of a row, if it is still the one (epoch) that the lease was booked on; returns its epoch and slot.
 local function add_load(worker, epoch, prefill, decode, count)
@@ -37,7 +38,9 @@ local function add_load(worker, epoch, prefill, decode, count)
   local row_epoch, row_prefill, row_decode, row_count, slot = struct.unpack(SUMS .. "I4", row)
   if epoch and epoch ~= row_epoch then return end
   local head = struct.pack(SUMS, row_epoch, row_prefill + prefill, row_decode + decode, row_count + count)
-  call("HSET", load_key, worker, head .. row:sub(17))
+  local under_way, begun = math.max(0, math.min(math.abs(prefill), row_prefill + prefill)), row:sub(51, 58)
+  if prefill < 0 or row_prefill <= 0 then begun = struct.pack(">I4I4", under_way, now % 2 ^ 32) end
+  call("HSET", load_key, worker, head .. row:sub(17, 50) .. begun .. worker)
   return row_epoch, slot
 end
 

@@ -37,7 +37,9 @@ local function add_load(worker, epoch, prefill, decode, count)
   local row_epoch, row_prefill, row_decode, row_count = struct.unpack(">I4i4i4i4", row)
   if row_epoch ~= epoch then return end
   local head = struct.pack(">I4i4i4i4", epoch, row_prefill + prefill, row_decode + decode, row_count + count)
-  call("HSET", load_key, worker, head .. row:sub(17))
+  local under_way = math.max(0, math.min(-prefill, row_prefill + prefill))
+  local begun = prefill < 0 and struct.pack(">I4I4", under_way, now % 2 ^ 32) or row:sub(51, 58)
+  call("HSET", load_key, worker, head .. row:sub(17, 50) .. begun .. worker)
 end
 
 -- Give back the load, then the speculation, that a lease still holds.
@@ -57,10 +59,7 @@ local function release_speculation(lease_id, lease)
   end
 end
 
-local function forget_lease(lease_id)
-  call("ZREM", leases_key, lease_id)
-  call("HDEL", lease_key, lease_id)
-end
+local function forget_lease(lease_id) call("ZREM", leases_key, lease_id) call("HDEL", lease_key, lease_id) end
 
 local function reap()
   for _, lease_id in ipairs(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, 8)) do

@@ -40,7 +40,7 @@ def record(
     seen = decision.seen
     if seen is None:
         raise ValueError("this decision was not told what it saw")
-    median, block_tokens, turn = seen.context
+    median, block_tokens, turn, now_ms = seen.context
     return {
         "at": round(time.time(), 3),
         "model": model,
@@ -56,6 +56,7 @@ def record(
         "median_tps": median,
         "block_tokens": block_tokens,
         "turn": turn,
+        "now_ms": now_ms,
         "candidates": [[row.hex(), matched, making] for _, matched, making, row, _ in seen.rows],
         "worker_id": decision.worker_id,
         "why": decision.why,

@@ -54,17 +54,9 @@ class BlockPool:
         """Share of the pool that running requests hold, 0..1."""
         return 1.0 - len(self._free) / (self.blocks - 1)
 
-    @property
-    def distinct(self) -> int:
-        """Hashes held: copies count once."""
-        return len(self._holders)
-
     def held(self) -> list[bytes]:
-        """Every hash that a request could hit now."""
+        """Every hash that a request could hit now; copies count once."""
         return list(self._holders)
-
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._holders
 
     def prefix(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """Blocks of the longest held prefix of a chain, at most ``limit``; of copies the oldest."""

@@ -31,8 +31,10 @@ from warmfleet_loadtest.api import Served
 from warmfleet_loadtest.client import Client, Reply
 from warmfleet_loadtest.costs import StepCosts, load_costs
 from warmfleet_loadtest.engine import Engine, EngineConfig
+from warmfleet_loadtest.figures import failures, hit_ratio, quantile
 from warmfleet_loadtest.identity import Identity
-from warmfleet_loadtest.replay import Target, quantile, replay
+from warmfleet_loadtest.processes import StackError
+from warmfleet_loadtest.replay import Target, replay
 from warmfleet_loadtest.scheduler import Limits
 from warmfleet_loadtest.trace import FIRST_TOKEN, TOKENS
 from warmfleet_loadtest.workload import Mix, mixed
@@ -90,7 +92,7 @@ class Bench:
     async def _send(self, prompt: list[int], output_tokens: int) -> Reply:
         reply = await self._client.complete(self._url, prompt, output_tokens)
         if reply.error is not None:
-            raise RuntimeError(f"{self._url}: {reply.error}")
+            raise StackError(f"{self._url}: {reply.error}")
         return reply
 
 
@@ -168,22 +170,27 @@ def _config(costs: StepCosts, limits: Limits, blocks: int) -> EngineConfig:
 
 
 async def check(url: str, model: str, config: EngineConfig, mixes: Sequence[Mix]) -> list[dict[str, Any]]:
-    """One line per mix: quantiles of TTFT on the real engine and on the simulator, both over HTTP."""
+    """One line per mix: quantiles of TTFT on the real engine and on the simulator, both over HTTP.
+
+    Raises StackError if one of them answers nothing.
+    """
     lines = []
     for mix in mixes:
         load = os.getloadavg()[0]
         real, client = await replay(mixed(mix), Target((url,), model))
         engine = Engine(config, Identity.load(), Served((model,)))
         await engine.start("127.0.0.1", 0)
-        simulated, _client = await replay(mixed(mix), Target((f"http://127.0.0.1:{engine.port}",), model))
-        await engine.stop()
+        try:
+            simulated, _client = await replay(mixed(mix), Target((f"http://127.0.0.1:{engine.port}",), model))
+        finally:
+            await engine.stop()
         line: dict[str, Any] = {"rate": mix.rate, "seed": mix.seed, "requests": len(real), "client": client}
         line["load_average"] = load
         for name, replies in (("real", real), ("sim", simulated)):
             ttft = sorted(reply.ttft_s for reply in replies if reply.error is None)
-            line[f"{name}_hit"] = round(
-                sum(reply.cached_tokens for reply in replies) / sum(reply.prompt_tokens for reply in replies), 4
-            )
+            if not ttft:
+                raise StackError(f"no request of the {name} engine was answered: {failures(replies)[1]}")
+            line[f"{name}_hit"] = round(hit_ratio(replies), 4)
             line |= {f"{name}_p{q}_ms": round(1e3 * quantile(ttft, q / 100), 1) for q in (50, 90)}
             line[f"{name}_errors"] = len(replies) - len(ttft)
         for q in (50, 90):
@@ -222,8 +229,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0; 1 if a check is off by more than TOLERANCE; 2 wrong arguments."""
+    """Exit codes: 0; 1 if a check is off by more than TOLERANCE; 2 wrong arguments, or nothing could be measured."""
     args = parser().parse_args(argv)
+    try:
+        return _command(args)
+    except (OSError, ValueError, StackError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _command(args: argparse.Namespace) -> int:
     limits = Limits(args.max_num_batched_tokens, args.max_num_seqs, args.max_model_len, args.block_size)
     if args.command == "fit":
         costs = fit(json.loads(args.samples.read_text()), limits)

@@ -22,7 +22,10 @@ LAG_PERIOD = 0.05  # seconds between looks at the loop's clock
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer. Seconds since it was sent (late_s: after it was due); tokens; error: None if all went well."""
+    """One answer. Seconds since it was sent, to its first and last byte (late_s: sent after it was due); tokens.
+
+    error: None if all went well.
+    """
 
     ttft_s: float
     total_s: float
@@ -33,7 +36,6 @@ class Reply:
     late_s: float = 0.0
     error: str | None = None
     reservation: str = ""  # what the router says of its booking; empty: no router of ours
-    token_times: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -72,7 +74,7 @@ class SelfWatch:
 
 
 class Client:
-    """Sends completions with token-id prompts to OpenAI servers."""
+    """Sends completions, with token ids or texts as prompts, to OpenAI servers."""
 
     def __init__(self, model: str, timeout_s: float = 600.0, api_key: str | None = None) -> None:
         self.model = model
@@ -95,7 +97,10 @@ class Client:
     async def complete(
         self, url: str, prompt: list[int] | str, output_tokens: int, late_s: float = 0.0, session: str = ""
     ) -> Reply:
-        """Stream exactly ``output_tokens`` tokens; never raises for what a server or the network does."""
+        """Stream exactly ``output_tokens`` tokens; what the server or the network does wrong is the answer's error.
+
+        late_s: how late this is, for the answer; session: the key to send, if any.
+        """
         body = {
             "model": self.model,
             "prompt": prompt,
@@ -107,7 +112,7 @@ class Client:
         }
         began = time.monotonic()
         pieces: list[bytes] = []
-        times: list[float] = []
+        first_s = total_s = 0.0
         try:
             headers = {"X-Session-ID": session} if session else None
             async with self._session.post(
@@ -116,7 +121,8 @@ class Client:
                 worker = response.headers.get("x-warmfleet-worker", "")
                 reservation = response.headers.get("x-warmfleet-reservation", "")
                 async for piece in response.content.iter_any():
-                    times.append(time.monotonic() - began)
+                    total_s = time.monotonic() - began
+                    first_s = first_s or total_s
                     pieces.append(piece)
         except (aiohttp.ClientError, TimeoutError) as error:
             return Reply(0.0, time.monotonic() - began, late_s=late_s, error=f"{type(error).__name__}: {error}"[:200])
@@ -127,27 +133,27 @@ class Client:
         usage = _usage(raw)
         details = usage.get("prompt_tokens_details") or {}
         return Reply(
-            times[0],
-            times[-1],
-            int(usage.get("prompt_tokens", 0)),
-            int(details.get("cached_tokens") or 0),
-            int(usage.get("completion_tokens", 0)),
-            worker,
-            late_s,
-            None,
-            reservation,
-            tuple(times),
+            first_s,
+            total_s,
+            prompt_tokens=int(usage.get("prompt_tokens") or 0),
+            cached_tokens=int(details.get("cached_tokens") or 0),
+            output_tokens=int(usage.get("completion_tokens") or 0),
+            worker=worker,
+            late_s=late_s,
+            reservation=reservation,
         )
 
 
 def _usage(raw: bytes) -> dict[str, Any]:
-    """The usage of the last event that has one."""
+    """The usage of the last event that has one; empty if it cannot be read."""
     at = raw.rfind(b'"usage":{')
     if at < 0:
         return {}
     begin = raw.rfind(b"data: ", 0, at) + len(b"data: ")
-    event = orjson.loads(raw[begin : raw.index(b"\n", at)])
-    return dict(event.get("usage") or {})
+    try:
+        return dict(orjson.loads(raw[begin : raw.index(b"\n", at)]).get("usage") or {})
+    except ValueError:  # no JSON, or an event without an end
+        return {}
 
 
 def _cpu() -> float:

@@ -24,7 +24,7 @@ MAX_CATCH_UP = 0.25  # seconds
 
 
 class EngineCore:
-    """``progress(request)`` is called when a request's prefill is done, ``stepped`` after each step.
+    """``progress(request)`` is called when a prefill is done, ``stepped`` whenever the cache may have changed.
 
     busy_s: seconds spent in steps. ``run`` until cancelled.
     """

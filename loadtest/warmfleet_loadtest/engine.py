@@ -19,7 +19,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvloop
 from aiohttp import web
@@ -188,7 +188,7 @@ def parser() -> argparse.ArgumentParser:
     time = made.add_argument_group("time")
     names = ", ".join(PRESETS)
     time.add_argument(
-        "--step-time", default="demo", help=f"preset ({names}) or a JSON file of calibrate (default demo)"
+        "--step-time", default="demo", help=f"preset ({names}), a factor or a JSON file of calibrate (default demo)"
     )
     time.add_argument("--time-scale", type=float, default=1.0, help="everything takes this much longer")
     time.add_argument(
@@ -207,15 +207,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.model = args.model or ["demo"]
     if args.kv_events and args.redis:
         parser().error("--kv-events is for an engine without --redis: one of them listens to the cache")
-    problem: Any = None
     try:
         engine_config(args)
         uvloop.run(serve(args))
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        problem = error
-    if problem is not None:
-        print(f"error: {problem}", file=sys.stderr)
-    return 1 if problem else 0
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

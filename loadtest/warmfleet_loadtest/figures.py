@@ -7,43 +7,61 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_loadtest.replay import quantile
 from warmfleet_loadtest.sampling import spent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from warmfleet_loadtest.client import Reply
     from warmfleet_loadtest.sampling import Sample
 
 #: Student's t, two-sided 95 %, by degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-T95_MANY = 2.0
 LATE_SHARE, CPU_SHARE = 0.05, 0.8  # beyond these a run measured its client
 
 
 def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, skip: float) -> dict[str, Any]:
-    """TTFT counts from when a request was due; the first ``skip`` of the requests count for failures only."""
-    counted = replies[int(skip * len(replies)) :]
-    good = [reply for reply in counted if reply.error is None]
-    ttft = due_ttft(good, speed)
-    prompt, cached = sum(reply.prompt_tokens for reply in good), sum(reply.cached_tokens for reply in good)
-    errors = Counter(reply.error for reply in replies if reply.error is not None)
+    """speed: trace seconds a second; TTFT: from when a request was due.
+
+    Of the requests that warm up (``skip``, a share) only the failed and the undecided count; of what the engines did
+    all counts.
+    """
+    counted = after_warm_up(replies, skip)
+    ttft = due_ttft(counted, speed)
+    failed, examples = failures(replies)
     computed = [whole - hit for whole, hit in zip(spent(samples, "prompt"), spent(samples, "cached"), strict=True)]
     evicted = spent(samples, "evicted")
     return {
         "mean_ttft": statistics.fmean(ttft) if ttft else 0.0,
         **{f"p{q}_ttft": quantile(ttft, q / 100) for q in (50, 90, 99)},
-        "hit_ratio": cached / prompt if prompt else 0.0,
-        "imbalance": _over_mean(computed),
-        "failed": sum(errors.values()),
-        "error_examples": [text for text, _ in errors.most_common(3)],
+        "hit_ratio": hit_ratio(counted),
+        "imbalance": over_mean(computed),
+        "failed": failed,
+        "error_examples": examples,
         "requests": len(counted),
         "computed_tokens": round(sum(computed)),
         "busy": statistics.fmean(spent(samples, "busy_s")) / samples[-1].at_s,
-        "evictions_over_mean": _over_mean(evicted),
+        "evictions_over_mean": over_mean(evicted),
         "undecided": sum(reply.reservation not in ("", "booked") for reply in replies),
     }
+
+
+def after_warm_up(replies: Sequence[Reply], skip: float) -> Sequence[Reply]:
+    """Without the first ``skip`` (a share) of them."""
+    return replies[int(skip * len(replies)) :]
+
+
+def hit_ratio(replies: Iterable[Reply]) -> float:
+    """Share of all prompt tokens that engines found in their caches; 0 of none. A failed request has no tokens."""
+    tokens = [(reply.prompt_tokens, reply.cached_tokens) for reply in replies]
+    prompt = sum(whole for whole, _ in tokens)
+    return sum(cached for _, cached in tokens) / prompt if prompt else 0.0
+
+
+def failures(replies: Iterable[Reply]) -> tuple[int, list[str]]:
+    """How many failed, and the three most frequent errors."""
+    errors = Counter(reply.error for reply in replies if reply.error is not None)
+    return sum(errors.values()), [text for text, _ in errors.most_common(3)]
 
 
 def due_ttft(replies: Sequence[Reply], speed: float) -> list[float]:
@@ -79,11 +97,23 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Of the interval that holds the mean of what these are drawn from, at 95 %."""
+    """Of the interval that holds the mean of what these (two at least) are drawn from, at 95 %."""
     freedom = len(values) - 1
-    factor = T95[freedom - 1] if freedom <= len(T95) else T95_MANY
+    factor = T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.7 / freedom  # at most 0.01 too much
     return factor * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def _over_mean(values: Sequence[float]) -> float:
-    return max(values) * len(values) / sum(values) if sum(values) else 0.0
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted values; 0 of none."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def over_mean(values: Sequence[float], nothing: float = 0.0) -> float:
+    """The largest over the mean; ``nothing`` where there is none."""
+    return max(values) * len(values) / sum(values) if sum(values) else nothing
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table, from its head and its rows of cells."""
+    lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

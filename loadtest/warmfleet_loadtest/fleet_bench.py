@@ -22,7 +22,6 @@ import json
 import os
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,15 +30,17 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import uvloop
 
-from warmfleet_loadtest.figures import due_ttft, figures, health, over_seeds
-from warmfleet_loadtest.fleets import MODEL, Setup, others, ours, running
+from warmfleet_loadtest.costs import load_costs
+from warmfleet_loadtest.figures import after_warm_up, due_ttft, figures, health, markdown, over_seeds
+from warmfleet_loadtest.fleets import Setup, others, ours, running
 from warmfleet_loadtest.identity import Identity
+from warmfleet_loadtest.peers import MODEL
 from warmfleet_loadtest.plots import save_plots
 from warmfleet_loadtest.processes import StackError
 from warmfleet_loadtest.progress import Progress
 from warmfleet_loadtest.replay import Target, replay
-from warmfleet_loadtest.sampling import Sample, Sampler
-from warmfleet_loadtest.trace import FIRST_TOKEN, NAMES, open_trace
+from warmfleet_loadtest.sampling import Sample, sampled
+from warmfleet_loadtest.trace import DECODE_S, FIRST_TOKEN, PUBLIC, open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,24 +49,26 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.fleets import Fleet, Running
     from warmfleet_loadtest.trace import Trace
 
-TRACE_DECODE_S = 0.02  # per token of the trace, in its own time: as in the published simulations
-#: By trace: rows, speed, blocks of an engine, step times. Others are taken for conversations.
-SHAPES = {"conversation": (2_400, 6.0, 1_953, "trace"), "agents": (600, 4.0, 1_024, "agents")}
-
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all runs have in common. texts: prompts are sent as texts, also to those who take token ids."""
+    """What all runs have in common. trace: a name or a file; rows: its first so many requests.
+
+    speed: trace seconds a second; skip: share of the requests that warms up; texts: prompts are sent as texts, also to
+    those who take token ids.
+    """
 
     setup: Setup
+    trace: str
+    rows: int
     speed: float
     skip: float
-    texts: bool = False
+    texts: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One fleet, one seed."""
+    """One fleet, one seed. ttft: sorted, in trace seconds, without the warm-up."""
 
     figures: dict[str, Any]
     health: dict[str, Any]
@@ -80,17 +83,19 @@ def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Out
         before, began = _cpu_s(up), time.monotonic()
         spell = _speller() if bench.texts or not fleet.takes_ids else list
         target = Target(up.urls, MODEL, bench.speed, seed, balance=up.balance, spell=spell)
-        replies, watch, samples = uvloop.run(_drive(trace, target, up.engines, progress))
+        try:
+            replies, watch, samples = uvloop.run(_drive(trace, target, up.engines, progress))
+        except StackError:
+            up.processes.check()  # says more, if a process has ended
+            raise
         wall_s = time.monotonic() - began
         cpu_s = {kind: seconds - before.get(kind, 0.0) for kind, seconds in _cpu_s(up).items()}
-        if up.processes.dead():
-            name = up.processes.dead()[0]
-            raise StackError(f"{name} ended on the way:\n{up.processes.log(name)[-1_000:]}")
-    skipped = replies[int(bench.skip * len(replies)) :]
+        up.processes.check()
+    counted = after_warm_up(replies, bench.skip)
     return Outcome(
         figures(replies, samples, bench.speed, bench.skip),
-        health(skipped, watch, bench.speed, cpu_s, wall_s),
-        due_ttft(skipped, bench.speed),
+        health(counted, watch, bench.speed, cpu_s, wall_s),
+        due_ttft(counted, bench.speed),
         samples,
     )
 
@@ -105,9 +110,9 @@ def _speller() -> Callable[[Sequence[int]], str]:
 async def _drive(
     trace: Trace, target: Target, engines: Sequence[str], progress: Progress
 ) -> tuple[list[Reply], dict[str, float], list[Sample]]:
-    async with Sampler(engines) as sampler:
+    async with sampled(engines) as samples:
         replies, watch = await replay(trace, target, lambda reply: progress.tick(failed=reply.error is not None))
-    return replies, watch, sampler.samples
+    return replies, watch, samples
 
 
 def _cpu_s(up: Running) -> dict[str, float]:
@@ -115,16 +120,16 @@ def _cpu_s(up: Running) -> dict[str, float]:
     return {**up.processes.cpu_s(), "client": own.user + own.system}
 
 
-def run(fleets: Sequence[Fleet], bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
+def run(fleets: Sequence[Fleet], bench: Bench, seeds: int, out: Path) -> dict[str, Any]:
     """All fleets with the first seed, then all with the next, so that a change of the machine meets all alike."""
     outcomes: dict[str, list[Outcome]] = {fleet.name: [] for fleet in fleets}
     broken: dict[str, str] = {}
-    for seed in range(args.seeds):
-        trace = open_trace(args.trace, args.rows, seed)
+    for seed in range(seeds):
+        trace = open_trace(bench.trace, bench.rows, seed)
         for fleet in fleets:
-            label = f"{fleet.name}, seed {seed + 1}/{args.seeds}"
             if fleet.name in broken:
                 continue
+            label = f"{fleet.name}, seed {seed + 1}/{seeds}"
             try:
                 outcomes[fleet.name].append(play(trace, fleet, bench, seed, label))
             except StackError as error:
@@ -132,8 +137,10 @@ def run(fleets: Sequence[Fleet], bench: Bench, args: argparse.Namespace) -> dict
                 print(f"error: {label}: {error}", file=sys.stderr, flush=True)
                 continue
             print(f"{label}: {json.dumps(outcomes[fleet.name][-1].figures)}", file=sys.stderr, flush=True)
-            with suppress(OSError):
-                _save(args.out, fleets, outcomes, bench.speed)
+            try:
+                _save(out, fleets, outcomes, bench.speed)
+            except OSError as error:  # pictures are no reason to lose what is still to be measured
+                print(f"error: not saved: {error}", file=sys.stderr, flush=True)
     runs = [_entry(fleet, outcomes[fleet.name], broken.get(fleet.name)) for fleet in fleets]
     about = {"trace": trace.name, "rows": len(trace.arrivals), "speed": bench.speed, "mode": bench.setup.mode}
     about |= {"engines": bench.setup.engines, "blocks": bench.setup.blocks, "step_time": bench.setup.step_time}
@@ -155,7 +162,7 @@ def _entry(fleet: Fleet, outcomes: Sequence[Outcome], error: str | None) -> dict
 
 
 def _save(folder: Path, fleets: Sequence[Fleet], outcomes: dict[str, list[Outcome]], speed: float) -> None:
-    """What there is so far; plots are of the first seed."""
+    """What there is so far; plots are of the first seed. Raises OSError."""
     first = {fleet.name: outcomes[fleet.name][0] for fleet in fleets if outcomes[fleet.name]}
     save_plots(
         folder,
@@ -172,15 +179,15 @@ COLUMNS = ("mean_ttft", "p50_ttft", "p90_ttft", "p99_ttft", "hit_ratio", "imbala
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """One line per fleet, in Markdown; ± where there are several seeds."""
-    lines = ["| fleet | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    rows = []
     for entry in runs:
         margins = entry.get("ci95", {})
         cells = [
             f"{entry.get(name, '-')}" + (f" ± {margins[name]}" if name in margins and name != "failed" else "")
             for name in COLUMNS
         ]
-        lines.append(f"| {entry['fleet']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([entry["fleet"], *cells])
+    return markdown(("fleet", *COLUMNS), rows)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -194,14 +201,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--policy", default=env("POLICY"), help="policies joined by commas, or all ($POLICY; cost)")
     made.add_argument("--replicas", default=env("REPLICAS") or "1", help="numbers joined by commas ($REPLICAS; 1)")
     made.add_argument("--fleet", default=env("FLEET") or "", help="fleets that are no policy of ours ($FLEET)")
-    made.add_argument("--seeds", type=int, default=int(env("SEEDS") or 1), help="runs of each fleet ($SEEDS; 1)")
+    made.add_argument("--seeds", type=int, default=env("SEEDS") or "1", help="runs of each fleet ($SEEDS; 1)")
     made.add_argument("--rows", type=int, help="first so many requests (2400; agents: 600)")
     made.add_argument("--speed", type=float, help="trace seconds per second: the load (6; agents: 4)")
     made.add_argument("--skip", type=float, default=0.1, help="share that warms up (default %(default)s)")
     made.add_argument("--engines", type=int, default=8)
     made.add_argument("--blocks", type=int, help="of 16 tokens, per engine (1953; agents: 1024)")
     made.add_argument("--engine-mode", choices=("fcfs", "step"), default="fcfs", help="default %(default)s")
-    made.add_argument("--step-time", help="preset or file of the engine (by trace and mode)")
+    made.add_argument("--step-time", help="preset, factor or file of calibrate (by trace and mode)")
     made.add_argument("--prompts", choices=("ids", "text"), default="ids", help="smg always gets texts")
     made.add_argument("--no-haproxy", action="store_true", help="the client takes a router at random")
     made.add_argument("--out", type=Path, default=Path("out/trace"), help="plots, figures.json (default %(default)s)")
@@ -209,31 +216,38 @@ def parser() -> argparse.ArgumentParser:
 
 
 def bench_of(args: argparse.Namespace) -> Bench:
-    """Fills in what depends on the trace. Raises ValueError or OSError."""
-    rows, speed, blocks, costs = SHAPES[args.trace if args.trace in NAMES else "conversation"]
-    args.rows = args.rows or rows
-    speed = args.speed or speed
-    if args.seeds < 1 or args.rows < 1 or speed <= 0 or not 0 <= args.skip < 1:
-        raise ValueError("--seeds and --rows from 1 on, --speed above 0, --skip from 0 to below 1")
-    scale = open_trace(args.trace, 1).scale
-    step_time = args.step_time or (f"{costs}-fcfs" if args.engine_mode == "fcfs" else costs)
-    decode_s = TRACE_DECODE_S * scale / speed
-    setup = Setup(args.engines, args.blocks or blocks, args.engine_mode, step_time, decode_s, not args.no_haproxy)
-    return Bench(setup, speed, args.skip, args.prompts == "text")
+    """What is not said depends on the trace; one that is not public is taken for a conversation.
+
+    Raises ValueError or OSError, also for a trace that only its end makes unfit.
+    """
+    usual = PUBLIC.get(args.trace, PUBLIC["conversation"])
+    rows = usual.rows if args.rows is None else args.rows
+    speed = usual.speed if args.speed is None else args.speed
+    blocks = usual.blocks if args.blocks is None else args.blocks
+    if min(args.seeds, args.engines, rows, blocks - 1) < 1 or speed <= 0 or not 0 <= args.skip < 1:
+        raise ValueError(
+            "--seeds, --engines and --rows from 1 on, --blocks from 2, --speed above 0, --skip from 0 to below 1"
+        )
+    step_time = args.step_time or usual.step_time + ("-fcfs" if args.engine_mode == "fcfs" else "")
+    load_costs(step_time)
+    decode_s = DECODE_S * open_trace(args.trace, rows).scale / speed
+    setup = Setup(args.engines, blocks, args.engine_mode, step_time, decode_s, haproxy=not args.no_haproxy)
+    return Bench(setup, args.trace, rows, speed, args.skip, args.prompts == "text")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: see the top."""
     args = parser().parse_args(argv)
     try:
-        bench = bench_of(args)
         fleets = others(args.fleet)
         if args.policy or not fleets:
             fleets = ours(args.policy or "cost", args.replicas) + fleets
+        bench = bench_of(args)
+        args.out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    result = run(fleets, bench, args)
+    result = run(fleets, bench, args.seeds, args.out)
     runs = result.get("runs", [result])
     print(f"{table(runs)}\n\nplots and figures: {args.out}\n")
     print(json.dumps(result))

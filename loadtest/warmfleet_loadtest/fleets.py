@@ -16,22 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from warmfleet_loadtest import peers
+from warmfleet_loadtest.peers import MODEL
 from warmfleet_loadtest.processes import (
+    HAPROXY_CONFIG,
     Processes,
-    StackError,
-    answers,
     free_ports,
     get_json,
     haproxy_binary,
-    proven_workers,
-    store_binary,
+    replica_ready,
+    start_haproxy,
+    start_store,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-MODEL = "sim"
-CONFIG = Path(__file__).parents[1] / "haproxy.cfg"
 POLICIES = (
     "cost",
     "sticky",
@@ -67,14 +66,17 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Engines of a run, in the engine's own words, and whether haproxy stands before several routers or one."""
+    """Engines of a run, in the engine's own words, and whether haproxy stands before the routers, be it only one.
 
-    engines: int = 8
-    blocks: int = 1_953
-    mode: str = "fcfs"
-    step_time: str = "trace-fcfs"
-    decode_s: float = 0.1
-    haproxy: bool = True
+    blocks: per engine; decode_s: wall seconds per token in fcfs mode.
+    """
+
+    engines: int
+    blocks: int
+    mode: str
+    step_time: str
+    decode_s: float
+    haproxy: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def others(names: str) -> list[Fleet]:
 def _other(text: str) -> Fleet:
     found = re.fullmatch(r"([a-z-]+)(?::(\d+))?", text)
     kind, replicas = (found[1], int(found[2] or 1)) if found else ("", 0)
-    if kind in DIRECT:
+    if text in DIRECT:
         return Fleet(kind, kind, "", 0, DIRECT[kind])
     if kind == AFFINITY and replicas:
         return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, "session")
@@ -122,14 +124,13 @@ def _other(text: str) -> Fleet:
 
 @contextmanager
 def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
-    """Raises StackError."""
+    """Start a fleet; its processes and files are gone after the block. Raises StackError."""
     balanced = setup.haproxy and fleet.replicas > 0 and fleet.balance == "random"
-    if balanced and haproxy_binary() is None:
-        raise StackError("haproxy is missing: run `make deps` once, or let the client choose: --no-haproxy")
+    if balanced:
+        haproxy_binary()  # what is missing is said before anything starts
     with tempfile.TemporaryDirectory(prefix="wf-bench-") as name, Processes(Path(name)) as processes:
-        folder = Path(name)
         if fleet.kind == "warmfleet":
-            store = _start_store(processes, folder)
+            store = start_store(processes)
             engines, _events = _start_engines(processes, setup, ["--redis", store])
             ports = _start_replicas(processes, fleet, store, setup.engines)
         elif fleet.kind in peers.PEERS:
@@ -140,16 +141,8 @@ def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
             yield Running(engines, engines, fleet.balance, processes)
             return
         if balanced:
-            ports = [_start_haproxy(processes, ports, folder, readyz=fleet.kind == "warmfleet")]
+            ports = [_balanced(processes, ports, readyz=fleet.kind == "warmfleet")]
         yield Running(tuple(f"http://127.0.0.1:{port}" for port in ports), engines, fleet.balance, processes)
-
-
-def _start_store(processes: Processes, folder: Path) -> str:
-    path = folder / "store.sock"
-    argv = [store_binary(), "--port", "0", "--unixsocket", str(path), "--dir", str(folder)]
-    processes.spawn("store", "store", [*argv, "--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction"])
-    processes.wait("store", path.exists)
-    return f"unix://{path}"
 
 
 def _start_engines(processes: Processes, setup: Setup, more: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
@@ -173,13 +166,8 @@ def _start_replicas(processes: Processes, fleet: Fleet, store: str, engines: int
         argv = [sys.executable, "-m", "warmfleet", "serve", "--port", str(port), "--policy", fleet.policy]
         processes.spawn("replicas", f"replica-{number}", [*argv, "--redis", store, "--models", MODEL], environment)
     for number, port in enumerate(ports):
-        url = f"http://127.0.0.1:{port}"
-        processes.wait(f"replica-{number}", partial(_knows, url, engines))
+        processes.wait(f"replica-{number}", partial(replica_ready, f"http://127.0.0.1:{port}", engines))
     return ports
-
-
-def _knows(url: str, engines: int) -> bool:
-    return proven_workers(url) == engines and answers(f"{url}/readyz")  # not ready: haproxy would take it for down
 
 
 def _start_peers(processes: Processes, fleet: Fleet, engines: Sequence[str], events: Sequence[int]) -> list[int]:
@@ -201,17 +189,16 @@ def _all_healthy(url: str, engines: int) -> bool:
 
 def balancer_config(ports: Sequence[int], *, readyz: bool) -> str:
     """The load test's haproxy.cfg with these servers. readyz: checked as our replicas are, else by connecting."""
-    lines = [line for line in CONFIG.read_text().splitlines() if not line.lstrip().startswith("server ")]
+    lines = [line for line in HAPROXY_CONFIG.read_text().splitlines() if not line.lstrip().startswith("server ")]
     if not readyz:
         lines = [line for line in lines if "httpchk" not in line]
     return "\n".join([*lines, *(f'    server router-{port} "127.0.0.1:{port}"' for port in ports), ""])
 
 
-def _start_haproxy(processes: Processes, ports: Sequence[int], folder: Path, *, readyz: bool) -> int:
-    config = folder / "haproxy.cfg"
+def _balanced(processes: Processes, ports: Sequence[int], *, readyz: bool) -> int:
+    """haproxy in front of these; its port."""
+    config = processes.folder / "haproxy.cfg"
     config.write_text(balancer_config(ports, readyz=readyz))
     [port] = free_ports(1)
-    environment = {"LOADTEST_PORT": str(port), "LOADTEST_STATS": str(folder / "stats")}
-    processes.spawn("haproxy", "haproxy", [haproxy_binary() or "haproxy", "-db", "-f", str(config)], environment)
-    processes.wait("haproxy", partial(answers, f"http://127.0.0.1:{port}/v1/models"))
+    start_haproxy(processes, config, port)
     return port

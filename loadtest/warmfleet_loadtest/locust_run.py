@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from warmfleet_loadtest.locust_stack import LocustStack
-from warmfleet_loadtest.processes import StackError
+from warmfleet_loadtest.processes import StackError, end_on_signals
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 KILL_AT, ADD_AT = 0.35, 0.5  # of the duration
@@ -47,17 +47,17 @@ class Run:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0: no failures; 1: failures; 2: the stack could not be started."""
+    """Exit status 0: no failures; 1: failures; 2: the run could not be made."""
     options = _parser().parse_args(argv)
-    options.report.parent.mkdir(parents=True, exist_ok=True)
     try:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="wf-load-") as folder, LocustStack(Path(folder)) as stack:
             print("starting a store, 4 simulated engines, 3 router replicas and haproxy ...", flush=True)
             stack.start()
             print(f"serving at {stack.url}; {options.users} users for {options.duration} s", flush=True)
             summary, run = drive(stack, options, Path(folder))
-    except StackError as error:
-        print(f"the stack did not start: {error}", file=sys.stderr)
+    except (StackError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     problems = verdict(summary, run)
     print(describe(summary, run))
@@ -75,12 +75,11 @@ def drive(stack: LocustStack, options: argparse.Namespace, folder: Path) -> tupl
     command += ["--users", str(options.users), "--spawn-rate", str(max(1, options.users / 5))]
     command += ["--run-time", f"{options.duration}s", "--stop-timeout", str(FINISH_S)]
     command += ["--html", str(options.report), "--only-summary", "--loglevel", "WARNING"]
-    environment = {**os.environ, "WARMFLEET_LOADTEST_SUMMARY": str(target)}
-    locust = stack.spawn("locust", command, environment)
+    locust = stack.spawn("client", "locust", command, {"WARMFLEET_LOADTEST_SUMMARY": str(target)})
     began = time.monotonic()
     stack.sleep_until(began + KILL_AT * options.duration)
     killed_at = time.time()
-    stack.kill_replica(1)
+    stack.kill("replica-1")
     print("killed    replica-1 (SIGKILL)", flush=True)
     stack.sleep_until(began + ADD_AT * options.duration)
     added_at = time.time()
@@ -148,7 +147,7 @@ def _counts(found: dict[str, int]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m warmfleet_loadtest.locust_run", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    seconds = int(os.environ.get("DURATION", "120"))
+    seconds = os.environ.get("DURATION") or "120"
     parser.add_argument("--duration", type=int, default=seconds, help="seconds (default: DURATION, else 120)")
     parser.add_argument("--users", type=int, default=24, help="simulated users (default %(default)s)")
     parser.add_argument("--report", type=Path, default=Path("out/loadtest.html"), help="default %(default)s")
@@ -156,4 +155,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from warmfleet_loadtest.processes import StackError
+from warmfleet_loadtest.trace import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+MODEL = "sim"  # what the engines of a fleet serve
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "loadtest/peers-requirements.txt"
 FOLDER = ROOT / ".cache/peers"
@@ -24,16 +26,18 @@ INSTALL_S = 900.0
 
 
 def install() -> Path:
-    """The folder with the peers' commands; the first call downloads 70 MB. Raises StackError without a registry."""
+    """The folder with the peers' commands; the first call downloads 70 MB. Raises StackError if that fails."""
     ready, wanted = FOLDER / "ready", REQUIREMENTS.read_text()
     if ready.is_file() and ready.read_text() == wanted:
         return FOLDER / "bin"
     print(f"installing routers of others into {FOLDER} ...", file=sys.stderr, flush=True)
-    venv.create(FOLDER, clear=True, with_pip=True)
     argv = [str(FOLDER / "bin/python"), "-m", "pip", "install", "-q", "--no-compile", "-r", str(REQUIREMENTS)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
+        venv.create(FOLDER, clear=True, with_pip=True)
         done = subprocess.run(argv, capture_output=True, text=True, timeout=INSTALL_S, env=environment)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise StackError(f"no environment can be made in {FOLDER} (Debian: package python3-venv): {error}") from error
     except subprocess.TimeoutExpired as error:
         raise StackError(f"pip took more than {INSTALL_S:.0f} s to install {REQUIREMENTS.name}") from error
     if done.returncode:
@@ -46,7 +50,7 @@ def install() -> Path:
 def vllm_router_kv(port: int, metrics_port: int, urls: Sequence[str], events: Sequence[int]) -> list[str]:
     """vllm-router, policy ``kv_aware``, which listens to the engines' KV events."""
     argv = ["vllm-router", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
-    argv += ["--policy", "kv_aware", "--kv-event-model", "sim", "--kv-event-block-size", "16"]
+    argv += ["--policy", "kv_aware", "--kv-event-model", MODEL, "--kv-event-block-size", str(BLOCK_TOKENS)]
     for url, event_port in zip(urls, events, strict=True):
         argv += ["--kv-event-source", f"{url}=tcp://127.0.0.1:{event_port}"]
     return [*argv, "--prometheus-port", str(metrics_port), "--worker-startup-check-interval", "1"]

@@ -16,11 +16,10 @@ COLUMNS = 3
 
 def save_plots(
     folder: Path, ttft: Mapping[str, Sequence[float]], samples: Mapping[str, Sequence[Sample]], speed: float
-) -> list[Path]:
-    """Three SVG files. ttft: sorted, in trace seconds; time: in trace seconds."""
-    folder.mkdir(parents=True, exist_ok=True)
+) -> None:
+    """Three SVG files, by fleet. ttft: sorted, in trace seconds; speed: trace seconds a second. Raises OSError."""
     made = [
-        _lines(
+        line_figure(
             "TTFT from when a request was due",
             "trace seconds",
             "share of requests",
@@ -29,9 +28,9 @@ def save_plots(
                 for name, values in ttft.items()
                 if values
             },
-            log=True,
+            xscale="log",
         ),
-        _lines(
+        line_figure(
             f"Hit ratio over {WINDOW} samples",
             "trace seconds",
             "of prompt tokens",
@@ -39,10 +38,14 @@ def save_plots(
         ),
         _loads(samples, speed),
     ]
-    paths = [folder / name for name in ("ttft_cdf.svg", "hit_ratio.svg", "load.svg")]
-    for path, figure in zip(paths, made, strict=True):
-        figure.savefig(path, metadata={"Date": None})
-    return paths
+    for name, figure in zip(("ttft_cdf.svg", "hit_ratio.svg", "load.svg"), made, strict=True):
+        save_figure(figure, folder / name)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """An .svg (the same for the same figures) or .png, in a folder that need not be there. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _hit_ratio(samples: Sequence[Sample], speed: float) -> tuple[list[float], list[float]]:
@@ -56,18 +59,19 @@ def _hit_ratio(samples: Sequence[Sample], speed: float) -> tuple[list[float], li
     return times, ratios
 
 
-def _lines(
-    title: str, x: str, y: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, log: bool = False
+def line_figure(
+    title: str, x: str, y: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], **scales: str
 ) -> Any:
+    """lines: what is across and what is up, by name; scales: ``xscale``, ``yscale`` if not linear."""
     from matplotlib.figure import Figure  # 0.3 s: only where somebody wants a picture
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for name, (across, up) in lines.items():
         axes.plot(across, up, label=name)
-    axes.set(title=title, xlabel=x, ylabel=y, ylim=(0, None))
-    if log:
-        axes.set_xscale("log")
+    axes.set(title=title, xlabel=x, ylabel=y, **scales)
+    if "yscale" not in scales:
+        axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
     if lines:
         axes.legend(fontsize="small")
@@ -76,7 +80,7 @@ def _lines(
 
 def _loads(samples: Mapping[str, Sequence[Sample]], speed: float) -> Any:
     """A panel per fleet, all to the same scale, a line per engine."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # as above
 
     rows = -(-len(samples) // COLUMNS)
     figure = Figure(figsize=(4 * min(COLUMNS, len(samples)), 2.6 * rows), layout="constrained")

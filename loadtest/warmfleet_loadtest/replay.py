@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from warmfleet_loadtest.client import Client, Reply, SelfWatch
+from warmfleet_loadtest.figures import after_warm_up, failures, hit_ratio, markdown, over_mean, quantile
 from warmfleet_loadtest.trace import open_trace
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where and how fast. balance: which URL a request takes: ``random``, ``session`` or ``least`` (see Balance).
+    """Where and how fast. speed: trace seconds a second.
 
+    balance: which URL a request takes: ``random``, ``session`` or ``least`` (see Balance).
     spell: what is sent for token ids, these themselves or a text.
     """
 
@@ -107,30 +109,24 @@ async def replay(
 
 def summary(replies: Sequence[Reply], speed: float = 1.0, skip: float = 0.1) -> dict[str, Any]:
     """The figures of a replay; wall seconds, and mean TTFT in trace seconds as well."""
-    counted = replies[int(skip * len(replies)) :]
+    counted = after_warm_up(replies, skip)
     good = [reply for reply in counted if reply.error is None]
     ttft = sorted(reply.ttft_s for reply in good)
-    prompt, cached = sum(reply.prompt_tokens for reply in good), sum(reply.cached_tokens for reply in good)
     workers = Counter(reply.worker for reply in good if reply.worker)
-    errors = Counter(reply.error for reply in replies if reply.error is not None)
+    failed, examples = failures(replies)
     return {
         "requests": len(counted),
-        "errors": sum(errors.values()),
-        "error_examples": [text for text, _ in errors.most_common(3)],
-        "hit_ratio": round(cached / prompt, 4) if prompt else 0.0,
-        "recomputed_tokens": prompt - cached,
+        "errors": failed,
+        "error_examples": examples,
+        "hit_ratio": round(hit_ratio(good), 4),
+        "recomputed_tokens": sum(reply.prompt_tokens - reply.cached_tokens for reply in good),
         "ttft_mean_s": round(statistics.fmean(ttft), 4) if ttft else 0.0,
         **{f"ttft_p{q}_s": round(quantile(ttft, q / 100), 4) for q in (50, 90, 99)},
         "ttft_mean_trace_s": round(speed * statistics.fmean(ttft), 3) if ttft else 0.0,
         "late_p99_ms": round(1e3 * quantile(sorted(reply.late_s for reply in counted), 0.99), 2),
         "workers": dict(workers),
-        "busiest_over_mean": round(max(workers.values()) * len(workers) / sum(workers.values()), 2) if workers else 0,
+        "busiest_over_mean": round(over_mean([*workers.values()]), 2),
     }
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values; 0 of none."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 COLUMNS = ("hit_ratio", "recomputed_tokens", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "errors")
@@ -138,9 +134,7 @@ COLUMNS = ("hit_ratio", "recomputed_tokens", "ttft_mean_s", "ttft_p50_s", "ttft_
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """One line per row, in Markdown."""
-    lines = ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    lines += [f"| {name} | " + " | ".join(str(row[column]) for column in COLUMNS) + " |" for name, row in rows.items()]
-    return "\n".join(lines)
+    return markdown(("", *COLUMNS), [(name, *(row[column] for column in COLUMNS)) for name, row in rows.items()])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -152,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--base-url", action="append", required=True, metavar="URL", help="may be repeated")
     made.add_argument("--model", default="sim", help="served name (default %(default)s)")
     made.add_argument("--api-key", help="bearer token")
-    made.add_argument("--trace", metavar="FILE", help="a .jsonl.xz trace")
+    made.add_argument("--trace", metavar="FILE", help="conversation, agents or a .jsonl.xz file ($TRACE)")
     made.add_argument("--rows", type=int, help="first so many requests (default: all; 600 if generated)")
     made.add_argument("--speed", type=float, default=6.0, help="trace seconds per second (default %(default)s)")
     made.add_argument("--seeds", type=int, default=1, help="repetitions (default %(default)s)")
@@ -164,6 +158,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 every request was answered, 1 some were not, 2 wrong arguments."""
     args = parser().parse_args(argv)
+    if args.seeds < 1 or args.speed <= 0 or not 0 <= args.skip < 1:
+        parser().error("--seeds from 1 on, --speed above 0, --skip from 0 to below 1")
     try:
         trace = open_trace(args.trace, args.rows)
     except (OSError, ValueError) as error:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import aiohttp
 
+from warmfleet_loadtest.processes import StackError
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
 PERIOD_S = 1.0
+ANSWER_S = 10.0
+#: Of a Sample: what the lines of ``/metrics`` that make it begin with.
 FIELDS = {
     "requests": r"^vllm:num_requests_(?:running|waiting)\{",
     "prompt": r"^vllm:prompt_tokens_total\{",
@@ -27,7 +31,10 @@ _LINES = {name: re.compile(rf"{start}[^}}]*\}} (\S+)$", re.MULTILINE) for name, 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """at_s: since the first sample; per engine: requests that run or wait, and counters since the engine's start."""
+    """at_s: wall seconds since the watching began.
+
+    Per engine: requests that run or wait, and counters since the engine's start: tokens, seconds in steps, blocks.
+    """
 
     at_s: float
     requests: tuple[float, ...]
@@ -37,44 +44,48 @@ class Sample:
     evicted: tuple[float, ...]
 
 
-class Sampler:
-    """Samples at the begin and end of an ``async with`` block, and in between."""
+@asynccontextmanager
+async def sampled(urls: Sequence[str]) -> AsyncIterator[list[Sample]]:
+    """Samples of the engines at these URLs: at the begin and the end of the block, and every PERIOD_S in between.
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self.samples: list[Sample] = []
-        self._urls = urls
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10))
-        self._began = 0.0
-        self._task: asyncio.Task[None] | None = None
+    Raises StackError if an engine does not answer at the begin or at the end.
+    """
+    samples: list[Sample] = []
+    began = time.monotonic()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
 
-    async def __aenter__(self) -> Self:
-        self._began = time.monotonic()
-        await self._sample()
-        self._task = asyncio.create_task(self._run())
-        return self
+        async def sample() -> None:
+            try:
+                texts = await asyncio.gather(*(_text(session, url) for url in urls))
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise StackError(f"an engine does not tell its counters: {error!r}") from error
+            samples.append(Sample(time.monotonic() - began, **_values(texts)))
 
-    async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        async def keep_sampling() -> None:
+            while True:
+                await asyncio.sleep(PERIOD_S)
+                with suppress(StackError):  # a sample less: only the first and the last must succeed
+                    await sample()
+
+        await sample()
+        task = asyncio.create_task(keep_sampling())
+        try:
+            yield samples
+        finally:
+            task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._task
-        await self._sample()
-        await self._session.close()
+                await task
+        await sample()
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(PERIOD_S)
-            with suppress(aiohttp.ClientError, TimeoutError):  # a sample less: the last one must succeed
-                await self._sample()
 
-    async def _sample(self) -> None:
-        texts = await asyncio.gather(*(self._text(url) for url in self._urls))
-        values = {name: tuple(sum(map(float, line.findall(text))) for text in texts) for name, line in _LINES.items()}
-        self.samples.append(Sample(time.monotonic() - self._began, **values))
+async def _text(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(f"{url}/metrics") as answer:
+        return await answer.text()
 
-    async def _text(self, url: str) -> str:
-        async with self._session.get(f"{url}/metrics") as answer:
-            return await answer.text()
+
+def _values(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """Of each engine's ``/metrics``: the sum of the lines of each field."""
+    return {name: tuple(sum(map(float, line.findall(text))) for text in texts) for name, line in _LINES.items()}
 
 
 def spent(samples: Sequence[Sample], name: str) -> list[float]:

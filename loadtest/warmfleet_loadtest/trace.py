@@ -12,6 +12,7 @@ import lzma
 import os
 import random
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,26 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 16  # of a replayed block
 FIRST_TOKEN, TOKENS = 256, 4_096  # ids FIRST_TOKEN ... + TOKENS are words in any byte-level vocabulary
 SHARED = "../shared/traces"  # beside the checkout, where somebody has put the traces
-NAMES = {"conversation": "mooncake_conversation_2400.jsonl.xz", "agents": "sweagent_cost_2_1.jsonl.xz"}
+DECODE_S = 0.02  # a token of an answer takes so long in a trace's own time: published simulations count it so
+
+
+@dataclass(frozen=True, slots=True)
+class Public:
+    """A trace that all can have, and what it is measured with: so many of its rows, trace seconds a second, eight
+    engines of so many blocks, and their step times (a preset of ``costs``; with ``-fcfs`` those of simple models).
+    """
+
+    file: str
+    rows: int
+    speed: float
+    blocks: int
+    step_time: str
+
+
+PUBLIC = {
+    "conversation": Public("mooncake_conversation_2400.jsonl.xz", 2_400, 6.0, 1_953, "trace"),
+    "agents": Public("sweagent_cost_2_1.jsonl.xz", 600, 4.0, 1_024, "agents"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +57,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Arrivals in order. closed: a session's next request waits for the answer before; scale: trace tokens a token."""
+    """Arrivals in order. closed: a session's next request waits for the answer before.
+
+    scale: how many tokens of the trace one token of an arrival stands for.
+    """
 
     name: str
     arrivals: tuple[Arrival, ...]
@@ -53,13 +76,18 @@ def block(identifier: int, seed: int = 0) -> list[int]:
     return [FIRST_TOKEN + token % TOKENS for token in head + rest]
 
 
-def find(path: str | None = None) -> Path | None:
-    """The trace that ``path`` or $TRACE names (a file, or one of NAMES), else the shared conversation trace, else None.
+def shared(name: str) -> Path:
+    """Where one of PUBLIC is, if it is there."""
+    return Path(__file__).resolve().parents[2] / SHARED / PUBLIC[name].file
 
-    Raises FileNotFoundError if a trace is named and is not there; ``conversation`` may be missing, it can be generated.
+
+def find(path: str | None = None) -> Path | None:
+    """The trace that ``path`` or $TRACE names (a file, or one of PUBLIC), else the conversation.
+
+    None if the conversation is missing: one can be generated. Raises FileNotFoundError if another is.
     """
     named = path or os.environ.get("TRACE") or "conversation"
-    found = Path(__file__).resolve().parents[2] / SHARED / NAMES[named] if named in NAMES else Path(named)
+    found = shared(named) if named in PUBLIC else Path(named)
     if found.is_file():
         return found
     if named == "conversation":
@@ -68,21 +96,26 @@ def find(path: str | None = None) -> Path | None:
 
 
 def open_trace(path: str | None = None, rows: int | None = None, seed: int = 0) -> Trace:
-    """The trace that is found, else a generated one of the same shape."""
+    """The trace that is found, with ``seed`` for its tokens, else a generated one of the same shape.
+
+    Of that another seed is another trace. Raises FileNotFoundError, or ValueError for a file of another format.
+    """
     found = find(path)
     return generate(rows or 600, seed) if found is None else load(found, rows, seed)
 
 
 def load(path: Path, rows: int | None = None, seed: int = 0) -> Trace:
     """Read the first ``rows`` requests. Raises ValueError for a file of another format."""
-    with lzma.open(path, "rt") as lines:
-        header = json.loads(next(lines))
-        if not isinstance(header, dict) or "block" not in header:
-            raise ValueError(f"{path}: the first line must be a header with a block size")
-        closed = str(header.get("timing", "")).startswith("synthetic")
-        reader = _Reader(int(header["block"]), closed, seed)
-        arrivals = [reader.arrival(json.loads(line)) for _, line in zip(range(rows or 10**9), lines, strict=False)]
-    return Trace(str(header.get("name", path.name)), tuple(arrivals), closed, int(header["block"]) / BLOCK_TOKENS)
+    try:
+        with lzma.open(path, "rt") as lines:
+            header = json.loads(next(lines, ""))
+            size, closed = int(header["block"]), str(header.get("timing", "")).startswith("synthetic")
+            reader = _Reader(size, closed, seed)
+            arrivals = tuple(reader.arrival(json.loads(line)) for line in islice(lines, rows))
+    except (lzma.LZMAError, EOFError, LookupError, TypeError, ValueError) as error:
+        wanted = "lines of JSON in .xz, the first a header with a block size, the others requests"
+        raise ValueError(f"{path} is no trace ({wanted}): {error!r}") from error
+    return Trace(str(header.get("name", path.name)), arrivals, closed, size / BLOCK_TOKENS)
 
 
 class _Reader:
@@ -110,7 +143,7 @@ class _Reader:
         think = None
         if self._closed and session in self._last:
             then, said = self._last[session]
-            think = max(0.0, row["t"] - then - 0.02 * said)  # the traces' gaps contain 20 ms a token of decoding
+            think = max(0.0, row["t"] - then - DECODE_S * said)  # gaps of such a trace contain the decoding
         self._last[session] = (row["t"], row["out"])
         return Arrival(row["t"], session, prompt, max(1, round(row["out"] * BLOCK_TOKENS / size)), think)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +20,7 @@ from warmfleet.__main__ import main
 from warmfleet.cli.replay import read
 from warmfleet.decisions import DecisionLog, record
 from warmfleet.errors import BadArgument, Unauthorized
-from warmfleet.fleet import Flag, Fleet, connect
+from warmfleet.fleet import Flag, Fleet, Weights, connect
 from warmfleet.fleet.replays import Choice, Replays
 from warmfleet.metrics import Metrics
 from warmfleet.policy import POLICIES
@@ -50,6 +51,8 @@ async def states(world: World, rng: random.Random) -> None:
             prefill_tokens=rng.choice((0, 0, rng.randrange(4_000))),
             decode_tokens=rng.randrange(50_000),
             foreign_prefill_tokens=rng.choice((0, rng.randrange(500))),
+            under_way_tokens=rng.randrange(3_000),
+            since_ms=(int(time.time() * 1000) - rng.randrange(500)) % 2**32,
             flags=READY if rng.random() < 0.7 else READY & ~Flag.CLOSED,
         )
 
@@ -119,12 +122,14 @@ async def test_random_decisions_of_all_policies_come_out_as_they_were(world: Wor
     await check(redis_url, records)
     assert len({one["why"] for one in records}) >= 9
     assert len({one["worker_id"] for one in records}) == WORKERS
-    for weight in ("pressure_price", "decode_s_per_token", "lambda_"):
+    for weight in ("pressure_price", "decode_s_per_token", "lambda_", "wait_price"):
         changed = json.loads(json.dumps(records))
         for one in changed:
             one["weights"][weight] *= 1.01
         with pytest.raises(AssertionError):
             await check(redis_url, changed)
+    with pytest.raises(AssertionError):  # the time that a prefill has had is part of what was seen
+        await check(redis_url, [one | {"now_ms": (one["now_ms"] + 300) % 2**32} for one in records])
 
 
 @pytest.mark.long
@@ -194,7 +199,7 @@ async def test_a_replica_logs_and_explains_its_decisions(valkey_url: str, model:
                 assert (shown["policy"], shown["of"], len(shown["candidates"])) == ("cost", 2, 2)
                 assert shown["candidates"][0]["worker"] == headers["x-warmfleet-worker"]
                 assert shown["why"] in ("home", "lowest")
-                assert shown["weights"]["kappa"] == 1.25
+                assert shown["weights"] == asdict(Weights())
         assert all("x-warmfleet-explain" not in seen.headers for seen in one.seen + two.seen)
         await poll(lambda: path.exists() and path.read_bytes().count(b"\n") == 3, 5, "three records")
     text = path.read_text()

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.identity_plain import Plain
-from tests.bench.lines import save_lines
 
 from warmfleet import prompt
 from warmfleet.blocks import Hasher
@@ -34,6 +33,7 @@ from warmfleet.encoder import Encoder
 from warmfleet.identity import Identity
 from warmfleet.template import ChatTemplate
 from warmfleet.trie import Trie
+from warmfleet_loadtest.plots import line_figure, save_figure
 from warmfleet_worker.wire import Scheme, default_none_hash
 
 if TYPE_CHECKING:
@@ -202,7 +202,10 @@ async def main() -> None:
         result["stall_ms_3mb"] = round(await stall_ms(ours), 1)
         if options.plot:
             lines = await growth(ours, plain, per_token)
-            save_lines(options.plot, "Knowing a prompt: CPU per turn", "prompt tokens", "CPU µs", lines)
+            across = lines["tokens"]
+            drawn = {name: (across, values) for name, values in lines.items() if name != "tokens"}
+            title = "Knowing a prompt: CPU per turn"
+            save_figure(line_figure(title, "prompt tokens", "CPU µs", drawn, yscale="log"), options.plot)
             result["growth_us"] = {name: [round(value) for value in line[::10]] for name, line in lines.items()}
     print(json.dumps(result))
 

@@ -33,8 +33,10 @@ from tests.bench.virtual_store import private_server
 
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Weights
+from warmfleet.policy import POLICIES
 from warmfleet_loadtest.costs import load_costs
-from warmfleet_loadtest.fleets import POLICIES
+from warmfleet_loadtest.figures import markdown
+from warmfleet_loadtest.processes import end_on_signals
 from warmfleet_loadtest.progress import Progress
 
 if TYPE_CHECKING:
@@ -90,10 +92,6 @@ class Job:
         return told.figures | {f"line {name}": line for name, line in told.lines.items()}
 
 
-def run(job: Job) -> dict[str, Any]:
-    return job.run()
-
-
 def every(args: argparse.Namespace) -> Iterator[Job]:
     """Every combination of what is varied, policies and speeds, seed by seed."""
     names = [name for name, _ in args.vary]
@@ -115,10 +113,9 @@ def gather(jobs: Sequence[Job], processes: int) -> dict[str, dict[str, Any]]:
     """Run them all; a row per name, in the order of the jobs."""
     runs: dict[str, list[dict[str, Any]]] = {job.name: [] for job in jobs}
     if processes == 1:
-        answers: Iterable[dict[str, Any]] = map(run, jobs)
-        return _collect(jobs, answers, runs)
+        return _collect(jobs, map(Job.run, jobs), runs)
     with ProcessPoolExecutor(processes) as pool:
-        return _collect(jobs, pool.map(run, jobs), runs)
+        return _collect(jobs, pool.map(Job.run, jobs), runs)
 
 
 def _collect(
@@ -135,13 +132,13 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """In Markdown: settings down and figures across; of a scenario the other way round."""
     names, first = list(rows), next(iter(rows.values()))
     if set(COLUMNS) <= set(first):
-        lines = ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+        head: Sequence[str] = COLUMNS
         cells = [(name, [row[column] for column in COLUMNS]) for name, row in rows.items()]
     else:
-        lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+        head = names
         figures_of = [name for name, value in first.items() if not isinstance(value, list)]
         cells = [(figure, [row[figure] for row in rows.values()]) for figure in figures_of]
-    return "\n".join(lines + [f"| {name} | " + " | ".join(f"{v:.3f}" for v in values) + " |" for name, values in cells])
+    return markdown(("", *head), [(name, *(f"{value:.3f}" for value in values)) for name, values in cells])
 
 
 def _varied(text: str) -> tuple[str, list[float]]:
@@ -161,7 +158,11 @@ def _policies(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[float]:
-    return [float(value) for value in text.split(",")]
+    """Raises ValueError for what is no number, or not above 0."""
+    numbers = [float(value) for value in text.split(",")]
+    if min(numbers) <= 0:
+        raise ValueError(text)
+    return numbers
 
 
 def parser() -> argparse.ArgumentParser:
@@ -183,9 +184,8 @@ def parser() -> argparse.ArgumentParser:
     fleet = made.add_argument_group("fleet")
     names = os.environ.get("POLICY") or "cost"
     fleet.add_argument("--policy", type=_policies, default=_policies(names), help="$POLICY (cost); all: every one")
-    fleet.add_argument(
-        "--replicas", type=int, default=int(os.environ.get("REPLICAS") or 1), help="$REPLICAS (default 1)"
-    )
+    replicas = os.environ.get("REPLICAS") or "1"
+    fleet.add_argument("--replicas", type=int, default=replicas, help="one number here; $REPLICAS (default 1)")
     fleet.add_argument("--engines", type=int, default=8)
     fleet.add_argument("--blocks", type=int, help="of 16 tokens, per engine (default: the workload's)")
     fleet.add_argument("--step-time", help="preset or file of calibrate (default: the workload's)")
@@ -198,10 +198,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 no trace, or the scripts refuse (an unknown policy), 2 wrong arguments."""
+    """Exit codes: 0 done, 1 no trace, nothing to draw, or the scripts refuse a policy, 2 wrong arguments."""
     args = parser().parse_args(argv)
     if args.utilisation and not WORKLOADS[args.workload].busy:
         parser().error(f"{args.workload} is a closed loop: it has no utilisation to be set")
+    if args.seeds < 1:
+        parser().error("--seeds from 1 on")
     try:
         if not args.scenario:
             arrivals(args.workload, args.rows)
@@ -209,14 +211,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, WarmfleetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if args.plot and args.scenario:
-        draw_lines(args.plot, args.scenario, rows)
-    elif args.plot:
-        draw_rows(args.plot, f"{args.workload}, {args.mode} mode", rows)
     print(table(rows))
-    print(json.dumps({"workload": args.workload, "mode": args.mode, "rows": rows}))
+    print(json.dumps({"workload": args.workload, "mode": args.mode, "rows": rows}), flush=True)
+    return _draw(args, rows) if args.plot else 0
+
+
+def _draw(args: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]]) -> int:
+    """Last, so that a picture that cannot be made costs no figures."""
+    try:
+        if args.scenario:
+            draw_lines(args.plot, args.scenario, rows)
+        else:
+            draw_rows(args.plot, f"{args.workload}, {args.mode} mode", rows)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

@@ -153,12 +153,10 @@ class Bench:
         assert generator.stdin is not None
         assert generator.stdout is not None
         job = {"rate": options.decides, "seconds": options.seconds}
-        stalls = Stalls()
-        stalls.start()
-        generator.stdin.write(json.dumps(job).encode() + b"\n")
-        line = await generator.stdout.readline()
-        phase.redis_busy.append((self._cpu_s() - before) / (time.perf_counter() - begun))
-        stalls.stop()
+        with Stalls() as stalls:
+            generator.stdin.write(json.dumps(job).encode() + b"\n")
+            line = await generator.stdout.readline()
+            phase.redis_busy.append((self._cpu_s() - before) / (time.perf_counter() - begun))
         done.set()
         await running
         self._note(phase, json.loads(line), stalls)

@@ -1,16 +1,10 @@
 """A trace through whole fleets: ``make -s bench NAME=trace``; the bench itself is a tool of loadtest/."""
 
-import signal
 import sys
 
 from warmfleet_loadtest.fleet_bench import main
-
-
-def terminate(*_: object) -> None:
-    """SIGTERM ends a run as ctrl-C does, through its ``with`` blocks: no process of a fleet is left."""
-    sys.exit(143)
-
+from warmfleet_loadtest.processes import end_on_signals
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, terminate)
+    end_on_signals()
     sys.exit(main())

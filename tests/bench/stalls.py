@@ -15,6 +15,7 @@ import sys
 import time
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from typing import Self
 
 PERIOD_S = 0.001
 NOTICED_S = 0.0005
@@ -23,7 +24,7 @@ AFTERMATH = 2.0  # times its length: at two thirds of full load what piled up is
 
 @dataclass
 class Stalls:
-    """The watchers: started by ``start``, stopped by ``stop``, which leaves what they saw in ``ends`` and ``begins``.
+    """A ``with`` block in which the cores are watched; after it ``begins`` and ``ends`` have what was seen.
 
     ``lost`` tells whether an interval (``time.perf_counter`` seconds, the same clock in all processes) met a stall or
     its aftermath.
@@ -34,17 +35,18 @@ class Stalls:
     ends: list[float] = field(default_factory=list)  # aftermath included; never overlapping
     watching: bool = False
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         for core in sorted(os.sched_getaffinity(os.getpid())):
             command = [sys.executable, "-m", "tests.bench.stalls", str(core)]
             self.watchers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         seen: list[tuple[float, float]] = []
-        answers = []
         for watcher in self.watchers:
             watcher.terminate()
-            answers.append(json.loads(watcher.communicate()[0]))
+        texts = [watcher.communicate()[0] for watcher in self.watchers]
+        answers = [json.loads(text or "null") for text in texts]  # nothing: ended before it could watch
         self.watching = bool(answers) and all(answer is not None for answer in answers)
         for answer in answers:
             seen += [(begin, end + AFTERMATH * (end - begin)) for begin, end in answer or ()]
@@ -62,10 +64,11 @@ class Stalls:
 
 
 def watch(core: int) -> list[tuple[float, float]] | None:
-    """Stalls of ``core`` until SIGTERM: (when it should have woken, when it did)."""
+    """Stalls of ``core`` until SIGTERM or Ctrl-C: (when it should have woken, when it did)."""
     found: list[tuple[float, float]] = []
     stopped: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, lambda number, _: stopped.append(number))
     try:
         os.sched_setaffinity(0, {core})
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))

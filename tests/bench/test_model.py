@@ -12,7 +12,8 @@ from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_plans import WORKLOADS, engine
 from tests.bench.virtual_store import private_server
 
-from warmfleet_loadtest.fleets import MODEL, Setup, ours, running
+from warmfleet_loadtest.fleets import Setup, ours, running
+from warmfleet_loadtest.peers import MODEL
 from warmfleet_loadtest.replay import Target, replay, summary
 from warmfleet_loadtest.trace import generate
 
@@ -24,12 +25,14 @@ def test_both_clocks_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Needs a quiet machine: over HTTP the engines sleep, but routers, store and client compute."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     trace, speed = generate(300), 6.0
-    with running(ours("cost", "2")[0], Setup(mode="step", step_time="trace", haproxy=False)) as up:
+    engines, blocks = 8, 1_953
+    setup = Setup(engines, blocks, mode="step", step_time="trace", decode_s=0.0, haproxy=False)
+    with running(ours("cost", "2")[0], setup) as up:
         replies, client = uvloop.run(replay(trace, Target(up.urls, MODEL, speed)))
     real = summary(replies, speed)
-    config = engine(WORKLOADS["conversation"].costs, 1_953)
+    config = engine(WORKLOADS["conversation"].costs, blocks)
     with private_server() as url:
-        virtual = figures(uvloop.run(play(url, trace, Plan((config,) * 8, replicas=2, speed=speed))))
+        virtual = figures(uvloop.run(play(url, trace, Plan((config,) * engines, replicas=2, speed=speed))))
     print(real, virtual, client)
     assert real["errors"] == 0
     if real["late_p99_ms"] > LATE_MS:

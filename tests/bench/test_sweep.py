@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from tests.bench.bench_sweep import main
 from tests.bench.virtual_figures import figures
-from tests.bench.virtual_fleet import MODEL, Plan, Played, play
+from tests.bench.virtual_fleet import Plan, Played, play
 from tests.bench.virtual_plans import WORKLOADS, engine
 from tests.bench.virtual_store import BEGINNING_US, VirtualStore
+from tests.bench.virtual_workers import MODEL
 
 from warmfleet.fleet import LoadRow, Weights
 from warmfleet_loadtest.trace import generate
@@ -61,3 +62,10 @@ def test_the_command_prints_every_combination(capsys: pytest.CaptureFixture[str]
     told: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(told["rows"]) == [f"{policy} kappa={k} 4x" for policy in ("cost", "round_robin") for k in (0, 1)]
     assert all(row["requests"] == 30 and row["ttft_mean_s"] > 0 for row in told["rows"].values())
+
+
+def test_a_picture_that_cannot_be_made_costs_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--workload", "generated", "--rows", "9", "--plot", f"{__file__}/x.svg"]) == 1
+    printed = capsys.readouterr()
+    assert list(json.loads(printed.out.splitlines()[-1])["rows"]) == ["cost 4x"]
+    assert "error: " in printed.err

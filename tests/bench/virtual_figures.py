@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_loadtest.replay import quantile
+from warmfleet_loadtest.figures import over_mean, quantile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +24,7 @@ def figures(played: Played, skip: float = 0.1) -> dict[str, float]:
     engines = [worker.engine for worker in cluster.workers]
     mean_s = statistics.fmean(one.ttft_s for one in counted)
     busy = [engine.busy_s for engine in engines]
+    evicted = [engine.scheduler.pool.evicted for engine in engines]
     off = [abs(cluster.predicted[request] - request.cached_tokens) for _, _, request in cluster.routed]
     return {
         "requests": len(own),
@@ -34,8 +35,8 @@ def figures(played: Played, skip: float = 0.1) -> dict[str, float]:
         "busy": statistics.fmean(busy) / max(one.at_s for one in played.served),
         "busy_max_over_mean": over_mean(busy),
         "work_max_over_mean": over_mean([engine.work_tokens for engine in engines]),
-        "evicted_max_over_mean": over_mean([engine.scheduler.pool.evicted for engine in engines]),
-        "evicted": statistics.fmean(engine.scheduler.pool.evicted for engine in engines),
+        "evicted_max_over_mean": over_mean(evicted, nothing=1.0),
+        "evicted": statistics.fmean(evicted),
         "foreseen": sum(one == 0 for one in off) / len(off),
         "cpu_s": played.cpu_s,
         "requests_per_cpu_s": len(played.served) / played.cpu_s,
@@ -43,14 +44,9 @@ def figures(played: Played, skip: float = 0.1) -> dict[str, float]:
 
 
 def tails(served: Sequence[Served]) -> dict[str, float]:
+    """Virtual seconds; 0 of none."""
     ttft = sorted(one.ttft_s for one in served)
     return {f"ttft_p{q}_s": quantile(ttft, q / 100) for q in (50, 90, 99)}
-
-
-def over_mean(values: Sequence[float]) -> float:
-    """The largest over the mean; 1 where there is nothing."""
-    mean = statistics.fmean(values)
-    return max(values) / mean if mean else 1.0
 
 
 def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
 from tests.bench.virtual_store import VirtualStore
-from tests.bench.virtual_workers import VirtualWorker
+from tests.bench.virtual_workers import MODEL, VirtualWorker
 
 from warmfleet.fleet import RENEW_AT_ONCE, Ask, Chain, Fleet, Renewal, Weights
 from warmfleet.fleet.reservations import ONE_PROMPT
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     Watch = Callable[["Cluster", float], Awaitable[None]]
 
-MODEL = "sim"
 IDLE_S = 0.4  # ticks must not be a second apart: the scripts would think that all routers were away
 WORDS = string.ascii_letters + string.digits
 

@@ -13,54 +13,50 @@ from warmfleet_loadtest import trace as traces
 from warmfleet_loadtest.costs import PRESETS
 from warmfleet_loadtest.engine import EngineConfig
 from warmfleet_loadtest.scheduler import Limits
-from warmfleet_loadtest.trace import Arrival, Trace
+from warmfleet_loadtest.trace import BLOCK_TOKENS, PUBLIC, Arrival, Trace
 from warmfleet_worker import wire
 
 if TYPE_CHECKING:
     from warmfleet_loadtest.costs import StepCosts
 
-SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
-BLOCK = 16
+SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), BLOCK_TOKENS)
 DIRECT = 1_000_000  # sessions from here on go past the fleet
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A trace (file beside the others, or generated) and what it runs on. speed: the usual one.
+    """What a trace runs on: step times, blocks of each engine, and the usual speed (trace seconds a second).
 
     busy: share of time that eight engines compute under ``least_loaded``, per unit of speed; 0: a closed loop has none.
     """
 
-    file: str
     costs: StepCosts
     blocks: int
     speed: float
     busy: float
 
 
+BUSY = {"conversation": 0.126, "agents": 0.0}
 WORKLOADS = {
-    "conversation": Workload(traces.NAMES["conversation"], PRESETS["trace"], 1_953, 6.0, 0.126),
-    "agents": Workload(traces.NAMES["agents"], PRESETS["agents"], 1_024, 4.0, 0.0),
-    "generated": Workload("", PRESETS["trace"], 1_024, 4.0, 0.111),
-}
+    name: Workload(PRESETS[public.step_time], public.blocks, public.speed, BUSY[name])
+    for name, public in PUBLIC.items()
+} | {"generated": Workload(PRESETS["trace"], 1_024, 4.0, 0.111)}
 
 
 def engine(costs: StepCosts, blocks: int, mode: str = "step", speed: float = 1.0) -> EngineConfig:
     """speed: of the trace; in fcfs mode a token is decoded in 20 ms of its time."""
-    limits = Limits(max_model_len=min(32_768, (blocks - 1) * BLOCK))
-    return EngineConfig(SCHEME, limits, blocks, costs, mode, 0.02 / speed)
+    limits = Limits(max_model_len=min(32_768, (blocks - 1) * BLOCK_TOKENS))
+    return EngineConfig(SCHEME, limits, blocks, costs, mode, traces.DECODE_S / speed)
 
 
 @cache
 def arrivals(workload: str, rows: int | None) -> Trace:
     """$TRACE may be a trace's name, its file or the folder of both. Raises FileNotFoundError."""
-    name = WORKLOADS[workload].file
-    if not name:
+    if workload not in PUBLIC:
         return traces.generate(rows or 600)
     given = os.environ.get("TRACE") or ""
-    shared = Path(traces.__file__).resolve().parents[2] / traces.SHARED
-    path = shared / name if given in ("", *traces.NAMES) else Path(given)
-    path = path / name if path.is_dir() else path
+    path = traces.shared(workload) if given in ("", *PUBLIC) else Path(given)
+    path = path / PUBLIC[workload].file if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"no trace at {path}: set TRACE, or take the workload `generated`")
     return traces.load(path, rows)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from warmfleet_loadtest.plots import save_figure
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -26,7 +28,7 @@ def draw_rows(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> 
         axes.grid(alpha=0.3)
     picture.axes[0].legend(fontsize=8)
     picture.suptitle(title)
-    _save(picture, path)
+    save_figure(picture, path)
 
 
 def draw_lines(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
@@ -44,9 +46,4 @@ def draw_lines(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) ->
         axes.grid(alpha=0.3)
     picture.axes[0].legend(fontsize=8)
     picture.suptitle(title)
-    _save(picture, path)
-
-
-def _save(picture: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save_figure(picture, path)

@@ -11,12 +11,13 @@ import statistics
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from tests.bench.virtual_figures import figures, over_mean, tails
+from tests.bench.virtual_figures import figures, tails
 from tests.bench.virtual_fleet import Cluster, Plan, play
-from tests.bench.virtual_plans import BLOCK, DIRECT, WORKLOADS, engine, merged, steady
+from tests.bench.virtual_plans import DIRECT, WORKLOADS, engine, merged, steady
 
 from warmfleet.fleet import LoadRow
 from warmfleet_loadtest import trace as traces
+from warmfleet_loadtest.figures import over_mean
 from warmfleet_loadtest.scheduler import Request, hash_blocks
 from warmfleet_loadtest.trace import Trace
 
@@ -30,6 +31,7 @@ ONE = engine(COSTS, 1_024)
 PER_ENGINE = 3.5  # requests a second that keep one engine busy
 HOT_BLOCKS = 100
 HOT_SHARE = 0.6
+BIN_S = 2.0  # of a line over time
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ def _hot_trace(rate: float, times: tuple[float, float, float], seed: int) -> tup
     for arrival in normal.arrivals:
         is_hot = begin <= arrival.at_s < end and generator.random() < HOT_SHARE
         if is_hot:
-            tail = arrival.prompt[: 8 * BLOCK]
+            tail = arrival.prompt[: 8 * traces.BLOCK_TOKENS]
             heated.append(replace(arrival, session=DIRECT + arrival.session, prompt=[*prefix, *tail]))
         else:
             kept.append(arrival)
@@ -154,21 +156,19 @@ async def join(url: str, plan: Plan, seconds: float = 80.0) -> Told:
     return Told(told, {"share of the joiner": shares, "p90 TTFT, s": _over_time(played.served, seconds)})
 
 
-def _shares(served: Sequence[Served], number: int, seconds: float, bin_s: float = 2.0) -> list[tuple[float, float]]:
-    made = []
-    for index in range(int(seconds / bin_s)):
-        there = [one.engine == number for one in served if index * bin_s <= one.at_s < (index + 1) * bin_s]
-        made.append((index * bin_s, statistics.fmean(there) if there else 0.0))
-    return made
+def _shares(served: Sequence[Served], number: int, seconds: float) -> list[tuple[float, float]]:
+    """Of the requests that arrived in each bin, those that engine ``number`` got."""
+    bins = _bins(served, seconds)
+    return [(at, statistics.fmean(one.engine == number for one in found) if found else 0.0) for at, found in bins]
 
 
-def _over_time(served: Sequence[Served], seconds: float, bin_s: float = 2.0) -> list[tuple[float, float]]:
-    bins = [[one for one in served if at <= one.at_s < at + bin_s] for at in _starts(seconds, bin_s)]
-    return [(index * bin_s, tails(found)["ttft_p90_s"]) for index, found in enumerate(bins)]
+def _over_time(served: Sequence[Served], seconds: float) -> list[tuple[float, float]]:
+    return [(at, tails(found)["ttft_p90_s"]) for at, found in _bins(served, seconds)]
 
 
-def _starts(seconds: float, bin_s: float) -> list[float]:
-    return [index * bin_s for index in range(int(seconds / bin_s))]
+def _bins(served: Sequence[Served], seconds: float) -> list[tuple[float, list[Served]]]:
+    starts = [number * BIN_S for number in range(int(seconds / BIN_S))]
+    return [(at, [one for one in served if at <= one.at_s < at + BIN_S]) for at in starts]
 
 
 SCENARIOS: Mapping[str, Callable[..., Coroutine[Any, Any, Told]]] = {

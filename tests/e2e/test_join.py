@@ -19,7 +19,7 @@ from warmfleet.cli.engines import EngineOptions, engine_command
 from warmfleet.cli.ports import free_port
 from warmfleet.cli.stack import Member, Plan, Stack
 from warmfleet.warming import LEASE_S
-from warmfleet_loadtest.replay import quantile
+from warmfleet_loadtest.figures import quantile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

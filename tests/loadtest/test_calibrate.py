@@ -105,3 +105,11 @@ def test_costs_by_name_factor_or_file(tmp_path: Path) -> None:
     for name in ("nothing", str(bad)):
         with pytest.raises(ValueError, match=r"neither a file|expected an object"):
             load_costs(name)
+
+
+def test_an_engine_that_does_not_answer_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nobody = ["--url", "http://127.0.0.1:9", "--model", "demo"]
+    assert calibrate.main(["measure", *nobody, "--out", str(tmp_path / "samples.json")]) == 2
+    assert "error: http://127.0.0.1:9: ClientConnectorError" in capsys.readouterr().err
+    assert calibrate.main(["check", *nobody, "--costs", "fast", "--seconds", "1", "--rate", "5"]) == 2
+    assert "no request of the real engine was answered" in capsys.readouterr().err

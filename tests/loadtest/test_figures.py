@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import pytest
 
 from warmfleet_loadtest.client import Reply
-from warmfleet_loadtest.figures import due_ttft, figures, half_width, health, over_seeds
+from warmfleet_loadtest.figures import due_ttft, figures, half_width, health, markdown, over_mean, over_seeds
+from warmfleet_loadtest.processes import StackError
 from warmfleet_loadtest.replay import Balance, Target
-from warmfleet_loadtest.sampling import Sample
+from warmfleet_loadtest.sampling import Sample, sampled
 
 ZERO = Sample(0.0, (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (7.0, 0.0))
 END = Sample(10.0, (0.0, 0.0), (500.0, 300.0), (100.0, 200.0), (4.0, 2.0), (10.0, 1.0))
@@ -52,6 +54,24 @@ def test_seeds_give_means_and_intervals() -> None:
     assert made["ci95"]["mean_ttft"] == pytest.approx(4.303 / 3**0.5, abs=1e-4)  # Student's t for two degrees
     assert "ci95" not in over_seeds(runs[:1])
     assert half_width([1.0] * 30) == 0.0
+    for count, t in ((11, 2.228), (31, 2.042), (121, 1.980)):  # of 10, 30 and 120 degrees
+        spread = [float(number % 2) for number in range(count)]
+        assert half_width(spread) == pytest.approx(t * statistics.stdev(spread) / count**0.5, rel=0.006)
+
+
+def test_the_most_over_the_mean() -> None:
+    assert over_mean([1, 2, 3]) == 1.5
+    assert (over_mean([0, 0]), over_mean([], nothing=1.0)) == (0.0, 1.0)
+
+
+def test_a_table_in_markdown() -> None:
+    assert markdown(("", "a"), [("x", 1), ("y", 2.5)]) == "|  | a |\n|---|---|\n| x | 1 |\n| y | 2.5 |"
+
+
+async def test_an_engine_that_does_not_answer_cannot_be_sampled() -> None:
+    with pytest.raises(StackError, match=r"does not tell its counters: ClientConnectorError"):
+        async with sampled(["http://127.0.0.1:9"]):
+            pytest.fail("the block is not entered")
 
 
 def test_the_clients_own_balance() -> None:

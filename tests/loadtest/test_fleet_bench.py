@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,12 +18,13 @@ import pytest
 from warmfleet.policy import POLICIES
 from warmfleet_loadtest import peers
 from warmfleet_loadtest.fleet_bench import main, table
-from warmfleet_loadtest.fleets import CONFIG, Fleet, Setup, balancer_config, others, ours, running
-from warmfleet_loadtest.processes import StackError
+from warmfleet_loadtest.fleets import Fleet, Setup, balancer_config, others, ours, running
+from warmfleet_loadtest.processes import HAPROXY_CONFIG, Processes, StackError, haproxy_binary
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+SETUP = Setup(engines=2, blocks=512, mode="step", step_time="fast", decode_s=0.0, haproxy=True)
 KEYS = ("mean_ttft", "p50_ttft", "p90_ttft", "p99_ttft", "hit_ratio", "imbalance", "failed")
 
 
@@ -109,16 +111,17 @@ def test_routers_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.long
 @pytest.mark.usefixtures("generated")
-def test_a_terminated_bench_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_bench_that_is_ended_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     argv = [sys.executable, "-m", "tests.bench.bench_trace", *bench(tmp_path, "--fleet", "session-sticky")]
     with subprocess.Popen([*argv, "--speed", "0.1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         children: list[psutil.Process] = []
         while not children:
             assert process.poll() is None
-            time.sleep(0.05)
+            time.sleep(0.05)  # they start
             children = psutil.Process(process.pid).children()
-        process.terminate()
-        assert process.wait(30) == 143
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
     assert psutil.wait_procs(children, 10)[1] == []
 
 
@@ -151,8 +154,15 @@ def test_fleets_by_name() -> None:
         (["--replicas", "0"], "REPLICAS='0'"),
         (["--fleet", "nginx:2"], "no fleet 'nginx:2'; known are vllm-router-kv:N"),
         (["--fleet", "smg:0"], "no fleet 'smg:0'"),
+        (["--fleet", "least-loaded:2"], "no fleet 'least-loaded:2'"),
         (["--trace", "/nowhere"], "no trace at /nowhere"),
+        (["--trace", __file__], "is no trace (lines of JSON in .xz"),
         (["--seeds", "0"], "--seeds"),
+        (["--rows", "0"], "--rows"),
+        (["--speed", "0"], "--speed"),
+        (["--engines", "0"], "--engines"),
+        (["--blocks", "1"], "--blocks"),
+        (["--step-time", "odd"], "'odd' is neither a file nor one of fast"),
     ],
 )
 def test_wrong_usage(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,9 +170,35 @@ def test_wrong_usage(options: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
+def test_a_wrong_variable_is_a_wrong_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SEEDS", "three")
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "--seeds: invalid int value: 'three'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("generated")
+def test_engines_that_end_on_the_way_are_an_error_of_their_fleet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    spawn = Processes.spawn
+
+    def noted(*args: Any) -> subprocess.Popen[bytes]:
+        started.append(spawn(*args))
+        return started[-1]
+
+    monkeypatch.setattr(Processes, "spawn", noted)
+    monkeypatch.setattr("warmfleet_loadtest.fleet_bench.Progress.tick", lambda *_, **__: started[0].kill())
+    assert main(bench(tmp_path, "--fleet", "session-sticky")) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.splitlines()[-1])["error"].startswith("engines ended with -9:\nengine 0 serves sim")
+    assert "error: session-sticky, seed 1/1: engines ended" in printed.err
+
+
 def test_haproxy_takes_the_configuration(tmp_path: Path) -> None:
-    binary = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
-    assert binary is not None
     for readyz in (True, False):
         text = balancer_config([81, 82], readyz=readyz)
         assert text.count("    server ") == 2
@@ -170,17 +206,16 @@ def test_haproxy_takes_the_configuration(tmp_path: Path) -> None:
         assert ("GET /readyz" in text) is readyz
         (tmp_path / "haproxy.cfg").write_text(text)
         environment = {"LOADTEST_PORT": "80", "LOADTEST_STATS": str(tmp_path / "stats")}
-        argv = [binary, "-c", "-f", str(tmp_path / "haproxy.cfg")]
+        argv = [haproxy_binary(), "-c", "-f", str(tmp_path / "haproxy.cfg")]
         done = subprocess.run(argv, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    assert CONFIG.read_text().count("    server ") == 4
+    assert HAPROXY_CONFIG.read_text().count("    server ") == 4
 
 
 @pytest.mark.usefixtures("generated")
 def test_without_haproxy_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warmfleet_loadtest.fleets.haproxy_binary", lambda: None)
-    setup = Setup(engines=1, step_time="fast")
-    with pytest.raises(StackError, match="make deps"), running(ours("cost", "1")[0], setup):
+    monkeypatch.setattr(shutil, "which", lambda *_args, **_named: None)
+    with pytest.raises(StackError, match="make deps"), running(ours("cost", "1")[0], SETUP):
         pass
 
 

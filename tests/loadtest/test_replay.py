@@ -10,7 +10,8 @@ from tests.loadtest.engines import config, running
 
 from warmfleet_loadtest.client import Client, Reply
 from warmfleet_loadtest.costs import StepCosts
-from warmfleet_loadtest.replay import Target, main, quantile, replay, summary, table
+from warmfleet_loadtest.figures import quantile
+from warmfleet_loadtest.replay import Target, main, replay, summary, table
 from warmfleet_loadtest.trace import Arrival, Trace, generate
 
 if TYPE_CHECKING:

@@ -72,6 +72,11 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
         out.write('{"name": "x"}\n')
     with pytest.raises(ValueError, match="header"):
         trace.load(path)
+    whole = write(path, ROWS).read_bytes()
+    for broken in (b"no xz", whole[: len(whole) // 2], write(path, [{"t": 1.0}]).read_bytes()):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"t\.jsonl\.xz is no trace"):
+            trace.load(path)
 
 
 def test_a_named_trace_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:

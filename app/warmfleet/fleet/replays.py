@@ -64,6 +64,7 @@ def arguments(one: dict[str, Any], policy: str, turn: int) -> list[Any]:
             weights["kappa"],
             weights["pressure_price"],
             weights["decode_s_per_token"],
+            weights["wait_price"],
             one["prefix_tokens"],
             weights["min_match_tokens"],
             ",".join(order),
@@ -71,6 +72,7 @@ def arguments(one: dict[str, Any], policy: str, turn: int) -> list[Any]:
             one["median_tps"],
             one["block_tokens"],
             one["turn"] if own else turn,
+            one["now_ms"],
         ]
         for row, matched, making in one["candidates"]:
             told += (bytes.fromhex(row), matched, making)

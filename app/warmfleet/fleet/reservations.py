@@ -98,19 +98,19 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """All that a choice saw besides its ``Ask``: median_tps, block_tokens, turn; ``rows`` as lua/decide.lua tells them.
+    """All that a choice saw besides its ``Ask``: median_tps, block_tokens, turn, now_ms (modulo 2**32), and ``rows``.
 
     A row: worker_id, matched_tokens, speculative_tokens, load row, cost_s.
     """
 
-    context: tuple[int, int, int]
+    context: tuple[int, int, int, int]
     rows: list[Any]
 
     @classmethod
     def of(cls, answer: list[Any]) -> Seen:
         """From an answer of ``decide``, after its ``why``."""
-        median, block_tokens, turn = answer[0]
-        return cls((int(median), int(block_tokens), int(turn)), answer[1:])
+        median, block_tokens, turn, now_ms = answer[0]
+        return cls((int(median), int(block_tokens), int(turn), int(now_ms)), answer[1:])
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -148,15 +148,16 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of the cost rule in lua/decide.lua. lambda_, kappa, pressure_price: factors; max_probes: calls per decision.
+    """Of the cost rule in lua/decide.lua: lambda_, kappa, pressure_price, wait_price are factors. max_probes: calls.
 
     A match under min_match_tokens counts for nothing.
     """
 
     lambda_: float = 2.0  # of an uncached token while no worker is idle: then it delays somebody else too
-    kappa: float = 1.25  # least that keeps one new prefix on at most two workers: tests/lua/test_decide_policy.py
+    kappa: float = 2.5  # least that keeps one new prefix on at most two workers: tests/lua/test_decide_policy.py
     pressure_price: float = 1.0
     decode_s_per_token: float = 1e-7
+    wait_price: float = 1.5  # of a token ahead: who joins a line makes it longer for those who come after
     max_probes: int = 64
     min_match_tokens: int = 0
 
@@ -273,6 +274,7 @@ class Reservations(ScriptClient):
             weights.kappa,
             weights.pressure_price,
             weights.decode_s_per_token,
+            weights.wait_price,
             ask.prefix_tokens,
             weights.min_match_tokens,
             ",".join(ask.order),

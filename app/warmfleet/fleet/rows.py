@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
 
-_ROW = struct.Struct(">IiiiIHIIIIIII")
+_ROW = struct.Struct(">IiiiIHIIIIIIIII")
 _LEASE = struct.Struct(">6I2B")
 
 
@@ -52,6 +52,8 @@ class LoadRow:
     blocks: int = 0
     capacity_blocks: int = 0
     evicted: int = 0
+    under_way_tokens: int = 0  # of prefill, at most: what is computed since
+    since_ms: int = 0  # Redis' clock modulo 2**32: when a prefill last began or ended
 
     def pack(self, worker_id: str) -> bytes:
         return _ROW.pack(*(getattr(self, field.name) for field in fields(self))) + worker_id.encode()

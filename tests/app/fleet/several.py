@@ -185,16 +185,18 @@ class Several:
         await self._reaped()
         twin = Fleet(self.store, f"twin/{self.model}", timeouts=PATIENT, spans=SPANS)
         await self._copy(self.keys.prefix, twin.keys.prefix)
+        # What is done of a prefill goes by the clock, which a twin cannot turn back: waiting is free for this once.
+        weights, twin.weights = twin.weights, replace(twin.weights, wait_price=0.0)
         for one in self.replicas:
             one.fleet.fates.clear()
-            one.fleet.foretells = False
+            one.fleet.foretells, one.fleet.weights = False, twin.weights
         async with self.store.monitor() as monitor:
             at = [self.replicas[(who + number) % len(self.replicas)] for number in range(len(asks))]
             trips = await asyncio.gather(*(one.decide(ask) for one, ask in zip(at, asks, strict=True)))
             order = await _order(monitor, len(asks))
         made, asked = {trip.reservation: trip.decision for trip in trips}, dict[str, Ask]()
         for one in self.replicas:
-            one.fleet.foretells = True
+            one.fleet.foretells, one.fleet.weights = True, weights
             asked |= one.fleet.asked
         for name in order:
             try:
@@ -202,9 +204,9 @@ class Several:
             except NoWorker:
                 alone = None
             assert alone == made[name], f"{order}"
-        for key in ("load", "lease"):
-            theirs = await cast("Any", self.store.hgetall(getattr(twin.keys, key)))
-            assert await cast("Any", self.store.hgetall(getattr(self.keys, key))) == theirs, key
+        assert await self._leases() == await self._leases(twin)
+        ours, theirs = await self._rows(), await self._rows(twin)
+        assert {name: replace(row, since_ms=theirs[name].since_ms) for name, row in ours.items()} == theirs
         await self._drop(twin.keys.prefix)
 
     # ------------------------------------------------ what is there
@@ -212,16 +214,16 @@ class Several:
     def _open(self) -> dict[str, Any]:
         return {name: renewal for one in self.replicas for name, renewal in one.pool.open.items()}
 
-    async def _leases(self) -> list[tuple[str, Lease]]:
-        packed = await cast("Any", self.store.hgetall(self.keys.lease))
+    async def _leases(self, of: Fleet | None = None) -> list[tuple[str, Lease]]:
+        packed = await cast("Any", self.store.hgetall((of or self.plain).keys.lease))
         return sorted((name.decode(), Lease.unpack(lease)) for name, lease in packed.items())
 
     async def _lease(self, name: str) -> Lease | None:
         packed = await cast("Any", self.store.hget(self.keys.lease, name))
         return Lease.unpack(packed) if packed else None
 
-    async def _rows(self) -> dict[str, LoadRow]:
-        packed = await cast("Any", self.store.hgetall(self.keys.load))
+    async def _rows(self, of: Fleet | None = None) -> dict[str, LoadRow]:
+        packed = await cast("Any", self.store.hgetall((of or self.plain).keys.load))
         return {name.decode(): LoadRow.unpack(row) for name, row in packed.items()}
 
     async def _reaped(self) -> None:

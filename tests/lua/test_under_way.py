@@ -1,0 +1,106 @@
+"""What is done of the prefill under way: by time and speed, never more than the one prefill that may be under way."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.lua.stream import blocks
+
+from warmfleet.fleet import Lease, Renewal
+from warmfleet_worker import wire
+
+if TYPE_CHECKING:
+    from tests.lua.stream import Core
+    from tests.lua.world import World
+
+SPEED = 10_000  # tokens a second: world.py
+WRAPS = 2**32
+
+
+def clock_ms() -> int:
+    return int(time.time() * 1000) % WRAPS
+
+
+async def wait_s(world: World) -> float:
+    """Of a request that has one token to compute, at w1: what is ahead of it, in seconds, unpriced."""
+    _, rows = await world.fleet.explain(world.ask(extra_tokens=1))
+    return rows[0].cost_s / world.fleet.weights.wait_price
+
+
+async def waits(world: World, since_ms: int, left: int) -> bool:
+    """Whether that is the time for ``left`` tokens, less what passes until it is asked for."""
+    began = time.monotonic()
+    await world.change(1, since_ms=(clock_ms() - since_ms) % WRAPS)
+    found = await wait_s(world)
+    return left / SPEED - (time.monotonic() - began) - 0.01 < found < left / SPEED + 0.01
+
+
+@pytest.mark.parametrize(
+    ("since_s", "under_way", "left"),
+    [
+        (0.0, 5_000, 6_000),  # it began this moment
+        (0.3, 5_000, 3_000),
+        (9.0, 5_000, 1_000),  # it may stand still: what else was booked counts whole
+        (9.0, 0, 6_000),
+        (-60.0, 5_000, 1_000),  # the clock went back
+    ],
+)
+async def test_what_is_done_goes_by_time_up_to_one_prefill(
+    world: World, since_s: float, under_way: int, left: int
+) -> None:
+    await world.workers(1, prefill_tokens=6_000, under_way_tokens=under_way)
+    assert await waits(world, int(since_s * 1000), left)
+
+
+async def test_the_clock_of_a_row_may_wrap(world: World) -> None:
+    """49.7 days of milliseconds fit into it."""
+    await world.workers(1, prefill_tokens=6_000, under_way_tokens=6_000)
+    assert await waits(world, 200, 4_000)
+
+
+async def test_foreign_prefill_is_not_known_to_be_done(world: World) -> None:
+    await world.workers(1, foreign_prefill_tokens=6_000, under_way_tokens=6_000)
+    await world.change(1, since_ms=(clock_ms() - 9_000) % WRAPS)
+    assert await wait_s(world) == pytest.approx(6_000 / SPEED, abs=0.01)
+
+
+async def test_a_prefill_begins_on_an_idle_worker_or_when_another_ends(world: World) -> None:
+    await world.workers(1)
+    asks = [world.ask(extra_tokens=tokens) for tokens in (500, 800, 300)]
+    begun = clock_ms()
+    for ask in asks:
+        await world.fleet.decide(ask)
+    row = await world.row(1)
+    assert row.under_way_tokens == 500, "the others wait"
+    assert (row.since_ms - begun) % WRAPS < 2_000
+    await world.change(1, since_ms=(begun - 5_000) % WRAPS)
+    for ask, under_way in zip(asks, (500, 300, 0), strict=True):  # at most as the one before, or all that is left
+        await world.fleet.settle(ask.reservation, "started")
+        row = await world.row(1)
+        assert row.under_way_tokens == under_way
+        assert (row.since_ms - begun) % WRAPS < 2_000
+
+
+async def test_a_first_token_that_a_renewal_tells_counts_as_well(world: World) -> None:
+    await world.workers(1)
+    assert await world.fleet.renew([Renewal("wf-a", "w1.0", 700, 900), Renewal("wf-b", "w1.0", 400, 900)]) == (0, 2, 0)
+    assert (await world.row(1)).under_way_tokens == 700
+    await world.fleet.renew([Renewal("wf-a", "w1.0", 700, 900, started=True)])
+    row = await world.row(1)
+    assert (row.prefill_tokens, row.under_way_tokens) == (400, 400)
+
+
+async def test_progress_tells_that_a_prefill_ended(core: Core) -> None:
+    row = await core.row()
+    lease = Lease(row.epoch, row.slot, 300, 50, 64, 364, 0, "s.0", (blocks(1),))
+    await core.store.hset(core.keys.lease, "wf-a", lease.pack())
+    packed = bytearray(row.pack("s.0"))
+    packed[4:8] = (500).to_bytes(4, "big")
+    await core.store.hset(core.keys.load, "s.0", bytes(packed))
+    await core.send("progress", wire.dumps([["wf-a", 64, 364]]))
+    await core.applied()
+    row = await core.row()
+    assert (row.prefill_tokens, row.under_way_tokens) == (200, 200)
+    assert (clock_ms() - row.since_ms) % WRAPS < 5_000
