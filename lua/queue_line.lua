@@ -6,12 +6,11 @@ its tickets wait in the order they came. A flow's virtual time moves when a tick
 has to do for it, and begins where the class stands (which moves by that work divided among the flows that wait). So
 whoever waits gets the same work done, however much it asks for and whatever of that is given up. A ticket is a lease:
 who does not renew it loses it. An empty queue leaves nothing but marks of displaced tickets, which are leases, too.
-Takes the key `queue`, the time in us and how long a ticket lives (ms); returns functions. Keys: queue (lexical: flow,
-arrival, id), under its name
-:tickets (id -> tokens, flow, arrival, who cannot serve it; empty: displaced), :leases (id -> expiry ms), :flows
-(arrival of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets), :served
-(flow -> as in flows, of those that do not wait and are ahead of their class), :clock (class -> where it stands; and
-the tokens of all tickets).
+A part that is lost alone costs its tickets, no error. Takes the key `queue`, the time in us and how long a ticket
+lives (ms); returns functions. Keys: queue (lexical: flow, arrival, id), under its name :tickets (id -> tokens, flow,
+arrival, who cannot serve it; empty: displaced), :leases (id -> expiry ms), :flows (arrival of its first ticket, flow ->
+class * 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets), :served (flow -> as in flows, of those that do
+not wait and are ahead of their class), :clock (class -> where it stands; and the tokens of all tickets).
 --]]
 local call, sub, format, unpack_from = redis.call, string.sub, string.format, struct.unpack
 local CLASS, LENGTH, FLOW, ARRIVAL, HEAD, PIECE = 2 ^ 44, 2 ^ 20, 9, 16, 29, 8
@@ -68,7 +67,7 @@ return function(queue, now_us, ticket_ms)
     if not record or record == "" then return end
     local flow = sub(record, 5, 4 + FLOW)
     local before, class = place_of(flow), class_of(flow)
-    local time, stands = tonumber(call("ZSCORE", flows, before)), floor_of(flow)
+    local time, stands = tonumber(before and call("ZSCORE", flows, before)) or class, floor_of(flow)
     if done then
       local share = done / call("ZCOUNT", flows, exact(class), "(" .. exact(class + CLASS))
       stands = math.min(math.max(stands, time) + math.ceil(share), class + CLASS - 1)
@@ -99,6 +98,7 @@ return function(queue, now_us, ticket_ms)
     local own = tonumber(call("ZSCORE", lengths, flow)) or (flow:byte(1) - 65) * LENGTH
     if not longest[1] or tonumber(longest[2]) <= own + 1 then return false end
     local last = call("ZREVRANGEBYLEX", queue, "(" .. longest[1] .. "\255", "[" .. longest[1], "LIMIT", 0, 1)[1]
+    if not last then return false end
     local id = sub(last, HEAD - 3)
     line.leave(id)
     call("HSET", tickets, id, "") -- its replica is told when it asks

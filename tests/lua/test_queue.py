@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from tests.lua.line import Queueing, Ticket
+from tests.lua.line import SUFFIXES, Queueing, Ticket
 from tests.lua.world import READY, World
 
 from warmfleet.errors import BadArgument, CancelledReservation
@@ -201,6 +201,25 @@ async def test_who_was_lost_gets_the_old_place_back(q: Queueing) -> None:
     assert not await booked(q, old, waited_ms=5_000)
     await q.world.change(1, prefill_tokens=950)
     assert await turns(q, old, young) == ["old"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+async def test_a_part_that_is_lost_alone_costs_its_tickets_and_no_error(q: Queueing, suffix: str) -> None:
+    """As where somebody set a policy that evicts. Who stands in it may wait until the own deadline; others are served."""
+    waiting = [ticket(name, flow) for name, flow in (("a", OWN), ("b", OWN), ("c", OTHER), ("d", OTHER))]
+    for one in waiting:
+        await booked(q, one)
+    await q.world.store.delete(q.world.keys.queue + suffix)
+    q.world.fleet.limits = QueueLimits(0.1, 3)
+    for one in (*waiting, ticket("e"), ticket("u", (0, 0))):
+        await q.decide(one)
+    await turns(q, *waiting)
+    await q.world.change(1, prefill_tokens=0, in_flight=0)
+    for one in waiting:
+        await q.decide(one)
+    await q.world.fleet.poll((), [f"wf-{name}" for name in "abcdeu"])
+    await q.world.store.delete(q.world.keys.queue)
+    assert await booked(q, ticket("later"))
 
 
 async def test_who_was_cancelled_gets_no_ticket(q: Queueing) -> None:
