@@ -205,7 +205,7 @@ async def test_who_was_lost_gets_the_old_place_back(q: Queueing) -> None:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 async def test_a_part_that_is_lost_alone_costs_its_tickets_and_no_error(q: Queueing, suffix: str) -> None:
-    """As where somebody set a policy that evicts. Who stands in it may wait until the own deadline; others are served."""
+    """As where somebody set a policy that evicts: who stood in it may wait until the deadline, others are served."""
     waiting = [ticket(name, flow) for name, flow in (("a", OWN), ("b", OWN), ("c", OTHER), ("d", OTHER))]
     for one in waiting:
         await booked(q, one)
