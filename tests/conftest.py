@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 import redis
 import redis.asyncio as aioredis
+from hypothesis import settings
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -24,6 +25,10 @@ from warmfleet.fleet.client import Timeouts, connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+
+# An example may take as long as a busy machine makes it take: tests of time have bounds of their own.
+settings.register_profile("warmfleet", deadline=None)
+settings.load_profile("warmfleet")
 
 PATIENT = Timeouts(request_s=10, upkeep_s=10)  # a test machine may be busy; a time-out has tests of its own
 

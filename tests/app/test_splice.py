@@ -87,7 +87,7 @@ MANY = pytest.param(20_000, marks=pytest.mark.long)
 @pytest.mark.parametrize("bodies", [150, MANY])
 @pytest.mark.parametrize("looks", [splice.MAX_LOOKS, 2, 0])
 def test_the_body_differs_in_one_key_only(looks: int, bodies: int) -> None:
-    @settings(max_examples=bodies, deadline=None)
+    @settings(max_examples=bodies)
     @any_body
     def differs(body: list[tuple[str, Any]], own: Any, rng: random.Random, ids: list[int]) -> None:
         differs_in_one_key(looks, body, own, rng, ids)
@@ -153,7 +153,6 @@ def test_escapes_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -
     assert seconds[0] < seconds[1] / 5
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["cache_salt", "a", "}", '"', "\u00e9"]), values), max_size=5), SPACE, SPACE)
 def test_a_spliced_key_is_the_effective_one_and_nothing_else_changes(
     keys: list[tuple[str, Any]], before: str, after: str

@@ -104,7 +104,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.usage == pytest.approx(1 - len(self.queue) / (BLOCKS - 1))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestPool = PoolMachine.TestCase
 
 

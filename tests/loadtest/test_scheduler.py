@@ -163,7 +163,7 @@ PROMPTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(plan=PROMPTS, step_tokens=st.integers(1, 64), limit=st.integers(1, 6), fcfs=st.booleans())
 def test_every_request_says_everything_once(
     plan: list[tuple[int, int, int, int]], step_tokens: int, limit: int, fcfs: bool

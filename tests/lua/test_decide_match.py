@@ -113,7 +113,7 @@ async def test_choosing_again_ends_at_a_verified_lower_bound(world: World) -> No
     assert decision.matched_tokens == int(decision.worker_id[1]) * BLOCK, "what the third choice really holds"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 async def test_the_match_equals_a_plain_walk(valkey_url: str, data: st.DataObject) -> None:
     client = connect(valkey_url, timeout_s=5)

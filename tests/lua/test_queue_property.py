@@ -144,7 +144,7 @@ async def run(url: str, steps: list[Any]) -> None:
         await client.aclose()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEPS, min_size=10, max_size=40))
 @pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])
 @pytest.mark.in_turn
@@ -153,7 +153,7 @@ async def test_the_queue_keeps_its_order_and_its_bounds(request: Any, which: str
 
 
 @pytest.mark.long
-@settings(max_examples=1_500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=1_500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEPS, min_size=20, max_size=80))
 @pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])
 async def test_the_queue_keeps_its_order_and_its_bounds_for_long(request: Any, which: str, steps: list[Any]) -> None:

@@ -100,9 +100,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 
 def relaxed(examples: int) -> settings:
-    return settings(
-        max_examples=examples, deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck)
-    )
+    return settings(max_examples=examples, database=None, print_blob=True, suppress_health_check=list(HealthCheck))
 
 
 def explore(lab: Lab, examples: int, length: int) -> int:

@@ -63,7 +63,6 @@ def explore(url: str, policies: tuple[str, ...], examples: int, length: int) -> 
         @settings(
             max_examples=examples,
             phases=PHASES,
-            deadline=None,
             database=None,
             print_blob=True,
             suppress_health_check=list(HealthCheck),
