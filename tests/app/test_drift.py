@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -228,13 +230,14 @@ async def test_whoever_finds_a_prompt_that_is_seen_differently_here_makes_a_few_
 
         monkeypatch.setattr(worker.engine.identity, "chat_ids", quirk)
         quirky = chatting(model=model, max_tokens=16, stop=["quirk"])
-        for _ in range(50):
+        begun = time.monotonic()
+        while time.monotonic() < begun + 3.2:
             await pester(router, lambda: ask(router, quirky()), 2)
             assert (await the(router)).proof == "proven"
             await asyncio.sleep(0.01)
         assert await suspicions(router) > 20
-        assert 1 <= await router.metric('warmfleet_probes_total{result="proven"}') - 1 <= 5, (
-            "each wait is twice the last"
-        )
+        waits = math.log2((time.monotonic() - begun) / 0.2 + 1)
+        probes = await router.metric('warmfleet_probes_total{result="proven"}') - 1
+        assert 1 <= probes <= waits, "each wait is twice the last"
         assert (await the(router)).record["tries"] >= 1
         assert await router.metric("warmfleet_downgrades_total") == 0
