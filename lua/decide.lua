@@ -45,7 +45,7 @@ local objective_s, tenant, priority = tonumber(ARGV[20]), ARGV[21], tonumber(ARG
 local max_engine_wait_s, block_sizes, queue_max = tonumber(ARGV[23]), ARGV[24], tonumber(ARGV[25])
 local waited_ms, ticket_ms, barred = tonumber(ARGV[26]), tonumber(ARGV[27]), ARGV[28]
 
-local LEASE, TOMBSTONE, APPROXIMATE, FIRST_CHAIN, MAX_REAPED = ">I4I4I4I4I4I4BB", 3, 16, 29, 8
+local LEASE, TOMBSTONE, APPROXIMATE, MAX_REAPED, FIRST_CHAIN = ">I4I4I4I4I4I4BB", 3, 16, 8, 29
 local POLICIES = { cost = 1, least_loaded = 1, round_robin = 1, random = 1, power_of_two = 1, session = 1, sticky = 1,
   two_state = 1, prefix_affinity = 1, chwbl = 1 }
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
