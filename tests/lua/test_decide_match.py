@@ -171,9 +171,9 @@ async def test_cost_is_priced_wait_and_uncached_tokens_over_speed(world: World) 
     await world.change(3, speed_tps=0, prefill_tokens=100_000)  # unknown: the median
     _, rows = await world.fleet.explain(world.ask(extra_tokens=1_000))
     cost = {row.worker_id: row.cost_s for row in rows}
-    assert cost["w1.0"] == pytest.approx((1.5 * 800 + 1000) / 10_000 + 0.1, abs=1e-5)
-    assert cost["w2.0"] == pytest.approx(1000 / 1_250 + 0.1, abs=1e-5)
-    assert cost["w3.0"] == pytest.approx((1.5 * 100_000 + 1000) / 10_000 + 0.1, abs=1e-5)
+    assert cost["w1.0"] == pytest.approx((1.5 * 800 + 1000) / 10_000 + 1.5 * 0.1, abs=1e-5)
+    assert cost["w2.0"] == pytest.approx(1000 / 1_250 + 1.5 * 0.1, abs=1e-5)
+    assert cost["w3.0"] == pytest.approx((1.5 * 100_000 + 1000) / 10_000 + 1.5 * 0.1, abs=1e-5)
 
 
 async def test_chains_that_part_between_checkpoints_are_each_known_to_their_last_block(world: World) -> None:
