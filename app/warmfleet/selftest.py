@@ -35,7 +35,7 @@ Part = Literal["text", "chat", "tokens"]
 ENDPOINTS: dict[Part, Endpoint] = {"text": "completions", "chat": "chat", "tokens": "completions"}
 WRONG: dict[str, str] = {
     "text": "it does not make token ids of a text as the tokenizer in use here does",
-    "chat": "it does not render a chat as the template in use here does",
+    "chat": "it does not render a chat as the template in use here does, or makes other token ids of it",
     "tokens": "its blocks are not hashed as its scheme says, or another engine answers at its URL",
 }
 TOKEN_IDS = range(3, 256)  # in every vocabulary; two blocks of 16 have 250 random bits

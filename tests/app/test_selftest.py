@@ -130,7 +130,9 @@ async def test_a_wrong_tokenizer_in_the_settings_is_found_out(
         await proofs(right, eng="proven")
         async with replica(valkey_url, model, tokenizer=str(tmp_path)):
             (view,) = (await proofs(right, eng="identity")).values()
-            assert "as the tokenizer in use here does" in view.record["reason"]
+            # About one text in a hundred has as many tokens with either; then the chat is what differs.
+            assert view.record["cause"] in ("text", "chat")
+            assert "in use here does" in view.record["reason"]
             assert [one for one in caplog.records if one.levelname == "WARNING" and "in use here" in one.getMessage()]
 
 
