@@ -83,7 +83,7 @@ end
 local time = call("TIME")
 local now = time[1] * 1000 + floor(time[2] / 1000)
 local expired = call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED)
-if expired[1] then (include "decide_reap")(expired, load_key, leases_key, lease_key, prefix) end
+if expired[1] then (include "lease_over")(load_key, leases_key, lease_key, prefix, now).reap(expired) end
 
 local all, alive, median = alive_rows(alive_key, load_key, tick_key, now, ttl_ms, exclude)
 local s = rows_of(all, alive, median, decode_s, now)

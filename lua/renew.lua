@@ -14,7 +14,7 @@ local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
 local lease_ms = tonumber(ARGV[1])
 
 local BOOKED, STARTED, LINGERING = 0, 1, 2
-local LEASE, SUMS = ">I4I4I4I4I4I4BB", ">I4i4i4i4"
+local LEASE = ">I4I4I4I4I4I4BB"
 local MAX_IDS = 200
 local call = redis.call
 
@@ -31,18 +31,7 @@ local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local expiry = now + lease_ms
 
--- Add to the sums of a row, if it is still the one (epoch) that the lease was booked on; returns its epoch and slot.
-local function add_load(worker, epoch, prefill, decode, count)
-  local row = call("HGET", load_key, worker)
-  if not row then return end
-  local row_epoch, row_prefill, row_decode, row_count, slot = struct.unpack(SUMS .. "I4", row)
-  if epoch and epoch ~= row_epoch then return end
-  local head = struct.pack(SUMS, row_epoch, row_prefill + prefill, row_decode + decode, row_count + count)
-  local under_way, begun = math.max(0, math.min(math.abs(prefill), row_prefill + prefill)), row:sub(51, 58)
-  if prefill < 0 or row_prefill <= 0 then begun = struct.pack(">I4I4", under_way, now % 2 ^ 32) end
-  call("HSET", load_key, worker, head .. row:sub(17, 50) .. begun .. worker)
-  return row_epoch, slot
-end
+local add_load = (include "lease_load")(load_key, now)
 
 -- Book what is left of a reservation on the row of its worker. False if the worker is gone.
 local function rebuild(id, worker, prefill, decode, stage)

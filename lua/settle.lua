@@ -18,7 +18,7 @@ local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
 local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 
 local BOOKED, STARTED, LINGERING, TOMBSTONE = 0, 1, 2, 3
-local APPROXIMATE = 16
+local APPROXIMATE, MAX_REAPED = 16, 8
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then
@@ -30,47 +30,8 @@ end
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
--- Add to the sums of a worker's row, if it is still the incarnation of load (epoch) that the lease was booked on.
-local function add_load(worker, epoch, prefill, decode, count)
-  local row = call("HGET", load_key, worker)
-  if not row then return end
-  local row_epoch, row_prefill, row_decode, row_count = struct.unpack(">I4i4i4i4", row)
-  if row_epoch ~= epoch then return end
-  local head = struct.pack(">I4i4i4i4", epoch, row_prefill + prefill, row_decode + decode, row_count + count)
-  local under_way = math.max(0, math.min(-prefill, row_prefill + prefill))
-  local begun = prefill < 0 and struct.pack(">I4I4", under_way, now % 2 ^ 32) or row:sub(51, 58)
-  call("HSET", load_key, worker, head .. row:sub(17, 50) .. begun .. worker)
-end
-
--- Give back the load, then the speculation, that a lease still holds.
-local function release_load(lease)
-  local epoch, _, prefill, decode, _, _, stage, length, at = struct.unpack(">I4I4I4I4I4I4BB", lease)
-  if stage > STARTED then return end
-  add_load(lease:sub(at, at + length - 1), epoch, -prefill, stage == STARTED and -decode or 0, -1)
-end
-
-local function release_speculation(lease_id, lease)
-  local _, slot, _, _, _, _, _, length, at = struct.unpack(">I4I4I4I4I4I4BB", lease)
-  slot = string.format("%d", slot)
-  call("UNLINK", prefix .. "c:" .. slot .. ":" .. lease_id)
-  for from = at + length, #lease, 8 do
-    local key = prefix .. "x:" .. lease:sub(from, from + 7)
-    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. "+") end
-  end
-end
-
-local function forget_lease(lease_id) call("ZREM", leases_key, lease_id) call("HDEL", lease_key, lease_id) end
-
-local function reap()
-  for _, lease_id in ipairs(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, 8)) do
-    local lease = call("HGET", lease_key, lease_id)
-    forget_lease(lease_id)
-    if lease then
-      release_load(lease)
-      release_speculation(lease_id, lease)
-    end
-  end
-end
+local lease_over = (include "lease_over")(load_key, leases_key, lease_key, prefix, now)
+local function reap() lease_over.reap(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED)) end
 
 -- An approximate worker keeps what it was sent, oldest prompt and deepest block given up first: its mirror. Each
 -- checkpoint there keeps its own trail, the hashes up to the next one, and a longer chain lengthens it.
@@ -131,17 +92,17 @@ local unreported = outcome == "finished" and deepest
   and call("SISMEMBER", prefix .. "b:" .. deepest, string.format("%d", slot)) == 0
 local keep = outcome == "started" and STARTED or unreported and LINGERING
 if outcome == "started" then
-  add_load(lease:sub(at, at + length - 1), epoch, -prefill, decode, 0)
+  lease_over.add(lease:sub(at, at + length - 1), epoch, -prefill, decode, 0)
 else
-  release_load(lease)
+  lease_over.load(lease)
 end
 if keep then
   local head = struct.pack(">I4I4I4I4I4I4BB", epoch, slot, 0, decode, matched, prompt, keep, length)
   call("HSET", lease_key, id, head .. lease:sub(at))
   if keep == LINGERING then call("ZADD", leases_key, now + linger_ms, id) end
 else
-  forget_lease(id)
-  release_speculation(id, lease)
+  lease_over.forget(id)
+  lease_over.speculation(id, lease)
 end
 reap()
 return { keep == STARTED and "STARTED" or "SETTLED" }

@@ -154,7 +154,7 @@ class Weights:
     """
 
     lambda_: float = 2.0  # of an uncached token while no worker is idle: then it delays somebody else too
-    kappa: float = 2.5  # least that keeps one new prefix on at most two workers: tests/lua/test_decide_policy.py
+    kappa: float = 2.5  # the least, at this wait_price, that keeps one new prefix on at most two workers
     pressure_price: float = 1.0
     decode_s_per_token: float = 1e-7
     wait_price: float = 1.5  # of a token ahead: who joins a line makes it longer for those who come after
