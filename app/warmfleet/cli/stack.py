@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 
 from warmfleet.cli.children import Child, Children, StackError
+from warmfleet.cli.client import admin_headers
 from warmfleet.cli.engines import EngineOptions, demo_template_sha256, discover, engine_command
 from warmfleet.cli.ports import claim_shared, free_port
 from warmfleet.cli.store import check_store, start_store
@@ -140,6 +141,7 @@ class Stack:
         plan, name, port = self.plan, f"replica-{len(self.replicas) + 1}", free_port()
         shared = self.address.rsplit(":", 1)[1]
         argv = [sys.executable, "-m", "warmfleet", "serve", "--host", plan.host, "--port", str(port)]
+        log = os.environ.get("WARMFLEET_DECISION_LOG", "")
         environment = {
             "WARMFLEET_REDIS_URL": self.redis_url,
             "WARMFLEET_REDIS_CA": "",  # in the URL already
@@ -148,6 +150,7 @@ class Stack:
             "WARMFLEET_STATIC_WORKERS": ",".join(plan.workers),
             "WARMFLEET_WORKER_API_KEY": plan.worker_api_key,
             "WARMFLEET_TOKENIZER": plan.tokenizer,
+            "WARMFLEET_DECISION_LOG": log and f"{log}.{name}",
             "WARMFLEET_SHUTDOWN_GRACE_S": SHUTDOWN_GRACE_SECONDS,
             **self._approvals(),
         }
@@ -194,7 +197,8 @@ class Stack:
     def fleet(self, replica: Member | None = None) -> list[dict[str, Any]]:
         """The models of ``GET /workers``; none if the replica does not answer."""
         try:
-            answer = httpx.get(f"{replica.url if replica else self.address}/workers", timeout=5)
+            url = f"{replica.url if replica else self.address}/workers"
+            answer = httpx.get(url, headers=admin_headers(), timeout=5)
             return list(answer.raise_for_status().json()["models"])
         except httpx.HTTPError:
             return []

@@ -1,0 +1,49 @@
+"""``warmfleet up`` without its processes: what it hands to its replicas and asks of them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from tests.app.cli.answering import replica
+
+from warmfleet.cli import up
+from warmfleet.cli.children import Children
+from warmfleet.cli.parser import build_parser
+from warmfleet.cli.ports import claim_shared
+from warmfleet.cli.stack import Member, Plan, Stack
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_it_asks_its_replicas_as_their_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMFLEET_ADMIN_KEY", "secret")
+    with replica({"/workers": (200, {"models": [{"workers": []}]})}) as (url, seen):
+        assert Stack(Plan()).fleet(Member("replica-1", url)) == [{"workers": []}]
+    assert seen[0][0]["authorization"] == "Bearer secret"
+
+
+def test_the_policy_is_the_environments_unless_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(*words: str) -> str:
+        return up.plan_of(build_parser().parse_args(["up", *words])).policy
+
+    monkeypatch.delenv("WARMFLEET_POLICY", raising=False)
+    assert planned() == "cost"
+    monkeypatch.setenv("WARMFLEET_POLICY", "sticky,demo=random")
+    assert planned() == "sticky,demo=random"
+    assert planned("--policy", "session") == "session"
+
+
+def test_each_replica_logs_its_decisions_to_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = []
+    monkeypatch.setattr(Children, "start", lambda _self, _name, _argv, env: logs.append(env["WARMFLEET_DECISION_LOG"]))
+    for given, wanted in (("", ["", ""]), ("/log/decisions", ["/log/decisions.replica-1", "/log/decisions.replica-2"])):
+        monkeypatch.setenv("WARMFLEET_DECISION_LOG", given)
+        stack = Stack(Plan())
+        with Children() as children, closing(claim_shared("127.0.0.1", 0)) as claimed:
+            stack._children, stack._claimed = children, claimed
+            for _ in range(2):
+                stack.add_replica()
+        assert logs == wanted
+        logs.clear()
