@@ -97,7 +97,9 @@ async def test_a_session_has_a_home_whoever_asks_and_a_switch_is_followed(
                 turns = await homes(one, model, 3, **{"X-Session-ID": "a0"})
                 assert len(set(turns)) == 3
                 assert await one.metric('warmfleet_decisions_total{policy="round_robin",why="turn"}') == 3
-        assert "round_robin" in capsys.readouterr().out
+        printed = capsys.readouterr()
+        assert "round_robin" in printed.out
+        assert "warning" not in printed.err
         for told, wanted in (("sticky", ("sticky", "operator")), ("of a later version", ("session", "setting"))):
             await one.fleet.switch(told)
             await follows(one, *wanted)
@@ -125,6 +127,15 @@ async def test_a_prefix_hint_that_is_no_number_is_refused(valkey_url: str, model
         assert not upstream.seen
         status, _, _ = await router.post(body, **{"X-Warmfleet-Prefix-Len": "64"})
         assert status == 200
+
+
+def test_a_model_that_nobody_serves_is_warned_about(
+    valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["policy", "sticky", "--model", model, "--redis", valkey_url]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{model}: sticky\n"
+    assert printed.err.startswith(f"warmfleet policy: warning: no worker of {model} is known")
 
 
 @pytest.mark.parametrize("words", [["best"], ["cost"]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.children import StackError
@@ -44,6 +45,11 @@ async def _run(name: str | None, url: str, models: Sequence[str]) -> None:
             if name is not None:
                 await fleet.switch("" if name == DEFAULT else name)
             told = await fleet.switched()
+            known = await fleet.workers()
         finally:
             await fleet.close()
         print(f"{model}: {told or 'as each replica is set (WARMFLEET_POLICY)'}")
+        if not known:
+            print(
+                f"warmfleet policy: warning: no worker of {model} is known; this is for those to come", file=sys.stderr
+            )
