@@ -149,7 +149,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--trace", metavar="FILE", help="conversation, agents or a .jsonl.xz file ($TRACE)")
     made.add_argument("--rows", type=int, help="first so many requests (default: all; 600 if generated)")
     made.add_argument("--speed", type=float, default=6.0, help="trace seconds per second (default %(default)s)")
-    made.add_argument("--seeds", type=int, default=1, help="repetitions (default %(default)s)")
+    made.add_argument("--seeds", type=int, default=1, help="repetitions, each with other tokens (default %(default)s)")
     made.add_argument("--skip", type=float, default=0.1, help="share that warms up (default %(default)s)")
     made.add_argument("--json", action="store_true", help="print JSON only")
     return made
@@ -160,13 +160,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.seeds < 1 or args.speed <= 0 or not 0 <= args.skip < 1:
         parser().error("--seeds from 1 on, --speed above 0, --skip from 0 to below 1")
-    try:
-        trace = open_trace(args.trace, args.rows)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     rows: dict[str, dict[str, Any]] = {}
     for seed in range(args.seeds):
+        try:
+            trace = open_trace(args.trace, args.rows, seed)  # other tokens: engines still hold those of the seed before
+        except (OSError, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         target = Target(tuple(url.rstrip("/") for url in args.base_url), args.model, args.speed, seed, args.api_key)
         began = time.monotonic()
         replies, client = uvloop.run(replay(trace, target))

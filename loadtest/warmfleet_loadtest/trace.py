@@ -170,7 +170,7 @@ def generate(rows: int, seed: int = 0) -> Trace:
             session, number = sessions, 1
             sessions += 1
             ids = [0, *(next(fresh) for _ in range(_blocks(generator, 2.6, 1.0)))]
-        prompt = [token for identifier in ids for token in block(identifier)]
+        prompt = [token for identifier in ids for token in block(identifier, seed)]
         said = max(1, min(64, round(generator.lognormvariate(2.0, 0.8))))
         arrivals.append(Arrival(now, session, prompt[: len(prompt) - generator.randrange(BLOCK_TOKENS)], said))
         if generator.random() < (0.24 if number == 1 else 0.35):

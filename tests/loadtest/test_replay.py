@@ -81,3 +81,17 @@ async def test_the_command_prints_a_table_and_json(
         assert json.loads(capsys.readouterr().out)["generated conversation, seed 0"]["errors"] == 0
         assert await asyncio.to_thread(main, [*arguments, "--model", "nobody"]) == 1
     assert await asyncio.to_thread(main, [*arguments, "--trace", "/nowhere"]) == 2
+
+
+async def test_another_seed_finds_nothing_of_its_own_in_warm_engines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warmfleet_loadtest.trace.SHARED", "nowhere")
+    monkeypatch.delenv("TRACE", raising=False)
+    async with running(config(COSTS, blocks=4_096)) as up:
+        arguments = ["--base-url", up.url, "--model", "demo", "--rows", "2", "--speed", "50", "--skip", "0", "--json"]
+        assert await asyncio.to_thread(main, [*arguments, "--seeds", "3"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    shared = [row["hit_ratio"] for row in rows.values()]
+    assert len(shared) == 3
+    assert max(shared[1:]) <= 0.1, "the first two prompts of a trace share one block"
