@@ -65,7 +65,8 @@ def record(
 
 
 class DecisionLog:
-    """``share`` of all decisions goes to ``path``; an empty path takes none."""
+    """``share`` of all decisions goes to ``path``; an empty path takes none. Raises BadArgument for one that cannot be
+    written."""
 
     def __init__(self, path: str, share: float, metrics: Metrics, max_bytes: int = MAX_BYTES) -> None:
         self._path = Path(path) if path else None
@@ -75,6 +76,11 @@ class DecisionLog:
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._logged_at = -LOG_EVERY_S
+        try:
+            if self._path is not None:
+                self._path.open("ab").close()
+        except OSError as error:
+            raise BadArgument(f"WARMFLEET_DECISION_LOG={str(self._path)!r}: {error.strerror}") from error
 
     def wants(self) -> bool:
         """Whether the next decision belongs to the sample."""
@@ -87,13 +93,9 @@ class DecisionLog:
             self._metrics.decision_log.labels("dropped").inc()
 
     def open(self) -> None:
-        """Raises BadArgument if the file cannot be written."""
+        """Start to write."""
         if self._path is None:
             return
-        try:
-            self._path.open("ab").close()
-        except OSError as error:
-            raise BadArgument(f"WARMFLEET_DECISION_LOG={str(self._path)!r}: {error.strerror}") from error
         self._thread = threading.Thread(target=self._run, name="decision-log", daemon=True)
         self._thread.start()
 

@@ -177,7 +177,7 @@ def test_the_file_is_bounded_and_what_cannot_be_written_is_counted(tmp_path: Pat
     assert 'warmfleet_decision_log_total{result="written"} 100.0' in page
     assert 'warmfleet_decision_log_total{result="dropped"} 10.0' in page
     with pytest.raises(BadArgument, match="WARMFLEET_DECISION_LOG"):
-        DecisionLog(str(tmp_path / "nowhere" / "log"), 1.0, metrics).open()
+        DecisionLog(str(tmp_path / "nowhere" / "log"), 1.0, metrics)
     assert not DecisionLog("", 1.0, metrics).wants()
 
 
@@ -214,7 +214,9 @@ def test_explaining_is_the_operators_where_a_key_guards() -> None:
             hints.read({hints.EXPLAIN: given}, "", "secret")
     assert hints.read({hints.EXPLAIN: b"secret"}, "", "secret").explain
     assert hints.read({hints.EXPLAIN: b"1"}, "", "").explain
-    assert not hints.read({hints.EXPLAIN: b"0"}, "", "secret").explain
+    for no in (b"", b"0", b"false", b"False", b"no", b" "):
+        assert not hints.read({hints.EXPLAIN: no}, "", "secret").explain
+        assert not hints.read({hints.EXPLAIN: no}, "", "").explain
 
 
 async def test_a_fleet_is_not_asked_to_tell_unless_somebody_wants_to_know(world: World, fleet: Fleet) -> None:

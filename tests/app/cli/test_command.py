@@ -247,6 +247,15 @@ class TestServe:
         assert main(["serve", "--port", "0"]) == 2
         assert "WARMFLEET_MODELS" in capsys.readouterr().err
 
+    def test_a_decision_log_that_cannot_be_written_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = str(tmp_path / "nowhere" / "log")
+        monkeypatch.setenv("WARMFLEET_DECISION_LOG", path)
+        assert main(["serve", "--models", "demo", "--port", "0"]) == 2
+        said = capsys.readouterr().err
+        assert said == f"warmfleet serve: WARMFLEET_DECISION_LOG={path!r}: No such file or directory\n"
+
     def test_a_variable_that_cannot_be_read_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WARMFLEET_PORT", "many")
         with pytest.raises(BadArgument, match="WARMFLEET_PORT"):
