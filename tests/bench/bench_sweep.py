@@ -154,7 +154,10 @@ def _varied(text: str) -> tuple[str, list[float]]:
 
 
 def _policies(text: str) -> list[str]:
-    return list(POLICIES) if text == "all" else text.split(",")
+    names = list(POLICIES) if text == "all" else text.split(",")
+    if strangers := set(names).difference(POLICIES):
+        raise argparse.ArgumentTypeError(f"{min(strangers)!r} is no policy; known are {', '.join(POLICIES)}, and all")
+    return names
 
 
 def _numbers(text: str) -> list[float]:
@@ -183,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--seeds", type=int, default=1, help="runs of every setting (default %(default)s)")
     fleet = made.add_argument_group("fleet")
     names = os.environ.get("POLICY") or "cost"
-    fleet.add_argument("--policy", type=_policies, default=_policies(names), help="$POLICY (cost); all: every one")
+    fleet.add_argument("--policy", type=_policies, default=names, help="$POLICY (cost); all: every one")
     replicas = os.environ.get("REPLICAS") or "1"
     fleet.add_argument("--replicas", type=int, default=replicas, help="one number here; $REPLICAS (default 1)")
     fleet.add_argument("--engines", type=int, default=8)
@@ -198,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 no trace, nothing to draw, or the scripts refuse a policy, 2 wrong arguments."""
+    """Exit codes: 0 done, 1 no trace, nothing to draw, or a script that fails, 2 wrong arguments."""
     args = parser().parse_args(argv)
     if args.utilisation and not WORKLOADS[args.workload].busy:
         parser().error(f"{args.workload} is a closed loop: it has no utilisation to be set")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from tests.bench.bench_sweep import main
 from tests.bench.virtual_figures import figures
 from tests.bench.virtual_fleet import Plan, Played, play
@@ -13,10 +14,8 @@ from tests.bench.virtual_store import BEGINNING_US, VirtualStore
 from tests.bench.virtual_workers import MODEL
 
 from warmfleet.fleet import LoadRow, Weights
+from warmfleet.policy import POLICIES
 from warmfleet_loadtest.trace import generate
-
-if TYPE_CHECKING:
-    import pytest
 
 SMALL = engine(WORKLOADS["generated"].costs, 512)
 
@@ -62,6 +61,19 @@ def test_the_command_prints_every_combination(capsys: pytest.CaptureFixture[str]
     told: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(told["rows"]) == [f"{policy} kappa={k} 4x" for policy in ("cost", "round_robin") for k in (0, 1)]
     assert all(row["requests"] == 30 and row["ttft_mean_s"] > 0 for row in told["rows"].values())
+
+
+def test_a_policy_that_is_none_is_refused_with_the_names_of_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words, environment in (["--policy", "cost,nosuch"], ""), ([], "nosuch"):
+        monkeypatch.setenv("POLICY", environment)
+        with pytest.raises(SystemExit) as ended:
+            main(["--workload", "generated", "--rows", "9", *words])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert "'nosuch' is no policy" in said
+        assert all(policy in said for policy in POLICIES)
 
 
 def test_a_picture_that_cannot_be_made_costs_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
