@@ -222,6 +222,8 @@ class SmallEndpoints:
             return Response()  # to nobody
         data = prompt.decoded(body)
         tenant = data.pop("tenant", None)
+        if not isinstance(tenant, str | None):
+            raise BadRequest("tenant must be a string: a value of the tenant header.", "tenant")
         path = data.pop("endpoint", PATHS["chat" if "messages" in data else "completions"])
         endpoint = next((name for name, known in PATHS.items() if known == path), None)
         if endpoint is None:
@@ -229,7 +231,7 @@ class SmallEndpoints:
         asked = prompt.from_dict(endpoint, data, self._settings.allowed_fields)
         asked.size_bytes = len(body)
         raw, tenancy = request.headers.raw, self._tenancy
-        whose = tenant.encode("utf-8", "replace") if isinstance(tenant, str) else tenancy.name(raw)
+        whose = tenancy.name(raw) if tenant is None else tenant.encode("utf-8", "replace")
         asked.salt = tenancy.salt(whose, asked.salt)
         pool = await self._pools.find(asked.model)
         return JSONResponse(await status.explain(pool, asked, hints.of(raw), self._settings))

@@ -54,7 +54,7 @@ def _prefix(value: bytes) -> int:
 
 def _explain(value: bytes, admin_key: str) -> bool:
     """Authorization is the engine's: where a key guards, it is this header's value."""
-    if value in (b"", b"0"):
+    if value.strip().lower() in (b"", b"0", b"false", b"no"):
         return False
     if admin_key and not hmac.compare_digest(value, admin_key.encode()):
         raise Unauthorized("X-Warmfleet-Explain is the operator's: it takes WARMFLEET_ADMIN_KEY as its value.")

@@ -38,7 +38,7 @@ MAX_DIGITS = 12
 
 def patience_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
     """How long the client lets its request wait for a worker with room. Raises BadRequest."""
-    told = next((value for name, value in headers if name == b"x-request-timeout-ms"), None)
+    told = next((value.strip() for name, value in headers if name == b"x-request-timeout-ms"), None)
     if told is None:
         return math.inf
     if not told.isdigit() or len(told) > MAX_DIGITS or int(told) == 0:

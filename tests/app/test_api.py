@@ -101,6 +101,8 @@ async def test_explain_books_nothing(well: tuple[Replica, Engine], model: str) -
     assert await router.load() == 0
     status, _, body = await router.post(BODY | {"endpoint": "/v1/embeddings"}, "/explain")
     assert (status, error_of(body)["param"]) == (400, "endpoint")
+    status, _, body = await router.post(BODY | {"model": model, "tenant": 5}, "/explain")
+    assert (status, error_of(body)["param"], error_of(body)["code"]) == (400, "tenant", "bad_request")
     status, _, body = await router.post(b"[]", "/explain")
     assert status == 400
 
