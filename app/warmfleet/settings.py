@@ -69,7 +69,10 @@ class Settings:
     tenant_key: str = _setting(
         "", "a secret of 16 characters and more: tenants never share cached blocks; empty = one cache for all"
     )
-    tenant_header: str = _setting("Authorization", "whose value names the tenant, where `WARMFLEET_TENANT_KEY` is set")
+    tenant_header: str = _setting(
+        "Authorization",
+        "whose value names the tenant: in the queue always, in the caches where `WARMFLEET_TENANT_KEY` is set",
+    )
     answer_headers: str = _setting("all", "`all`, or `request_id`: answers do not tell worker and matched tokens")
     tokenizer: str = _setting("", "path or hub name that overrides the tokenizer the workers bring")
     worker_addresses: tuple[str, ...] = _setting(

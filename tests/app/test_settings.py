@@ -85,8 +85,7 @@ def test_every_metric_and_error_is_in_the_readme() -> None:
     classes = [
         value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, WarmfleetError)
     ]
-    assert [
-        c.__name__ for c in classes if c is not WarmfleetError and f"| `{c.__name__}` | {c.status} |" not in text
-    ] == []
+    rows = {f"| `{c.__name__}` | {c.status} | `{c.type}` | `{c.code}` |" for c in classes}
+    assert {row for row in rows if row not in text} == set()
     for header in ("x-request-id", "x-warmfleet-worker", "x-warmfleet-matched-tokens", "x-warmfleet-reservation"):
         assert f"`{header}`" in text

@@ -48,6 +48,23 @@ def test_every_key_is_in_the_table_of_keys() -> None:
     assert [key for key in SINGLE_KEYS if f"`{key}`" not in table] == []
 
 
+def test_the_readme_counts_the_guards() -> None:
+    counted = re.search(r"\| (\d+) protections of the protocol", README)
+    assert counted is not None
+    assert int(counted[1]) == (ROOT / "tests/guards/guards.toml").read_text().count("\n[[guard")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_rows_of_a_table_have_as_many_cells_as_its_head(document: Path) -> None:
+    wanted, wrong = 0, []
+    for line in document.read_text().splitlines():
+        cells = re.sub(r"`[^`]*`", "", line).count("|") if line.startswith("|") else 0
+        wanted = cells and (wanted or cells)
+        if cells != wanted:
+            wrong.append(line)
+    assert wrong == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
