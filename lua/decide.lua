@@ -91,8 +91,9 @@ if s.count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " 
 
 -- While all are saturated, or others wait whose turn is before, it waits in its replica.
 local wait, served
-if max_engine_wait_s > 0 and mode ~= 1
-    and (call("ZCARD", queue_key) > 0 or not (include "queue_room")(s, max_engine_wait_s, block_sizes, true)) then
+s.waits = max_engine_wait_s > 0
+  and (call("ZCARD", queue_key) > 0 or not (include "queue_room")(s, max_engine_wait_s, block_sizes, true))
+if s.waits and mode ~= 1 then
   local function everybody()
     if exclude == "" then return s end
     local everyone = select(2, alive_rows(alive_key, load_key, tick_key, now, ttl_ms, ""))

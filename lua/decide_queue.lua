@@ -27,7 +27,8 @@ return function(s, everybody, queue_key, leases_key, id, now_us, request)
   elseif record then
     line.renew(id)
   else
-    if line.waiting() >= request.queue_max and not line.displace(flow) then return told("FULL") end
+    local most = request.queue_max -- 0: it may not wait, so it takes nobody's place either
+    if line.waiting() >= most and (most == 0 or not line.displace(flow)) then return told("FULL") end
     local barred = #request.barred <= MAX_BARRED and request.barred or ""
     line.enter(id, flow, request.tokens, barred, request.waited_ms)
   end

@@ -68,7 +68,7 @@ class Proxy:
                 await self._refuse(call, MethodNotAllowed("This endpoint takes POST."))
                 return
             call.flow, call.patience_s = self._router.tenancy.flow(scope["headers"]), patience_s(scope["headers"])
-            call.hints = hints.read(told, headers.get("X-Session-ID", ""), self._settings.admin_key)
+            call.hints = hints.read(told, headers.get("X-Session-ID", ""), self._settings.explain_key)
             call.body = await read_body(receive, length, self._settings)
             call.began = time.perf_counter()
             await self._serve(call, receive)

@@ -43,7 +43,7 @@ class Call:
     complete: bool = False
     offer: Offer = NOTHING
     hints: Hints = NONE
-    order: tuple[str, ...] = ()
+    order: Callable[[], tuple[str, ...]] = tuple
     rings: dict[str, tuple[str, ...]] | None = None
     explained: bytes = b""
 
@@ -58,6 +58,7 @@ class Trip:
     decision: Decision | None = None
     booked: bool = False
     ticket: bool = False  # it may have one in the queue
+    may_wait: bool = True  # there is room for its body
     spared: tuple[str, ...] = ()  # workers that its decision passed over: they failed others a moment ago
     outcome: Outcome = "cancelled"  # until something better is known
     tells_start: bool = True  # by its first streamed byte; of several prompts only the engine knows

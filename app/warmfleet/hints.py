@@ -27,12 +27,13 @@ class Hints:
 NONE = Hints()
 
 
-def read(told: Mapping[bytes, bytes], session_id: str, admin_key: str) -> Hints:
-    """``told``: the headers that begin with ``x-warmfleet-``. Raises BadRequest, Unauthorized."""
+def read(told: Mapping[bytes, bytes], session_id: str, explain_key: str | None) -> Hints:
+    """``told``: the headers that begin with ``x-warmfleet-``. explain_key: what EXPLAIN must have as its value, if
+    anything; None: nobody may ask. Raises BadRequest, Unauthorized."""
     session = told.get(SESSION) or session_id.encode("latin-1")
     if not told:
         return Hints(session) if session else NONE
-    return Hints(session, _prefix(told.get(PREFIX, b"")), _explain(told.get(EXPLAIN, b""), admin_key))
+    return Hints(session, _prefix(told.get(PREFIX, b"")), _explain(told.get(EXPLAIN, b""), explain_key))
 
 
 def of(raw: list[tuple[bytes, bytes]]) -> Hints:
@@ -52,10 +53,10 @@ def _prefix(value: bytes) -> int:
     return int(value)
 
 
-def _explain(value: bytes, admin_key: str) -> bool:
+def _explain(value: bytes, key: str | None) -> bool:
     """Authorization is the engine's: where a key guards, it is this header's value."""
     if value.strip().lower() in (b"", b"0", b"false", b"no"):
         return False
-    if admin_key and not hmac.compare_digest(value, admin_key.encode()):
+    if key is None or (key and not hmac.compare_digest(value, key.encode())):
         raise Unauthorized("X-Warmfleet-Explain is the operator's: it takes WARMFLEET_ADMIN_KEY as its value.")
     return True

@@ -154,8 +154,7 @@ def _pool(tag: str, settings: Settings) -> Pool:
     weights = Weights(min_match_tokens=settings.min_match_tokens)
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s), weights)
     policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
-    wait_s = settings.max_engine_wait_s and (objective_s or settings.max_engine_wait_s)
-    fleet.limits = QueueLimits(wait_s, settings.queue_max)
+    fleet.limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max)
     return Pool(tag, fleet, Fallback(settings.redis_retry_s), policy, objective_s)
 
 

@@ -70,7 +70,7 @@ class Router:
         shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
         shape = await self._asker.better(pool, request, call, shape)
         call.offer = offer(request, shape)
-        call.order = pool.policy.order(pool.view, request, call.hints.session)
+        call.order = lambda: pool.policy.order(pool.view, request, call.hints.session)  # as they are when it is decided
         call.rings = pool.policy.orders(pool.view, request, call.hints.session) if self._log.wants() else None
         barred, spare = shape.barred, True  # spare: who failed somebody a moment ago
         gone: UpstreamGone | None = None
@@ -115,9 +115,10 @@ class Router:
         if not pool.fallback.asks_redis:
             return self._without_redis(trip, shape, exclude, "open")
         started = time.perf_counter()
-        place = Place(call.flow, call.priority, round(1_000 * (started - call.began)), barred)
+        waited_ms = round(1_000 * (started - call.began))
+        place = Place(call.flow, call.priority, waited_ms, barred, may_wait=trip.may_wait)
         trip.booked = trip.ticket = True  # as far as anyone knows, from here on
-        ask = shape.ask(trip.reservation, pool, exclude, call.hints.prefix_tokens, call.order)
+        ask = shape.ask(trip.reservation, pool, exclude, call.hints.prefix_tokens, call.order())
         tell = call.rings is not None or call.hints.explain
         try:
             decision = await pool.fleet.decide_in_turn(ask, place, tell=tell)

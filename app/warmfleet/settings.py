@@ -143,6 +143,17 @@ class Settings:
         True, "engines that can are given the token ids made here, and do not tokenise again"
     )
 
+    def engine_wait_s(self, tag: str) -> float:
+        """max_engine_wait_s of a model: who waits in an engine for longer than a TTFT objective has missed it."""
+        return min(self.max_engine_wait_s, self.ttft_objective_s.of(tag) or math.inf)
+
+    @property
+    def explain_key(self) -> str | None:
+        """What a request must say to be told of its decision: empty: anything; None: nobody is told, since clients are
+        not to know of workers and there is no operator's key."""
+        kept = self.answer_headers == "request_id" or self.tenant_key
+        return None if kept and not self.admin_key else self.admin_key
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Raises BadArgument naming the variable that cannot be read."""

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView
+from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
 from warmfleet.tail import SHOWN
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings
     """Where ``request`` would go now and what every worker would cost. Books nothing. Raises as ``Fleet.explain``."""
     shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)
     order = pool.policy.order(pool.view, request, hints.session)
-    ask = shape.ask("explain", pool, shape.barred, hints.prefix_tokens, order)
+    ask = shape.ask(new_reservation(shape.prompts), pool, shape.barred, hints.prefix_tokens, order)
     chosen, why, seen = await pool.fleet.consider(ask)
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in shape.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}
@@ -108,6 +108,7 @@ async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings
         "reason": shape.reason,
         "prompt_tokens": shape.prompt_tokens,
         "blocks": max((len(chain.hashes) // 8 for chain in shape.chains), default=0),
+        "waits": seen.waits,
         "chosen": chosen,
         "candidates": rows,
     }

@@ -59,14 +59,22 @@ class Waiting:
 
     async def in_turn(self, call: Call, trip: Trip, decide: Callable[[], Awaitable[Decision | Queued]]) -> Decision:
         """Decide; while all workers are saturated, wait for the request's turn. Raises Overloaded, QueueTimeout."""
-        answer = await decide()
-        if isinstance(answer, Decision):
-            return answer
+        size = len(call.body)
+        trip.may_wait = self._take(call.flow, size)  # before it is known whether it must: else it took another's place
+        try:
+            answer = await decide()
+            return answer if isinstance(answer, Decision) else await self._waited(call, trip, decide, answer)
+        finally:
+            if trip.may_wait:
+                self._give_back(call.flow, size)
+
+    async def _waited(
+        self, call: Call, trip: Trip, decide: Callable[[], Awaitable[Decision | Queued]], answer: Decision | Queued
+    ) -> Decision:
         left_s = call.patience_s - (time.perf_counter() - call.began)
-        patience_s = min(left_s, self._settings.queue_timeout_s)
-        deadline = asyncio.get_running_loop().time() + patience_s
+        deadline = asyncio.get_running_loop().time() + min(left_s, self._settings.queue_timeout_s)
         self._admitted(trip, answer)
-        with self._holding(trip.pool, call.flow, len(call.body), answer):
+        with self._counted(trip.pool):
             while isinstance(answer, Queued):
                 await self._turn(trip.pool, trip.reservation, deadline, answer)
                 answer = await decide()
@@ -79,26 +87,30 @@ class Waiting:
         """Raises Overloaded if it has no ticket, though it needs one."""
         if isinstance(answer, Queued) and answer.outcome != "queued":
             trip.ticket = False
-            raise self._refused(trip.pool, answer.outcome, answer.work_s)
+            raise self._refused(trip.pool, answer.outcome if trip.may_wait else "bytes", answer.work_s)
 
-    @contextmanager
-    def _holding(self, pool: Pool, flow: bytes, size: int, queued: Queued) -> Iterator[None]:
-        """A body of ``size`` bytes waits. Raises Overloaded if there is no room for it: a tenant that holds as much as
-        is free gets no more, so there is room for the others."""
+    def _take(self, flow: bytes, size: int) -> bool:
+        """Room for a body. A tenant that holds as much as is free gets no more, so there is room for the others."""
         if self._held[flow] + size > self._settings.queue_max_bytes - self.bytes:
-            raise self._refused(pool, "bytes", queued.work_s)
+            return False
         self.bytes += size
         self._held[flow] += size
+        return True
+
+    def _give_back(self, flow: bytes, size: int) -> None:
+        self.bytes -= size
+        self._held[flow] -= size
+        if not self._held[flow]:
+            del self._held[flow]
+
+    @contextmanager
+    def _counted(self, pool: Pool) -> Iterator[None]:
         waits, began = self._metrics.queued.labels(pool.tag), time.perf_counter()
         waits.inc()
         try:
             yield
         finally:
             waits.dec()
-            self.bytes -= size
-            self._held[flow] -= size
-            if not self._held[flow]:
-                del self._held[flow]
             self._metrics.queue_seconds.observe(time.perf_counter() - began)
 
     async def _turn(self, pool: Pool, ticket: str, deadline: float, queued: Queued) -> None:
@@ -125,6 +137,8 @@ class Waiting:
         error: WarmfleetError
         if reason == "deadline":
             error = QueueTimeout("All workers are busy, and the time that this request may wait is over.")
+        elif reason == "bytes":
+            error = Overloaded("All workers are busy, and there is no room for so large a body to wait.")
         else:
             error = Overloaded("All workers are busy, and as many requests wait as may.")
         error.retry_after_s = min(max(1, math.ceil(work_s)), MAX_RETRY_AFTER_S)

@@ -24,6 +24,7 @@ from warmfleet.fleet import Flag, Fleet, Weights, connect
 from warmfleet.fleet.replays import Choice, Replays
 from warmfleet.metrics import Metrics
 from warmfleet.policy import POLICIES
+from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,7 +144,7 @@ async def test_the_log_is_written_rotated_and_replayed_by_the_command(
 ) -> None:
     records = await logged(world, 30, seed=7)
     path = write(tmp_path / "log", records)
-    assert read(path) == records
+    assert read(path) == (records, [])
     keys = await store.dbsize()
     assert await asyncio.to_thread(main, ["replay", path, "--policy", "all", "--redis", redis_url]) == 0
     said = capsys.readouterr().out
@@ -154,10 +155,31 @@ async def test_the_log_is_written_rotated_and_replayed_by_the_command(
     path = write(tmp_path / "changed", records)
     assert await asyncio.to_thread(main, ["replay", path, "--redis", redis_url]) == 1
     assert "29 of 30" in capsys.readouterr().out
-    for text, words in (("", "is empty"), ("{}\n", "line 1"), (json.dumps({**records[0], "weights": 1}), "no record")):
+    for text in ("", "{}\n", json.dumps({**records[0], "weights": 1})):
         (tmp_path / "bad").write_text(text)
         assert await asyncio.to_thread(main, ["replay", str(tmp_path / "bad"), "--redis", redis_url]) == 2
-        assert words in capsys.readouterr().err
+        assert "has no record of a decision log" in capsys.readouterr().err
+
+
+async def test_what_is_damaged_in_a_log_is_left_out_and_said(
+    world: World, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = await logged(world, 4, seed=3)
+    whole = [json.dumps(one) for one in records]
+    lacking = {name: value for name, value in records[0].items() if name != "now_ms"}
+    wrong: list[Any] = [lacking, {**records[0], "prompt_tokens": "9"}, {**records[0], "seed": None}]
+    wrong += [{**records[0], "weights": {**records[0]["weights"], "kappa": True}}, {**records[0], "policy": 1}, [], 1]
+    lines = [*map(json.dumps, wrong), "", "[" * 100_000, whole[0][:-9], whole[0] + whole[1]]
+    (tmp_path / "log").write_text("\n".join(lines + whole))
+    assert (
+        await asyncio.to_thread(main, ["replay", str(tmp_path / "log"), "--policy", "all", "--redis", redis_url]) == 1
+    )
+    said = capsys.readouterr()
+    assert "4 of 4 decisions" in said.out
+    assert f"left out: {len(lines)} lines that are no record of a decision log: 1, 2, 3, 4, 5, …" in said.err
+    (tmp_path / "other").write_text(json.dumps({**records[0], "policy": "newest"}))
+    assert await asyncio.to_thread(main, ["replay", str(tmp_path / "other"), "--redis", redis_url]) == 2
+    assert "cannot be replayed" in capsys.readouterr().err
 
 
 def test_the_file_is_bounded_and_what_cannot_be_written_is_counted(tmp_path: Path) -> None:
@@ -205,7 +227,7 @@ async def test_a_replica_logs_and_explains_its_decisions(valkey_url: str, model:
     text = path.read_text()
     assert "quick" not in text
     assert "private" not in text
-    await check(valkey_url, read(str(path)))
+    await check(valkey_url, read(str(path))[0])
 
 
 def test_explaining_is_the_operators_where_a_key_guards() -> None:
@@ -217,6 +239,16 @@ def test_explaining_is_the_operators_where_a_key_guards() -> None:
     for no in (b"", b"0", b"false", b"False", b"no", b" "):
         assert not hints.read({hints.EXPLAIN: no}, "", "secret").explain
         assert not hints.read({hints.EXPLAIN: no}, "", "").explain
+
+
+def test_without_a_key_nobody_is_told_what_clients_are_not_to_know() -> None:
+    tenants = {"WARMFLEET_TENANT_KEY": "t" * 32}
+    for guarded in (tenants, {"WARMFLEET_ANSWER_HEADERS": "request_id"}):
+        with pytest.raises(Unauthorized):
+            hints.read({hints.EXPLAIN: b"1"}, "", Settings.from_environment(guarded).explain_key)
+        with_key = Settings.from_environment(guarded | {"WARMFLEET_ADMIN_KEY": "k" * 32})
+        assert hints.read({hints.EXPLAIN: b"k" * 32}, "", with_key.explain_key).explain
+    assert Settings.from_environment({}).explain_key == ""
 
 
 async def test_a_fleet_is_not_asked_to_tell_unless_somebody_wants_to_know(world: World, fleet: Fleet) -> None:

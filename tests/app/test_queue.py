@@ -107,7 +107,8 @@ async def test_a_deadline_a_priority_and_bytes(valkey_url: str, model: str, last
         assert (status, json.loads(answer)["error"]["code"]) == (503, "queue_timeout")
         assert int(headers["retry-after"]) >= 1
         long = body(5) | {"prompt": body(5)["prompt"] * 8}
-        assert (await router.post(long))[0] == 429
+        status, _, answer = await router.post(long)
+        assert (status, "no room for so large a body" in json.loads(answer)["error"]["message"]) == (429, True)
         assert await router.metric('warmfleet_queue_rejected_total{reason="bytes"}') == 1
         order: list[str] = []
 
@@ -144,15 +145,28 @@ async def test_who_failed_a_moment_ago_is_not_passed_over_for_the_whole_wait(
 async def test_one_tenant_leaves_room_for_the_bodies_of_others(valkey_url: str, model: str, lasting: None) -> None:
     limit = 8 * len(json.dumps(body(0)))
     async with crowded(valkey_url, model, queue_max=50, queue_max_bytes=limit) as router:
+        first = [asyncio.create_task(router.post(body(-number), authorization="Bearer one")) for number in range(1, 4)]
+        await poll(lambda: at_least(router, 1), 5, "the engine has what it may have")
         sent = [asyncio.create_task(router.post(body(number), authorization="Bearer one")) for number in range(16)]
 
         async def refused() -> bool:
             return await router.metric('warmfleet_queue_rejected_total{reason="bytes"}') >= 4
 
         await poll(refused, 10, "as much of one tenant waits as may")
-        assert (await router.post(body(99), authorization="Bearer two"))[0] == 200
-        answers = await asyncio.gather(*sent)
+        large = body(99) | {"prompt": body(99)["prompt"] * 3}
+        assert (await router.post(large, authorization="Bearer two"))[0] == 200
+        answers = await asyncio.gather(*first, *sent)
         assert {status for status, _, _ in answers} == {200, 429}
+
+
+async def test_who_is_refused_for_its_bytes_takes_nobodys_place(valkey_url: str, model: str, lasting: None) -> None:
+    async with crowded(valkey_url, model, queue_max=2, queue_max_bytes=12_000) as router:
+        sent = [asyncio.create_task(router.post(body(number), authorization="Bearer one")) for number in range(4)]
+        await poll(lambda: two(router), 5, "as many wait as may")
+        large = body(5) | {"prompt": body(5)["prompt"] * 8}
+        assert (await router.post(large, authorization="Bearer two"))[0] == 429
+        assert {status for status, _, _ in await asyncio.gather(*sent)} == {200}
+        await nothing_left(router)
 
 
 async def test_who_is_refused_did_not_wait(valkey_url: str, model: str) -> None:

@@ -144,6 +144,9 @@ def test_an_objective_for_each_model() -> None:
     objective = Settings.from_environment(given).ttft_objective_s
     assert [objective.of(tag) for tag in ("a", "b#x", "b#y", "c")] == [0.5, 2, 1, 0.5]
     assert str(objective) == "0.5,b=2.0,b#y=1.0"
+    waits = [Settings(ttft_objective_s=objective, max_engine_wait_s=most) for most in (1.5, 0.0)]
+    assert [waits[0].engine_wait_s(tag) for tag in ("a", "b#x", "b#y")] == [0.5, 1.5, 1.0]
+    assert waits[1].engine_wait_s("a") == 0, "no queue"
     with pytest.raises(BadArgument, match="WARMFLEET_TTFT_OBJECTIVE_S names 'd'"):
         create_app(Settings(models=("a", "b#x"), ttft_objective_s=PerModel(0.0, {"b": 1.0, "d": 1.0})))
     assert PerModel("cost").read("a=sticky", str) == PerModel("cost", {"a": "sticky"})

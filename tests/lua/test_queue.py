@@ -170,6 +170,27 @@ async def test_a_full_queue_takes_from_the_longest_line(q: Queueing) -> None:
     assert asked.outcome == "displaced", "the last of those that have most, though nobody has asked since"
 
 
+async def test_who_may_not_wait_takes_nobodys_place(q: Queueing) -> None:
+    q.world.fleet.limits = QueueLimits(0.1, 3)
+    many = [ticket(f"m{number}") for number in range(3)]
+    for one in many:
+        await booked(q, one)
+    refused = await q.world.fleet.decide_in_turn(q.world.ask(extra_tokens=100), Place(b"other000", may_wait=False))
+    assert isinstance(refused, Queued)
+    assert refused.outcome == "full"
+    line = await q.world.fleet.poll([one.reservation for one in many])
+    assert [*line.standings.values()] == [Standing.WAITS] * 3
+
+
+async def test_who_asks_only_is_told_that_it_would_wait(q: Queueing) -> None:
+    _, _, seen = await q.world.fleet.consider(q.world.ask(extra_tokens=100))
+    assert seen.waits, "saturated"
+    await q.world.worker(2)
+    _, _, seen = await q.world.fleet.consider(q.world.ask(extra_tokens=100))
+    assert not seen.waits
+    await q.gone()
+
+
 async def test_a_ticket_expires_and_an_empty_queue_is_nothing(q: Queueing) -> None:
     dead, alive = ticket("dead"), ticket("alive", OTHER)
     await booked(q, dead)

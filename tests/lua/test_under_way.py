@@ -92,6 +92,20 @@ async def test_a_first_token_that_a_renewal_tells_counts_as_well(world: World) -
     assert (row.prefill_tokens, row.under_way_tokens) == (400, 400)
 
 
+async def test_a_lease_that_expired_takes_what_it_had_under_way_with_it(world: World) -> None:
+    """Or its worker would look as if it had done more than it was given, and win against idle ones."""
+    await world.workers(2)
+    dead, alive = world.ask(extra_tokens=50_000, exclude=("w2.0",)), world.ask(extra_tokens=500, exclude=("w2.0",))
+    for ask in (dead, alive):
+        await world.fleet.decide(ask)
+    await world.change(1, since_ms=(clock_ms() - 9_000) % WRAPS)
+    await world.store.zadd(world.keys.leases, {dead.reservation: 1})
+    assert (await world.fleet.decide(world.ask(extra_tokens=1))).worker_id == "w2.0"
+    row = await world.row(1)
+    assert (row.prefill_tokens, row.under_way_tokens) == (500, 500)
+    assert await wait_s(world) > 0
+
+
 async def test_progress_tells_that_a_prefill_ended(core: Core) -> None:
     row = await core.row()
     lease = Lease(row.epoch, row.slot, 300, 50, 64, 364, 0, "s.0", (blocks(1),))

@@ -46,7 +46,8 @@ def render(answer: dict[str, Any]) -> str:
     rows = [_row(candidate, prompt) for candidate in sorted(answer["candidates"], key=lambda row: float(row["cost_s"]))]
     lines.append(table(HEADER, rows) if rows else "no worker takes requests")
     if answer["chosen"]:
-        lines.append(f"It would go to {answer['chosen']} ({answer['why']}). Nothing was booked.")
+        turn = "All workers are busy: it would wait for its turn first. As things stand it" if answer["waits"] else "It"
+        lines.append(f"{turn} would go to {answer['chosen']} ({answer['why']}). Nothing was booked.")
     return "\n".join(lines)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.children import StackError
 from warmfleet.cli.client import table
+from warmfleet.errors import BadRequest
 from warmfleet.fleet import connect
-from warmfleet.fleet.replays import Choice, Replays
+from warmfleet.fleet.replays import Choice, Replays, arguments
 from warmfleet.policy import POLICIES
 from warmfleet_worker.endpoint import EndpointError, with_ca
 
@@ -25,8 +27,11 @@ SHOWN = 5
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if every decision comes out as it was, else 1."""
-    records = read(options.file)
+    """0 if every line is a decision that comes out as it was, else 1."""
+    records, damaged = read(options.file)
+    if damaged:
+        lines = ", ".join(map(str, damaged[:SHOWN])) + (", …" if len(damaged) > SHOWN else "")
+        print(f"left out: {len(damaged)} lines that are no record of a decision log: {lines}", file=sys.stderr)
     wanted = POLICIES if "all" in options.policy else options.policy
     if wrong := [name for name in wanted if name not in POLICIES]:
         raise StackError(f"{wrong[0]!r} is no policy; known are {', '.join(POLICIES)}, and all")
@@ -34,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         client = connect(with_ca(options.redis, os.environ.get("WARMFLEET_REDIS_CA", "")), timeout_s=TIMEOUT_S)
     except EndpointError as error:
         raise StackError(str(error)) from error
-    return asyncio.run(_run(Replays(client), records, wanted))
+    return asyncio.run(_run(Replays(client), records, wanted)) or int(bool(damaged))
 
 
 async def _run(replays: Replays, records: Sequence[dict[str, Any]], wanted: Sequence[str]) -> int:
@@ -72,22 +77,23 @@ def _row(name: str, records: Sequence[dict[str, Any]], choices: Sequence[Choice]
     )
 
 
-def read(name: str) -> list[dict[str, Any]]:
-    """Raises StackError naming the line that is none."""
+def read(name: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """The records, and the numbers of lines that are none: one may have been cut off by a crash or a full disk. Raises
+    StackError where there is no record at all."""
     try:
-        lines = Path(name).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StackError(f"{name} cannot be read: {getattr(error, 'strerror', error)}") from error
-    records = []
+        lines = Path(name).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise StackError(f"{name} cannot be read: {error.strerror}") from error
+    records, damaged = [], []
     for number, line in enumerate(lines, 1):
         try:
             one = json.loads(line)
-            missing = not isinstance(one, dict) or {"worker_id", "why", "cost_s", "reservation", "policy"} - one.keys()
-        except ValueError:
-            missing = True
-        if missing:
-            raise StackError(f"{name}, line {number}: this is no record of a decision log")
-        records.append(one)
+            arguments(one, "", 0)
+            records.append(
+                {**one, **{field: str(one[field]) for field in ("worker_id", "why", "cost_s", "reservation")}}
+            )
+        except (ValueError, KeyError, TypeError, RecursionError, BadRequest):
+            damaged.append(number)
     if not records:
-        raise StackError(f"{name} is empty")
-    return records
+        raise StackError(f"{name} has no record of a decision log")
+    return records, damaged

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from warmfleet.fleet.reservations import BOOK, TELL, Reservations
+from warmfleet.fleet.reservations import BOOK, DRY, TELL, Reservations, Seen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from warmfleet.fleet.reservations import Ask, Decision
+    from warmfleet.fleet.reservations import Ask, Candidate, Decision
 
 POLL_AT_ONCE = 512  # lua/queue.lua takes no more
 FIRST_CLASS, LAST_CLASS = -8, 7  # of priorities; beyond them they are cut
@@ -32,13 +32,15 @@ class Place:
     """What a request's place in the queue follows from. tenant: 8 bytes. waited_ms: since it first came.
 
     barred: workers that can never serve it. Who is excluded from one decision only, since it failed a moment ago, is
-    not among them: the ticket would pass it over for as long as it waits.
+    not among them: the ticket would pass it over for as long as it waits. may_wait: else it gets no ticket, and takes
+    nobody's.
     """
 
     tenant: bytes = NOBODY
     priority: int = 0
     waited_ms: int = 0
     barred: tuple[str, ...] = ()
+    may_wait: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,20 @@ class Queue(Reservations):
             return Queued(answer[0].decode().lower(), answer[1], answer[2] / 1000)
         return self._decision(ask, answer)
 
+    async def consider(self, ask: Ask) -> tuple[str, str, Seen]:
+        """What ``decide_in_turn`` would choose now, why, and what it would see. Books nothing. Errors as ``decide``."""
+        answer = await self.run("decide", *self.turn_args(ask, Place(), DRY))
+        return answer[1].decode(), answer[2].decode(), Seen.of(answer[3:])
+
+    async def explain(self, ask: Ask) -> tuple[str, list[Candidate]]:
+        """What it would choose now, and every worker it would weigh."""
+        worker_id, _, seen = await self.consider(ask)
+        return worker_id, seen.candidates
+
     def turn_args(self, ask: Ask, place: Place, mode: int = BOOK) -> list[Any]:
         """What ``decide_in_turn`` gives the script."""
         limits, priority = self.limits, min(max(place.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS
-        bounds = limits.max_engine_wait_s, self._sizes(), limits.tickets
+        bounds = limits.max_engine_wait_s, self._sizes(), limits.tickets if place.may_wait else 0
         queue = (place.tenant, priority, *bounds, place.waited_ms, self.spans.ticket_ms, ",".join(place.barred))
         return self._ask_args(ask, mode, queue)
 

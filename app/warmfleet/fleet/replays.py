@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import ResponseError
 
 from warmfleet.errors import BadRequest
 from warmfleet.fleet.client import redis_errors, script_source
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
 AT_ONCE = 100
+ORDER = 9  # numbers before it
+SHOWN = 200  # characters of what Redis says
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +48,22 @@ class Replays:
                 async with self._redis.pipeline(transaction=False) as pipe:
                     for at, one in enumerate(chunk, start):
                         pipe.execute_command("EVAL_RO", self._source, 0, *arguments(one, policy, at))
-                    answers = await pipe.execute()
-            found += [Choice(name.decode(), why.decode(), cost.decode(), own) for name, why, cost, own in answers]
+                    answers = await pipe.execute(raise_on_error=False)
+                found += [_choice(one, answer) for one, answer in zip(chunk, answers, strict=True)]
         return found
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+
+def _choice(one: dict[str, Any], answer: Any) -> Choice:
+    """Raises BadRequest where the script refuses a record."""
+    if isinstance(answer, ResponseError):
+        raise BadRequest(f"{one['reservation']} cannot be replayed: {str(answer).splitlines()[0][-SHOWN:]}")
+    if isinstance(answer, Exception):
+        raise answer
+    name, why, cost_s, matched_tokens = answer
+    return Choice(name.decode(), why.decode(), cost_s.decode(), matched_tokens)
 
 
 def arguments(one: dict[str, Any], policy: str, turn: int) -> list[Any]:
@@ -56,8 +71,7 @@ def arguments(one: dict[str, Any], policy: str, turn: int) -> list[Any]:
     try:
         weights, own = one["weights"], policy in ("", one["policy"])
         order = one["order"] if own else one["rings"].get(policy, [])
-        told: list[Any] = [
-            policy or one["policy"],
+        numbers = [
             one["prompt_tokens"],
             one["seed"],
             weights["lambda_"],
@@ -67,15 +81,17 @@ def arguments(one: dict[str, Any], policy: str, turn: int) -> list[Any]:
             weights["wait_price"],
             one["prefix_tokens"],
             weights["min_match_tokens"],
-            ",".join(order),
             one["objective_s"],
             one["median_tps"],
             one["block_tokens"],
             one["turn"] if own else turn,
             one["now_ms"],
         ]
-        for row, matched, making in one["candidates"]:
-            told += (bytes.fromhex(row), matched, making)
+        candidates = [(bytes.fromhex(row), matched, making) for row, matched, making in one["candidates"]]
+        told: list[Any] = [policy or one["policy"], *numbers[:ORDER], ",".join(order), *numbers[ORDER:]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadRequest(f"this is no record of a decision log: {type(error).__name__} {error}") from error
-    return told
+    numbers += [number for _, *two in candidates for number in two]
+    if not all(type(number) in (int, float) for number in numbers) or type(told[0]) is not str:
+        raise BadRequest("this is no record of a decision log: a number is of another type")
+    return [*told, *chain.from_iterable(candidates)]

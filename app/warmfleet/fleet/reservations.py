@@ -100,17 +100,19 @@ class Decision:
 class Seen:
     """All that a choice saw besides its ``Ask``: median_tps, block_tokens, turn, now_ms (modulo 2**32), and ``rows``.
 
-    A row: worker_id, matched_tokens, speculative_tokens, load row, cost_s.
+    A row: worker_id, matched_tokens, speculative_tokens, load row, cost_s. waits: what is only considered would have to
+    wait for its turn first.
     """
 
     context: tuple[int, int, int, int]
     rows: list[Any]
+    waits: bool
 
     @classmethod
     def of(cls, answer: list[Any]) -> Seen:
         """From an answer of ``decide``, after its ``why``."""
-        median, block_tokens, turn, now_ms = answer[0]
-        return cls((int(median), int(block_tokens), int(turn), int(now_ms)), answer[1:])
+        median, block_tokens, turn, now_ms, waits = map(int, answer[0])
+        return cls((median, block_tokens, turn, now_ms), answer[1:], bool(waits))
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -220,16 +222,6 @@ class Reservations(ScriptClient):
             why=why.decode(),
             seen=Seen.of(answer[13:]) if len(answer) > 13 else None,
         )
-
-    async def consider(self, ask: Ask) -> tuple[str, str, Seen]:
-        """What ``decide`` would choose now, why, and what it would see. Books nothing. Errors as ``decide``."""
-        answer = await self.run("decide", *self._ask_args(ask, DRY))
-        return answer[1].decode(), answer[2].decode(), Seen.of(answer[3:])
-
-    async def explain(self, ask: Ask) -> tuple[str, list[Candidate]]:
-        """What ``decide`` would choose now, and every worker it would weigh."""
-        worker_id, _, seen = await self.consider(ask)
-        return worker_id, seen.candidates
 
     async def settle(self, reservation: str, outcome: Outcome) -> str:
         """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. Safe to repeat."""

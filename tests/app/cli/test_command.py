@@ -99,6 +99,7 @@ EXPLAINED = {
     "reason": "",
     "prompt_tokens": 40,
     "blocks": 2,
+    "waits": False,
     "chosen": "sim-1.0",
     "candidates": [CANDIDATE],
 }
@@ -180,6 +181,11 @@ class TestExplain:
         assert "It would go to sim-1.0" in printed
         assert "->" in printed
         assert "0.0125 s" in printed
+
+    def test_who_would_wait_is_told_so(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with replica({"/explain": (200, EXPLAINED | {"waits": True})}) as (url, _):
+            assert main(["explain", "--model", "demo", "--message", "Hi", "--url", url]) == 0
+        assert "it would wait for its turn first. As things stand it would go to sim-1.0" in capsys.readouterr().out
 
     def test_a_file_and_standard_input_go_unchanged(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         body = b'{"model": "demo",  "prompt": "Hi"}'

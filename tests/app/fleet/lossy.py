@@ -96,7 +96,7 @@ class Replica:
 
     async def decide(self, ask: Ask) -> Trip:
         trip = Trip(ask.reservation, self.pool, last=False)
-        call = Call("completions", b"", "", {}, _nothing, order=ask.order)
+        call = Call("completions", b"", "", {}, _nothing, order=lambda: ask.order)
         shape = Shape(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact")
         try:
             await self.router._decide(call, trip, shape, ask.exclude, spare=False)
