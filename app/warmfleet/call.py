@@ -25,7 +25,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 class Call:
     """One request of a client. headers: what is passed on to the worker. tenant: whose it is, if they are kept apart.
     ``flow``: whose turn it takes in the queue. patience_s: longest wait there, by the client; priority: likewise.
-    ``complete``: its answer is on the way out. ``offer``: its token ids. ``order``: where a hash ring would look;
+    ``complete``: its answer is on the way out. ``offer``: its token ids. ``order``: asks where a hash ring would look;
     ``rings``: the same by policy, for the decision log. ``explained``: what the client asked for of its decision.
     """
 

@@ -169,12 +169,8 @@ def _up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default %(default)s)")
     parser.add_argument("--port", type=_port, default=8080, help="port to serve on, 0 = any (default %(default)s)")
     parser.add_argument("--replicas", type=_count, default=2, help="router processes behind it (default %(default)s)")
-    parser.add_argument(
-        "--policy",
-        choices=POLICIES,
-        default=os.environ.get("WARMFLEET_POLICY", "cost"),
-        help="how to choose (default: WARMFLEET_POLICY, else cost)",
-    )
+    usual = os.environ.get("WARMFLEET_POLICY", "cost")
+    parser.add_argument("--policy", choices=POLICIES, default=usual, help="how to choose (WARMFLEET_POLICY, else cost)")
     parser.add_argument(
         "--redis",
         metavar="URL",
