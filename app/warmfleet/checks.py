@@ -46,7 +46,7 @@ class HealthChecks:
     async def _check(self, pool: Pool) -> frozenset[str]:
         """Suspect the workers of every server that does not answer; returns the URLs of these."""
         workers: dict[str, list[str]] = {}
-        for worker in pool.last_known():
+        for worker in pool.last_known.workers:
             if worker.routable:
                 workers.setdefault(worker.url, []).append(worker.worker_id)
         gate = asyncio.Semaphore(CHECKS_AT_ONCE)

@@ -2,25 +2,74 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import math
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Decision
+from warmfleet.view import View
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from warmfleet.fleet import WorkerView
+    from warmfleet.fleet import Fleet, WorkerView
 
 logger = logging.getLogger("warmfleet.fallback")
 
 BOUND = 1.25  # no worker gets more than this share above the mean
 FAILURES_TO_OPEN = 2
 LOG_EVERY_S = 5.0
+LAST_KNOWN_S = 8.0  # an emptied Redis is whole again within one slow-path period
+LOOK_S = 1.0
+
+
+class LastKnown:
+    """Workers for when no decision can be had: of the last reading that had any routable, unless none had for too long.
+
+    What counts is time with Redis: when it comes back after an outage, empty or with heartbeats of an old dump, nobody
+    is routable until the workers have been heard.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._last = self._with_any = View()
+        self._none_since = 0.0  # first of the readings without anybody routable, with no gap between them
+        self._looking: asyncio.Task[None] | None = None
+
+    def show(self, view: View) -> None:
+        """Take a new reading."""
+        before, self._last = self._last, view
+        if any(worker.routable for worker in view.workers):
+            self._with_any = view
+        elif before is self._with_any or view.read_at - before.read_at > LAST_KNOWN_S:
+            self._none_since = view.read_at
+
+    @property
+    def workers(self) -> Sequence[WorkerView]:
+        young = time.monotonic() - self._none_since < LAST_KNOWN_S
+        return (self._with_any if young else self._last).workers
+
+    @property
+    def routable(self) -> bool:
+        return any(worker.routable for worker in self.workers)
+
+    async def look(self) -> None:
+        """Read who is there, once for all who ask meanwhile; nothing is known better if Redis does not answer."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self._look())
+        await asyncio.shield(self._looking)
+
+    async def _look(self) -> None:
+        with suppress(FleetUnavailable, TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                found = await self._fleet.workers()
+            self.show(View(tuple(found), read_at=time.monotonic()))
 
 
 class Fallback:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from warmfleet import blocks, identity, prompt
 from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
+from warmfleet.fallback import LastKnown
 from warmfleet.fleet import Ask
 from warmfleet.policy import Switch
 from warmfleet.silence import Tries
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from warmfleet.blocks import Lora
     from warmfleet.fallback import Fallback
-    from warmfleet.fleet import Chain, Fleet, Renewal, WorkerView
+    from warmfleet.fleet import Chain, Fleet, Renewal
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.prompt import Request
     from warmfleet.trie import Prompt
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.pool")
 
 SUSPECT_S = 3.0  # a worker that failed a request is passed over; the fleet needs a TTL to see it
-LAST_KNOWN_S = 8.0  # an emptied Redis is whole again within one slow-path period
 MAX_SUSPECTS = 64
 FIRST_READING_S = 2.0
 NOT_READ = "The fleet was not read yet: Redis is away or slow."
@@ -93,8 +93,7 @@ class Pool:
         self.uses = Uses()
         self.read = asyncio.Event()
         self._suspects: dict[str, float] = {}
-        self._last_routable = View()
-        self._none_since = 0.0  # first of the readings without anybody routable, with no gap between them
+        self.last_known = LastKnown(fleet)
 
     @property
     def contacted(self) -> bool:
@@ -115,22 +114,10 @@ class Pool:
 
     def show(self, view: View) -> None:
         """Take a new reading."""
-        before, self.view = self.view, view
+        self.view = view
         self.fleet.block_tokens = {one.scheme.scheme_id: one.scheme.block_tokens for one in view.hashers}
         self.read.set()
-        if any(worker.routable for worker in view.workers):
-            self._last_routable = view
-        elif before is self._last_routable or view.read_at - before.read_at > LAST_KNOWN_S:
-            self._none_since = view.read_at
-
-    def last_known(self) -> Sequence[WorkerView]:
-        """Workers for when no decision can be had: of the last reading that had any, unless none had for too long.
-
-        What counts is time with Redis: when it comes back after an outage, empty or with heartbeats of an old dump,
-        nobody is routable until the workers have been heard.
-        """
-        young = time.monotonic() - self._none_since < LAST_KNOWN_S
-        return self._last_routable.workers if young else self.view.workers
+        self.last_known.show(view)
 
     def suspect(self, worker_id: str, seconds: float = SUSPECT_S) -> None:
         """Pass this worker over for a moment: a request just failed there, or it did not answer a check."""

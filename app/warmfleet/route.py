@@ -113,7 +113,7 @@ class Router:
         trip.spared = pool.suspects() if spare else ()
         exclude = (*barred, *trip.spared)
         if not pool.fallback.asks_redis:
-            return self._without_redis(trip, shape, exclude, "open")
+            return await self._without_redis(trip, shape, exclude, "open")
         started = time.perf_counter()
         waited_ms = round(1_000 * (started - call.began))
         place = Place(call.flow, call.priority, waited_ms, barred, may_wait=trip.may_wait)
@@ -126,13 +126,13 @@ class Router:
             trip.booked = False
             if len(exclude) > len(shape.barred):
                 raise
-            return self._without_redis(trip, shape, exclude, "no_worker")  # Redis came back empty, perhaps
+            return await self._without_redis(trip, shape, exclude, "no_worker")  # Redis came back empty, perhaps
         except WarmfleetError as error:  # gone, slow, or a script that refuses: no reason to fail a request
             reason = "away" if isinstance(error, FleetUnavailable) else error.code
             pool.fallback.failed(f"{error.code}: {error}")
             self._spawn(self._tell(pool, trip.reservation, "cancelled"))  # it may be booked late, or was
             trip.booked = False
-            return self._without_redis(trip, shape, exclude, reason)
+            return await self._without_redis(trip, shape, exclude, reason)
         finally:
             self._metrics.decide_seconds.observe(time.perf_counter() - started)
         pool.fallback.succeeded()
@@ -153,9 +153,11 @@ class Router:
             told_of(self._log, call, pool, ask, decision)
         return decision
 
-    def _without_redis(self, trip: Trip, shape: Shape, exclude: tuple[str, ...], reason: str) -> Decision:
+    async def _without_redis(self, trip: Trip, shape: Shape, exclude: tuple[str, ...], reason: str) -> Decision:
         pool = trip.pool
-        worker = pool.fallback.choose(pool.last_known(), shape.prefix or trip.reservation.encode(), exclude)
+        if reason != "no_worker" and not pool.last_known.routable:
+            await pool.last_known.look()  # who joined since the last reading: only decisions may be too slow
+        worker = pool.fallback.choose(pool.last_known.workers, shape.prefix or trip.reservation.encode(), exclude)
         if worker is None:
             if not pool.contacted:
                 raise FleetUnavailable(NOT_READ)

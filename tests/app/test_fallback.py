@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from tests.app.engine import Engine, Seen, answer_well, engine
 from tests.app.gate import gate
-from tests.app.replica import replica
+from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
-from warmfleet.fallback import Fallback
-from warmfleet.fleet import LoadRow, WorkerView
-from warmfleet.pool import LAST_KNOWN_S, Pool
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fallback import LAST_KNOWN_S, LOOK_S, Fallback
+from warmfleet.fleet import Fleet, LoadRow, WorkerView
+from warmfleet.pool import Pool
 from warmfleet.view import View
 
 if TYPE_CHECKING:
-    import asyncio
+    from typing import NoReturn
 
-    from warmfleet.fleet import Fleet
+    import pytest
 
 
 def worker(name: str, *, routable: bool = True) -> WorkerView:
@@ -66,10 +69,10 @@ async def test_what_was_known_does_not_age_while_redis_is_away(fleet: Fleet) -> 
     """Redis comes back empty, or with heartbeats of an old dump: nobody is routable until the workers are heard."""
     pool, now = Pool("m", fleet, Fallback(1.0)), time.monotonic()
     pool.show(View((worker("a"),), read_at=now - 600))
-    assert pool.last_known() == (worker("a"),)
+    assert pool.last_known.workers == (worker("a"),)
     for age, workers in ((3.0, ()), (0.0, (worker("a", routable=False),))):
         pool.show(View(workers, read_at=now - age))
-        assert pool.last_known() == (worker("a"),)
+        assert pool.last_known.workers == (worker("a"),)
 
 
 async def test_who_stays_unroutable_is_not_known_for_ever(fleet: Fleet) -> None:
@@ -77,7 +80,7 @@ async def test_who_stays_unroutable_is_not_known_for_ever(fleet: Fleet) -> None:
     pool.show(View((worker("a"),), read_at=now - LAST_KNOWN_S - 2))
     for age in (LAST_KNOWN_S + 1, 1.0, 0.0):
         pool.show(View((), read_at=now - age))
-    assert pool.last_known() == ()
+    assert pool.last_known.workers == ()
 
 
 def test_redis_is_asked_again_after_a_while() -> None:
@@ -130,6 +133,40 @@ async def test_a_slow_redis_costs_one_time_limit_not_many(valkey_url: str, model
             assert words == ["fallback"] * 6
             assert await router.metric('warmfleet_fallback_total{reason="away"}') == 2
             assert await router.metric('warmfleet_fallback_total{reason="open"}') == 4
+
+
+async def test_who_joined_since_the_last_reading_is_found_when_a_decision_fails(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow(*_: object, **__: object) -> NoReturn:
+        raise FleetUnavailable("slow")
+
+    body = {"model": model, "prompt": "x" * 500}
+    async with replica(valkey_url, model, view_interval_s=60.0) as early, engine(model) as upstream:
+        await poll(lambda: read_once(early), 10, "its only reading of this minute, of an empty fleet")
+        async with replica(valkey_url, model, upstream.url):
+            monkeypatch.setattr(Fleet, "decide_in_turn", slow)
+            answers = await asyncio.gather(*[early.post(body) for _ in range(6)])
+            assert [(status, headers.get("x-warmfleet-reservation")) for status, headers, _ in answers] == [
+                (200, "fallback")
+            ] * 6
+            assert await early.metric('warmfleet_fallback_total{reason="away"}') >= 1
+
+
+async def read_once(router: Replica) -> bool:
+    return b"no contact" not in (await router.get("/readyz"))[1]
+
+
+async def test_nobody_waits_long_for_a_reading_that_does_not_come(valkey_url: str, model: str) -> None:
+    async with gate(valkey_url) as door:
+        url = f"redis://127.0.0.1:{door.port}"
+        async with replica(url, model, decide_timeout_s=0.1, view_interval_s=60.0) as router:
+            await poll(lambda: read_once(router), 10, "a reading")
+            door.swallow = True
+            begun = time.monotonic()
+            status, _, answer = await router.post({"model": model, "prompt": "x" * 500})
+            assert (status, json.loads(answer)["error"]["code"]) == (503, "no_worker")
+            assert time.monotonic() - begun < LOOK_S + 1
 
 
 async def test_fallback_tries_another_worker_too(valkey_url: str, model: str) -> None:

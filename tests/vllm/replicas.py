@@ -45,8 +45,10 @@ class Replica:
 
     @property
     def proven(self) -> int:
-        """Workers that it knows the identity of and may match; -1 while it would route by load."""
+        """Workers that it knows the identity of and may match; -1 while it is not ready, or would route by load."""
         try:
+            if httpx.get(f"{self.url}/readyz", timeout=5).status_code != 200:
+                return -1  # its own last reading may be older than what /workers reads
             models = httpx.get(f"{self.url}/workers", timeout=5).json()["models"]
         except (httpx.HTTPError, ValueError, KeyError):
             return -1
