@@ -103,7 +103,7 @@ class Router:
                 trip.outcome = "failed"
                 raise
             finally:
-                await self._settled(trip)  # 6: shielded, so it also ends when the client is gone
+                await self._settled(trip)  # 6: a task of its own
 
     async def _decide(
         self, call: Call, trip: Trip, shape: Shape, barred: tuple[str, ...], spare: bool
@@ -223,7 +223,8 @@ class Router:
         await self._tell(pool, trip.reservation, "started")
 
     async def _settled(self, trip: Trip) -> None:
-        await asyncio.shield(self._spawn(self._settle(trip)))
+        """Before another try is decided, if Redis is not slow; it also ends when the client is gone."""
+        await asyncio.wait([self._spawn(self._settle(trip))], timeout=trip.pool.fleet.timeouts.request_s)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

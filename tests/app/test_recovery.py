@@ -178,7 +178,7 @@ async def test_what_redis_did_not_take_is_told_again(valkey_url: str, model: str
         body = {"model": model, "prompt": PROMPT, "stream": True, "max_tokens": 300}
         async with router.client.post(f"{router.url}/v1/completions", json=body) as answer:
             await answer.content.readany()
-            await router.fleet.redis.client_pause(2_500, all=False)
+            await router.fleet.redis.client_pause(5_000, all=False)
             await answer.read()
         await poll(lambda: router.metric("warmfleet_settle_failures_total"), 10, "the settle meets a stalled Redis")
         await poll(lambda: _no_leases(router), 10, "told again")

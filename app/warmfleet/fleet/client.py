@@ -70,7 +70,7 @@ TLS_CONNECT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds until a call is given up: the request path falls back, upkeep only comes again."""
+    """Seconds until a call is given up: the request path falls back, what no request waits for only comes again."""
 
     request_s: float = 0.25
     upkeep_s: float = 2.0
@@ -150,3 +150,7 @@ class ScriptClient:
         with redis_errors():
             async with Patience(timeout_s or self.timeouts.request_s):
                 return await script(keys=keys, args=args)
+
+    async def keep(self, name: str, *args: bytes | str | int | float) -> Any:
+        """``run`` of what no request waits for: it is late rather than given up."""
+        return await self.run(name, *args, timeout_s=self.timeouts.upkeep_s)

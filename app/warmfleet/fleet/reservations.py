@@ -226,7 +226,7 @@ class Reservations(ScriptClient):
     async def settle(self, reservation: str, outcome: Outcome) -> str:
         """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. Safe to repeat."""
         spans = self.spans
-        answer = await self.run("settle", self._prefix, reservation, outcome, spans.tombstone_ms, spans.linger_ms)
+        answer = await self.keep("settle", self._prefix, reservation, outcome, spans.tombstone_ms, spans.linger_ms)
         return str(answer[0].decode())
 
     async def reap(self) -> int:
@@ -243,7 +243,7 @@ class Reservations(ScriptClient):
         args: list[Any] = [self.spans.lease_ms]
         for one in renewals:
             args += [one.reservation, one.worker_id, one.prefill_tokens, one.decode_tokens, int(one.started)]
-        renewed, rebuilt, refused = await self.run("renew", *args)
+        renewed, rebuilt, refused = await self.keep("renew", *args)
         return renewed, rebuilt, refused
 
     def _ask_args(self, ask: Ask, mode: int = BOOK, queue: tuple[Any, ...] = NO_QUEUE) -> list[Any]:

@@ -180,4 +180,4 @@ class Upkeep(ScriptClient):
         return calls * pace.call_us + entries * pace.entry_us + blocks * pace.block_us
 
     async def _upkeep(self, script: str, *args: str | int) -> Any:
-        return await self.run(script, self._prefix, *args, timeout_s=self.timeouts.upkeep_s)
+        return await self.keep(script, self._prefix, *args)

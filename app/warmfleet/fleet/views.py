@@ -186,18 +186,18 @@ class Views(ScriptClient):
         replica warms it, or this owner's time is over.
         """
         seen = "" if probed_ms is None else probed_ms
-        answer = await self.run("prove", worker_id, nonce, proof, cause, reason, seen, owner, 0)
+        answer = await self.keep("prove", worker_id, nonce, proof, cause, reason, seen, owner, 0)
         return cast("Proved", answer.decode())
 
     async def warming(self, worker_id: str, nonce: str, owner: str, lease_ms: int) -> Proved:
         """``owner`` warms this worker for so long before it takes requests; again: for so long from now on."""
-        answer = await self.run("prove", worker_id, nonce, "warming", "", "", "", owner, lease_ms)
+        answer = await self.keep("prove", worker_id, nonce, "warming", "", "", "", owner, lease_ms)
         return cast("Proved", answer.decode())
 
     async def register(self, worker_id: str, record: dict[str, Any], capacity_checkpoints: int, healthy: bool) -> int:
         """Register, or keep alive, an approximate worker; returns its slot. record: scheme_id, url, models, ..."""
         packed = json.dumps(record, separators=(",", ":"))
-        return int(await self.run("register", worker_id, packed, capacity_checkpoints, int(healthy)))
+        return int(await self.keep("register", worker_id, packed, capacity_checkpoints, int(healthy)))
 
 
 def _view(

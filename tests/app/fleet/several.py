@@ -65,7 +65,7 @@ class Several:
         trip = await one.decide(ask)
         one.fleet.fates.clear()
         lease = await self._lease(ask.reservation)
-        if trip.decision is not None:
+        if trip.decision is not None and trip.booked:
             assert lease
             foretold = one.fleet.foretold[ask.reservation]
             assert (lease.worker_id, lease.prefill_tokens) == (foretold, trip.decision.prefill_tokens)
@@ -194,7 +194,8 @@ class Several:
             at = [self.replicas[(who + number) % len(self.replicas)] for number in range(len(asks))]
             trips = await asyncio.gather(*(one.decide(ask) for one, ask in zip(at, asks, strict=True)))
             order = await _order(monitor, len(asks))
-        made, asked = {trip.reservation: trip.decision for trip in trips}, dict[str, Ask]()
+        made = {trip.reservation: trip.decision if trip.booked else None for trip in trips}
+        asked: dict[str, Ask] = {}
         for one in self.replicas:
             one.fleet.foretells, one.fleet.weights = True, weights
             asked |= one.fleet.asked
