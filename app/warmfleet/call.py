@@ -11,8 +11,6 @@ from warmfleet.handoff import NOTHING, Offer
 from warmfleet.hints import NONE, Hints
 
 if TYPE_CHECKING:
-    import asyncio
-
     from warmfleet.fleet import Decision
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.pool import Pool
@@ -63,4 +61,3 @@ class Trip:
     outcome: Outcome = "cancelled"  # until something better is known
     tells_start: bool = True  # by its first streamed byte; of several prompts only the engine knows
     word: str = "fallback"  # what the client is told of the reservation
-    first_byte: asyncio.Task[None] | None = None

@@ -188,7 +188,7 @@ class Router:
                 tail.noted(pool, self._metrics, waited_s, streamed=streams and good)
                 self._metrics.requests.labels(call.endpoint, str(answer.status), trip.word).inc()
                 if streams and trip.tells_start and trip.reservation in pool.open:
-                    trip.first_byte = self._spawn(self._started(trip))
+                    self._spawn(self._started(trip))  # if it comes after the end, it changes nothing
 
             def complete() -> None:
                 call.complete = True
@@ -242,8 +242,6 @@ class Router:
             self._waiting.leave(pool, trip.reservation)
         if not trip.booked:
             return
-        if trip.first_byte is not None:
-            await trip.first_byte
         self._metrics.settled.labels(trip.outcome).inc()
         await self._tell(pool, trip.reservation, trip.outcome)
 

@@ -98,6 +98,7 @@ class Judge:
                 one.reservation,
                 one.at,
                 one.matched,
+                self._index.told.get(one.reservation),
                 made and (made.came, made.ran, made.preempted, made.ended, made.cached),
             )
             for one in self._index.makers_of(booking, block)

@@ -75,6 +75,7 @@ class Index:
 
     blocks: Spells = field(default_factory=Spells)
     leases: Spells = field(default_factory=Spells)
+    told: dict[str, float] = field(default_factory=dict)  # reservation -> seconds when its outcome was
     restored: set[str] = field(default_factory=set)
     bookings: dict[str, Booking] = field(default_factory=dict)
     makers: defaultdict[tuple[int, bytes], list[Booking]] = field(default_factory=lambda: defaultdict(list))
@@ -116,6 +117,8 @@ class Index:
     def _lease(self, at: float, command: list[bytes], asked: list[bytes]) -> None:
         reservation = command[2].decode()
         self.leases.change(reservation, self.place, there=command[0] == b"HSET")
+        if command[0] == b"HDEL":
+            self.told[reservation] = at
         if command[0] == b"HSET" and asked and asked[1] == command[2] and reservation not in self.bookings:
             _, slot, _, _, matched, _, _, length = LEASE.unpack_from(command[3])
             worker = command[3][LEASE.size : LEASE.size + length].decode()

@@ -64,8 +64,7 @@ ERROR_CODES: Mapping[str, type[WarmfleetError]] = {
 }
 
 
-#: A handshake takes longer than a connect. Calls have their own limits on top: only upkeep waits that long.
-TLS_CONNECT_S = 1.0
+CONNECT_S = 1.0  # calls have their own limits on top: only what no request waits for waits that long
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class Timeouts:
     upkeep_s: float = 2.0
 
 
-def connect(url: str, tag: str = "", *, timeout_s: float = 0.25, max_connections: int = 256) -> aioredis.Redis:
+def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connections: int = 256) -> aioredis.Redis:
     """A client for ``url`` (see ``warmfleet_worker.endpoint``); connects on first use. Raises BadArgument.
 
     No retries inside redis-py: a second send after a time-out would be a second decision. ``timeout_s`` bounds
@@ -87,7 +86,7 @@ def connect(url: str, tag: str = "", *, timeout_s: float = 0.25, max_connections
     except EndpointError as error:
         raise BadArgument(str(error)) from error
     options: dict[str, Any] = {
-        "socket_connect_timeout": max(timeout_s, TLS_CONNECT_S) if where.tls else timeout_s,
+        "socket_connect_timeout": timeout_s,
         "socket_timeout": max(timeout_s, Timeouts().upkeep_s),
         "retry": Retry(NoBackoff(), 0),
         "max_connections": max_connections,
