@@ -12,6 +12,7 @@ from tests.conftest import poll
 from tests.worker_plugin.publishing import WORKER, equal, hashes, publishing, stream, upkeep
 
 from warmfleet_worker import wire
+from warmfleet_worker.config import Recent
 from warmfleet_worker.publisher import Load
 from warmfleet_worker.tracker import Tracker
 
@@ -107,6 +108,37 @@ async def test_foreign_load_that_moves_is_told_at_once(
             begin = time.monotonic()
             await poll(lambda: _is(foreign, (10_000, 3_000)))
             assert time.monotonic() - begin < 5.0  # the next heartbeat is due after a minute
+
+
+async def test_foreign_load_that_comes_and_goes_is_told_on_average(
+    fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.05)
+    now = [Load(foreign_prefill_tokens=8_000)]
+    with publishing(redis_url, model, Tracker(), load=lambda: now[0]):
+        async with upkeep(fleet):
+
+            async def foreign() -> int:
+                views = await fleet.workers()
+                return views[0].load.foreign_prefill_tokens if views else -1
+
+            await poll(lambda: _is(foreign, 8_000))
+            now[0] = Load()
+            await asyncio.sleep(0.5)
+            assert 3_000 < await foreign() < 8_000
+            now[0] = Load(foreign_prefill_tokens=20_000)
+            await poll(lambda: _is(foreign, 20_000), 2, "what there is now counts at least")
+
+
+def test_what_there_was_lately_is_forgotten() -> None:
+    recent = Recent()
+    told = [recent.told(Load(running=1, foreign_prefill_tokens=4_000 * (at < 4)), at / 4) for at in range(60)]
+    assert [one.foreign_prefill_tokens for one in told[:4]] == [4_000] * 4
+    after = [one.foreign_prefill_tokens for one in told[4:]]
+    assert after == sorted(after, reverse=True)
+    assert 1_300 < after[7] < 1_700, "e-fold in two seconds"
+    assert after[-1] == 0
+    assert {one.running for one in told} == {1}
 
 
 async def _is(read: Callable[[], Any], value: object) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from warmfleet_worker import wire
 
 LOAD_CHECK_SECONDS = 0.25  # foreign load that moved by 10 % is reported this fast
 COMMAND_DELAY_SECONDS = 0.5  # after a heartbeat, its answer may be there
 SMALL_TOKENS = 256
+RECENT_SECONDS = 2.0  # 1 and 4 were measured, too
+LEAST_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,24 @@ class Load:
             (told.foreign_decode_tokens, self.foreign_decode_tokens),
         )
         return any(abs(now - before) > max(before // 10, SMALL_TOKENS) for before, now in pairs)
+
+
+class Recent:
+    """Foreign prefill as it is told: what there is now, or what there was lately on average if that is more.
+
+    Most foreign prompts begin and end between two looks, and who sends past the fleet goes on with it: what it will
+    bring to this engine cannot go elsewhere, so the fleet's requests should.
+    """
+
+    def __init__(self) -> None:
+        self._mean, self._at = 0.0, -math.inf
+
+    def told(self, load: Load, now: float) -> Load:
+        """``load`` as it is ``now`` (monotonic seconds), with its foreign prefill smoothed."""
+        kept = math.exp((self._at - now) / RECENT_SECONDS)
+        self._mean, self._at = kept * self._mean + (1 - kept) * load.foreign_prefill_tokens, now
+        lately = int(self._mean) if self._mean >= LEAST_TOKENS else 0
+        return replace(load, foreign_prefill_tokens=max(load.foreign_prefill_tokens, lately))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +161,12 @@ class Due:
     def after_heartbeat(self, now: float) -> None:
         """Both the load it told and the command it may have caused are fresh for a while."""
         self.heartbeat = now + wire.HEARTBEAT_SECONDS
-        self.load = now + LOAD_CHECK_SECONDS
+        self.after_look(now)
         self.command = now
         self.answer = now + COMMAND_DELAY_SECONDS
+
+    def after_look(self, now: float) -> None:
+        self.load = now + LOAD_CHECK_SECONDS
 
     def after_command(self, now: float, *, sending: bool, acknowledged: bool) -> None:
         """Read it again every 100 ms while a snapshot waits for it, else 0.5 s after a heartbeat."""

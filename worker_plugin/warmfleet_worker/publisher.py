@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from warmfleet_worker import wire
-from warmfleet_worker.config import LOAD_CHECK_SECONDS, Command, Due, Load, PublisherConfig, PublisherState, Rival
+from warmfleet_worker.config import Command, Due, Load, PublisherConfig, PublisherState, Recent, Rival
 from warmfleet_worker.snapshot import Snapshot
 from warmfleet_worker.stream import MAX_PENDING, Outage, StreamGone, StreamWriter, connect
 
@@ -66,7 +66,7 @@ class WorkerPublisher:
         self._stale_since: float | None = None  # events were lost: the index cannot equal the table
         self._lost_seen, self._joined_at = 0, 0.0
         self._obeyed: deque[str] = deque(maxlen=64)
-        self._told, self._due, self._rival = Load(), Due(), Rival()
+        self._told, self._due, self._rival, self._recent = Load(), Due(), Rival(), Recent()
 
     # ------------------------------------------------ any thread
 
@@ -235,11 +235,11 @@ class WorkerPublisher:
             return True
         if now < self._due.load:
             return False
-        self._due.load = now + LOAD_CHECK_SECONDS
-        return self._load().differs_from(self._told)
+        self._due.after_look(now)
+        return self._recent.told(self._load(), now).differs_from(self._told)
 
     def _put_heartbeat(self, now: float) -> None:
-        load = self._told = self._load()
+        load = self._told = self._recent.told(self._load(), now)
         # Without a digest nothing is compared: during a snapshot, and when it cannot tell that events were lost.
         known = self._snapshot is None and self._snapshot_wanted is None and self._stale_since is None
         heartbeat = wire.Heartbeat(
