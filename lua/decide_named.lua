@@ -7,7 +7,14 @@ local unpack_from, sub, max, min, floor = struct.unpack, string.sub, math.max, m
 local mix, useful, first = include "decide_mix", include "decide_useful", include "decide_home"
 
 local function in_flight(s, i) return (unpack_from(">i4", s.rows[i], 13)) end
-local function blocks(s, i) return (unpack_from(">I4", s.rows[i], 39)) end
+
+-- What it holds and is about to. Caches that are full are equally small: which of them lacks a few blocks says nothing.
+local function blocks(s, i)
+  local held, capacity = unpack_from(">I4I4", s.rows[i], 39)
+  held = held + floor(s.wait[i] / max(1, s.block))
+  return capacity > 0 and min(held, 0.95 * capacity) or held
+end
+
 local function waiting(s, i) return s.wait[i] end
 
 -- Of the candidates that pass, those with the least rank; all pass without `passes`.

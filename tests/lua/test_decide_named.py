@@ -72,6 +72,19 @@ async def test_two_state_leaves_out_what_everybody_holds(world: World) -> None:
     assert await chosen(world, world.ask(chain, policy="two_state")) == "1"
 
 
+@pytest.mark.parametrize("policy", ["two_state", "prefix_affinity"])
+async def test_which_full_cache_lacks_a_few_blocks_says_nothing(world: World, policy: str) -> None:
+    await world.workers(3, blocks=1_000, capacity_blocks=1_000)
+    await world.change(1, blocks=951)
+    ask = world.ask(world.chain(20), policy=policy)
+    await loads(world, 3, 2, 4)
+    assert await chosen(world, ask) == "2", "of full caches the least in flight"
+    await world.change(3, blocks=949)
+    assert await chosen(world, ask) == "3", "this one has room"
+    await world.change(3, prefill_tokens=2 * BLOCK)
+    assert await chosen(world, ask) == "2", "what it was just given will fill it"
+
+
 async def test_prefix_affinity_follows_a_tenth_until_queues_differ_by_ten(world: World) -> None:
     await world.workers(3, blocks=50)
     await world.change(3, blocks=10)
