@@ -8,10 +8,8 @@ import logging
 import math
 import time
 from collections import Counter
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Decision
 from warmfleet.view import View
 
@@ -41,9 +39,12 @@ class LastKnown:
         self._last = self._with_any = View()
         self._none_since = 0.0  # first of the readings without anybody routable, with no gap between them
         self._looking: asyncio.Task[None] | None = None
+        self._looked_at = 0.0
 
     def show(self, view: View) -> None:
         """Take a new reading."""
+        if view.read_at < self._last.read_at:
+            return  # a look that took longer than a reading
         before, self._last = self._last, view
         if any(worker.routable for worker in view.workers):
             self._with_any = view
@@ -55,21 +56,21 @@ class LastKnown:
         young = time.monotonic() - self._none_since < LAST_KNOWN_S
         return (self._with_any if young else self._last).workers
 
-    @property
-    def routable(self) -> bool:
-        return any(worker.routable for worker in self.workers)
-
     async def look(self) -> None:
-        """Read who is there, once for all who ask meanwhile; nothing is known better if Redis does not answer."""
-        if self._looking is None or self._looking.done():
+        """Read who is there, once for all who ask meanwhile and LOOK_S later. Nothing is known better if that fails."""
+        if self._looking is None or (self._looking.done() and time.monotonic() - self._looked_at >= LOOK_S):
             self._looking = asyncio.ensure_future(self._look())
         await asyncio.shield(self._looking)
 
     async def _look(self) -> None:
-        with suppress(FleetUnavailable, TimeoutError):
+        begun = time.monotonic()
+        try:
             async with asyncio.timeout(LOOK_S):
                 found = await self._fleet.workers()
-            self.show(View(tuple(found), read_at=time.monotonic()))
+            self.show(View(tuple(found), read_at=begun))
+        except Exception as error:  # noqa: BLE001  the last resort of a request: whatever it is, there is no worker then
+            logger.warning("nobody is known, and the workers cannot be read: %s", error or type(error).__name__)
+        self._looked_at = time.monotonic()
 
 
 class Fallback:

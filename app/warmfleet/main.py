@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-DRAIN_SETTLES_S = 2.0
+DRAIN_SETTLES_S = 3.0  # a settle takes 2 at most
 BACKLOG = 2_048
 CLEAR_INTERVAL_S = 1.0
 ALARM_GAP_S = 0.1

@@ -155,9 +155,11 @@ class Router:
 
     async def _without_redis(self, trip: Trip, shape: Shape, exclude: tuple[str, ...], reason: str) -> Decision:
         pool = trip.pool
-        if reason != "no_worker" and not pool.last_known.routable:
+        key = shape.prefix or trip.reservation.encode()
+        worker = pool.fallback.choose(pool.last_known.workers, key, exclude)
+        if worker is None and reason != "no_worker" and not trip.spared:
             await pool.last_known.look()  # who joined since the last reading: only decisions may be too slow
-        worker = pool.fallback.choose(pool.last_known.workers, shape.prefix or trip.reservation.encode(), exclude)
+            worker = pool.fallback.choose(pool.last_known.workers, key, exclude)
         if worker is None:
             if not pool.contacted:
                 raise FleetUnavailable(NOT_READ)
@@ -229,8 +231,13 @@ class Router:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
+        task.add_done_callback(self._spawned)
         return task
+
+    def _spawned(self, task: asyncio.Task[None]) -> None:
+        self._settling.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("an outcome was not told, its lease expires by itself", exc_info=error)
 
     async def _settle(self, trip: Trip) -> None:
         pool = trip.pool

@@ -85,6 +85,25 @@ async def test_which_full_cache_lacks_a_few_blocks_says_nothing(world: World, po
     assert await chosen(world, ask) == "2", "what it was just given will fill it"
 
 
+@pytest.mark.parametrize("policy", ["two_state", "prefix_affinity"])
+async def test_the_smallest_cache_among_unequal_ones(world: World, policy: str) -> None:
+    await world.workers(2, blocks=1_000, capacity_blocks=1_000)
+    await world.change(2, blocks=4_000, capacity_blocks=4_000)
+    ask = world.ask(world.chain(20), policy=policy)
+    await loads(world, 3, 0)
+    assert await chosen(world, ask) == "2", "both are full: the least in flight"
+    await loads(world, 0, 3)
+    await world.change(2, blocks=1_500)
+    assert await chosen(world, ask) == "2", "the only one with room"
+    await world.change(1, blocks=900)
+    await world.change(2, blocks=100, prefill_tokens=400 * BLOCK)
+    for asked in (ask, replace(ask, chains=())):
+        assert await chosen(world, asked) == "2", "500 blocks with what is on its way, known or not"
+    await world.change(2, prefill_tokens=900 * BLOCK)
+    for asked in (ask, replace(ask, chains=())):
+        assert await chosen(world, asked) == "1"
+
+
 async def test_prefix_affinity_follows_a_tenth_until_queues_differ_by_ten(world: World) -> None:
     await world.workers(3, blocks=50)
     await world.change(3, blocks=10)

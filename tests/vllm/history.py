@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.vllm.witness import MortalRedis
 
 from warmfleet.fleet.client import script_source
+from warmfleet.fleet.rows import Stage
 from warmfleet_worker.wire import reservation_of
 
 TICK_GAP_S = 0.25  # between two ticks of a fleet that is well: 0.025 to 0.05
@@ -118,7 +119,9 @@ class Index:
         reservation = command[2].decode()
         self.leases.change(reservation, self.place, there=command[0] == b"HSET")
         if command[0] == b"HDEL":
-            self.told[reservation] = at
+            self.told.setdefault(reservation, at)
+        elif LEASE.unpack_from(command[3])[6] == Stage.STARTED:
+            self.told.pop(reservation, None)  # settle takes a lease away and puts it back
         if command[0] == b"HSET" and asked and asked[1] == command[2] and reservation not in self.bookings:
             _, slot, _, _, matched, _, _, length = LEASE.unpack_from(command[3])
             worker = command[3][LEASE.size : LEASE.size + length].decode()

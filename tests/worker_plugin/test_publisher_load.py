@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,7 @@ async def test_foreign_load_that_comes_and_goes_is_told_on_average(
     fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.05)
-    now = [Load(foreign_prefill_tokens=8_000)]
+    now = [Load(foreign_prefill_tokens=8_000, speed_tps=100_000)]
     with publishing(redis_url, model, Tracker(), load=lambda: now[0]):
         async with upkeep(fleet):
 
@@ -123,22 +124,38 @@ async def test_foreign_load_that_comes_and_goes_is_told_on_average(
                 return views[0].load.foreign_prefill_tokens if views else -1
 
             await poll(lambda: _is(foreign, 8_000))
-            now[0] = Load()
+            await asyncio.sleep(2)
+            now[0] = Load(speed_tps=100_000)
             await asyncio.sleep(0.5)
-            assert 3_000 < await foreign() < 8_000
+            assert 1_500 < await foreign() < 8_000
             now[0] = Load(foreign_prefill_tokens=20_000)
             await poll(lambda: _is(foreign, 20_000), 2, "what there is now counts at least")
 
 
 def test_what_there_was_lately_is_forgotten() -> None:
     recent = Recent()
-    told = [recent.told(Load(running=1, foreign_prefill_tokens=4_000 * (at < 4)), at / 4) for at in range(60)]
-    assert [one.foreign_prefill_tokens for one in told[:4]] == [4_000] * 4
-    after = [one.foreign_prefill_tokens for one in told[4:]]
+    there = [Load(running=1, foreign_prefill_tokens=4_000 * (at < 40), speed_tps=50_000) for at in range(100)]
+    told = [recent.told(load, at / 4) for at, load in enumerate(there)]
+    assert [one.foreign_prefill_tokens for one in told[:40]] == [4_000] * 40
+    after = [one.foreign_prefill_tokens for one in told[40:]]
     assert after == sorted(after, reverse=True)
     assert 1_300 < after[7] < 1_700, "e-fold in two seconds"
     assert after[-1] == 0
     assert {one.running for one in told} == {1}
+
+
+def test_an_idle_engine_does_not_look_saturated_by_what_there_was() -> None:
+    """No more is remembered than it does in a second; one look weighs no more after a gap."""
+    recent = Recent()
+    for at in range(40):
+        recent.told(Load(foreign_prefill_tokens=80_000, speed_tps=8_000), at / 4)
+    assert recent.told(Load(speed_tps=8_000), 10.25).foreign_prefill_tokens == pytest.approx(
+        4_000 * math.exp(-1 / 8), abs=1
+    )
+    alone = Recent()
+    alone.told(Load(), 0.0)
+    assert alone.told(Load(foreign_prefill_tokens=4_000), 600.0).foreign_prefill_tokens == 4_000
+    assert alone.told(Load(), 600.25).foreign_prefill_tokens < 1_000
 
 
 async def _is(read: Callable[[], Any], value: object) -> bool:

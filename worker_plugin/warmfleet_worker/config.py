@@ -12,6 +12,8 @@ LOAD_CHECK_SECONDS = 0.25  # foreign load that moved by 10 % is reported this fa
 COMMAND_DELAY_SECONDS = 0.5  # after a heartbeat, its answer may be there
 SMALL_TOKENS = 256
 RECENT_SECONDS = 2.0  # 1 and 4 were measured, too
+RECENT_WORK_SECONDS = 1.0  # no more of it than the engine does in so long: an idle engine must not look saturated
+UNKNOWN_TPS = 10_000
 LEAST_TOKENS = 32
 
 
@@ -46,10 +48,12 @@ class Recent:
 
     def told(self, load: Load, now: float) -> Load:
         """``load`` as it is ``now`` (monotonic seconds), with its foreign prefill smoothed."""
-        kept = math.exp((self._at - now) / RECENT_SECONDS)
-        self._mean, self._at = kept * self._mean + (1 - kept) * load.foreign_prefill_tokens, now
+        now_tokens = load.foreign_prefill_tokens
+        kept = math.exp(-min(now - self._at, 2 * LOAD_CHECK_SECONDS) / RECENT_SECONDS)  # after a gap it weighs no more
+        most = RECENT_WORK_SECONDS * (load.speed_tps or UNKNOWN_TPS)
+        self._mean, self._at = min(kept * self._mean + (1 - kept) * now_tokens, most), now
         lately = int(self._mean) if self._mean >= LEAST_TOKENS else 0
-        return replace(load, foreign_prefill_tokens=max(load.foreign_prefill_tokens, lately))
+        return replace(load, foreign_prefill_tokens=max(now_tokens, lately))
 
 
 @dataclass(frozen=True, slots=True)

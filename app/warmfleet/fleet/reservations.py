@@ -7,7 +7,7 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from warmfleet.errors import BadArgument
+from warmfleet.errors import BadArgument, FleetUnavailable
 from warmfleet.fleet.client import ScriptClient, Timeouts, redis_errors
 from warmfleet.fleet.rows import Flag, LoadRow
 from warmfleet_worker.wire import RESERVATION_PREFIX
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Outcome = Literal["started", "finished", "failed", "cancelled"]
 REAP_AT_ONCE = 512
+SETTLES_AT_ONCE = 128  # of 256 connections: decisions need some while Redis hangs
 RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
 
 BOOK, DRY, TELL = 0, 1, 2  # modes of lua/decide.lua
@@ -189,6 +190,7 @@ class Reservations(ScriptClient):
         super().__init__(redis, model, timeouts)
         self.weights = weights or Weights()
         self.spans = spans or Spans()
+        self._settles = 0
 
     async def decide(self, ask: Ask, *, tell: bool = False) -> Decision:
         """Choose a worker and book the request there. The same reservation id again gets the same answer.
@@ -224,9 +226,18 @@ class Reservations(ScriptClient):
         )
 
     async def settle(self, reservation: str, outcome: Outcome) -> str:
-        """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. Safe to repeat."""
+        """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. Safe to repeat.
+
+        Raises FleetUnavailable, also while SETTLES_AT_ONCE are waited for.
+        """
+        if self._settles >= SETTLES_AT_ONCE:
+            raise FleetUnavailable(f"{SETTLES_AT_ONCE} outcomes are on their way already.")
         spans = self.spans
-        answer = await self.keep("settle", self._prefix, reservation, outcome, spans.tombstone_ms, spans.linger_ms)
+        self._settles += 1
+        try:
+            answer = await self.keep("settle", self._prefix, reservation, outcome, spans.tombstone_ms, spans.linger_ms)
+        finally:
+            self._settles -= 1
         return str(answer[0].decode())
 
     async def reap(self) -> int:

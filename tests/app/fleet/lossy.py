@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -137,3 +138,13 @@ class Replica:
     async def clear(self) -> None:
         with suppress(FleetUnavailable, asyncio.CancelledError):
             await maintenance.clear(self.pools)
+
+
+async def order_of(monitor: Any, count: int) -> list[str]:
+    """The reservations of so many decisions, as the server came to them."""
+    order: list[str] = []  # of calls: a script that is not there is loaded before the first of them
+    while len(order) < count:
+        command = (await monitor.next_command())["command"]
+        found = re.match(r"EVALSHA \S+ \d+ .*?(wf-0\d+) ", command)
+        order += [found[1]] if found else []
+    return order

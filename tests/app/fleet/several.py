@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from collections import Counter, deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from tests.app.fleet.lossy import FATES, HOUR_MS, SPANS, Late, Replica
+from tests.app.fleet.lossy import FATES, HOUR_MS, SPANS, Late, Replica, order_of
 from tests.conftest import PATIENT
 from tests.lua.stream import SCHEME, Core
 from tests.lua.world import READY
@@ -65,7 +64,9 @@ class Several:
         trip = await one.decide(ask)
         one.fleet.fates.clear()
         lease = await self._lease(ask.reservation)
-        if trip.decision is not None and trip.booked:
+        if trip.decision is not None and not trip.booked:
+            assert {FATES[a % len(FATES)], FATES[b % len(FATES)]} - {"well", "twice"}, "else nobody falls back"
+        elif trip.decision is not None:
             assert lease
             foretold = one.fleet.foretold[ask.reservation]
             assert (lease.worker_id, lease.prefill_tokens) == (foretold, trip.decision.prefill_tokens)
@@ -193,7 +194,7 @@ class Several:
         async with self.store.monitor() as monitor:
             at = [self.replicas[(who + number) % len(self.replicas)] for number in range(len(asks))]
             trips = await asyncio.gather(*(one.decide(ask) for one, ask in zip(at, asks, strict=True)))
-            order = await _order(monitor, len(asks))
+            order = await order_of(monitor, len(asks))
         made = {trip.reservation: trip.decision if trip.booked else None for trip in trips}
         asked: dict[str, Ask] = {}
         for one in self.replicas:
@@ -288,13 +289,3 @@ class Several:
         assert all((row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0) for row in rows.values())
         kinds = {key[len(self.keys.prefix) :].split(b":")[0] for key in left}
         assert not kinds & {b"lease", b"leases", b"c"}
-
-
-async def _order(monitor: Any, count: int) -> list[str]:
-    """The reservations of so many decisions, as the server came to them."""
-    order: list[str] = []  # of calls: a script that is not there is loaded before the first of them
-    while len(order) < count:
-        command = (await monitor.next_command())["command"]
-        found = re.match(r"EVALSHA \S+ \d+ .*?(wf-0\d+) ", command)
-        order += [found[1]] if found else []
-    return order
