@@ -149,9 +149,8 @@ def test_an_idle_engine_does_not_look_saturated_by_what_there_was() -> None:
     recent = Recent()
     for at in range(40):
         recent.told(Load(foreign_prefill_tokens=80_000, speed_tps=8_000), at / 4)
-    assert recent.told(Load(speed_tps=8_000), 10.25).foreign_prefill_tokens == pytest.approx(
-        4_000 * math.exp(-1 / 8), abs=1
-    )
+    after = recent.told(Load(speed_tps=8_000), 10.0).foreign_prefill_tokens
+    assert after == pytest.approx(8_000 * math.exp(-1 / 8), abs=2)
     alone = Recent()
     alone.told(Load(), 0.0)
     assert alone.told(Load(foreign_prefill_tokens=4_000), 600.0).foreign_prefill_tokens == 4_000
