@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 REPORT_S = 1.0  # publish every 0.1 s, apply every 0.05 s, credit that lingers 0.5 s; the rest is for a busy machine
 HEAL_S = 7.0  # after Redis came back: one period of 5 s, 1 s, and a snapshot
+#: A decision that its replica gave up, or whose client left: until then its prompt is expected. A starved replica waits
+#: 1.05 s for a decision and 2 s for the settle, and tells it again after 1 s.
+GIVEN_UP_S = 4.1
 LEASE_S = 31.0  # what a killed replica, or a Redis that lost a settle, leaves open
 CROWD = 16  # concurrent requests: from here on it counts
 
@@ -169,6 +172,8 @@ class Judge:
             if ended is not None and ended <= stay.looked:
                 return "short: its maker was cancelled"
             if made is None and booking.at - maker.at > REPORT_S:
+                if self._index.told.get(maker.reservation, float("inf")) - maker.at <= GIVEN_UP_S:
+                    return "short: its maker never came, told late"
                 return "short: credit of a lost outcome" if self._lost(maker, ended, booking) else ""
             return "short: its maker waits, too"
         if made.preempted is not None and made.preempted <= stay.looked:

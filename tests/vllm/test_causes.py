@@ -44,6 +44,14 @@ class Case:
         self.engine.stays["m"] = Stay("m", 98.0, CHAIN, ran or 0.0, 0, ran, preempted, ended)
         return self
 
+    def gave_up(self, told: float | None) -> Case:
+        """A maker that no engine ever saw, booked two seconds before."""
+        self._request("m", 5, 98.0, 0)
+        self.index.leases.change("m", 5, there=True)
+        if told is not None:
+            self.index.told["m"] = told
+        return self
+
     def struck(self, **strikes: list[float]) -> Case:
         self.strikes = Strikes(**strikes)
         return self
@@ -71,6 +79,9 @@ class Case:
         (Case(3).indexed(), "short: unexplained"),
         (Case(3), "short: unexplained"),
         (Case(3).maker(ran=None, ended=None), "short: its maker waits, too"),
+        (Case(3).gave_up(100.1), "short: its maker never came, told late"),
+        (Case(3).gave_up(102.2), "short: unexplained"),
+        (Case(3).gave_up(None), "short: unexplained"),
         (Case(3).maker(ran=None, ended=100.1), "short: its maker was cancelled"),
         (Case(3).maker(ran=98.1, ended=99.5), "short: its maker was cancelled"),
         (Case(3).maker(ran=98.1, ended=99.5).block(50, gone=90), "short: its maker was cancelled"),
