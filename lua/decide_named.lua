@@ -8,8 +8,8 @@ local mix, useful, first = include "decide_mix", include "decide_useful", includ
 
 local function in_flight(s, i) return (unpack_from(">i4", s.rows[i], 13)) end
 
--- What it holds and is about to; without a chain in blocks of vLLM's size. Caches that are full are equally small: which
--- of them lacks a few blocks says nothing.
+-- What it holds and is about to; without a chain in blocks of vLLM's size. Caches that are full are equally small:
+-- which of them lacks a few blocks says nothing.
 local FULL = 2 ^ 40
 local function blocks(s, i)
   local held, capacity = unpack_from(">I4I4", s.rows[i], 39)
