@@ -66,6 +66,7 @@ async def test_predictions_and_index_under_chaos(tmp_path: Path) -> None:
     index = Index.of(server)
     verdict = Judge(index, journals, chaos.strikes).verdict()
     report(load, seconds, verdict, journals)
+    given_up(index, journals)
     print("strikes:", chaos.strikes)
     assert load.failures == []
     assert (len(chaos.lost), len(chaos.replica_lost)) == (2, 3)
@@ -118,6 +119,14 @@ async def nothing_is_left(fleet: Fleet) -> None:
     await poll(empty, 75, "no reservation is left")
     credit = [key for name in "xc" async for key in store.scan_iter(f"{keys.prefix}{name}:*", 1_000)]
     assert credit == []
+
+
+def given_up(index: Index, journals: dict[str, Engine]) -> None:
+    """How long Redis expected prompts that no engine got: their clients left, or their replica decided without it."""
+    came = {reservation for engine in journals.values() for reservation in engine.stays}
+    never = [one for one in index.bookings.values() if one.reservation not in came]
+    late = sorted(round(index.told[one.reservation] - one.at, 2) for one in never if one.reservation in index.told) or [0.0]
+    print(f"booked, never came: {len(never)}; told after, s: p50 {late[len(late) // 2]}, longest {late[-8:]}")
 
 
 def report(load: Load, seconds: float, verdict: Verdict, journals: dict[str, Engine]) -> None:

@@ -101,9 +101,13 @@ class Replica:
         shape = Shape(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact")
         try:
             await self.router._decide(call, trip, shape, ask.exclude, spare=False)
-            self.trips.append(trip)
         except (WarmfleetError, asyncio.CancelledError):
             await self.router._settled(trip)
+        else:
+            if trip.booked:
+                self.trips.append(trip)
+            else:
+                await self.router._settled(trip)  # it went where the fallback chose: nothing of it is booked
         await self.router.drained()
         return trip
 
