@@ -125,7 +125,8 @@ def given_up(index: Index, journals: dict[str, Engine]) -> None:
     """How long Redis expected prompts that no engine got: their clients left, or their replica decided without it."""
     came = {reservation for engine in journals.values() for reservation in engine.stays}
     never = [one for one in index.bookings.values() if one.reservation not in came]
-    late = sorted(round(index.told[one.reservation] - one.at, 2) for one in never if one.reservation in index.told) or [0.0]
+    told = [(index.told[one.reservation], one.at) for one in never if one.reservation in index.told]
+    late = sorted(round(there - booked, 2) for there, booked in told) or [0.0]
     print(f"booked, never came: {len(never)}; told after, s: p50 {late[len(late) // 2]}, longest {late[-8:]}")
 
 
