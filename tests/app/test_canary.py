@@ -97,7 +97,8 @@ async def stored(redis_url: str, but: set[bytes]) -> list[str]:
         b"stream": store.xrange,
     }
     try:
-        return [f"{key!r} {await read[await store.type(key)](key)!r}" for key in await keys(redis_url) - but]
+        found = [(key, await store.type(key)) for key in await keys(redis_url) - but]
+        return [f"{key!r} {await read[kind](key)!r}" for key, kind in found if kind != b"none"]  # gone meanwhile
     finally:
         await store.aclose()
 
