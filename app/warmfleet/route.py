@@ -195,9 +195,10 @@ class Router:
             def complete() -> None:
                 call.complete = True
 
-            trip.outcome = await relay(answer, first_byte, complete)
-            if answer.cut_off:
-                self._metrics.stream_errors.inc()
+            try:
+                trip.outcome = await relay(answer, first_byte, complete)
+            finally:
+                self._metrics.stream_errors.inc(answer.cut_off)
         finally:
             upstream.close()  # gives the connection back if the answer was read to its end
 

@@ -202,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--replicas", default=env("REPLICAS") or "1", help="numbers joined by commas ($REPLICAS; 1)")
     made.add_argument("--fleet", default=env("FLEET") or "", help="fleets that are no policy of ours ($FLEET)")
     made.add_argument("--seeds", type=int, default=env("SEEDS") or "1", help="runs of each fleet ($SEEDS; 1)")
-    made.add_argument("--rows", type=int, help="first so many requests (2400; agents: 600)")
+    made.add_argument("--rows", type=int, help="first so many requests (all: 2400; agents: 2955)")
     made.add_argument("--speed", type=float, help="trace seconds per second: the load (6; agents: 4)")
     made.add_argument("--skip", type=float, default=0.1, help="share that warms up (default %(default)s)")
     made.add_argument("--engines", type=int, default=8)

@@ -40,7 +40,7 @@ class Public:
 
 PUBLIC = {
     "conversation": Public("mooncake_conversation_2400.jsonl.xz", 2_400, 6.0, 1_953, "trace"),
-    "agents": Public("sweagent_cost_2_1.jsonl.xz", 600, 4.0, 1_024, "agents"),
+    "agents": Public("sweagent_cost_2_1.jsonl.xz", 2_955, 4.0, 1_024, "agents"),
 }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
 from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event, freezing, reply, reset
 from tests.app.replica import Replica, replica
@@ -123,6 +124,25 @@ async def test_engine_dies_within_a_plain_answer(valkey_url: str, model: str) ->
         assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_error")
         assert len(upstream.seen) == 1
         await router.unloaded()
+
+
+async def test_engine_dies_within_a_large_plain_answer(valkey_url: str, model: str) -> None:
+    async def dies(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n\r\n")
+        writer.write(b"y" * 3_000)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        reset(writer)
+
+    async with (
+        engine(model, dies) as upstream,
+        replica(valkey_url, model, upstream.url, buffer_max_bytes=1_000) as router,
+    ):
+        with pytest.raises(aiohttp.ClientPayloadError):  # part of it was out
+            await router.post({"model": model, "prompt": PROMPT})
+        await router.unloaded()
+        assert await router.metric('warmfleet_settled_total{outcome="failed"}') == 1
+        assert await router.metric("warmfleet_stream_errors_total") == 1
 
 
 @pytest.mark.parametrize("way", ["reset", "502", "503", "stream_reset"])
