@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -98,16 +99,10 @@ async def test_foreign_load_that_moves_is_told_at_once(
     now = [Load(running=1, speed_tps=5_000)]
     with publishing(redis_url, model, Tracker(), load=lambda: now[0]):
         async with upkeep(fleet):
-
-            async def foreign() -> tuple[int, int]:
-                views = await fleet.workers()
-                load = views[0].load if views else None
-                return (load.foreign_prefill_tokens, load.foreign_decode_tokens) if load else (-1, -1)
-
-            await poll(lambda: _is(foreign, (0, 0)))
+            await poll(lambda: _is(partial(_foreign, fleet), (0, 0)))
             now[0] = Load(running=2, foreign_prefill_tokens=10_000, foreign_decode_tokens=3_000)
             begin = time.monotonic()
-            await poll(lambda: _is(foreign, (10_000, 3_000)))
+            await poll(lambda: _is(partial(_foreign, fleet), (10_000, 3_000)))
             assert time.monotonic() - begin < 5.0  # the next heartbeat is due after a minute
 
 
@@ -118,18 +113,13 @@ async def test_foreign_load_that_comes_and_goes_is_told_on_average(
     now = [Load(foreign_prefill_tokens=8_000, speed_tps=100_000)]
     with publishing(redis_url, model, Tracker(), load=lambda: now[0]):
         async with upkeep(fleet):
-
-            async def foreign() -> int:
-                views = await fleet.workers()
-                return views[0].load.foreign_prefill_tokens if views else -1
-
-            await poll(lambda: _is(foreign, 8_000))
+            await poll(lambda: _is(partial(_foreign, fleet), (8_000, 0)))
             await asyncio.sleep(2)
             now[0] = Load(speed_tps=100_000)
             await asyncio.sleep(0.5)
-            assert 1_500 < await foreign() < 8_000
+            assert 1_500 < (await _foreign(fleet))[0] < 8_000
             now[0] = Load(foreign_prefill_tokens=20_000)
-            await poll(lambda: _is(foreign, 20_000), 2, "what there is now counts at least")
+            await poll(lambda: _is(partial(_foreign, fleet), (20_000, 0)), 2, "what there is now counts at least")
 
 
 def test_what_there_was_lately_is_forgotten() -> None:
@@ -155,6 +145,12 @@ def test_an_idle_engine_does_not_look_saturated_by_what_there_was() -> None:
     alone.told(Load(), 0.0)
     assert alone.told(Load(foreign_prefill_tokens=4_000), 600.0).foreign_prefill_tokens == 4_000
     assert alone.told(Load(), 600.25).foreign_prefill_tokens < 1_000
+
+
+async def _foreign(fleet: Fleet) -> tuple[int, int]:
+    """What the only worker told last of tokens that are not the fleet's: to prefill, being decoded."""
+    views = await fleet.workers()
+    return (views[0].load.foreign_prefill_tokens, views[0].load.foreign_decode_tokens) if views else (-1, -1)
 
 
 async def _is(read: Callable[[], Any], value: object) -> bool:
