@@ -198,7 +198,8 @@ class Router:
             try:
                 trip.outcome = await relay(answer, first_byte, complete)
             finally:
-                self._metrics.stream_errors.inc(answer.cut_off)
+                if answer.cut_off:
+                    self._metrics.stream_errors.inc()
         finally:
             upstream.close()  # gives the connection back if the answer was read to its end
 

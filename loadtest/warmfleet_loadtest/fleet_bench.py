@@ -1,7 +1,7 @@
 """A trace through whole fleets over HTTP: every policy, any number of replicas, routers of others beside them.
 
     make -s bench NAME=trace                                                    # cost, one replica: 2.5 minutes
-    make -s bench NAME=trace TRACE=agents POLICY=cost,sticky REPLICAS=1,4       # four fleets
+    make -s bench NAME=trace TRACE=agents POLICY=cost,session REPLICAS=1,4      # four fleets, 6 minutes each
     make -s bench NAME=trace POLICY=all SEEDS=3 ARGS="--engine-mode step"       # all policies, three seeds
     make -s bench NAME=trace FLEET=vllm-router-kv:1,vllm-router-kv:4,smg:1,session-sticky,session-affinity:4
     make -s bench NAME=trace ARGS="--rows 300 --policy cost,least_loaded"       # a first look: 30 s
