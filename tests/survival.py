@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tests.conftest import poll
 
+from warmfleet.background.maintenance import stop
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Ask, Chain, Fleet, Renewal, Timeouts, connect, new_reservation
 from warmfleet.fleet.reservations import Spans
-from warmfleet.maintenance import stop
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 from warmfleet_worker.server import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker

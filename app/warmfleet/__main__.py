@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from warmfleet.cli.children import StackError
+from warmfleet.cli.local.children import StackError
 from warmfleet.cli.parser import build_parser
 from warmfleet.errors import WarmfleetError
 

@@ -15,31 +15,32 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from warmfleet import api, maintenance
-from warmfleet.api import Application, Health, Proxy, SmallEndpoints
-from warmfleet.approval import Templates
-from warmfleet.checks import HealthChecks
-from warmfleet.decisions import DecisionLog
+from warmfleet.api import endpoints as api
+from warmfleet.api.connection_limits import guarded
+from warmfleet.api.endpoints import Application, Health, Proxy, SmallEndpoints
+from warmfleet.background import maintenance
+from warmfleet.background.index_health import TruthWatch
+from warmfleet.background.maintenance import Reader, supervise
+from warmfleet.background.memory import MemoryWatch
+from warmfleet.background.outage_checks import HealthChecks
+from warmfleet.background.prober import Prober
+from warmfleet.background.stock_engines import StaticWorkers
+from warmfleet.engines.upstream import Addresses, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
-from warmfleet.fallback import Fallback
 from warmfleet.fleet import Fleet, QueueLimits, Timeouts, Weights, connect
-from warmfleet.guard import guarded
-from warmfleet.identity import Identities
-from warmfleet.maintenance import Reader, supervise
-from warmfleet.memory import MemoryWatch
 from warmfleet.metrics import Metrics
-from warmfleet.policy import policies
-from warmfleet.pool import Pool, Pools
-from warmfleet.probe import Prober
-from warmfleet.prompt import PATHS
-from warmfleet.route import Router
+from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.policy import policies
+from warmfleet.pools.pool import Pool, Pools
+from warmfleet.prompt.prefix_trie import Trie
+from warmfleet.prompt.prompt_identity import Identities
+from warmfleet.prompt.request import PATHS
+from warmfleet.protocol.endpoint import EndpointError, with_ca
+from warmfleet.protocol.wire import WireError, model_tag
+from warmfleet.routing.decision_log import DecisionLog
+from warmfleet.routing.router import Router
 from warmfleet.settings import Settings, unknown_variables
-from warmfleet.static import StaticWorkers
-from warmfleet.trie import Trie
-from warmfleet.truth import TruthWatch
-from warmfleet.upstream import Addresses, Upstream
-from warmfleet_worker.endpoint import EndpointError, with_ca
-from warmfleet_worker.wire import WireError, model_tag
+from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:
     import socket

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from warmfleet.errors import BadArgument
 from warmfleet.per_model import PerModel
-from warmfleet.policy import policies
+from warmfleet.pools.policy import policies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

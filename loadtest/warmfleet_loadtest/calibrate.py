@@ -38,7 +38,7 @@ from warmfleet_loadtest.replay import Target, replay
 from warmfleet_loadtest.scheduler import Limits
 from warmfleet_loadtest.trace import FIRST_TOKEN, TOKENS
 from warmfleet_loadtest.workload import Mix, mixed
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from warmfleet_worker.config import Load
 from warmfleet_worker.meter import SpeedMeter
-from warmfleet_worker.wire import reservation_of
+from warmfleet_worker.protocol.wire import reservation_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -32,7 +32,7 @@ from warmfleet_loadtest.fcfs import FcfsScheduler
 from warmfleet_loadtest.halves import Halves, Membership
 from warmfleet_loadtest.identity import Identity
 from warmfleet_loadtest.scheduler import Limits, Scheduler
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.server import default_server_id, worker_url
 from warmfleet_worker.tracker import Tracker
 

@@ -16,7 +16,7 @@ from warmfleet_loadtest.scheduler import Output, Request, Scheduler, Step, hash_
 if TYPE_CHECKING:
     from warmfleet_loadtest.blockpool import BlockPool
     from warmfleet_loadtest.scheduler import Limits
-    from warmfleet_worker import wire
+    from warmfleet_worker.protocol import wire
 
 
 class FcfsScheduler(Scheduler):

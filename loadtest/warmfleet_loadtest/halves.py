@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from warmfleet_loadtest.api import VERSION
-from warmfleet_worker import wire
 from warmfleet_worker.config import PublisherConfig
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.publisher import WorkerPublisher
 from warmfleet_worker.server import ServerConfig, ServerPublisher
 

@@ -10,14 +10,14 @@ from tests.app import deepseek
 from tests.app.engine import Engine, engine
 from tests.app.replica import Replica, replica
 
-from warmfleet import sandbox
 from warmfleet.metrics import Metrics
-from warmfleet.sandbox import Sandboxed
+from warmfleet.untrusted import render_process as sandbox
+from warmfleet.untrusted.render_process import Sandboxed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-    from warmfleet.encoder import Encoder
+    from warmfleet.prompt.tokenizer import Encoder
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
-from warmfleet.encoder import Encoder
+from warmfleet.prompt.tokenizer import Encoder
 
 
 @cache

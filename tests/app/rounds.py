@@ -8,19 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from warmfleet import prompt, status
-from warmfleet.approval import Templates
-from warmfleet.fallback import Fallback
+from warmfleet.api import fleet_status as status
+from warmfleet.background.index_health import TruthWatch
+from warmfleet.background.maintenance import Reader
+from warmfleet.background.prober import Prober
+from warmfleet.engines.upstream import Addresses, Upstream
 from warmfleet.fleet.upkeep import Pace
-from warmfleet.identity import Identities
-from warmfleet.maintenance import Reader
 from warmfleet.metrics import Metrics
-from warmfleet.pool import Pool, Pools
-from warmfleet.probe import Prober
+from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.pool import Pool, Pools
+from warmfleet.prompt import request as prompt
+from warmfleet.prompt.prefix_trie import Trie
+from warmfleet.prompt.prompt_identity import Identities
 from warmfleet.settings import Settings
-from warmfleet.trie import Trie
-from warmfleet.truth import TruthWatch
-from warmfleet.upstream import Addresses, Upstream
+from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -7,17 +7,18 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from tests.app.background.test_prober import SMALL, TEMPLATE
 from tests.app.damage import Damage
 from tests.app.rounds import one_replica
-from tests.app.test_probe import SMALL, TEMPLATE
 from tests.lua.stream import SCHEME
 from tests.lua.world import World
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram
 
-from warmfleet import brought, encoder
-from warmfleet.chat import NotReproducible
-from warmfleet_worker import artifacts, wire
+from warmfleet.background import announced as brought
+from warmfleet.prompt import tokenizer as encoder
+from warmfleet.prompt.messages import NotReproducible
+from warmfleet_worker.protocol import artifacts, wire
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

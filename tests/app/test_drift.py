@@ -15,9 +15,9 @@ from tests.app.replica import Replica, replica
 from tests.app.simulated import Kind, simulated
 from tests.conftest import poll
 
-from warmfleet import probe
-from warmfleet.maintenance import stop
-from warmfleet.selftest import random_text
+from warmfleet.background import prober as probe
+from warmfleet.background.maintenance import stop
+from warmfleet.background.probe import random_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,12 +11,12 @@ import orjson
 import pytest
 from tests.app import deepseek
 
-from warmfleet import prompt
-from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest
-from warmfleet.identity import Identity, canonical_text
-from warmfleet.template import ChatTemplate
-from warmfleet.trie import Trie
+from warmfleet.prompt import request as prompt
+from warmfleet.prompt.chat_template import ChatTemplate
+from warmfleet.prompt.messages import NotReproducible
+from warmfleet.prompt.prefix_trie import Trie
+from warmfleet.prompt.prompt_identity import Identity, canonical_text
 
 LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}"
 TEMPLATES = (

@@ -12,9 +12,9 @@ from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, eng
 from tests.app.replica import Replica, replica
 from tests.conftest import poll, server, valkey_binary
 
-from warmfleet import prompt
 from warmfleet.fleet import Ask
-from warmfleet_worker.wire import reservation_of
+from warmfleet.prompt import request as prompt
+from warmfleet_worker.protocol.wire import reservation_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -10,7 +10,7 @@ from tests.app.engine import engine
 from tests.app.replica import replica
 
 from warmfleet.fleet import Ask, Decision, Fleet, Place, Queued, new_reservation
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from warmfleet.fleet.reservations import Outcome

@@ -11,7 +11,7 @@ from tests.app.engine import engine
 from tests.app.gate import gate
 from tests.app.replica import replica
 
-from warmfleet import pool
+from warmfleet.pools import pool
 
 if TYPE_CHECKING:
     import pytest

@@ -25,7 +25,7 @@ from tests.lua.stream import SCHEME
 
 from warmfleet.fleet.client import SCRIPT_KEYS, script_source
 from warmfleet.fleet.upkeep import Pace
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -27,7 +27,7 @@ from tests.conftest import PATIENT, server, valkey_binary
 
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import Pace
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 BLOCK_TOKENS = (16, 32, 64, 128, 256)
 RATES = (250, 2_000)  # blocks stored a second and worker

@@ -26,16 +26,16 @@ from tests.vllm.engine import MODEL, SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import PATIENT_SECONDS, Replica, running_replicas
 from tokenizers import Tokenizer
 
-from warmfleet.encoder import Encoder
-from warmfleet.handoff import CHECK_EVERY
-from warmfleet.prompt import PATHS
-from warmfleet.splice import spliced
-from warmfleet.trie import Reading, Trie
+from warmfleet.prompt.prefix_trie import Reading, Trie
+from warmfleet.prompt.request import PATHS
+from warmfleet.prompt.tokenizer import Encoder
+from warmfleet.routing.json_splice import spliced
+from warmfleet.routing.token_handoff import CHECK_EVERY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from warmfleet.prompt import Endpoint
+    from warmfleet.prompt.request import Endpoint
 
 SIZES = {"1k": 1_000, "10k": 10_000, "30k": 30_000}
 MESSAGE_TOKENS = 500

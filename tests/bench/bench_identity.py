@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 from tests.bench.identity_plain import Plain
 
-from warmfleet import prompt
-from warmfleet.blocks import Hasher
-from warmfleet.encoder import Encoder
-from warmfleet.identity import Identity
-from warmfleet.template import ChatTemplate
-from warmfleet.trie import Trie
+from warmfleet.prompt import request as prompt
+from warmfleet.prompt.block_hashes import Hasher
+from warmfleet.prompt.chat_template import ChatTemplate
+from warmfleet.prompt.prefix_trie import Trie
+from warmfleet.prompt.prompt_identity import Identity
+from warmfleet.prompt.tokenizer import Encoder
+from warmfleet.protocol.wire import Scheme, default_none_hash
 from warmfleet_loadtest.plots import line_figure, save_figure
-from warmfleet_worker.wire import Scheme, default_none_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable

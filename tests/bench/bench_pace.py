@@ -27,7 +27,7 @@ from tests.lua.world import World
 
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import Pace
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 WORKERS, CHAIN_BLOCKS, IDLE_S = 64, 625, 5.0
 

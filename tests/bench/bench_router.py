@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import aiohttp
 from tests.bench.bench_identity import NEW_TOKENS, Talk
 
-from warmfleet.cli.engines import EngineOptions
-from warmfleet.cli.stack import Plan, Stack
+from warmfleet.cli.local.engines import EngineOptions
+from warmfleet.cli.local.stack import Plan, Stack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

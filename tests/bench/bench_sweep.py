@@ -33,7 +33,7 @@ from tests.bench.virtual_store import private_server
 
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Weights
-from warmfleet.policy import POLICIES
+from warmfleet.pools.policy import POLICIES
 from warmfleet_loadtest.costs import load_costs
 from warmfleet_loadtest.figures import markdown
 from warmfleet_loadtest.processes import end_on_signals

@@ -37,7 +37,7 @@ from tests.conftest import PATIENT, server, valkey_binary
 
 from warmfleet.fleet import SCRIPT_KEYS, Flag, Fleet, LoadRow, connect
 from warmfleet.fleet.client import script_source
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 MODEL = "bench"
 MODES = ("alone", "none", "digest", "resync", "naive")

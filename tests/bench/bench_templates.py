@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from warmfleet.metrics import Metrics
-from warmfleet.sandbox import Sandboxed
-from warmfleet.template import ChatTemplate
+from warmfleet.prompt.chat_template import ChatTemplate
+from warmfleet.untrusted.render_process import Sandboxed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from warmfleet.chat import Message
+    from warmfleet.prompt.messages import Message
 
 KINDS = ("qwen3", "llama3")
 MESSAGES = (20, 80)

@@ -10,7 +10,7 @@ import cbor2
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from warmfleet_worker.wire import default_none_hash
+from warmfleet_worker.protocol.wire import default_none_hash
 
 BLOCK = 16
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tests.lua.stream import SCHEME
 
 from warmfleet.settings import Settings
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -21,7 +21,7 @@ from warmfleet.fleet import RENEW_AT_ONCE, Ask, Chain, Fleet, Renewal, Weights
 from warmfleet.fleet.reservations import ONE_PROMPT
 from warmfleet.settings import Settings
 from warmfleet_loadtest.virtual import VirtualFleet
-from warmfleet_worker.wire import RESERVATION_PREFIX
+from warmfleet_worker.protocol.wire import RESERVATION_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

@@ -14,7 +14,7 @@ from warmfleet_loadtest.costs import PRESETS
 from warmfleet_loadtest.engine import EngineConfig
 from warmfleet_loadtest.scheduler import Limits
 from warmfleet_loadtest.trace import BLOCK_TOKENS, PUBLIC, Arrival, Trace
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from warmfleet_loadtest.costs import StepCosts

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet_loadtest.core import load_of
 from warmfleet_loadtest.virtual import VirtualEngine
-from warmfleet_worker import wire
 from warmfleet_worker.config import Load, PublisherConfig
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.publisher import WorkerPublisher
 from warmfleet_worker.server import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from warmfleet.cli.parser import build_parser
-from warmfleet_worker.wire import SINGLE_KEYS
+from warmfleet_worker.protocol.wire import SINGLE_KEYS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 if TYPE_CHECKING:
-    from warmfleet.cli.stack import Member
+    from warmfleet.cli.local.stack import Member
 
 PREFIXES = 6
 WORDS = ("water", "river", "stone", "paper", "light", "table", "green", "sound", "house", "north")

@@ -11,13 +11,13 @@ import redis
 from tests.e2e.streams import Stream
 
 from warmfleet.cli.demo import BLOCKS
-from warmfleet.cli.engines import EngineOptions
-from warmfleet.cli.stack import Plan, Stack
+from warmfleet.cli.local.engines import EngineOptions
+from warmfleet.cli.local.stack import Plan, Stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from warmfleet.cli.stack import Member
+    from warmfleet.cli.local.stack import Member
 
 
 #: With every core taken a decision falls back after the default 50 ms; what is tested here is not that.

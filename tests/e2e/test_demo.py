@@ -6,12 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from warmfleet.cli import demo
-from warmfleet.cli.chat import Answer
+from warmfleet.cli.local.chat import Answer
 
 if TYPE_CHECKING:
     import pytest
 
-    from warmfleet.cli.stack import Stack
+    from warmfleet.cli.local.stack import Stack
 
 
 def test_the_four_states_pass(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from tests.e2e.conftest import wait_for_no_load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from warmfleet.cli.stack import Stack
+    from warmfleet.cli.local.stack import Stack
 
 REQUESTS = 64
 WORDS = ("water", "river", "stone", "paper", "light", "table", "green", "sound", "house", "north")

@@ -14,11 +14,11 @@ import pytest
 from tests.e2e.conftest import wait_for_no_load, wait_until
 from tests.e2e.traffic import Sent, Traffic, get
 
-from warmfleet.cli import stack as stack_module
-from warmfleet.cli.engines import EngineOptions, engine_command
-from warmfleet.cli.ports import free_port
-from warmfleet.cli.stack import Member, Plan, Stack
-from warmfleet.warming import LEASE_S
+from warmfleet.background.prewarm import LEASE_S
+from warmfleet.cli.local import stack as stack_module
+from warmfleet.cli.local.engines import EngineOptions, engine_command
+from warmfleet.cli.local.ports import free_port
+from warmfleet.cli.local.stack import Member, Plan, Stack
 from warmfleet_loadtest.figures import quantile
 
 if TYPE_CHECKING:

@@ -16,15 +16,15 @@ from tests.conftest import poll
 from tests.e2e.clients import Clients
 from tests.e2e.conftest import left_of_requests, load
 
-from warmfleet.cli import stack
-from warmfleet.cli.engines import EngineOptions, engine_command
-from warmfleet.cli.stack import Member, Plan, Stack
+from warmfleet.cli.local import stack
+from warmfleet.cli.local.engines import EngineOptions, engine_command
+from warmfleet.cli.local.stack import Member, Plan, Stack
 from warmfleet.fleet.reservations import Spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from warmfleet.cli.children import Child
+    from warmfleet.cli.local.children import Child
 
 KILLS, CLIENTS, ENGINES, REPLICAS = 30, 12, 4, 4
 FEWEST = 2  # replicas that serve at any time

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.streams import Stream
 
-    from warmfleet.cli.stack import Stack
+    from warmfleet.cli.local.stack import Stack
 
 LONG = "Once upon a time there was a router that knew where every prefix lived. " * 40
 

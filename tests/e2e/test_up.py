@@ -19,7 +19,7 @@ import pytest
 from tests.conftest import poll, server, valkey_binary
 from tests.e2e.conftest import PATIENT, chat, wait_until
 
-from warmfleet.cli.ports import free_port
+from warmfleet.cli.local.ports import free_port
 from warmfleet.fleet import Fleet, connect
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from warmfleet_loadtest.costs import PRESETS, StepCosts
 from warmfleet_loadtest.engine import Engine, EngineConfig
 from warmfleet_loadtest.identity import Identity
 from warmfleet_loadtest.scheduler import Limits
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

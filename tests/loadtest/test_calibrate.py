@@ -15,7 +15,7 @@ from warmfleet_loadtest.costs import PRESETS, StepCosts, StepWork, load_costs
 from warmfleet_loadtest.engine import EngineConfig
 from warmfleet_loadtest.scheduler import Limits
 from warmfleet_loadtest.workload import Mix
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from warmfleet.policy import POLICIES
+from warmfleet.pools.policy import POLICIES
 from warmfleet_loadtest import peers
 from warmfleet_loadtest.fleet_bench import main, table
 from warmfleet_loadtest.fleets import Fleet, Setup, balancer_config, others, ours, running

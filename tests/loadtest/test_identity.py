@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.loadtest.engines import identity
 
-from warmfleet.chat import tool_schemas
-from warmfleet.template import ChatTemplate
+from warmfleet.prompt.chat_template import ChatTemplate
+from warmfleet.prompt.messages import tool_schemas
 from warmfleet_loadtest.identity import Identity, PromptError
 
 if TYPE_CHECKING:

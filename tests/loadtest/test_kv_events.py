@@ -14,7 +14,7 @@ from warmfleet_loadtest.blockpool import BlockPool
 from warmfleet_loadtest.engine import main
 from warmfleet_loadtest.kv_events import KvEvents
 from warmfleet_loadtest.scheduler import Limits, Request, Scheduler
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

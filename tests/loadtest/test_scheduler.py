@@ -10,7 +10,7 @@ from tests.loadtest.engines import SCHEME
 from warmfleet_loadtest.blockpool import BlockPool
 from warmfleet_loadtest.fcfs import FcfsScheduler
 from warmfleet_loadtest.scheduler import Limits, Output, Request, Scheduler
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 ANSWER = tuple(range(5_000, 6_000))
 

@@ -13,7 +13,7 @@ from tests.lua.stream import SCHEME, block
 from warmfleet.errors import CancelledReservation, NoWorker
 from warmfleet.fleet import Ask, Chain, Fleet, Renewal
 from warmfleet.fleet.upkeep import Pace
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.lua.stream import SCHEME, SHA, block
 
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 NUMBERS = (
     "0",

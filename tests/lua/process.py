@@ -12,8 +12,9 @@ import pytest
 from redis.exceptions import RedisError
 from tests.lua.stream import SCHEME
 
-from warmfleet_worker import publisher, tracker, wire
+from warmfleet_worker import publisher, tracker
 from warmfleet_worker.config import Due
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 from warmfleet_worker.stream import Refused, StreamGone
 

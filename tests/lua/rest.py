@@ -13,7 +13,7 @@ from tests.lua.stream import block
 
 from warmfleet.errors import NoWorker
 from warmfleet.fleet import Ask, Lease, LoadRow, Stage
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable

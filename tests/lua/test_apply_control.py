@@ -10,7 +10,7 @@ import pytest
 from tests.lua.stream import SCHEME, Core, blocks, digest_of, held, with_load
 
 from warmfleet.fleet import Flag, Fleet, connect
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

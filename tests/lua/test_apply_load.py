@@ -10,7 +10,7 @@ import pytest
 from tests.lua.stream import SCHEME, Core, block, blocks, digest_of, with_load
 
 from warmfleet.fleet import Ask, Chain, Flag, Fleet, Lease, Stage
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

@@ -10,7 +10,7 @@ import pytest
 from tests.lua.stream import SHA, Core
 
 from warmfleet.fleet import Ask, Flag, Fleet
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from tests.lua.stream import Core, blocks, digest_of, held
 
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from warmfleet.fleet import Fleet

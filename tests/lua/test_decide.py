@@ -11,7 +11,7 @@ from tests.lua.world import BLOCK, READY, SCHEME, World
 
 from warmfleet.errors import BadArgument, CancelledReservation, NoWorker
 from warmfleet.fleet import Chain, Flag, Fleet, Lease, Stage, connect
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 # ---------------------------------------------------------------- guards
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from tests.lua.stream import SHA, Core, block, blocks, held
 
 from warmfleet.fleet import Ask, Chain, Flag, Fleet
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

@@ -16,7 +16,7 @@ from tests.lua.world import READY, World
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import SCRIPT_KEYS, Flag, Fleet, Renewal, connect
 from warmfleet.fleet.upkeep import Pace
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -9,7 +9,7 @@ import pytest
 
 from warmfleet.fleet import SCRIPT_KEYS
 from warmfleet.fleet.client import INCLUDE, script_source
-from warmfleet_worker.wire import SINGLE_KEYS
+from warmfleet_worker.protocol.wire import SINGLE_KEYS
 
 LUA = Path(__file__).parents[2] / "lua"
 FILES = {path.stem: path.read_text() for path in LUA.glob("*.lua")}

@@ -9,7 +9,7 @@ import pytest
 from tests.lua.stream import SCHEME, Core, block, blocks, digest_of
 
 from warmfleet.fleet import Ask, Chain, Flag, Fleet, Renewal, new_reservation
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

@@ -16,10 +16,10 @@ from tests.conftest import PATIENT, poll, redis7_binary, server, valkey_binary
 from tests.lua.stream import SCHEME, Core
 from tests.survival import WORKER, Survival
 
+from warmfleet.background.maintenance import stop
 from warmfleet.fleet import Flag, Fleet, connect
 from warmfleet.fleet.upkeep import Pace
-from warmfleet.maintenance import stop
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 from warmfleet_worker.tracker import Tracker
 

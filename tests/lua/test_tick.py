@@ -13,7 +13,7 @@ from tests.lua.ticking import EVERY, now_ms, ticking, worker
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.upkeep import Pace
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

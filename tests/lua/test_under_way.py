@@ -9,7 +9,7 @@ import pytest
 from tests.lua.stream import blocks
 
 from warmfleet.fleet import Lease, Renewal
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from tests.lua.stream import Core

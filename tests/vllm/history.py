@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 from warmfleet.fleet.client import script_source
 from warmfleet.fleet.rows import Stage
-from warmfleet_worker.wire import reservation_of
+from warmfleet_worker.protocol.wire import reservation_of
 
 TICK_GAP_S = 0.25  # between two ticks of a fleet that is well: 0.025 to 0.05
 LEASE = struct.Struct(">IIIIIIBB")

@@ -26,7 +26,7 @@ from tests.vllm.witness import MortalRedis
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
-from warmfleet_worker.wire import HEARTBEAT_SECONDS, Keys
+from warmfleet_worker.protocol.wire import HEARTBEAT_SECONDS, Keys
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from tests.conftest import poll
 from tests.vllm.engine import BLOCK_TOKENS, VENV
 
 from warmfleet.fleet.rows import Flag
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from tests.vllm.conftest import Reported

@@ -11,7 +11,7 @@ from tests.e2e.conftest import wait_until
 from tests.vllm.engine import SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import PATIENT_SECONDS
 
-from warmfleet.cli.stack import Plan, Stack
+from warmfleet.cli.local.stack import Plan, Stack
 
 if TYPE_CHECKING:
     from tests.vllm.engine import VllmEngine

@@ -27,7 +27,7 @@ from warmfleet.fleet import SCRIPT_KEYS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from warmfleet_worker.wire import Keys
+    from warmfleet_worker.protocol.wire import Keys
 
 ARGUMENT = re.compile(rb'"((?:[^"\\]|\\.)*)"')
 #: Of the lines of MONITOR only these are kept: the forward index, reservations, progress, whole decisions, ticks.

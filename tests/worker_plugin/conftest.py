@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.worker_plugin.outages import Server
 
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tests.conftest import poll
 
+from warmfleet.background.maintenance import stop
 from warmfleet.errors import FleetUnavailable
-from warmfleet.maintenance import stop
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 
 if TYPE_CHECKING:

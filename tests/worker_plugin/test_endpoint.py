@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from warmfleet_worker.endpoint import MAX_NODES, EndpointError, parse, with_ca
+from warmfleet_worker.protocol.endpoint import MAX_NODES, EndpointError, parse, with_ca
 from warmfleet_worker.server import redis_is_local
 
 

@@ -20,7 +20,7 @@ from tests.worker_plugin.publishing import record, upkeep
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.stream import MAX_PENDING
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace as Thing
 from typing import Any
 
-from warmfleet_worker import wire
 from warmfleet_worker.meter import SpeedMeter, finished_prefills, foreign_load, step_tokens
+from warmfleet_worker.protocol import wire
 
 OURS = "wf-" + "a" * 22
 

@@ -16,7 +16,7 @@ from tests.conftest import poll
 from tests.worker_plugin.publishing import WORKER, churn, equal, hashes, publishing, record, stream, upkeep
 
 from warmfleet_worker import publisher as publisher_module
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import pytest
 from tests.conftest import poll
 from tests.worker_plugin.publishing import WORKER, equal, hashes, publishing, stream, upkeep
 
-from warmfleet_worker import wire
 from warmfleet_worker.config import Recent
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.publisher import Load
 from warmfleet_worker.tracker import Tracker
 

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import poll
 from tests.worker_plugin.publishing import WORKER, churn, config, equal, hashes, publishing, record, upkeep
 
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:

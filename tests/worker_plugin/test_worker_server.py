@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from tests.conftest import poll
 
-from warmfleet_worker import artifacts, wire
+from warmfleet_worker.protocol import artifacts, wire
 from warmfleet_worker.server import (
     ServerConfig,
     ServerPublisher,

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 LOAD_CHECK_SECONDS = 0.25  # foreign load that moved by 10 % is reported this fast
 COMMAND_DELAY_SECONDS = 0.5  # after a heartbeat, its answer may be there

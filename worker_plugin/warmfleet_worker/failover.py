@@ -16,7 +16,7 @@ from redis.connection import ConnectionPool, SSLConnection, parse_url
 from redis.exceptions import AskError, ClusterDownError, RedisError
 from redis.sentinel import SentinelConnectionPool, SentinelManagedConnection
 
-from warmfleet_worker.endpoint import ASK_AGAIN_SECONDS, LOOK_SECONDS, Address, Endpoint
+from warmfleet_worker.protocol.endpoint import ASK_AGAIN_SECONDS, LOOK_SECONDS, Address, Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

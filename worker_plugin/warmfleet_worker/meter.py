@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.wire import reservation_of
+from warmfleet_worker.protocol.wire import reservation_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -20,8 +20,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.endpoint import with_ca
 from warmfleet_worker.guard import guarded
+from warmfleet_worker.protocol.endpoint import with_ca
 from warmfleet_worker.server import default_server_id
 from warmfleet_worker.tracker import track, untrack
 from warmfleet_worker.vllm_core import Core, model_tag

@@ -14,8 +14,8 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker import wire
 from warmfleet_worker.config import Command, Due, Load, PublisherConfig, PublisherState, Recent, Rival
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.snapshot import Snapshot
 from warmfleet_worker.stream import MAX_PENDING, Outage, StreamGone, StreamWriter, connect
 

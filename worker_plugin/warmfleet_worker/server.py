@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
 
-from warmfleet_worker import artifacts, wire
-from warmfleet_worker.endpoint import parse
+from warmfleet_worker.protocol import artifacts, wire
+from warmfleet_worker.protocol.endpoint import parse
 from warmfleet_worker.stream import Outage, Refused, StreamGone, StreamWriter, connect
 
 if TYPE_CHECKING:

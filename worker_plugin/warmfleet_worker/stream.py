@@ -19,8 +19,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from warmfleet_worker import endpoint, wire
 from warmfleet_worker.failover import master_client
+from warmfleet_worker.protocol import endpoint, wire
 
 if TYPE_CHECKING:
     import threading

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.wire import BATCH_BLOCKS, HASH_BYTES
+from warmfleet_worker.protocol.wire import BATCH_BLOCKS, HASH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -9,8 +9,9 @@ import threading
 import time
 from typing import Any
 
-from warmfleet_worker import meter, wire
+from warmfleet_worker import meter
 from warmfleet_worker.guard import guarded
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.publisher import Load, PublisherConfig, WorkerPublisher
 from warmfleet_worker.tracker import Transitions, hash_of_key, track
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from warmfleet.cli.children import StackError
+from warmfleet.cli.local.children import StackError
 from warmfleet.fleet.acl import REPLICA_RULES, SENTINEL_RULES, router_rules, user, worker_rules
-from warmfleet_worker.wire import WireError
+from warmfleet.protocol.wire import WireError
 
 if TYPE_CHECKING:
     import argparse

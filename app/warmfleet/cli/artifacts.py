@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.cli.children import StackError
 from warmfleet.cli.client import table
+from warmfleet.cli.local.children import StackError
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Fleet, connect
-from warmfleet_worker.endpoint import EndpointError, with_ca
-from warmfleet_worker.wire import WireError, model_tag
+from warmfleet.protocol.endpoint import EndpointError, with_ca
+from warmfleet.protocol.wire import WireError, model_tag
 
 if TYPE_CHECKING:
     import argparse

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from warmfleet.cli.children import StackError
+from warmfleet.cli.local.children import StackError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,11 +8,11 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from warmfleet.cli.chat import Answer, Chat, system, user, words
 from warmfleet.cli.client import table
-from warmfleet.cli.engines import EngineOptions
-from warmfleet.cli.stack import Plan, Stack
-from warmfleet.cli.states import Walk
+from warmfleet.cli.local.chat import Answer, Chat, system, user, words
+from warmfleet.cli.local.engines import EngineOptions
+from warmfleet.cli.local.stack import Plan, Stack
+from warmfleet.cli.local.states import Walk
 from warmfleet.cli.up import say
 
 if TYPE_CHECKING:

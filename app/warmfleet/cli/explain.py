@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.cli.children import StackError
 from warmfleet.cli.client import ask, table
+from warmfleet.cli.local.children import StackError
 
 if TYPE_CHECKING:
     import argparse

@@ -7,11 +7,11 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from warmfleet.cli.children import StackError
+from warmfleet.cli.local.children import StackError
 from warmfleet.fleet import Fleet, connect
-from warmfleet.policy import POLICIES
-from warmfleet_worker.endpoint import EndpointError, with_ca
-from warmfleet_worker.wire import WireError, model_tag
+from warmfleet.pools.policy import POLICIES
+from warmfleet.protocol.endpoint import EndpointError, with_ca
+from warmfleet.protocol.wire import WireError, model_tag
 
 if TYPE_CHECKING:
     import argparse

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.cli.children import StackError
 from warmfleet.cli.client import table
+from warmfleet.cli.local.children import StackError
 from warmfleet.errors import BadRequest
 from warmfleet.fleet import connect
 from warmfleet.fleet.replays import Choice, Replays, arguments
-from warmfleet.policy import POLICIES
-from warmfleet_worker.endpoint import EndpointError, with_ca
+from warmfleet.pools.policy import POLICIES
+from warmfleet.protocol.endpoint import EndpointError, with_ca
 
 if TYPE_CHECKING:
     import argparse

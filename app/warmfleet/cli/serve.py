@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from warmfleet.cli.ports import listen
+from warmfleet.cli.local.ports import listen
 from warmfleet.main import serve
 from warmfleet.settings import Settings
 

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from warmfleet.cli.children import StackError
-from warmfleet.cli.engines import EngineOptions
-from warmfleet.cli.stack import Plan, Stack
-from warmfleet.cli.watch import AnswerWatch
+from warmfleet.cli.local.children import StackError
+from warmfleet.cli.local.engines import EngineOptions
+from warmfleet.cli.local.stack import Plan, Stack
+from warmfleet.cli.local.watch import AnswerWatch
 from warmfleet.settings import engine_url
 
 if TYPE_CHECKING:

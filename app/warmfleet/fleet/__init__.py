@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from warmfleet.fleet.approvals import Approvals
 from warmfleet.fleet.client import SCRIPT_KEYS, Timeouts, connect
+from warmfleet.fleet.index_health import Truth, Truths, WorkerTruth
 from warmfleet.fleet.queueing import POLL_AT_ONCE, TENANT_BYTES, Line, Place, Queue, Queued, QueueLimits, Standing
 from warmfleet.fleet.reservations import (
     RENEW_AT_ONCE,
@@ -19,7 +20,6 @@ from warmfleet.fleet.reservations import (
 )
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.switches import Switches
-from warmfleet.fleet.truth import Truth, Truths, WorkerTruth
 from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
 from warmfleet.fleet.views import Memory, Views, WorkerView
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from warmfleet_worker.wire import Keys, check_name, worker_id_of
+from warmfleet.protocol.wire import Keys, check_name, worker_id_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -24,9 +24,9 @@ from warmfleet.errors import (
     WarmfleetError,
 )
 from warmfleet.fleet.failover import master_client
-from warmfleet.fleet.patience import Patience
-from warmfleet_worker.endpoint import EndpointError, parse
-from warmfleet_worker.wire import Keys
+from warmfleet.fleet.loop_aware_timeout import Patience
+from warmfleet.protocol.endpoint import EndpointError, parse
+from warmfleet.protocol.wire import Keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -76,7 +76,7 @@ class Timeouts:
 
 
 def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connections: int = 256) -> aioredis.Redis:
-    """A client for ``url`` (see ``warmfleet_worker.endpoint``); connects on first use. Raises BadArgument.
+    """A client for ``url`` (see ``warmfleet.protocol.endpoint``); connects on first use. Raises BadArgument.
 
     No retries inside redis-py: a second send after a time-out would be a second decision. ``timeout_s`` bounds
     the connect; each script has its own time limit on top of it. tag: the hash tag of all its keys (for a Cluster).

@@ -20,7 +20,7 @@ from redis.exceptions import AskError, ClusterDownError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from warmfleet_worker.endpoint import ASK_AGAIN_SECONDS, LOOK_SECONDS, Address, Endpoint
+from warmfleet.protocol.endpoint import ASK_AGAIN_SECONDS, LOOK_SECONDS, Address, Endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from warmfleet.errors import BadArgument, FleetUnavailable
 from warmfleet.fleet.client import ScriptClient, Timeouts, redis_errors
 from warmfleet.fleet.rows import Flag, LoadRow
-from warmfleet_worker.wire import RESERVATION_PREFIX
+from warmfleet.protocol.wire import RESERVATION_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

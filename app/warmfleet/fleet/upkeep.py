@@ -9,7 +9,7 @@ from typing import Any
 
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet.client import ScriptClient
-from warmfleet_worker.wire import BATCH_BLOCKS, WORKER_TTL_SECONDS
+from warmfleet.protocol.wire import BATCH_BLOCKS, WORKER_TTL_SECONDS
 
 SNAPSHOT_SHARE = 0.25  # of what a tick grants
 _APPLY_CONTROL = 2  # what `apply` says when the next entry is not its own

@@ -11,8 +11,8 @@ from warmfleet.errors import BadRequest, NotFound
 from warmfleet.fleet.client import ScriptClient, redis_errors
 from warmfleet.fleet.records import Records
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
-from warmfleet_worker import artifacts
-from warmfleet_worker.wire import WORKER_TTL_SECONDS, WireError
+from warmfleet.protocol import artifacts
+from warmfleet.protocol.wire import WORKER_TTL_SECONDS, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence

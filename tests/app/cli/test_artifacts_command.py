@@ -12,9 +12,9 @@ from tests.conftest import server, valkey_binary
 
 from warmfleet.__main__ import main
 from warmfleet.cli.artifacts import printable, whole
-from warmfleet.cli.children import StackError
+from warmfleet.cli.local.children import StackError
 from warmfleet.fleet import Fleet, connect
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 from warmfleet_worker.server import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker

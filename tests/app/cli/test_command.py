@@ -16,10 +16,11 @@ import pytest
 from tests.app.cli.answering import replica
 
 from warmfleet.__main__ import main
-from warmfleet.cli import engines, explain, ports, serve, up, workers
-from warmfleet.cli.children import StackError
+from warmfleet.cli import explain, serve, up, workers
 from warmfleet.cli.client import table
-from warmfleet.cli.engines import EngineOptions
+from warmfleet.cli.local import engines, ports
+from warmfleet.cli.local.children import StackError
+from warmfleet.cli.local.engines import EngineOptions
 from warmfleet.cli.parser import build_parser
 from warmfleet.errors import BadArgument
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from tests.app.cli.answering import replica
 
 from warmfleet.cli import up
-from warmfleet.cli.children import Children
+from warmfleet.cli.local.children import Children
+from warmfleet.cli.local.ports import claim_shared
+from warmfleet.cli.local.stack import Member, Plan, Stack
 from warmfleet.cli.parser import build_parser
-from warmfleet.cli.ports import claim_shared
-from warmfleet.cli.stack import Member, Plan, Stack
 
 if TYPE_CHECKING:
     import pytest

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from tests.conftest import PATIENT
 
-from warmfleet import maintenance
-from warmfleet.call import Call, Trip
+from warmfleet.background import maintenance
+from warmfleet.engines.upstream import Addresses, Upstream
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
-from warmfleet.fallback import Fallback
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.reservations import Spans
 from warmfleet.metrics import Metrics
-from warmfleet.pool import Pool, Pools, Shape
-from warmfleet.route import Router
+from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.pool import Pool, Pools, Shape
+from warmfleet.routing.call import Call, Trip
+from warmfleet.routing.router import Router
 from warmfleet.settings import Settings
-from warmfleet.upstream import Addresses, Upstream
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

@@ -9,7 +9,7 @@ from tests.conftest import poll
 from tests.survival import Survival
 from tests.topology import cluster
 
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     import pytest

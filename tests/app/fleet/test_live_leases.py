@@ -19,12 +19,12 @@ from tests.conftest import poll
 from tests.survival import SCHEME
 from tests.topology import QUIET, Servers, free_ports, sentinels, until
 
-from warmfleet import maintenance
+from warmfleet.background import maintenance
+from warmfleet.background.maintenance import stop, supervise
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Ask, Chain, Fleet, connect
 from warmfleet.fleet.reservations import Spans
-from warmfleet.maintenance import stop, supervise
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 from warmfleet_worker.server import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker

@@ -16,7 +16,7 @@ from tests.lua.world import World
 
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import Pace
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

@@ -18,7 +18,8 @@ from warmfleet.cli.acl import lines, rules_of
 from warmfleet.cli.parser import build_parser
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, Timeouts, connect
-from warmfleet_worker import stream, wire
+from warmfleet_worker import stream
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 from warmfleet_worker.server import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker

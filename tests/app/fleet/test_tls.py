@@ -11,14 +11,14 @@ import pytest
 from tests.conftest import PATIENT, poll
 from tests.topology import tls_server
 
-from warmfleet.cli.children import StackError
-from warmfleet.cli.store import check_store
+from warmfleet.cli.local.children import StackError
+from warmfleet.cli.local.store import check_store
 from warmfleet.errors import BadArgument, FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import create_app
 from warmfleet.settings import Settings
-from warmfleet_worker import wire
-from warmfleet_worker.endpoint import EndpointError, with_ca
+from warmfleet_worker.protocol import wire
+from warmfleet_worker.protocol.endpoint import EndpointError, with_ca
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 from warmfleet_worker.tracker import Tracker
 

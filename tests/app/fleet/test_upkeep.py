@@ -14,7 +14,7 @@ from tests.lua.stream import Core, blocks, digest_of, held
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import Pace
-from warmfleet_worker import wire
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

@@ -11,7 +11,7 @@ from tests.lua.world import READY, World
 from warmfleet.errors import NotFound
 from warmfleet.fleet import Flag, Fleet
 from warmfleet.fleet.views import BadArtifact
-from warmfleet_worker import artifacts
+from warmfleet_worker.protocol import artifacts
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

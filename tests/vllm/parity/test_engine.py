@@ -14,13 +14,13 @@ from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, EngineOptions, Vl
 from tests.vllm.parity.test_parity import KINDS, LIKE
 from tests.vllm.parity.truth import INLINE_CHARACTERS, SERVER, Truth, truth
 
-from warmfleet import prompt
-from warmfleet.approval import Templates
-from warmfleet.blocks import Hasher
-from warmfleet.identity import Identities
 from warmfleet.metrics import Metrics
-from warmfleet.trie import Trie
-from warmfleet_worker.wire import HASH_BYTES, Scheme, default_none_hash
+from warmfleet.prompt import request as prompt
+from warmfleet.prompt.block_hashes import Hasher
+from warmfleet.prompt.prefix_trie import Trie
+from warmfleet.prompt.prompt_identity import Identities
+from warmfleet.protocol.wire import HASH_BYTES, Scheme, default_none_hash
+from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,10 +18,10 @@ from tests.asks import asks
 from tests.vllm.engine import ROOT
 from tests.vllm.parity.truth import Counts, Model, Truth, compare, truth
 
-from warmfleet.approval import Templates
-from warmfleet.identity import Identities
 from warmfleet.metrics import Metrics
-from warmfleet.trie import Trie
+from warmfleet.prompt.prefix_trie import Trie
+from warmfleet.prompt.prompt_identity import Identities
+from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from tests.vllm.engine import ROOT, VENV
 
-from warmfleet import prompt
-from warmfleet.blocks import MAX_BLOCKS, Hasher
-from warmfleet.chat import NotReproducible
 from warmfleet.errors import BadRequest
-from warmfleet_worker.wire import HASH_BYTES, Scheme
+from warmfleet.prompt import request as prompt
+from warmfleet.prompt.block_hashes import MAX_BLOCKS, Hasher
+from warmfleet.prompt.messages import NotReproducible
+from warmfleet.protocol.wire import HASH_BYTES, Scheme
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from tests.asks import Ask
 
-    from warmfleet.identity import Identities, Identity
-    from warmfleet.trie import Prompt
+    from warmfleet.prompt.prefix_trie import Prompt
+    from warmfleet.prompt.prompt_identity import Identities, Identity
 
 SERVER = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-model-len", "131072")
 INLINE_CHARACTERS = 10**9

@@ -1,0 +1,1 @@
+"""HTTP in: the endpoints, the limits of what they accept, and the answers about the fleet."""

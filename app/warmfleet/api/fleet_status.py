@@ -1,0 +1,114 @@
+"""What people ask about the fleet: models, workers, and why a request would go where. Values for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
+from warmfleet.pools.ttft_window import SHOWN
+
+if TYPE_CHECKING:
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.prompt.request import Request
+    from warmfleet.routing.client_hints import Hints
+    from warmfleet.settings import Settings
+
+
+def models(pools: Pools) -> list[dict[str, Any]]:
+    """Entries of /v1/models: everything some routable worker serves; a tag without workers by its own name."""
+    names: dict[str, Pool] = {}
+    for pool in pools.all:
+        for name in pool.view.models or (pool.name,):
+            names.setdefault(name, pool)
+    return [
+        {"id": name, "object": "model", "created": 0, "owned_by": "warmfleet", "root": pool.name}
+        for name, pool in names.items()
+    ]
+
+
+def gauges(pools: Pools, metrics: Metrics) -> None:
+    """What /metrics says of now: how old the readings are, every model's tail."""
+    metrics.view_age_seconds.set(max(pool.view_age_s for pool in pools.all))
+    for pool in pools.all:
+        for share in SHOWN:
+            metrics.ttft_seconds.labels(pool.tag, str(share)).set(pool.tail.quantile(share))
+        metrics.objective_seconds.labels(pool.tag).set(pool.tail.in_force_s)
+
+
+async def workers(pool: Pool) -> dict[str, Any]:
+    """Every worker of one model, as Redis has it now; from the last reading while Redis is away."""
+    fresh, truth, memory, line = True, Truth(), Memory(0, 0, ""), Line(0, 0, 0.0, {})
+    try:
+        found = await pool.fleet.workers()
+        truth, memory, line = await pool.fleet.truth(found), await pool.fleet.memory(), await pool.fleet.poll()
+    except FleetUnavailable:
+        found, fresh = list(pool.view.workers), False
+    known = pool.view.identity
+    return {
+        "model": pool.tag,
+        "fresh": fresh,
+        "policy": pool.policy.name,
+        "policy_by": pool.policy.source,
+        "identity": known.kind if known else "text" if pool.view.text else "none",
+        "template": known.template if known else "none",
+        "tokenizer": known.tokenizer if known else "none",
+        "queue": {"waiting": line.waiting, "prompt_tokens": line.tokens, "work_s": line.work_s},
+        "ttft": pool.tail.figures(),
+        "index": {
+            "entries": truth.entries,
+            "retired_slots": truth.retired_slots,
+            "memory_used_bytes": memory.used,
+            "memory_limit_bytes": memory.limit,
+            "counts": truth.counts,
+        },
+        "workers": [_worker(worker, truth.workers.get(worker.worker_id)) for worker in found],
+    }
+
+
+def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
+    """truth: None for approximate workers, and while Redis is away."""
+    return {
+        "worker_id": worker.worker_id,
+        "url": worker.url,
+        "models": worker.models,
+        "routable": worker.routable,
+        "proof": worker.proof,
+        "reason": worker.record.get("reason", ""),
+        "cause": worker.record.get("cause", ""),
+        "suspect": worker.record.get("suspect", ""),
+        "version": worker.record.get("version", ""),
+        "scheme": worker.record.get("scheme"),
+        "heartbeat_age_s": worker.heartbeat_age_s,
+        "load": asdict(worker.load),
+        "truth": asdict(truth) if truth else None,
+    }
+
+
+async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:
+    """Where ``request`` would go now and what every worker would cost. Books nothing. Raises as ``Fleet.explain``."""
+    shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)
+    order = pool.policy.order(pool.view, request, hints.session)
+    ask = shape.ask(new_reservation(shape.prompts), pool, shape.barred, hints.prefix_tokens, order)
+    chosen, why, seen = await pool.fleet.consider(ask)
+    block_tokens = {chain.scheme_id: chain.block_tokens for chain in shape.chains}
+    of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}
+    rows = []
+    for candidate in seen.candidates:
+        size = of_worker.get(candidate.worker_id, 0)
+        blocks = candidate.matched_tokens // size if size else 0
+        rows.append(asdict(candidate) | {"matched_blocks": blocks, "chosen": candidate.worker_id == chosen})
+    return {
+        "model": pool.tag,
+        "policy": pool.policy.name,
+        "why": why,
+        "identity": shape.kind,
+        "reason": shape.reason,
+        "prompt_tokens": shape.prompt_tokens,
+        "blocks": max((len(chain.hashes) // 8 for chain in shape.chains), default=0),
+        "waits": seen.waits,
+        "chosen": chosen,
+        "candidates": rows,
+    }

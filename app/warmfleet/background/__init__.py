@@ -1,0 +1,1 @@
+"""The work of a replica besides requests: apply events, read the fleet, prove workers, watch Redis."""

@@ -1,0 +1,57 @@
+"""Do the workers of one model agree on what a prompt is? Where they do not, it is said once and shown as a gauge."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from warmfleet.metrics import Metrics
+
+logger = logging.getLogger("warmfleet.background.agreement")
+
+Matter = Literal["identity", "scheme"]
+NAMED = 8  # workers of one group in a log line
+CONSEQUENCE = {
+    "identity": "prompts are identified as by the first; cached blocks of the others are not found",
+    "scheme": "every prompt is hashed in each of these ways, if they are not too many",
+}
+
+
+class Agreement:
+    """Remembers who differed at the last look."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._last: dict[tuple[str, Matter], dict[str, tuple[str, ...]]] = {}
+        self._unhashed: dict[str, tuple[str, ...]] = {}
+
+    def look(self, tag: str, matter: Matter, groups: Mapping[str, Sequence[str]]) -> None:
+        """groups: what they hold (a digest, in words) -> worker ids; the one that most hold comes first."""
+        before = self._last.get((tag, matter), {})
+        now = self._last[tag, matter] = {name: tuple(workers) for name, workers in groups.items()}
+        outvoted = 0
+        for (_, one), held in self._last.items():
+            if one == matter:
+                outvoted += sum(map(len, list(held.values())[1:]))
+        self._metrics.outvoted_workers.labels(matter).set(outvoted)
+        if len(now) > 1 and now != before:
+            shown = "; ".join(f"{name}: {_some(workers)}" for name, workers in now.items())
+            logger.warning("%s: its workers differ in their %s. %s (%s)", tag, matter, shown, CONSEQUENCE[matter])
+        elif len(before) > 1 >= len(now):
+            logger.info("%s: its workers agree on their %s again", tag, matter)
+
+    def unhashed(self, tag: str, workers: Sequence[str]) -> None:
+        """workers: those that hash in a way of their own for which there is no room in a decision."""
+        before, now = self._unhashed.get(tag, ()), tuple(workers)
+        self._unhashed[tag] = now
+        self._metrics.outvoted_workers.labels("unhashed").set(sum(map(len, self._unhashed.values())))
+        if now and now != before:
+            logger.warning("%s: its workers hash in too many ways: cached blocks of %s are not found", tag, _some(now))
+
+
+def _some(workers: Sequence[str]) -> str:
+    more = f" and {len(workers) - NAMED} more" if len(workers) > NAMED else ""
+    return ", ".join(workers[:NAMED]) + more

@@ -1,0 +1,274 @@
+"""What a replica does besides requests: apply events, read the fleet, prove joins, renew, check approximate workers.
+
+Every task is supervised: a round that fails is counted, logged and tried again with back-off; none ends the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.background import announced as brought
+from warmfleet.background.agreement import Agreement
+from warmfleet.errors import NotFound, WarmfleetError
+from warmfleet.fleet import RENEW_AT_ONCE
+from warmfleet.fleet.views import BadArtifact
+from warmfleet.pools.fleet_view import MAX_SCHEMES, view_of
+from warmfleet.prompt.block_hashes import TEXT_SCHEME, Hasher
+from warmfleet.protocol.wire import WORKER_TTL_SECONDS, Scheme, WireError
+from warmfleet.routing.token_handoff import ability
+from warmfleet.untrusted.tokenizer_trial import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+
+    from warmfleet.fleet import WorkerView
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.prompt.prompt_identity import Identities, Identity
+    from warmfleet.settings import Settings
+
+logger = logging.getLogger("warmfleet.background.maintenance")
+
+BACKOFF_S = 0.2, 5.0
+LOAD_RETRY_S = 10.0
+LOG_EVERY_S = 10.0
+STOP_AGAIN_S = 0.2
+MAX_FAILED_LOADS = 256
+
+
+async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics) -> None:
+    """Run ``work`` every ``interval_s``, for ever; after a failure wait longer, up to 5 s."""
+    backoff, logged_at = BACKOFF_S[0], -LOG_EVERY_S
+    while True:
+        try:
+            await work()
+        except Exception as error:  # a background task must outlive whatever one of its rounds meets
+            metrics.task_failures.labels(name).inc()
+            if time.monotonic() - logged_at >= LOG_EVERY_S:
+                logged_at = time.monotonic()
+                known = isinstance(error, WarmfleetError)
+                logger.warning("%s failed, again in %.1f s: %s", name, backoff, error, exc_info=not known)
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, BACKOFF_S[1])
+        else:
+            backoff = BACKOFF_S[0]
+            await asyncio.sleep(interval_s)
+
+
+async def stop(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel ``tasks`` and return when all have ended. One cancellation may get lost inside a library's wait_for."""
+    waiting = set(tasks)
+    while waiting:
+        for task in waiting:
+            task.cancel()
+        _, waiting = await asyncio.wait(waiting, timeout=STOP_AGAIN_S)
+
+
+class Reader:
+    """Keeps the pools' views fresh, with the identity that most of a model's workers bring."""
+
+    def __init__(self, pools: Pools, identities: Identities, settings: Settings, metrics: Metrics) -> None:
+        self._pools = pools
+        self._identities = identities
+        self._settings = settings
+        self._metrics = metrics
+        self._agreement = Agreement(metrics)
+        self._hashers: dict[int, Hasher] = {}
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._not_before: dict[str, float] = {}
+        #: Keys of what is there, but no identity: whoever else brought one goes first.
+        self._unreadable: set[str] = set()
+
+    async def refresh(self) -> None:
+        """One reading of every model's workers. Raises FleetUnavailable if one could not be read."""
+        try:
+            await self._pools.each(self._refresh)
+        finally:
+            views = [pool.view for pool in self._pools.all]
+            self._identities.keep({view.identity.key for view in views if view.identity is not None})
+            self._hashers = {hasher.scheme.scheme_id: hasher for view in views for hasher in view.hashers}
+            self._count_workers()
+
+    async def _refresh(self, pool: Pool) -> None:
+        workers = await pool.fleet.workers()
+        alive = [w for w in workers if w.heartbeat_age_s is not None and w.heartbeat_age_s <= WORKER_TTL_SECONDS]
+        exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
+        bringers = brought.groups(alive)
+        identity, reference = self._identity(pool, bringers)
+        text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
+        keyed = [(w, key) for key, group in bringers.items() for w in group]
+        handoff = {w.worker_id: able for w, key in keyed if (able := ability(w, key)) is not None}
+        known, hashers = identity or pool.view.identity, self._schemes(pool, exact, MAX_SCHEMES - text)
+        pool.show(view_of(workers, known, hashers, text=text, reference=reference, handoff=handoff))
+        self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
+
+    def _schemes(self, pool: Pool, workers: Sequence[WorkerView], limit: int) -> list[Hasher]:
+        """Hashers for the schemes in use, the most frequent first; not for more than ``limit`` of them."""
+        holders: dict[Scheme, list[WorkerView]] = {}
+        for worker in workers:
+            try:
+                scheme = Scheme.from_dict(worker.record["scheme"])
+            except (WireError, KeyError, TypeError):
+                continue  # of a later version: routed by load
+            holders.setdefault(scheme, []).append(worker)
+        schemes = sorted(holders, key=lambda one: -len(holders[one]))
+        groups = {_in_words(scheme): _ids(holders[scheme]) for scheme in schemes}
+        self._agreement.look(pool.tag, "scheme", groups)
+        self._agreement.unhashed(pool.tag, [name for one in schemes[limit:] for name in _ids(holders[one])])
+        return [self._hashers.get(one.scheme_id) or Hasher(one) for one in schemes[:limit]]
+
+    def _identity(
+        self, pool: Pool, bringers: Mapping[str, Sequence[WorkerView]]
+    ) -> tuple[Identity | None, WorkerView | None]:
+        """The identity if it is loaded, else its loading is begun; and a worker that brought it (None: an override)."""
+        if self._settings.tokenizer:
+            key = f"override {self._settings.tokenizer}"
+            known = self._identities.known(key)
+            if known is None:
+                self._begin(key, self._override())
+            return known, None
+        bringers = dict(sorted(bringers.items(), key=lambda one: one[0] in self._unreadable))
+        self._agreement.look(
+            pool.tag, "identity", {brought.in_words(workers): _ids(workers) for workers in bringers.values()}
+        )
+        if not bringers:
+            return None, None
+        key, group = next(iter(bringers.items()))
+        known = self._identities.known(key)
+        if known is None:
+            self._begin(key, self._brought(pool, key, group))
+        return known, group[0]
+
+    def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
+        if key in self._loads or time.monotonic() < self._not_before.get(key, 0.0):
+            work.close()
+            return
+        self._loads[key] = asyncio.ensure_future(self._load(key, work))
+
+    async def _load(self, key: str, work: Awaitable[None]) -> None:
+        try:
+            await work
+            await self.refresh()
+        except Exception as error:  # noqa: BLE001  what a worker brought may raise anything at all
+            self._metrics.task_failures.labels("identity").inc()
+            logger.warning("no token identity, requests are routed by load: %s", error)
+            if len(self._not_before) >= MAX_FAILED_LOADS:
+                self._not_before.clear()
+                self._unreadable.clear()
+            if not isinstance(error, WarmfleetError):
+                self._unreadable.add(key)
+            pause = error.again_s if isinstance(error, Refused) else LOAD_RETRY_S
+            self._not_before[key] = time.monotonic() + pause
+        finally:
+            del self._loads[key]
+
+    async def _override(self) -> None:
+        await self._identities.load(self._settings.tokenizer)
+
+    async def _brought(self, pool: Pool, key: str, workers: Sequence[WorkerView]) -> None:
+        """From the first of these whose files are there: whoever announces the same may have brought none."""
+        failure: WarmfleetError | None = None
+        servers = {str(one.record["server_id"]): one.server or {} for one in workers}
+        for server_id, server in list(servers.items())[: brought.MAX_SERVERS]:
+            files = {name: entry for name, entry in server["artifacts"].items() if name in brought.FILES}
+            try:
+                artifacts = {name: await pool.fleet.artifact(server_id, entry) for name, entry in files.items()}
+            except (NotFound, BadArtifact) as error:
+                failure = failure or error
+                continue
+            await self._identities.build(key, artifacts, server.get("facts") or {})
+            return
+        if failure is not None:
+            raise failure
+
+    def _count_workers(self) -> None:
+        states: Counter[str] = Counter()
+        for pool in self._pools.all:
+            states.update(w.proof if w.routable or w.proof == "warming" else "unroutable" for w in pool.view.workers)
+        for state in ("proven", "identity", "approximate", "warming", "unroutable"):
+            self._metrics.workers.labels(state).set(states[state])
+        self._metrics.unreadable_records.set(sum(pool.fleet.records.unreadable for pool in self._pools.all))
+
+    async def close(self) -> None:
+        await stop(list(self._loads.values()))
+
+
+def _ids(workers: Sequence[WorkerView]) -> list[str]:
+    return [worker.worker_id for worker in workers]
+
+
+def _in_words(scheme: Scheme) -> str:
+    return f"{scheme.scheme_id:08x} ({scheme.algorithm}, blocks of {scheme.block_tokens} tokens)"
+
+
+async def renew(pools: Pools, metrics: Metrics) -> None:
+    """Keep the reservations of running requests; rebuild those that Redis lost."""
+
+    async def one(pool: Pool) -> None:
+        reservations = list(pool.open)
+        for start in range(0, len(reservations), RENEW_AT_ONCE):
+            batch = reservations[start : start + RENEW_AT_ONCE]
+            sent = [one for one in batch if one in pool.open]
+            counts = await pool.fleet.renew([pool.open[one] for one in sent])
+            for ended in (one for one in sent if one not in pool.open):  # while we renewed: it may be booked anew
+                await pool.fleet.settle(ended, "cancelled")
+            for result, count in zip(("renewed", "rebuilt", "refused"), counts, strict=True):
+                metrics.renewed.labels(result).inc(count)
+
+    await pools.each(one)
+
+
+async def clear(pools: Pools) -> None:
+    """Give back what nobody else will: outcomes that Redis did not take, leases and tickets of replicas that died."""
+
+    async def one(pool: Pool) -> None:
+        for reservation, outcome in list(pool.unsettled.items()):
+            await pool.fleet.settle(reservation, outcome)
+            pool.unsettled.pop(reservation, None)
+        await pool.fleet.reap()
+        if pool.fleet.limits.max_engine_wait_s:
+            await pool.fleet.poll()
+
+    await pools.each(one)
+
+
+async def follow(pools: Pools) -> None:
+    """Choose by the policy that the operator named last, from now on."""
+
+    async def one(pool: Pool) -> None:
+        told = await pool.fleet.switched()
+        if pool.policy.follow(told):
+            logger.warning("%s: the policy is %s now, by %s", pool.tag, pool.policy.name, pool.policy.source)
+
+    await pools.each(one)
+
+
+async def apply(pools: Pools, metrics: Metrics) -> None:
+    """One round of the write path of every model; any number of replicas may do it at once."""
+
+    async def one(pool: Pool) -> None:
+        metrics.applied_blocks.inc(await pool.fleet.step())
+
+    await pools.each(one)
+
+
+async def audit(pools: Pools, settings: Settings, metrics: Metrics) -> None:
+    """Compare the index with its digests, a piece at a time, until nobody is due. One walk at a time for the fleet."""
+
+    async def one(pool: Pool) -> None:
+        walking = True
+        while walking:
+            step = await pool.fleet.audit(settings.audit_interval_s)
+            metrics.audited_blocks.inc(step.blocks)
+            if step.differs:
+                metrics.audit_mismatches.inc()
+                logger.error("%s: the index of a worker differed from its digest; it is sent anew", pool.tag)
+            walking = step.walking
+            if walking:
+                await asyncio.sleep(pool.fleet.pace.audit_gap_ms / 1000)
+
+    await pools.each(one)

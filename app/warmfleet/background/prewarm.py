@@ -1,0 +1,148 @@
+"""A worker that joins empty is given the prefixes that the model's prompts have in common, before it takes requests.
+
+Between the test that proves it and the word that it is proven, by the replica that tested it: a lease in the worker's
+record says so. A prompt is asked with the salt and the adapter that it had, so its blocks are found by whoever found
+them before, and by nobody else. Whatever goes wrong, the worker starts cold, and soon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from warmfleet.background.maintenance import stop
+from warmfleet.background.probe import current, headers_for
+from warmfleet.errors import WarmfleetError
+from warmfleet.prompt.prefix_trie import whole
+from warmfleet.prompt.request import PATHS
+
+if TYPE_CHECKING:
+    from warmfleet.engines.upstream import Upstream
+    from warmfleet.fleet import WorkerView
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.pool import Pool
+    from warmfleet.prompt.prefix_trie import Node
+    from warmfleet.settings import Settings
+
+logger = logging.getLogger("warmfleet.background.prewarm")
+
+AT_ONCE = 8  # workers that one replica warms; others start cold
+PROMPT_S = 8.0  # longest wait for one answer
+LEASE_S = 10.0  # renewed before each prompt: so long after its replica died a worker is not routable, at most
+IN_ALL_S = 30.0
+EMPTY = 0.1  # share of its cache that a worker may hold and count as empty
+SILENT = ("slow", "failed")  # it did not answer: is it still who it was?
+FILL = 0.5  # share of its cache that is filled at most: more would evict what came first
+
+
+class Warmer:
+    """``takes`` a worker that was just proved, or leaves it. Prefixes are sent one after the other."""
+
+    def __init__(self, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
+        self._upstream = upstream
+        self._settings = settings
+        self._metrics = metrics
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def takes(self, pool: Pool, worker: WorkerView) -> bool:
+        """True: it is being warmed, and will be proven after that. Raises FleetUnavailable."""
+        limit = self._settings.warm_prefixes
+        if not limit or worker.proof not in ("pending", "url") or len(self._running) >= AT_ONCE:
+            return False
+        fresh = await current(pool, worker)
+        nodes = pool.uses.most_used(limit)
+        if fresh is None or not nodes or not _others(pool, worker) or not _empty(fresh):
+            return False
+        owner, nonce = secrets.token_hex(8), str(worker.record.get("nonce"))
+        if await self._lease(pool, worker, owner) != "OK":
+            return False  # somebody else's now, or it was warmed before
+        task = asyncio.ensure_future(self._warm(pool, worker, nodes, owner, nonce))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return True
+
+    async def close(self) -> None:
+        """What is under way ends; another replica tests those workers when their leases are over."""
+        await stop(list(self._running))
+
+    async def _warm(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, nonce: str) -> None:
+        began, sent = time.monotonic(), list[int]()
+        try:
+            async with asyncio.timeout(IN_ALL_S):
+                result = await self._send(pool, worker, nodes, owner, sent)
+        except TimeoutError:
+            result = "slow"
+        except WarmfleetError as error:
+            result = "failed"
+            logger.info("%s is not warmed: %s", worker.worker_id, error.message)
+        self._metrics.warmings.labels(result).inc()
+        level = logging.INFO if result == "done" else logging.WARNING
+        tokens, seconds = sum(sent), time.monotonic() - began
+        logger.log(level, "worker %s: warming %s, %d tokens in %.1f s", worker.worker_id, result, tokens, seconds)
+        proof = "pending" if result in SILENT else "proven"
+        try:
+            told = await pool.fleet.prove(worker.worker_id, nonce, proof, "", owner=owner)
+            logger.info("worker %s at %s: %s (%s)", worker.worker_id, worker.url, proof, told)
+        except WarmfleetError as error:
+            logger.warning("worker %s is tested again when its warming expires: %s", worker.worker_id, error)
+
+    async def _lease(self, pool: Pool, worker: WorkerView, owner: str) -> str:
+        nonce = str(worker.record.get("nonce"))
+        return await pool.fleet.warming(worker.worker_id, nonce, owner, int(1000 * LEASE_S))
+
+    async def _send(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, sent: list[int]) -> str:
+        """How it ended; ``sent`` gets the tokens of each prefix that was answered."""
+        scheme, capacity, result = worker.record["scheme"], worker.load.capacity_blocks, "done"
+        room = int(FILL * capacity * scheme["block_tokens"])
+        for node in nodes:
+            body = _body(pool, worker, node)
+            if body is None or node.tokens > room - sum(sent):
+                continue
+            if not _others(pool, worker):
+                return "needed"  # there is nobody else: a cold worker is better than none
+            if await self._lease(pool, worker, owner) != "OK":
+                return "lost"
+            headers = headers_for(pool, worker, self._settings) | {"X-Request-Id": "unbooked.warming"}
+            async with asyncio.timeout(PROMPT_S):
+                status, _ = await self._upstream.ask(worker.url, PATHS["completions"], body, headers)
+            if status >= 500:
+                return "failed"
+            if status == 200:
+                sent.append(node.tokens)
+                self._metrics.warmed_tokens.inc(node.tokens)
+            else:
+                result = "refused"  # this one; an adapter was unloaded, perhaps
+        return result
+
+
+def _others(pool: Pool, worker: WorkerView) -> bool:
+    """Somebody else serves the model meanwhile."""
+    return any(one.routable and one.worker_id != worker.worker_id for one in pool.view.workers)
+
+
+def _empty(worker: WorkerView) -> bool:
+    return worker.load.blocks <= EMPTY * worker.load.capacity_blocks
+
+
+def _body(pool: Pool, worker: WorkerView, node: Node) -> bytes | None:
+    """A prompt of this prefix for one token; None if this worker has no such adapter or takes no prompt that long."""
+    ids, salt, lora = whole(node)
+    size = int(worker.record["scheme"]["block_tokens"])
+    longest = int(worker.record.get("max_model_len") or 0) or len(ids) + 1
+    ids = ids[: longest - 1]
+    body: dict[str, Any] = {"model": worker.models[0], "prompt": ids, "max_tokens": 1, "temperature": 0}
+    if len(ids) < size:
+        return None
+    if lora is not None:
+        adapter = pool.view.adapters.get(lora[0])
+        if adapter is None or adapter.path != lora[1] or worker.worker_id in adapter.lacking:
+            return None
+        body["model"] = lora[0]
+    if salt is not None:
+        body["cache_salt"] = salt
+    return orjson.dumps(body)

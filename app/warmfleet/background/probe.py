@@ -1,0 +1,266 @@
+"""Is a worker who it says it is? Three short random prompts, and what its answers and its own stream say of them.
+
+A text, a chat and token ids, each for one token of answer. The router computes their block hashes as it does for any
+request; exactly these must appear in that worker's stream, and its count of prompt tokens must be ours. Whoever applies
+the stream notes that they came, so it does not matter when they are evicted. The last prompt is booked like a request:
+the stream tells of blocks before it tells that a prefill is done, so when it has told that, what is missing is wrong
+and not late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import orjson
+
+from warmfleet.errors import WarmfleetError
+from warmfleet.fleet import Flag, Renewal, WorkerView, new_reservation
+from warmfleet.prompt import request as prompt
+from warmfleet.prompt.block_hashes import Hasher
+from warmfleet.protocol.wire import HASH_BYTES, Scheme, WireError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet.engines.upstream import Upstream
+    from warmfleet.pools.pool import Pool
+    from warmfleet.prompt.request import Endpoint
+    from warmfleet.settings import Settings
+
+Part = Literal["text", "chat", "tokens"]
+ENDPOINTS: dict[Part, Endpoint] = {"text": "completions", "chat": "chat", "tokens": "completions"}
+WRONG: dict[str, str] = {
+    "text": "it does not make token ids of a text as the tokenizer in use here does",
+    "chat": "it does not render a chat as the template in use here does, or makes other token ids of it",
+    "tokens": "its blocks are not hashed as its scheme says, or another engine answers at its URL",
+}
+TOKEN_IDS = range(3, 256)  # in every vocabulary; two blocks of 16 have 250 random bits
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+#: What tokenizers differ in, between words of random letters.
+PIECES: tuple[str, ...] = (
+    "don't",
+    "I'LL",
+    "1234567",
+    "3.14",
+    "def f(x):\n    return",
+    "==",
+    '{"k": [1]}',
+    "http://a.b/c?d=e",
+    "\n\n",
+    "  ",
+)
+PIECES += ("中文字符", "日本語です", "Привет", "مرحبا", "é", "e\u0301", "\ufb01", "①", "😀👩\u200d👧", "\u3000", "\t")
+MORE_PIECES = 8  # than a block has tokens: one block at least is full of them
+POLL_S = 0.05
+MAX_ANSWER_S = 30.0  # for all prompts: an engine's first request may compile something
+BEAT_S = 0.1  # by so much a heartbeat must be younger than an answer to have been sent after it
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """proof: as ``prove`` takes it, or empty: nothing was learned. cause: a word for counters."""
+
+    proof: str
+    cause: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    part: Part
+    body: dict[str, Any]
+    prompt_tokens: int
+    hashes: tuple[bytes, ...]
+
+
+class SelfTest:
+    """``run`` asks one worker; everything it needs to know is in the pool's view."""
+
+    def __init__(self, upstream: Upstream, settings: Settings) -> None:
+        self._upstream = upstream
+        self._settings = settings
+
+    async def run(self, pool: Pool, worker: WorkerView, *, texts: bool) -> Result:
+        """texts: the identity is known here; else only the scheme is tested. Raises FleetUnavailable."""
+        try:
+            hasher = Hasher(Scheme.from_dict(worker.record["scheme"]))
+        except (WireError, KeyError, TypeError) as error:
+            return Result("identity", "scheme", f"its scheme is not known here: {error}")
+        if not worker.url or not worker.models:
+            return Result("url", "url", "its server announced no URL or no model")
+        questions = [_of_tokens(worker, hasher)]
+        for part in ("chat", "text") if texts else ():
+            question = await self._of_text(pool, worker, part)
+            if question is not None:
+                questions.insert(0, question)
+        if texts and len(questions) == 1:
+            return Result("", "untested", "no text could be tried: its prompts are not known here")
+        reservation = new_reservation(1)
+        await pool.fleet.renew([Renewal(reservation, worker.worker_id, questions[-1].prompt_tokens, 1)])
+        try:
+            questions = await _await_blocks(pool, worker, questions, reservation)
+            wrong, answered = await self._ask_all(pool, worker, questions, reservation)
+            return wrong or await self._seen(pool, worker, answered, reservation)
+        finally:
+            await asyncio.shield(_over(pool, worker, questions, reservation))
+
+    # ------------------------------------------------ the questions
+
+    async def _of_text(self, pool: Pool, worker: WorkerView, part: Part) -> Question | None:
+        """None: such a prompt cannot be known here, or does not fit."""
+        limit = int(worker.record.get("max_model_len") or 0) or 2**31
+        pieces = worker.record["scheme"]["block_tokens"] + MORE_PIECES
+        while pieces:
+            text = random_text(pieces)
+            body: dict[str, Any] = {"model": worker.models[0]}
+            body |= {"messages": [{"role": "user", "content": text}]} if part == "chat" else {"prompt": text}
+            request = prompt.from_dict(ENDPOINTS[part], body)
+            shape = await pool.shape(request, self._settings.inline_characters, 1)
+            chain = next((one for one in shape.chains if one.scheme_id == worker.load.scheme), None)
+            if shape.kind != "exact" or chain is None:
+                return None
+            if shape.prompt_tokens < limit:
+                return Question(part, body, shape.prompt_tokens, _split(chain.hashes))
+            pieces //= 2
+        return None
+
+    # ------------------------------------------------ the answers
+
+    async def _ask_all(
+        self, pool: Pool, worker: WorkerView, questions: Sequence[Question], reservation: str
+    ) -> tuple[Result | None, list[Question]]:
+        """What is wrong already, and what was answered. A text that it refuses is none that it could hash otherwise."""
+        headers, answered = headers_for(pool, worker, self._settings), list[Question]()
+        try:
+            async with asyncio.timeout(MAX_ANSWER_S):
+                for question in questions:
+                    booked = question.part == "tokens"
+                    headers["X-Request-Id"] = f"{reservation if booked else 'unbooked'}.probe"
+                    body = orjson.dumps(question.body | {"max_tokens": 1, "temperature": 0})
+                    path = prompt.PATHS[ENDPOINTS[question.part]]
+                    status, text = await self._upstream.ask(worker.url, path, body, headers)
+                    if status in (401, 403):
+                        return Result("identity", "key", f"it answered {status}: set WARMFLEET_WORKER_API_KEY"), []
+                    if status == 200:
+                        counted, answered = _prompt_tokens(text), [*answered, question]
+                        if counted not in (None, question.prompt_tokens):
+                            told = f"{WRONG[question.part]}: {counted} prompt tokens, {question.prompt_tokens} here"
+                            return Result("identity", question.part, told), []
+                    elif status >= 500 or booked:
+                        return Result("url", "url", f"it answered {status} to a completion"), []
+        except (WarmfleetError, TimeoutError) as error:
+            return Result("url", "url", f"no answer: {error}"[:200]), []
+        return None, answered
+
+    # ------------------------------------------------ its stream
+
+    async def _seen(self, pool: Pool, worker: WorkerView, questions: Sequence[Question], reservation: str) -> Result:
+        answered_at = time.monotonic()
+        deadline = answered_at + self._settings.probe_timeout_s
+        told = False
+        while not told and time.monotonic() < deadline:
+            told = await pool.fleet.prefilled(reservation)
+            if await _missing(pool, worker, questions, reservation) == set():
+                return Result("proven")
+            if not told:
+                await asyncio.sleep(POLL_S)
+        fresh = await current(pool, worker)
+        if fresh is None:
+            return Result("")
+        missing = await _missing(pool, worker, questions, reservation)
+        if missing == set():
+            return Result("proven")
+        if _incomplete(pool, fresh) or fresh.load.slot != worker.load.slot:  # a snapshot tells only what it still holds
+            return Result("", "untested", "its index is being sent anew: its blocks cannot be tested")
+        if missing is None:
+            return Result("", "untested", "Redis lost what was told")
+        beat = fresh.heartbeat_age_s
+        if not told and (beat is None or beat > time.monotonic() - answered_at - BEAT_S):
+            return Result("", "silent", "its stream tells nothing of a probe: it is behind, or another engine answers")
+        part = next(part for part in ("tokens", "text", "chat") if part in missing)
+        return Result("identity", part, WRONG[part])
+
+
+def headers_for(pool: Pool, worker: WorkerView, settings: Settings) -> dict[str, str]:
+    """Of a request of our own to this worker."""
+    headers = {"Content-Type": "application/json"}
+    if settings.worker_api_key:
+        headers["Authorization"] = f"Bearer {settings.worker_api_key}"
+    if worker.worker_id in pool.view.ranks:
+        headers["X-data-parallel-rank"] = pool.view.ranks[worker.worker_id]
+    return headers
+
+
+async def current(pool: Pool, worker: WorkerView) -> WorkerView | None:
+    """The same incarnation as Redis has it now. Raises FleetUnavailable."""
+    for one in await pool.fleet.workers():
+        if one.worker_id == worker.worker_id and one.record.get("nonce") == worker.record.get("nonce"):
+            return one
+    return None
+
+
+def random_text(pieces: int) -> str:
+    """Unlike anything that was ever asked, from its first letters on."""
+    words = ["".join(random.choices(LETTERS, k=random.randrange(3, 9))) for _ in range(pieces)]
+    return (
+        " ".join([words[0] + words[-1], *[random.choice((word, word, random.choice(PIECES))) for word in words]]) + "."
+    )
+
+
+def _of_tokens(worker: WorkerView, hasher: Hasher) -> Question:
+    size = hasher.scheme.block_tokens
+    limit = int(worker.record.get("max_model_len") or 0) or 2 * size + 2
+    blocks = max(1, min(2, (limit - 2) // size))
+    ids = [random.choice(TOKEN_IDS) for _ in range(blocks * size + 1)]
+    return Question("tokens", {"model": worker.models[0], "prompt": ids}, len(ids), _split(hasher.chain(ids).hashes))
+
+
+def _split(packed: bytes) -> tuple[bytes, ...]:
+    return tuple(packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES))
+
+
+def _prompt_tokens(answer: bytes) -> int | None:
+    """What the engine counted; None if it does not tell."""
+    try:
+        return int(orjson.loads(answer)["usage"]["prompt_tokens"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> list[Question]:
+    """These questions without blocks that it is known to hold, a template's first words: nothing tells them again."""
+    held = iter(await pool.fleet.holds(worker.load.slot, _hashes(questions)))
+    questions = [replace(one, hashes=tuple(block for block in one.hashes if not next(held))) for one in questions]
+    if not pool.fleet.short:  # else nothing is indexed, and Redis may refuse this
+        await pool.fleet.await_blocks(worker.worker_id, probe, _hashes(questions))
+    return questions
+
+
+async def _missing(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> set[Part] | None:
+    """The questions of which its stream has not told all blocks; None: nobody knows."""
+    awaited = await pool.fleet.awaited(worker.worker_id, probe, _hashes(questions))
+    if awaited is None:
+        return None
+    missing = iter(awaited)
+    return {question.part for question in questions for _ in question.hashes if next(missing)}
+
+
+async def _over(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> None:
+    await pool.fleet.settle(probe, "finished")
+    await pool.fleet.await_no_blocks(worker.worker_id, probe, _hashes(questions))
+
+
+def _hashes(questions: Sequence[Question]) -> list[bytes]:
+    return [block for question in questions for block in question.hashes]
+
+
+def _incomplete(pool: Pool, worker: WorkerView) -> bool:
+    """What is missing in its index may be under way."""
+    truth = worker.record.get("truth") or {}
+    return bool(
+        pool.fleet.short or worker.load.flags & Flag.PARTIAL or worker.record.get("shadow") or truth.get("cause")
+    )

@@ -1,0 +1,128 @@
+"""Engines without the plugin, named in the settings: health-checked here, known to the fleet as approximate workers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from warmfleet.errors import WarmfleetError
+from warmfleet.prompt.block_hashes import TEXT_SCHEME
+from warmfleet.protocol.wire import Scheme, default_none_hash
+
+if TYPE_CHECKING:
+    from warmfleet.engines.upstream import Upstream
+    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.settings import Settings
+
+logger = logging.getLogger("warmfleet.background.stock_engines")
+
+CHECK_TIMEOUT_S = 3.0
+NAME_CHARACTERS = 64
+MIN_CHECKPOINTS = 256
+BLOCKS_PER_CHECKPOINT = 16  # a long chain has one for about 20 blocks
+_BLOCK_SIZE = re.compile(rb'cache_config_info\{[^}]*\bblock_size="(\d+)"')
+_BLOCKS = re.compile(rb'cache_config_info\{[^}]*\bnum_gpu_blocks="(\d+)"')
+
+
+@dataclass(slots=True)
+class Known:
+    """What the last good check said. capacity: checkpoints its mirror may hold."""
+
+    pool: Pool
+    record: dict[str, Any]
+    capacity: int
+    healthy: bool = True
+
+
+class StaticWorkers:
+    """One check of each engine per round; the registration is its heartbeat."""
+
+    def __init__(self, pools: Pools, upstream: Upstream, settings: Settings) -> None:
+        self._pools = pools
+        self._upstream = upstream
+        self._settings = settings
+        self._known: dict[str, Known] = {}
+
+    async def round(self) -> None:
+        """Check all engines at once. Raises FleetUnavailable if Redis does not take the result."""
+        results = await asyncio.gather(*map(self._check, self._settings.static_workers), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _check(self, url: str) -> None:
+        try:
+            known = await self._look(url)
+        except (WarmfleetError, ValueError, KeyError, TypeError) as error:
+            last = self._known.get(url)
+            if last is None:
+                logger.warning("engine %s is not usable yet: %s", url, error)
+            elif last.healthy:
+                last.healthy = False
+                logger.warning("engine %s does not answer: %s", url, error)
+            if last is not None:
+                await last.pool.fleet.register(worker_id(url), last.record, last.capacity, healthy=False)
+            return
+        if url not in self._known or not self._known[url].healthy:
+            logger.info("engine %s serves %s", url, known.pool.tag)
+        self._known[url] = known
+        await known.pool.fleet.register(worker_id(url), known.record, known.capacity, healthy=True)
+
+    async def _look(self, url: str) -> Known:
+        headers = {}
+        if self._settings.worker_api_key:
+            headers["Authorization"] = f"Bearer {self._settings.worker_api_key}"
+        status, body = await self._upstream.get(url, "/v1/models", headers, CHECK_TIMEOUT_S)
+        if status != 200:
+            raise ValueError(f"/v1/models answered {status}")
+        models = [str(entry["id"]) for entry in orjson.loads(body)["data"]]
+        pool = next((pool for pool in self._pools.all if pool.name in models), None)
+        if pool is None and len(self._pools.all) == 1:
+            pool = self._pools.all[0]
+        if pool is None:
+            raise ValueError(f"it serves {', '.join(models)[:200]}, none of WARMFLEET_MODELS")
+        if url in self._known and self._known[url].pool is pool and self._known[url].healthy:
+            scheme, capacity = Scheme.from_dict(self._known[url].record["scheme"]), self._known[url].capacity
+        else:
+            scheme, capacity = await self._cache_facts(url, headers)
+        record = {
+            "scheme_id": scheme.scheme_id,
+            "scheme": scheme.as_dict(),
+            "url": url,
+            "models": models,
+            "server_id": worker_id(url),
+        }
+        return Known(pool, record, capacity)
+
+    async def _cache_facts(self, url: str, headers: dict[str, str]) -> tuple[Scheme, int]:
+        """Its hashes need only agree among routers: without a tokenizer they are over the text."""
+        block_tokens, capacity = 16, self._settings.mirror_checkpoints
+        try:
+            status, page = await self._upstream.get(url, "/metrics", headers, CHECK_TIMEOUT_S)
+        except WarmfleetError:
+            status, page = 0, b""
+        if status == 200:
+            if size := _BLOCK_SIZE.search(page):
+                block_tokens = int(size[1])
+            if blocks := _BLOCKS.search(page):
+                capacity = min(capacity, max(MIN_CHECKPOINTS, int(blocks[1]) // BLOCKS_PER_CHECKPOINT))
+        if not self._settings.tokenizer:
+            return TEXT_SCHEME, capacity
+        return Scheme("sha256_cbor", default_none_hash("sha256_cbor"), block_tokens), capacity
+
+
+def worker_id(url: str) -> str:
+    """The name of a static worker: host and port; what these do not tell apart, a digest of the URL does."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")
+    if len(name) > NAME_CHARACTERS or parts.path.strip("/"):
+        name = f"{name[-(NAME_CHARACTERS - 9) :]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    return name

@@ -1,0 +1,110 @@
+"""How engines are started, and what is asked of engines that run already."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import httpx
+
+from warmfleet.cli.local.children import StackError
+
+VLLM_PYTHON = Path(".venv-vllm/bin/python")
+TINY_MODEL = Path("models/tiny")
+_NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._/-]")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Engines to start. kind: ``sim`` or ``vllm``. model: served name (sim) or folder (vllm).
+
+    step_time (sim): name of a preset or a factor. blocks: size of the cache, 0 = the engine's default.
+    """
+
+    count: int = 4
+    kind: str = "sim"
+    model: str = ""
+    step_time: str = ""
+    blocks: int = 0
+    vllm_python: str = ""
+
+    @property
+    def served_name(self) -> str:
+        """The name that requests give in ``model``."""
+        return Path(self.model or TINY_MODEL).name if self.kind == "vllm" else self.model or "demo"
+
+
+def engine_command(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple[list[str], dict[str, str]]:
+    """The command line of one engine and what to add to its environment. Raises StackError if it is not installed."""
+    if options.kind == "vllm":
+        return _vllm(options, name, port, redis_url)
+    argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--model", options.served_name]
+    if options.step_time:
+        argv += ["--step-time", options.step_time]
+    if options.blocks:
+        argv += ["--blocks", str(options.blocks)]
+    # not as an argument: process lists would show a password in it
+    return argv, {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_WORKER_ID": name}
+
+
+def demo_template_sha256() -> str:
+    """The digest of the chat template that simulated engines bring."""
+    content = resources.files("warmfleet_loadtest").joinpath("data/chat_template.jinja").read_text(encoding="utf-8")
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple[list[str], dict[str, str]]:
+    python = Path(options.vllm_python or VLLM_PYTHON)
+    model = Path(options.model or TINY_MODEL)
+    if not python.exists() or not model.exists():
+        missing = python if not python.exists() else model
+        raise StackError(f"{missing} is not there: run `make vllm` once, or give --vllm-python and --model")
+    argv = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1"]
+    argv += ["--port", str(port), "--served-model-name", options.served_name, "--enforce-eager", "--dtype", "float32"]
+    argv += ["--max-model-len", "4096", "--max-num-seqs", "16", "--block-size", "32"]
+    argv += ["--num-gpu-blocks-override", str(options.blocks or 1_024), "--enable-prefix-caching"]
+    argv += ["--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details"]
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores
+        "OMP_NUM_THREADS": "1",
+        "WARMFLEET_REDIS_URL": redis_url,
+        "WARMFLEET_REDIS_CA": "",  # in the URL already
+        "WARMFLEET_MODEL": options.served_name,
+        "WARMFLEET_WORKER_ID": name,
+        "WARMFLEET_WORKER_URL": f"http://127.0.0.1:{port}",
+    }
+    return argv, environment
+
+
+def discover(urls: tuple[str, ...], api_key: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(served names, model tags) of engines that run already. Raises StackError naming the one that does not answer."""
+    names: dict[str, None] = {}
+    for url in urls:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        try:
+            answer = httpx.get(f"{url.rstrip('/')}/v1/models", headers=headers, timeout=10)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise StackError(f"--worker {url} does not answer: {error}") from error
+        if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise StackError(f"--worker {url} wants an API key: set WARMFLEET_WORKER_API_KEY")
+        try:
+            models = answer.raise_for_status().json()["data"]
+            names |= {str(model["id"]): None for model in models if not model.get("parent")}  # a parent: an adapter
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise StackError(f"--worker {url} is no OpenAI server: {error}") from error
+    if not names:
+        raise StackError("the workers serve no model")
+    return tuple(names), tuple(dict.fromkeys(_tag(name) for name in names))
+
+
+def _tag(name: str) -> str:
+    """A served name as a model tag: a local path, say, has characters that keys may not have."""
+    return _NOT_IN_A_TAG.sub("-", name).strip("/")

@@ -1,0 +1,247 @@
+"""A whole fleet on this machine: a store, engines, router replicas behind one address. Used by ``up`` and ``demo``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import httpx
+
+from warmfleet.cli.client import admin_headers
+from warmfleet.cli.local.children import Child, Children, StackError
+from warmfleet.cli.local.engines import EngineOptions, demo_template_sha256, discover, engine_command
+from warmfleet.cli.local.ports import claim_shared, free_port
+from warmfleet.cli.local.store import check_store, start_store
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+POLL_SECONDS = 0.1  # between questions over HTTP: a replica has no other way to tell that it is ready
+SAY_SECONDS = 10.0  # a line at least this often while someone waits
+REPLICA_SECONDS = 30.0
+WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # real engines load a model first
+SHUTDOWN_GRACE_SECONDS = "2"  # a local stack ends fast: answers that run longer are cut
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to start. ``workers``: engines that run already (then none is started). ``redis_url``: "" = embedded."""
+
+    engines: EngineOptions = field(default_factory=EngineOptions)
+    replicas: int = 2
+    policy: str = "cost"
+    host: str = "127.0.0.1"
+    port: int = 0
+    redis_url: str = ""
+    workers: tuple[str, ...] = ()
+    worker_api_key: str = ""
+    tokenizer: str = ""
+    logs: Path | None = None
+
+
+@dataclass(frozen=True)
+class Member:
+    """One engine or replica: where it answers, and its process (None: the user's own)."""
+
+    name: str
+    url: str
+    child: Child | None = None
+
+
+class Stack:
+    """Starts on ``with``, stops everything at its end. ``say`` gets one line per step of progress.
+
+    ``address`` is shared by all replicas; each also answers at its own URL in ``replicas``.
+    """
+
+    def __init__(self, plan: Plan, say: Callable[[str], None] = lambda _line: None) -> None:
+        self.plan = plan
+        self.engines: list[Member] = []
+        self.replicas: list[Member] = []
+        self.redis_url = plan.redis_url
+        self.models: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
+        self._say = say
+        self._claimed: socket.socket | None = None
+        self._children: Children | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:  # Ctrl-C, too: no __exit__ follows, and children would live on
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop replicas, engines, store; idempotent."""
+        if self._children is not None:
+            self._children.close()
+        if self._claimed is not None:
+            self._claimed.close()
+
+    @property
+    def children(self) -> Children:
+        """The processes. Raises StackError before the start."""
+        if self._children is None:
+            raise StackError("the stack was not started")
+        return self._children
+
+    @property
+    def address(self) -> str:
+        """The base URL that all replicas share."""
+        if self._claimed is None:
+            raise StackError("the stack was not started")
+        host, port = self._claimed.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104  asked for, not bound
+        return f"http://{host}:{port}"
+
+    def _start(self) -> None:
+        plan = self.plan
+        self._claimed = claim_shared(plan.host, plan.port)
+        if plan.workers:
+            self.names, self.models = discover(plan.workers, plan.worker_api_key)
+        self._children = Children(plan.logs)
+        if plan.redis_url:
+            self.redis_url = check_store(plan.redis_url)
+            self._say("store     yours")
+        else:
+            self.redis_url = start_store(self._children)
+            self._say(f"store     embedded Valkey on a private socket: {self.redis_url}")
+        if plan.workers:
+            self.engines = [Member(f"worker-{n}", url.rstrip("/")) for n, url in enumerate(plan.workers, 1)]
+        else:
+            self._start_engines()
+        self._say(f"engines   {_list(self.engines)}")
+        for _ in range(plan.replicas):
+            self.add_replica()
+        self._say(f"replicas  {_list(self.replicas)}")
+        self._wait(self.replicas, "/readyz", REPLICA_SECONDS)
+        self.wait_routable(len(self.engines))
+
+    def _start_engines(self) -> None:
+        options = self.plan.engines
+        self.models = self.names = (options.served_name,)
+        for number in range(1, options.count + 1):
+            name, port = f"{options.kind}-{number}", free_port()
+            argv, environment = engine_command(options, name, port, self.redis_url)
+            child = self.children.start(name, argv, environment, stop_seconds=30 if options.kind == "vllm" else 3)
+            self.engines.append(Member(name, f"http://127.0.0.1:{port}", child))
+
+    def add_replica(self) -> Member:
+        """Start one more replica behind the shared address (not waited for)."""
+        plan, name, port = self.plan, f"replica-{len(self.replicas) + 1}", free_port()
+        shared = self.address.rsplit(":", 1)[1]
+        argv = [sys.executable, "-m", "warmfleet", "serve", "--host", plan.host, "--port", str(port)]
+        log = os.environ.get("WARMFLEET_DECISION_LOG", "")
+        environment = {
+            "WARMFLEET_REDIS_URL": self.redis_url,
+            "WARMFLEET_REDIS_CA": "",  # in the URL already
+            "WARMFLEET_MODELS": ",".join(self.models),
+            "WARMFLEET_POLICY": plan.policy,
+            "WARMFLEET_STATIC_WORKERS": ",".join(plan.workers),
+            "WARMFLEET_WORKER_API_KEY": plan.worker_api_key,
+            "WARMFLEET_TOKENIZER": plan.tokenizer,
+            "WARMFLEET_DECISION_LOG": log and f"{log}.{name}",
+            "WARMFLEET_SHUTDOWN_GRACE_S": SHUTDOWN_GRACE_SECONDS,
+            **self._approvals(),
+        }
+        child = self.children.start(name, [*argv, "--reuse-port", shared], environment)
+        host = self.address.rsplit(":", 1)[0]
+        member = Member(name, f"{host}:{port}", child)
+        self.replicas.append(member)
+        return member
+
+    def _approvals(self) -> dict[str, str]:
+        """What this command starts is approved: all that reaches a private store; in yours, the demo's template."""
+        if not self.plan.redis_url:
+            return {"WARMFLEET_TRUST_TEMPLATES": "1"}
+        given = os.environ.get("WARMFLEET_APPROVED_TEMPLATES", "")
+        return {"WARMFLEET_APPROVED_TEMPLATES": ",".join(filter(None, [given, demo_template_sha256()]))}
+
+    def wait_ready(self, members: Sequence[Member]) -> None:
+        """Return when all these replicas take requests; raises StackError if one does not."""
+        self._wait(members, "/readyz", REPLICA_SECONDS)
+
+    def wait_routable(self, count: int) -> None:
+        """Return when every live replica has ``count`` usable workers and can identify prompts as they do."""
+        limit = WORKER_SECONDS[self.plan.engines.kind]
+        started, told, told_at = time.monotonic(), -1, 0.0
+        deadline = started + limit
+        while True:
+            alive = [replica for replica in self.replicas if replica.child and replica.child.alive]
+            states = [self.fleet(replica) for replica in alive]
+            ready = min((sum(map(usable, _workers(models))) for models in states), default=0)
+            if ready != told or time.monotonic() - told_at > SAY_SECONDS:
+                told, told_at = ready, time.monotonic()
+                self._say(f"workers   {ready} of {count} ready ({told_at - started:.1f} s)")
+            if ready >= count and all(model["identity"] != "none" for models in states for model in models):
+                return
+            self._check_alive([*self.engines, *self.replicas])
+            if time.monotonic() > deadline:
+                raise StackError(f"only {ready} of {count} workers ready after {limit:.0f} s:\n{_reasons(states)}")
+            time.sleep(POLL_SECONDS)
+
+    def workers(self, replica: Member | None = None) -> list[dict[str, Any]]:
+        """Workers as one replica (default: whichever answers) lists them; none if it does not answer."""
+        return _workers(self.fleet(replica))
+
+    def fleet(self, replica: Member | None = None) -> list[dict[str, Any]]:
+        """The models of ``GET /workers``; none if the replica does not answer."""
+        try:
+            url = f"{replica.url if replica else self.address}/workers"
+            answer = httpx.get(url, headers=admin_headers(), timeout=5)
+            return list(answer.raise_for_status().json()["models"])
+        except httpx.HTTPError:
+            return []
+
+    def _wait(self, members: Sequence[Member], path: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for member in members:
+            while not _answers(member.url + path):
+                self._check_alive([member])
+                if time.monotonic() > deadline:
+                    tail = member.child.tail() if member.child else ""
+                    raise StackError(f"{member.name} does not answer {path} after {seconds:.0f} s:\n{tail}")
+                time.sleep(POLL_SECONDS)
+
+    def _check_alive(self, members: Sequence[Member]) -> None:
+        for member in members:
+            if member.child is not None and not member.child.alive:
+                raise StackError(f"{member.name} ended ({member.child.ending}):\n{member.child.tail()}")
+
+
+def usable(worker: dict[str, Any]) -> bool:
+    """A worker of ``GET /workers`` that gets requests with its cache known."""
+    return bool(worker["routable"]) and worker["proof"] in ("proven", "approximate")
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def _list(members: Sequence[Member]) -> str:
+    return ", ".join(f"{member.name} {member.url.removeprefix('http://')}" for member in members)
+
+
+def _workers(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [worker for model in models for worker in model["workers"]]
+
+
+def _reasons(states: Sequence[Sequence[dict[str, Any]]]) -> str:
+    workers = max(map(_workers, states), key=len, default=[])
+    return "\n".join(
+        f"  {worker['worker_id']}: {worker['proof']}, {'' if worker['routable'] else 'not '}routable {worker['reason']}"
+        for worker in workers
+    )

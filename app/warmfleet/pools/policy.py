@@ -1,0 +1,128 @@
+"""Which policy a model's decisions follow, and where a consistent-hash ring would look. The rules are in lua/."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from warmfleet.errors import BadArgument
+from warmfleet.per_model import PerModel
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from warmfleet.pools.fleet_view import View
+    from warmfleet.prompt.request import Request
+
+#: As lua/decide.lua knows them; lua/README.md says where each comes from.
+POLICIES = (
+    *("cost", "sticky", "two_state", "prefix_affinity", "chwbl", "session"),
+    *("least_loaded", "power_of_two", "round_robin", "random"),
+)
+POINTS = 256  # of each worker on the ring: KubeAI's default, as are the characters
+PREFIX_CHARACTERS = 100
+HOMES = 8  # of a session's workers, first to last, so many are told: one of them will be there
+
+
+def policies(text: str) -> PerModel[str]:
+    """``cost,modelA=sticky`` -> policy by model. Raises BadArgument."""
+    try:
+        return PerModel("cost").read(text, _known)
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+
+
+def _known(name: str) -> str:
+    if name not in POLICIES:
+        raise ValueError(f"{name[:80]!r} is no policy; known are {', '.join(POLICIES)}")
+    return name
+
+
+class Switch:
+    """The policy of one model: the operator's while there is one, else the setting's."""
+
+    def __init__(self, configured: str = "cost") -> None:
+        self.configured = configured
+        self.operators = ""
+        self.ring = Ring()
+
+    @property
+    def name(self) -> str:
+        return self.operators or self.configured
+
+    @property
+    def source(self) -> str:
+        return "operator" if self.operators else "setting"
+
+    def follow(self, told: str) -> bool:
+        """Take what the operator told, "" for nothing, as is an unknown name; returns whether the policy changed."""
+        before, self.operators = self.name, told if told in POLICIES else ""
+        return before != self.name
+
+    def order(self, view: View, request: Request, session: bytes) -> tuple[str, ...]:
+        """Where a ring would look for this request, first to last; empty where the policy asks for none."""
+        if self.name == "chwbl":
+            return self.ring.order(prefix_key(request, view.adapters), view.ids, len(view.ids))
+        session = session or request.cache_key.encode("utf-8", "surrogatepass")
+        if session and self.name in ("cost", "session"):
+            return self.ring.order(session, view.ids, HOMES)
+        return ()
+
+    def orders(self, view: View, request: Request, session: bytes) -> dict[str, tuple[str, ...]]:
+        """The same for each policy that looks at a ring, whatever the policy is now: for the decision log."""
+        session = session or request.cache_key.encode("utf-8", "surrogatepass")
+        found = {"chwbl": self.ring.order(prefix_key(request, view.adapters), view.ids, len(view.ids))}
+        homes = self.ring.order(session, view.ids, HOMES) if session else ()
+        return found | {"cost": homes, "session": homes}
+
+
+class Ring:
+    """A consistent-hash ring of workers, made anew when they are others."""
+
+    def __init__(self) -> None:
+        self._points: dict[str, list[int]] = {}
+        self._ring: list[int] = []
+        self._names: Sequence[str] = ()
+
+    def order(self, key: bytes, workers: Sequence[str], limit: int) -> tuple[str, ...]:
+        """The first ``limit`` different workers from the hash of ``key`` on."""
+        if workers != self._names:
+            self._build(workers)
+        ring, names, found = self._ring, self._names, dict[str, None]()
+        limit = min(limit, len(names))
+        at = bisect_left(ring, xxhash.xxh64_intdigest(key) << 16)
+        while len(found) < limit:
+            found[names[ring[at % len(ring)] & 0xFFFF]] = None
+            at += 1
+        return tuple(found)
+
+    def _build(self, workers: Sequence[str]) -> None:
+        hashes = xxhash.xxh64_intdigest
+        known = {
+            name: self._points.get(name) or [hashes(f"{name}{n}".encode()) for n in range(POINTS)] for name in workers
+        }
+        self._points, self._names = known, workers
+        self._ring = sorted(point << 16 | at for at, name in enumerate(workers) for point in known[name])
+
+
+def prefix_key(request: Request, adapters: Collection[str] | Mapping[str, object]) -> bytes:
+    """What ``chwbl`` hashes: the adapter's name and the first characters of the prompt, of a chat of its first user
+    message; of token ids their digits."""
+    adapter = request.model if request.model in adapters else ""
+    text = ""
+    if request.messages:
+        users = (one for one in request.messages if one.get("role") == "user")
+        text = _text(next(users, {}).get("content"))
+    elif request.prompts:
+        first = request.prompts[0]
+        text = first if isinstance(first, str) else " ".join(map(str, first[:PREFIX_CHARACTERS]))
+    return (adapter + text[:PREFIX_CHARACTERS]).encode("utf-8", "surrogatepass")
+
+
+def _text(content: object) -> str:
+    if isinstance(content, list):
+        parts = (one.get("text") for one in content if isinstance(one, dict))
+        return "".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,101 @@
+"""How long clients wait for their first byte, by model, and the time to first token that decisions aim at.
+
+Waits are counted in buckets 9 % wide, so a quantile is right to half of that whatever the distribution, at one addition
+for each request and a fixed size. What is older than a window is forgotten a twelfth of it at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.pool import Pool
+
+WINDOW_S = 60.0
+SLICES = 12
+LEAST_S = 1e-4  # of the first bucket; what is quicker counts as that
+PER_OCTAVE = 8  # buckets between a wait and twice as long a one
+BUCKETS = 24 * PER_OCTAVE  # up to 1,677 s
+MET, FOLLOWED = (
+    0.9,
+    0.5,
+)  # quantiles: what must meet the objective, what is in force at most ("Decisions", app/README.md)
+ENOUGH = 50  # waits in the window: of fewer a quantile is chance, and there is no objective
+SHOWN = (0.5, 0.9, 0.99)
+_SCALE = PER_OCTAVE / math.log(2)
+_OFFSET = math.log(LEAST_S) * _SCALE
+
+
+class Tail:
+    """The waits of the last minute. objective_s: 0 = none."""
+
+    def __init__(self, objective_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.objective_s = objective_s
+        self.count = 0
+        self._clock = clock
+        self._slice_s = WINDOW_S / SLICES
+        self._slices = [[0] * BUCKETS for _ in range(SLICES)]
+        self._total = [0] * BUCKETS
+        self._now = int(clock() / self._slice_s)
+        self._in_force_s: float | None = None  # until a slice ends
+
+    def observe(self, seconds: float) -> None:
+        """One request's wait."""
+        self._turn()
+        bucket = int(math.log(seconds) * _SCALE - _OFFSET) if seconds > LEAST_S else 0
+        bucket = min(bucket, BUCKETS - 1)
+        self._slices[self._now % SLICES][bucket] += 1
+        self._total[bucket] += 1
+        self.count += 1
+
+    def quantile(self, share: float) -> float:
+        """Seconds that this share of the waits did not exceed, to 4.5 %; 0 if there were none."""
+        self._turn()
+        rank, seen = max(1, math.ceil(share * self.count)), 0
+        for bucket, count in enumerate(self._total):
+            seen += count
+            if seen >= rank:
+                return LEAST_S * math.exp2((bucket + 0.5) / PER_OCTAVE)
+        return 0.0
+
+    @property
+    def in_force_s(self) -> float:
+        """While 10 % wait longer than the objective: it, or the median wait if that is shorter; else 0, none."""
+        if not self.objective_s:
+            return 0.0
+        self._turn()
+        if self._in_force_s is None:
+            missed = self.count >= ENOUGH and self.quantile(MET) > self.objective_s
+            self._in_force_s = min(self.objective_s, self.quantile(FOLLOWED)) if missed else 0.0
+        return self._in_force_s
+
+    def figures(self) -> dict[str, float]:
+        """For people: requests of the window, P50, P90, P99, the objective and what of it is in force, in seconds."""
+        shares = {f"p{round(100 * share)}_s": self.quantile(share) for share in SHOWN}
+        return {"requests": self.count, **shares, "objective_s": self.objective_s, "in_force_s": self.in_force_s}
+
+    def _turn(self) -> None:
+        """Forget the slices whose time is over."""
+        now = int(self._clock() / self._slice_s)
+        if now == self._now:
+            return
+        for one in range(max(self._now, now - SLICES) + 1, now + 1):
+            old = self._slices[one % SLICES]
+            for bucket, count in enumerate(old):
+                if count:
+                    self._total[bucket] -= count
+                    self.count -= count
+                    old[bucket] = 0
+        self._now, self._in_force_s = now, None
+
+
+def noted(pool: Pool, metrics: Metrics, seconds: float, *, streamed: bool) -> None:
+    """A request's first byte came after so long. streamed: of a plain answer that is its last."""
+    metrics.first_byte_seconds.labels(pool.tag).observe(seconds)
+    if streamed:
+        pool.tail.observe(seconds)

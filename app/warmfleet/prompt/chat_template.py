@@ -1,0 +1,215 @@
+"""Chat templates: compiled as transformers compiles them, and what vLLM reads off their syntax tree."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.sandbox
+from jinja2 import nodes
+
+from warmfleet.prompt.messages import Format, Message, NotReproducible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Parameters of transformers' apply_chat_template that a request may set whether or not the template names them.
+BASE_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "documents"})
+_NAMES_OF_DICT = frozenset(dir(dict))
+#: Its parameters that end there: no template ever sees them.
+SWALLOWED = frozenset(
+    {
+        *("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}`` marks what the model wrote; rendering only passes it through."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_through"), [], [], body).set_lineno(line)
+
+    def _through(self, caller: Any) -> str:
+        return str(caller())
+
+
+class PlainEnvironment(jinja2.Environment):
+    """For templates the operator trusts: no sandbox, and ``message.role`` looks into a plain dict first."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _NAMES_OF_DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
+class ChatTemplate:
+    """One template. Raises jinja2.TemplateError (TemplateSyntaxError) if it does not compile."""
+
+    state = "approved"
+
+    def __init__(self, source: str, content_format: str = "auto", *, trusted: bool = False) -> None:
+        kind = PlainEnvironment if trusted else jinja2.sandbox.ImmutableSandboxedEnvironment
+        environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols])
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        tree = environment.parse(source)
+        self._source = source
+        self._template = environment.from_string(source)
+        self._template.globals = dict(self._template.globals)  # every render copies it: a ChainMap is slow to
+        self._names = frozenset(jinja2.meta.find_undeclared_variables(tree)) - SWALLOWED | BASE_PARAMETERS
+        self.knows_developer = knows_developer(source)
+        detected: Format = "openai" if any(_content_loops(tree)) else "string"
+        self.content_format: Format = content_format if content_format in ("string", "openai") else detected  # type: ignore[assignment]  # checked here
+
+    @property
+    def here(self) -> ChatTemplate:
+        """What renders in this process; see ``approval.Template``, which may have none."""
+        return self
+
+    def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
+        """The prompt text. arguments: of the request, kept if the template names them; fixed: always given.
+
+        Raises NotReproducible if the template refuses the messages: the engine will say why.
+        """
+        arguments = {name: value for name, value in arguments.items() if name in self._names}
+        goes_on = arguments.pop("continue_final_message", False)
+        try:
+            if goes_on:
+                return self._continued(messages, {**fixed, **arguments})
+            return self._template.render(messages=messages, **{**fixed, **arguments})
+        except (NotReproducible, MemoryError):
+            raise
+        except Exception as error:  # a template may raise anything at all
+            raise NotReproducible("template") from error
+
+    def _continued(self, messages: list[Message], arguments: dict[str, Any]) -> str:
+        # As transformers does it: a tag behind the last message tells where to cut what the template appends.
+        last = dict(messages[-1])
+        content = last["content"]
+        if isinstance(content, list):
+            if not content:
+                raise NotReproducible("template")
+            final = content[-1]["text"]
+            last["content"] = [*content[:-1], content[-1] | {"text": final + _CONTINUE_TAG}]
+        else:
+            final, last["content"] = content, content + _CONTINUE_TAG
+        text = self._template.render(messages=[*messages[:-1], last], **arguments)
+        tag = _CONTINUE_TAG.strip()
+        if tag not in text or final.strip() not in text:
+            raise NotReproducible("template")
+        end = text.rindex(tag)
+        return text[:end] if text[end : end + len(_CONTINUE_TAG)] == _CONTINUE_TAG else text[:end].rstrip()
+
+
+def knows_developer(source: str) -> bool:
+    """As vLLM looks: does the template name that role?"""
+    return '"developer"' in source or "'developer'" in source
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005  the engine uses its local time as well
+
+
+# ------------------------------------------------------------ does the template loop over a message's content?
+# vLLM gives such a template a list of parts ("openai"), any other one joined text ("string"). The same rules as
+# vllm/renderers/hf.py, so that "auto" means the same thing in both places.
+
+
+def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
+    """``node`` is the variable ``name`` (or its ``key``), behind any filters, tests and slices."""
+    while isinstance(node, nodes.Filter | nodes.Test) or _is_slice(node):
+        node = node.node  # type: ignore[union-attr]  # mypy does not see through _is_slice
+    if key is not None:
+        node = _owner(node, key)
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
+
+
+def _is_slice(node: nodes.Node | None) -> bool:
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+
+
+def _owner(node: nodes.Node | None, key: str) -> nodes.Node | None:
+    """x of ``x[key]`` or ``x.key``."""
+    if isinstance(node, nodes.Getitem):
+        return node.node if isinstance(node.arg, nodes.Const) and node.arg.value == key else None
+    return node.node if isinstance(node, nodes.Getattr) and node.attr == key else None
+
+
+def _aliases(tree: nodes.Template, name: str) -> list[str]:
+    found, waiting = [name], deque([name])
+    while waiting:
+        current = waiting.popleft()
+        for assign in tree.find_all(nodes.Assign):
+            if _reads(assign.node, current) and isinstance(assign.target, nodes.Name):
+                if assign.target.name not in found:
+                    waiting.append(assign.target.name)
+                found.append(assign.target.name)
+    return found
+
+
+def _message_names(tree: nodes.Template) -> list[str]:
+    lists = _aliases(tree, "messages")
+    return [
+        loop.target.name
+        for loop in tree.find_all(nodes.For)
+        if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in lists)
+    ]
+
+
+def _content_loops(tree: nodes.Template) -> Iterator[nodes.For]:
+    messages = _message_names(tree)
+    parameters, in_macros = _macro_contents(tree, messages)
+    for loop in tree.find_all(nodes.For):
+        direct = any(_reads(loop.iter, name, "content") for name in messages)
+        bare = isinstance(loop.iter, nodes.Name) and (
+            loop.iter.name in parameters.get(id(loop), ())
+            or (loop.iter.name == "content" and id(loop) not in in_macros)
+        )
+        if direct or bare:
+            yield loop
+
+
+def _macro_contents(tree: nodes.Template, messages: list[str]) -> tuple[dict[int, set[str]], set[int]]:
+    """Loops inside macros, and those macros' parameters that receive a message's content."""
+    parameters: dict[int, set[str]] = {}
+    loops: set[int] = set()
+    for macro in tree.find_all(nodes.Macro):
+        names = [argument.name for argument in macro.args]
+        content: set[str] = set()
+        for call in tree.find_all(nodes.Call):
+            if not isinstance(call.node, nodes.Name) or call.node.name != macro.name:
+                continue
+            given = [*zip(names, call.args, strict=False), *((item.key, item.value) for item in call.kwargs)]
+            content |= {n for n, value in given if n in names and any(_reads(value, m, "content") for m in messages)}
+        for loop in macro.find_all(nodes.For):
+            loops.add(id(loop))
+            if content:
+                parameters[id(loop)] = content
+    return parameters, loops

@@ -1,0 +1,296 @@
+"""What a worker's model makes of a request: its chat template and its tokenizer, equal to the engine's.
+
+Built from what the workers bring (``fleet.artifact``), or from a path or hub name. What earlier prompts have in common
+with a new one is not tokenised or hashed again (``trie``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import orjson
+
+from warmfleet.prompt import messages as chat
+from warmfleet.prompt.cut_points import Cuts
+from warmfleet.prompt.media_prefix import agreed, variants
+from warmfleet.prompt.messages import NotReproducible
+from warmfleet.prompt.prefix_trie import Prompt, Reading, Trie
+from warmfleet.untrusted.tokenizer_trial import Encoders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from concurrent.futures import Executor
+
+    from warmfleet.prompt.block_hashes import Hasher, Lora
+    from warmfleet.prompt.chat_template import ChatTemplate
+    from warmfleet.prompt.media_prefix import Change
+    from warmfleet.prompt.messages import Format, Message
+    from warmfleet.prompt.prefix_trie import Node
+    from warmfleet.prompt.request import Request
+    from warmfleet.prompt.tokenizer import Encoder
+    from warmfleet.untrusted.template_approval import Template, Templates
+
+logger = logging.getLogger("warmfleet.prompt.prompt_identity")
+
+MAX_UNUSED = 2  # identities, for when a fleet changes back; a tokenizer takes 100 to 240 MB
+MAX_WAITING = 64  # texts in the executor; beyond, requests are routed by load
+INLINE_BYTES = 65_536  # larger bodies are rendered and read in the executor: 1 ms of the event loop and more
+FAST_FACTOR = 20  # how much longer a new text may be inline with the fast engine: 1.5 ms of the event loop
+
+NO_IDS = array("I")
+Made = TypeVar("Made")
+Rendering = tuple["list[Message]", dict[str, Any], dict[str, Any]]
+
+
+class Identity:
+    """Token ids and block hashes of requests of one model, exactly as its engines see them."""
+
+    kind = "exact"
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        template: ChatTemplate | Template | None,
+        facts: Mapping[str, Any],
+        executor: Executor,
+        trie: Trie,
+        cuts: Cuts | None = None,
+    ) -> None:
+        self.key = ""
+        self.encoder = encoder
+        self._template = template
+        self._fixed = {"tools": None, "documents": None, **(facts.get("special_tokens") or {})}
+        self._defaults = dict(facts.get("default_chat_template_kwargs") or {})
+        self._drop_unused_tools = bool(facts.get("exclude_tools_when_tool_choice_none"))
+        self._tools_known = bool(facts.get("same_template_with_tools", True))
+        self._multimodal = bool(facts.get("multimodal"))
+        self._placeholders = dict(facts.get("placeholders") or {})
+        self._executor = executor
+        self._trie = trie
+        self._readings = {special: _reading(encoder, cuts, special=special) for special in (False, True)}
+        self._waiting = 0
+
+    @property
+    def tokenizer(self) -> str:
+        """For people: how fast texts become ids, and whether of a conversation only what is new has to."""
+        cuts = self._readings[True].cuts
+        engine = "fast" if self.encoder.fast else "slow"
+        return engine if cuts.separators or cuts.spaces else f"{engine}, no pieces"
+
+    @property
+    def template(self) -> str:
+        """For people: what becomes of chats."""
+        return self._template.state if self._template is not None else "none"
+
+    async def prompts(
+        self, request: Request, hashers: tuple[Hasher, ...], lora: Lora, inline_characters: int
+    ) -> list[Prompt]:
+        """Every prompt of the request; of several only the longest gets its chains: it decides where they go.
+
+        Raises NotReproducible with the reason. What has more than ``inline_characters`` of new text (for the slow
+        engine) goes to the executor, large chats as a whole.
+        """
+        reading = replace(self._readings[request.add_special_tokens], hashers=hashers, salt=request.salt, lora=lora)
+        if request.endpoint == "chat":
+            if self._template is not None and self._template.here is None:
+                return [await self._read(await self._render_apart(request, self._template), reading, inline_characters)]
+            if request.size_bytes > INLINE_BYTES:
+                return [await self._elsewhere(self._render_and_read, request, reading)]
+            return [await self._read(self.render(request), reading, inline_characters)]
+        if request.size_bytes > INLINE_BYTES or len(request.prompts) > 1:
+            return await self._elsewhere(self._read_all, request.prompts, reading)
+        (prompt,) = request.prompts
+        if isinstance(prompt, list):
+            return [_given(prompt, reading)]
+        return [await self._read(prompt, reading, inline_characters)]
+
+    async def token_ids(self, request: Request, inline_characters: int) -> list[list[int]]:
+        """The ids alone, a list for each prompt. Raises NotReproducible with the reason."""
+        return [prompt.ids for prompt in await self.prompts(request, (), None, inline_characters)]
+
+    async def beginning(self, request: Request) -> tuple[list[int], int]:
+        """Ids that a chat with images certainly begins with, and how many it has about. Raises NotReproducible."""
+        template = self._template
+        if template is None or not self._multimodal:
+            raise NotReproducible("parts")
+        form = await template.ready() if template.here is None else template.here.content_format
+        texts = [await self._variant(template, form, *one) for one in variants(request, form, self._placeholders)]
+        reading = self._readings[request.add_special_tokens]
+        return await self._elsewhere(lambda: agreed(texts, lambda text: self._read_now(text, reading).ids))
+
+    async def _variant(self, template: ChatTemplate | Template, form: Format, request: Request, change: Change) -> str:
+        make = partial(self._rendering, request, form, knows_developer=template.knows_developer, change=change)
+        here = template.here
+        if here is None:
+            return await cast("Template", template).render(*await self._elsewhere(make))
+        return await self._elsewhere(lambda: here.render(*make()))
+
+    def render(self, request: Request) -> str:
+        """The prompt text of a chat request, made in this process."""
+        here = None if self._template is None else self._template.here
+        if here is None:
+            raise NotReproducible("no_template")
+        return here.render(*self._rendering(request, here.content_format, knows_developer=here.knows_developer))
+
+    async def _render_apart(self, request: Request, template: Template) -> str:
+        """The same in the process of a template that nobody approved."""
+        form = await template.ready()
+        make = partial(self._rendering, request, form, knows_developer=template.knows_developer)
+        large = request.size_bytes > INLINE_BYTES
+        return await template.render(*(await self._elsewhere(make) if large else make()))
+
+    def _rendering(
+        self, request: Request, content_format: Format, *, knows_developer: bool, change: Change | None = None
+    ) -> Rendering:
+        """Messages and variables as a template gets them. change: of the messages, before."""
+        tools = request.tools
+        if tools and not self._tools_known:
+            raise NotReproducible("tools")
+        if self._drop_unused_tools and request.tool_choice == "none":
+            tools = None
+        messages = chat.conversation(request.messages, content_format)
+        if change is not None:
+            messages = change(messages)
+        if not knows_developer:
+            messages = chat.developer_to_system(messages)
+        return messages, {**self._defaults, **request.arguments}, {**self._fixed, "tools": chat.tool_schemas(tools)}
+
+    async def _read(self, text: str, reading: Reading, inline_characters: int) -> Prompt:
+        path = self._trie.find(text, reading)
+        new = len(text) - sum(node.size for node in path)
+        if new > inline_characters * (FAST_FACTOR if self.encoder.fast else 1):
+            return await self._elsewhere(self._read_now, text, reading, path)
+        return self._read_now(text, reading, path)
+
+    def _read_now(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
+        try:
+            return self._trie.read(text, reading, path)
+        except (UnicodeEncodeError, UnicodeDecodeError) as error:  # a lone surrogate: the engine answers 400
+            raise NotReproducible("unicode") from error
+
+    def _read_all(self, given: Sequence[str | list[int]], reading: Reading) -> list[Prompt]:
+        plain = replace(reading, hashers=()) if len(given) > 1 else reading
+        prompts = [_given(one, plain) if isinstance(one, list) else self._read_now(one, plain) for one in given]
+        if len(given) > 1:
+            k = max(range(len(prompts)), key=lambda one: prompts[one].tokens)
+            prompts[k] = _given(prompts[k].ids, reading)
+        return prompts
+
+    def _render_and_read(self, request: Request, reading: Reading) -> Prompt:
+        return self._read_now(self.render(request), reading)
+
+    async def _elsewhere(self, work: Callable[..., Made], *args: Any) -> Made:
+        """In the executor. Raises NotReproducible if too many wait for it."""
+        if self._waiting >= MAX_WAITING:
+            raise NotReproducible("busy")
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+        finally:
+            self._waiting -= 1
+
+
+def _reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:
+    """How texts are read; what differs from request to request is filled in later."""
+    if encoder.affixes is None or cuts is None:
+        encode = encoder.whole if special else encoder.plain
+        return Reading((encoder.name, special), encode, Cuts((), spaces=False))
+    prefix, suffix = encoder.affixes if special else (NO_IDS, NO_IDS)
+    name = encoder.name, cuts.separators, cuts.spaces
+    return Reading(name, encoder.plain, cuts, prefix, suffix)
+
+
+def _given(ids: list[int], reading: Reading) -> Prompt:
+    """A prompt whose ids the client has sent."""
+    made = array("I", ids)
+    chains = tuple(hasher.chain(made, reading.salt, reading.lora) for hasher in reading.hashers)
+    return Prompt((made,), len(made), chains)
+
+
+def canonical_text(request: Request) -> list[bytes]:
+    """What stands for the token ids where no tokenizer is known: equal prompts give equal bytes, and so do prefixes."""
+    try:
+        head = orjson.dumps([request.model, request.salt, request.tools])
+    except TypeError as error:  # nested deeper than orjson goes
+        raise NotReproducible("tools") from error
+    if request.endpoint == "completions":
+        return [
+            head + (prompt.encode() if isinstance(prompt, str) else array("I", prompt).tobytes())
+            for prompt in request.prompts
+        ]
+    try:
+        return [head + b"".join([orjson.dumps(message) for message in chat.conversation(request.messages, "string")])]
+    except TypeError as error:  # a lone surrogate in a tool call's arguments
+        raise NotReproducible("unicode") from error
+
+
+class Identities:
+    """Builds identities once, keeps those in use; the tokenizers, which are the heavy part, are shared by content."""
+
+    def __init__(self, executor: Executor, trie: Trie, templates: Templates) -> None:
+        self._executor = executor
+        self._trie = trie
+        self.templates = templates
+        self._encoders = Encoders(executor)
+        self._built: dict[str, Identity] = {}
+
+    def known(self, key: str) -> Identity | None:
+        return self._built.get(key)
+
+    def keep(self, used: Collection[str]) -> None:
+        """Forget all but these and the last few others."""
+        for key in [key for key in self._built if key not in used][:-MAX_UNUSED]:
+            del self._built[key]
+
+    async def build(
+        self, key: str, artifacts: Mapping[str, bytes], facts: Mapping[str, Any], *, trusted: bool = False
+    ) -> Identity:
+        """Raises ValueError (or jinja2.TemplateError) for artifacts that cannot be used. trusted: the operator's."""
+        tokenizer = artifacts.get("tokenizer.json")
+        if tokenizer is None:
+            raise ValueError("the worker brought no tokenizer")
+        source = artifacts.get("chat_template.jinja")
+        text = source.decode() if source is not None else ""
+        trusted = trusted or self.templates.trust_all  # who lets workers' code run here needs no trial of their tables
+        encoder, cuts = await self._encoders.take(tokenizer, text, trusted=trusted)
+        template = None
+        if source is not None:
+            template = await self.templates.take(source, str(facts.get("content_format", "auto")))
+        identity = Identity(encoder, template, facts, self._executor, self._trie, cuts)
+        identity.key = key
+        self._built[key] = identity
+        if identity.tokenizer != "fast":
+            logger.warning("%s: slower than others, its tokenizer is %s (see /workers)", key[:12], identity.tokenizer)
+        return identity
+
+    async def load(self, name: str) -> Identity:
+        """From a local path or a hub name, as the operator says; raises ValueError if transformers cannot read it."""
+        key = f"override {name}"
+        known = self.known(key)
+        if known is not None:
+            return known
+        loop = asyncio.get_running_loop()
+        artifacts, facts = await loop.run_in_executor(self._executor, _with_transformers, name)
+        return await self.build(key, artifacts, facts, trusted=True)
+
+
+def _with_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
+    try:
+        from transformers import AutoTokenizer  # 2 s and 400 MB: only where an operator names a model
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the tokenizer {name!r} needs transformers: pip install 'warmfleet[hub]'") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        artifacts = {"tokenizer.json": tokenizer.backend_tokenizer.to_str().encode()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"cannot load the tokenizer {name!r}: {error}") from error
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, str):
+        artifacts["chat_template.jinja"] = template.encode()
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    return artifacts, {"special_tokens": special}

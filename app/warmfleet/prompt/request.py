@@ -1,0 +1,294 @@
+"""Body → request: parsed once, checked only as far as routing needs; the engine judges the rest."""
+
+from __future__ import annotations
+
+import array
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import orjson
+
+from warmfleet.errors import BadRequest, TooLarge
+from warmfleet.prompt.messages import is_text
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+Endpoint = Literal["completions", "chat"]
+PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+MAX_PROMPTS = 256
+MAX_SAMPLES = 256
+MAX_MESSAGES = 4_096
+MAX_VALUES = 1_100_000  # in a body, told by its commas: reading more would hold up all other requests
+MAX_MODEL_LEN = 2**20  # tokens, where an engine does not say
+TOKEN_BYTES = 16  # of JSON, for a token: real text has less than half
+MAX_BOOKED_TOKENS = 2**22  # one request may not overflow a row of sums
+
+#: Fields that change the prompt behind the router's back: refused unless the operator allows them by name.
+REFUSED = ("chat_template", "kv_transfer_params")
+#: Fields that make the prompt, or the use of the cache, unforeseeable: such a request is routed by load alone.
+UNFORESEEABLE = {
+    "prompt_embeds": "embeds",
+    "prompt_logprobs": "prompt_logprobs",  # such requests skip the cache
+    "truncate_prompt_tokens": "truncation",
+    "mm_processor_kwargs": "parts",
+    "suffix": "suffix",
+}
+#: Fields for which the engine needs the prompt's text itself: such a request is never handed off as token ids.
+TEXT_ONLY = ("echo", "return_prompt_text")
+#: Fields of a chat whose numbers a template may print, beside those in its messages.
+NOT_ONLY_TEXT = ("tools", "chat_template_kwargs", "documents")
+#: Of chat_template_kwargs: with ``tokenize`` the template's ids come by another way.
+UNFORESEEABLE_ARGUMENTS = ("tokenize", "chat_template")
+MAX_SALT = 1_024  # characters; newer engines take 128
+#: orjson reads an integer of more than 64 bits as a float, vLLM does not.
+_LONG = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
+_LONG_NUMBER = re.compile(rb"[\[:,]\s*-?\d{19}")
+MAX_LONG_NUMBERS_BYTES = 1_000_000  # of a body with such numbers: the other parser is slow
+
+
+@dataclass(slots=True)
+class Request:
+    """What routing needs of a body. ``unforeseen``: why the prompt cannot be known, else empty. ``text_only``: the
+    engine needs the prompt's text to answer.
+
+    prompts: completions only, each a text or token ids. arguments: for the chat template. size_bytes: of the body.
+    cache_key: OpenAI's ``prompt_cache_key``, which names what requests have in common.
+    """
+
+    endpoint: Endpoint
+    model: str
+    stream: bool
+    samples: int
+    max_tokens: int | None
+    salt: str | None
+    add_special_tokens: bool
+    unforeseen: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    prompts: list[str | list[int]] = field(default_factory=list)
+    tools: Any = None
+    tool_choice: Any = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    size_bytes: int = 0
+    priority: Any = None
+    text_only: bool = False
+    cache_key: str = ""
+
+    @property
+    def path(self) -> str:
+        return PATHS[self.endpoint]
+
+
+def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
+    """Raises BadRequest naming the field at fault, TooLarge."""
+    data = decoded(body)
+    request = from_dict(endpoint, data, allowed)
+    request.size_bytes = len(body)
+    if len(body) > MAX_LONG_NUMBERS_BYTES and not request.unforeseen and _may_be_rounded(data, body):
+        request.unforeseen = "numbers"
+    return request
+
+
+def decoded(body: bytes) -> dict[str, Any]:
+    """The JSON object, its numbers as vLLM reads them if it is not very large. Raises BadRequest, TooLarge."""
+    if body.count(b",") > MAX_VALUES:
+        raise TooLarge(f"The body has more than {MAX_VALUES} values.")
+    try:
+        data = orjson.loads(body)
+        if isinstance(data, dict) and len(body) <= MAX_LONG_NUMBERS_BYTES and _may_be_rounded(data, body):
+            data = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"The body is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise BadRequest("The body must be a JSON object.")
+    return data
+
+
+def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = ()) -> Request:
+    """The same for a body that is already parsed; its size is the caller's to tell."""
+    for name in REFUSED:
+        given = data.get(name)
+        if given is None and name == "chat_template" and isinstance(data.get("chat_template_kwargs"), dict):
+            given = data["chat_template_kwargs"].get(name)
+        if given is not None and name not in allowed:
+            raise BadRequest(f"{name} is not accepted by this router.", name)
+    request = Request(
+        endpoint=endpoint,
+        model=_typed(data, "model", str, ""),
+        stream=_typed(data, "stream", bool, False),
+        samples=_whole(data, "n", 1, MAX_SAMPLES) or 1,
+        max_tokens=_whole(data, "max_completion_tokens", 0) or _whole(data, "max_tokens", 0),
+        salt=_salt(data),
+        add_special_tokens=_typed(data, "add_special_tokens", bool, endpoint == "completions"),
+        unforeseen=_unforeseen(endpoint, data),
+        priority=data.get("priority"),
+        text_only=any(data.get(name) not in (None, False) for name in TEXT_ONLY),
+    )
+    if type(key := data.get("prompt_cache_key")) is str:
+        request.cache_key = key
+    if endpoint == "completions":
+        request.prompts = [] if request.unforeseen == "embeds" else _prompts(data)
+    else:
+        request.messages = _messages(data)
+        request.tools, request.tool_choice = data.get("tools"), data.get("tool_choice")
+        request.arguments = _template_arguments(data)
+    return request
+
+
+def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
+    """Whether a number that may reach the prompt is one that orjson has changed, perhaps: the other parser decides."""
+    if not any(data.get(name) for name in NOT_ONLY_TEXT):
+        messages = data.get("messages")
+        values = [one.values() for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+        if {type(value) for one in values for value in one} <= {str}:
+            return False
+    return b"0" * 19 in body.translate(_LONG) and _LONG_NUMBER.search(body) is not None
+
+
+def priority(request: Request) -> int:
+    """Of a request that may name its own: lower goes first. Raises BadRequest."""
+    if request.priority is None:
+        return 0
+    if type(request.priority) is not int:
+        raise BadRequest("priority must be a whole number.", "priority")
+    return request.priority
+
+
+def estimated_tokens(request: Request) -> int:
+    """What a prompt that cannot be known is booked as: a token for four characters of its text, at least 1."""
+    characters, tokens = 0, 0
+    for prompt in request.prompts:
+        if isinstance(prompt, str):
+            characters += len(prompt)
+        else:
+            tokens += len(prompt)
+    for message in request.messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        for part in parts:
+            text = part.get("text") if isinstance(part, dict) else part
+            characters += len(text) if isinstance(text, str) else 0
+    return max(1, tokens + characters // 4)
+
+
+def too_long(request: Request, max_model_len: int) -> bool:
+    """No engine that takes ``max_model_len`` tokens will take this, as far as a quick look tells."""
+    limit = max_model_len * TOKEN_BYTES
+    if any(len(one) > (limit if isinstance(one, str) else max_model_len) for one in request.prompts):
+        return True
+    if request.endpoint == "completions" or request.size_bytes <= limit:
+        return False
+    try:  # without what images weigh
+        return len(orjson.dumps([list(map(_text_only, request.messages)), request.tools, request.arguments])) > limit
+    except TypeError:  # a lone surrogate, or nested deeper than orjson goes
+        return True
+
+
+def _text_only(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return message | {"content": [*filter(is_text, content)]} if isinstance(content, list) else message
+
+
+def decode_tokens(request: Request, prompt_tokens: int, expected_output: int) -> int:
+    """Context tokens that every decode step of this request will read, once for each of its samples."""
+    output = expected_output if request.max_tokens is None else min(request.max_tokens, expected_output)
+    return min(request.samples * (prompt_tokens + output), MAX_BOOKED_TOKENS)
+
+
+def _salt(data: dict[str, Any]) -> str | None:
+    salt: str | None = _typed(data, "cache_salt", str, None)
+    if salt is not None and len(salt) > MAX_SALT:
+        raise BadRequest(f"cache_salt has {len(salt)} characters; at most {MAX_SALT} are allowed.", "cache_salt")
+    return salt or None
+
+
+def _unforeseen(endpoint: Endpoint, data: dict[str, Any]) -> str:
+    for name, reason in UNFORESEEABLE.items():
+        if data.get(name) is not None:
+            return reason
+    for name in REFUSED:
+        if data.get(name) is not None:
+            return name
+    if data.get("echo") and (endpoint == "chat" or data.get("logprobs") is not None):
+        return "prompt_logprobs"  # the engine turns echoed logprobs into them; a chat's are 0 where none are asked for
+    given = data.get("chat_template_kwargs")
+    if isinstance(given, dict) and any(given.get(name) is not None for name in UNFORESEEABLE_ARGUMENTS):
+        return "chat_template"
+    return ""
+
+
+def _prompts(data: dict[str, Any]) -> list[str | list[int]]:
+    prompt = data.get("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if is_ids(prompt):
+            return [prompt]
+        if len(prompt) <= MAX_PROMPTS and all(isinstance(item, str) or is_ids(item) for item in prompt):
+            return prompt
+    raise BadRequest(f"prompt must be a string, token ids, or a list of up to {MAX_PROMPTS} of these.", "prompt")
+
+
+def is_ids(value: Any) -> bool:
+    """A list of token ids: some, and all of 32 bits."""
+    if not isinstance(value, list) or set(map(type, value)) != {int}:
+        return False
+    try:
+        array.array("I", value)  # of all ways to look at each the fastest
+    except OverflowError:
+        return False
+    return True
+
+
+def _messages(data: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = data.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a list with at least one message.", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise BadRequest(f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", "messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRequest("A message must be an object with a role.", f"messages[{index}].role")
+    return messages
+
+
+def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
+    """As vLLM merges them: the request's chat_template_kwargs under the fields of their own name."""
+    given = _typed(data, "chat_template_kwargs", dict, None) or {}
+    effort = data.get("reasoning_effort")
+    fields = {
+        "add_generation_prompt": _typed(data, "add_generation_prompt", bool, True),
+        "continue_final_message": _typed(data, "continue_final_message", bool, False),
+        "documents": data.get("documents"),
+        "reasoning_effort": effort,
+    }
+    if effort is not None and "enable_thinking" not in given:
+        fields["enable_thinking"] = effort != "none"
+    return _set(given | _set(fields))
+
+
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    """Without those that mean "as the server likes"."""
+    return {name: value for name, value in values.items() if value is not None and value != "auto"}
+
+
+def _typed(data: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = data.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        words = {str: "a string", bool: "true or false", dict: "an object"}
+        raise BadRequest(f"{name} must be {words[kind]}.", name)
+    return value
+
+
+def _whole(data: dict[str, Any], name: str, low: int, high: int | None = None) -> int | None:
+    value = data.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or value < low or (high is not None and value > high):
+        bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
+        raise BadRequest(f"{name} must be a whole number {bounds}.", name)
+    return value

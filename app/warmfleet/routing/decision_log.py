@@ -1,0 +1,129 @@
+"""A sampled log of decisions: all that a choice saw, to make it again. No prompt, no block hash, no session key.
+
+One JSON object per line (``record``). Written by a thread: a slow disk costs records, never a request's time.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from warmfleet.errors import BadArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from warmfleet.fleet import Ask, Decision, Weights
+    from warmfleet.metrics import Metrics
+
+logger = logging.getLogger("warmfleet.routing.decision_log")
+
+MAX_BYTES = 64 * 2**20  # of the file; it is then kept as FILE.1, in the place of an earlier one
+MAX_WAITING = 1_000
+LOG_EVERY_S = 60.0
+Rings = dict[str, list[str]]
+
+
+def record(
+    model: str, ask: Ask, weights: Weights, decision: Decision, rings: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    """What lua/replay.lua needs of a decision that was told, and what came of it. rings: policy -> order."""
+    seen = decision.seen
+    if seen is None:
+        raise ValueError("this decision was not told what it saw")
+    median, block_tokens, turn, now_ms = seen.context
+    return {
+        "at": round(time.time(), 3),
+        "model": model,
+        "reservation": ask.reservation,
+        "policy": ask.policy,
+        "prompt_tokens": ask.prompt_tokens,
+        "seed": ask.tie_seed,
+        "weights": asdict(weights),
+        "prefix_tokens": ask.prefix_tokens,
+        "order": list(ask.order),
+        "objective_s": ask.objective_s,
+        "rings": {policy: list(order) for policy, order in rings.items()},
+        "median_tps": median,
+        "block_tokens": block_tokens,
+        "turn": turn,
+        "now_ms": now_ms,
+        "candidates": [[row.hex(), matched, making] for _, matched, making, row, _ in seen.rows],
+        "worker_id": decision.worker_id,
+        "why": decision.why,
+        "cost_s": f"{decision.cost_s:.6f}",
+    }
+
+
+class DecisionLog:
+    """``share`` of all decisions goes to ``path``; an empty path takes none. Raises BadArgument for one that cannot be
+    written."""
+
+    def __init__(self, path: str, share: float, metrics: Metrics, max_bytes: int = MAX_BYTES) -> None:
+        self._path = Path(path) if path else None
+        self._share = share if path else 0.0
+        self._metrics = metrics
+        self._max_bytes = max_bytes
+        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        self._logged_at = -LOG_EVERY_S
+        try:
+            if self._path is not None:
+                self._path.open("ab").close()
+        except OSError as error:
+            raise BadArgument(f"WARMFLEET_DECISION_LOG={str(self._path)!r}: {error.strerror}") from error
+
+    def wants(self) -> bool:
+        """Whether the next decision belongs to the sample."""
+        return self._share > 0.0 and random.random() < self._share
+
+    def note(self, one: dict[str, Any]) -> None:
+        try:
+            self._waiting.put_nowait(one)
+        except queue.Full:
+            self._metrics.decision_log.labels("dropped").inc()
+
+    def open(self) -> None:
+        """Start to write."""
+        if self._path is None:
+            return
+        self._thread = threading.Thread(target=self._run, name="decision-log", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """What waits is written, if that takes no longer."""
+        if self._thread is not None:
+            with suppress(queue.Full):
+                self._waiting.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (one := self._waiting.get()) is not None:
+            try:
+                self._write(orjson.dumps(one) + b"\n")
+            except (OSError, TypeError) as error:  # TypeError: orjson refuses a record
+                self._metrics.decision_log.labels("failed").inc()
+                if time.monotonic() - self._logged_at >= LOG_EVERY_S:
+                    self._logged_at = time.monotonic()
+                    logger.warning("the decision log is not written: %s", error)
+            else:
+                self._metrics.decision_log.labels("written").inc()
+
+    def _write(self, line: bytes) -> None:
+        path = self._path
+        if path is None:
+            return
+        with suppress(FileNotFoundError):
+            if path.stat().st_size + len(line) > self._max_bytes:
+                path.replace(path.with_name(path.name + ".1"))
+        with path.open("ab") as file:
+            file.write(line)

@@ -1,0 +1,123 @@
+"""Token hand-off: an engine is given the token ids that the router has made, so that it does not tokenise again.
+
+Completions take them as their ``prompt``, chats as ``kv_transfer_params.prompt_token_ids`` (vLLM 0.32 and newer); all
+else in a request stays, byte for byte, so the answer is the one that the text would have got. Only what is certain is
+handed off: exact ids, made with the identity that this very worker announced, to a worker that is proven. Whatever
+speaks against it, the engine gets the request as it came.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.routing.json_splice import spliced
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import WorkerView
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.fleet_view import View
+    from warmfleet.pools.pool import Shape
+    from warmfleet.prompt.prefix_trie import Prompt
+    from warmfleet.prompt.request import Endpoint, Request
+
+logger = logging.getLogger("warmfleet.routing.token_handoff")
+
+#: Statuses by which an engine may mean the ids: then it gets the text, and what it says to that is the answer.
+REFUSALS = (400, 413, 422)
+PAUSE_S = 300.0  # a worker that refused ids and took the text gets none for this long
+CHECK_EVERY = 12  # one request of so many goes as text: what the engine counts in it shows a tokenizer that changed
+MAX_VIEW_AGE_S = 5.0  # of an older reading nobody knows whether the worker is still the one that announced it
+MAX_WORKERS = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """What a worker takes: ids of this identity, on these endpoints, of prompts shorter than ``limit_tokens``."""
+
+    identity_key: str
+    endpoints: frozenset[str]
+    limit_tokens: int
+
+
+def ability(worker: WorkerView, identity_key: str) -> Ability | None:
+    """By the facts that the worker's server announced; None if nothing may be handed to it."""
+    facts: dict[str, Any] = (worker.server or {}).get("facts") or {}
+    endpoints, limit = facts.get("token_handoff"), facts.get("max_model_len")
+    if worker.proof != "proven" or not worker.routable or facts.get("kv_connector") is not False:
+        return None
+    return Ability(identity_key, frozenset(endpoints), limit) if endpoints and limit else None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One request's prompts as ids, and what made them. ``reason``: why none are to be handed off, else empty.
+
+    characters: of a single text, as a completion has it.
+    """
+
+    prompts: tuple[Prompt, ...] = ()
+    identity_key: str = ""
+    reason: str = ""
+    characters: int = 0
+
+
+NOTHING = Offer(reason="unknown")
+
+
+def offer(request: Request, shape: Shape) -> Offer:
+    """What could be handed off of this request, to a worker that takes it."""
+    if request.text_only:
+        return Offer(reason="text")
+    if any(isinstance(prompt, list) for prompt in request.prompts):
+        return Offer(reason="ids")  # an engine may refuse texts and ids in one request
+    if not shape.ids or not shape.identity_key or not all(one.tokens for one in shape.ids):
+        return NOTHING
+    text = request.prompts[0] if len(request.prompts) == 1 else ""
+    return Offer(shape.ids, shape.identity_key, characters=len(text))
+
+
+class Handoff:
+    """Decides for one replica what is handed off to whom, and remembers who refused."""
+
+    def __init__(self, metrics: Metrics, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._results = metrics.handoff
+        self._requests: dict[str, int] = {}
+        self._paused_until: dict[str, float] = {}
+
+    def body(self, given: Offer, endpoint: Endpoint, raw: bytes, view: View, worker_id: str) -> bytes | None:
+        """What to send to this worker in place of ``raw``; None if that itself."""
+        if not self._enabled:
+            return None
+        reason = given.reason or self._against(given, endpoint, view, worker_id)
+        made = None if reason else spliced(endpoint, raw, [one.json() for one in given.prompts], given.characters)
+        self._results.labels(reason or ("body" if made is None else "used")).inc()
+        return made
+
+    def refused(self, worker_id: str, status: int) -> None:
+        """This worker refused a request with ids, and took it with its text."""
+        self._results.labels("refused").inc()
+        if len(self._paused_until) >= MAX_WORKERS:
+            self._paused_until.clear()
+        self._paused_until[worker_id] = time.monotonic() + PAUSE_S
+        text = "worker %s answered %d to token ids, but takes the text: no hand-off to it for %d s"
+        logger.warning(text, worker_id, status, PAUSE_S)
+
+    def _against(self, given: Offer, endpoint: Endpoint, view: View, worker_id: str) -> str:
+        able = view.handoff.get(worker_id)
+        if able is None or able.identity_key != given.identity_key or endpoint not in able.endpoints:
+            return "worker"
+        now = time.monotonic()
+        if now - view.read_at > MAX_VIEW_AGE_S:
+            return "stale"
+        if self._paused_until.get(worker_id, now) > now:
+            return "paused"
+        if max(one.tokens for one in given.prompts) >= able.limit_tokens:
+            return "length"  # the engine words its refusal by what it was given
+        if len(self._requests) >= MAX_WORKERS:
+            self._requests.clear()
+        count = self._requests[worker_id] = self._requests.get(worker_id, -1) + 1
+        return "" if count % CHECK_EVERY else "check"

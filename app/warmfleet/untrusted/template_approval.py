@@ -1,0 +1,160 @@
+"""Where a worker's chat template runs: in this process once the operator approved it, until then in a child's sandbox.
+
+A chat template is code of whoever brought it. Approved is what a setting names by its digest, what
+``warmfleet artifacts approve`` wrote to Redis, or everything (``trust_templates``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import OrderedDict
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from warmfleet.prompt.chat_template import ChatTemplate, knows_developer
+from warmfleet.prompt.messages import NotReproducible
+from warmfleet.untrusted.render_process import Sandboxed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.prompt.messages import Format, Message
+
+logger = logging.getLogger("warmfleet.untrusted.template_approval")
+
+MAX_TEMPLATES = 16
+MAX_PROCESSES = 4  # of 256 MiB at most; beyond, the one started first is ended, and started anew when needed
+MAX_SOURCE_BYTES = 2**20
+
+
+class Template:
+    """One template as workers brought it. is_approved: by its digest, asked at every render."""
+
+    def __init__(self, source: str, content_format: str, is_approved: Callable[[str], bool], metrics: Metrics) -> None:
+        self.sha256 = hashlib.sha256(source.encode()).hexdigest()
+        self.knows_developer = knows_developer(source)
+        self.sandbox = Sandboxed(source, content_format, self.sha256[:12], metrics)
+        self._is_approved = is_approved
+        self._compiled: ChatTemplate | None = None
+        self._source = source
+        self._form = content_format
+
+    @property
+    def here(self) -> ChatTemplate | None:
+        """It in this process; None unless it is approved now, whoever holds it and whatever became of a look."""
+        return self._compiled if self._is_approved(self.sha256) else None
+
+    @property
+    def state(self) -> str:
+        """For people: ``approved``, or how it fares in its sandbox."""
+        return "approved" if self.here is not None else self.sandbox.state
+
+    async def ready(self) -> Format:
+        """The content format. Raises NotReproducible."""
+        here = self.here
+        return here.content_format if here is not None else await self.sandbox.ready()
+
+    async def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
+        """The prompt text, wherever it is made. Raises NotReproducible."""
+        here = self.here
+        if here is not None:
+            return here.render(messages, arguments, fixed)
+        return await self.sandbox.render(messages, arguments, fixed)
+
+    async def compile(self) -> None:
+        """Be ready to render in this process. Raises jinja2.TemplateError."""
+        if self._compiled is None:
+            self._compiled = await asyncio.to_thread(ChatTemplate, self._source, self._form, trusted=True)
+        await self.sandbox.end()
+
+
+class Templates:
+    """All templates of this replica, and what is approved."""
+
+    def __init__(self, metrics: Metrics, *, trust_all: bool = False, approved: Collection[str] = ()) -> None:
+        self._metrics = metrics
+        self.trust_all = trust_all
+        self._configured = frozenset(approved)
+        self._of_model: dict[str, frozenset[str]] = {}
+        self._approved = self._configured
+        self._known: OrderedDict[tuple[str, str], Template] = OrderedDict()
+        self._held: WeakSet[Template] = WeakSet()  # those that identities still hold, too
+        self._processes: OrderedDict[Sandboxed, None] = OrderedDict()
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def is_approved(self, sha256: str) -> bool:
+        return self.trust_all or sha256 in self._approved
+
+    async def take(self, source: bytes, content_format: str) -> Template:
+        """The template with this source, ready to render. Raises ValueError, and what compiling it raises."""
+        if len(source) > MAX_SOURCE_BYTES:
+            raise ValueError(f"a chat template has {len(source)} bytes; {MAX_SOURCE_BYTES} are allowed")
+        key = hashlib.sha256(source).hexdigest(), content_format
+        template = self._known.get(key)
+        if template is None:
+            template = Template(source.decode(), content_format, self.is_approved, self._metrics)
+            self._known[key] = template
+            self._held.add(template)
+            template.sandbox.started = self._bound
+        self._known.move_to_end(key)
+        while len(self._known) > MAX_TEMPLATES:
+            self._forget(self._known.popitem(last=False)[1])
+        await self._settle(template)
+        return template
+
+    async def look(self, pools: Pools) -> None:
+        """Take what operators approved in Redis. Raises FleetUnavailable; what was known of that model then stays."""
+        try:
+            await pools.each(self._read)
+        finally:
+            before, self._approved = self._approved, self._configured.union(*self._of_model.values())
+            for template in list(self._held) if before != self._approved else ():
+                try:
+                    await self._settle(template)
+                except Exception as error:  # noqa: BLE001  compiling foreign code may raise anything; it stays in its sandbox
+                    logger.warning("chat template %s does not compile: %s", template.sha256[:12], error)
+
+    async def _read(self, pool: Pool) -> None:
+        self._of_model[pool.tag] = await pool.fleet.approved()
+
+    async def close(self) -> None:
+        """End every process."""
+        for sandbox in {*self._processes, *(template.sandbox for template in self._held)}:
+            await sandbox.end()
+        await asyncio.gather(*self._ending)
+
+    async def _settle(self, template: Template) -> None:
+        """Have it ready where it may run. Raises what compiling it raises, if it is approved."""
+        if self.is_approved(template.sha256):
+            await template.compile()
+            logger.info("chat template %s is approved: rendered in this process", template.sha256[:12])
+            return
+        logger.warning(
+            "chat template %s is not approved: rendered in a process of its own. Once you have read it: "
+            "warmfleet artifacts approve %s",
+            template.sha256[:12],
+            template.sha256[:12],
+        )
+        with suppress(NotReproducible):
+            await template.ready()
+
+    def _bound(self, started: Sandboxed) -> None:
+        """Called when a sandbox starts its process: the least recently started makes room."""
+        self._processes[started] = None
+        self._processes.move_to_end(started)
+        while len(self._processes) > MAX_PROCESSES:
+            self._end_soon(self._processes.popitem(last=False)[0])
+
+    def _forget(self, template: Template) -> None:
+        self._processes.pop(template.sandbox, None)
+        self._end_soon(template.sandbox)
+
+    def _end_soon(self, sandbox: Sandboxed) -> None:
+        task = asyncio.ensure_future(sandbox.end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)

@@ -1,0 +1,84 @@
+"""Workers of one model that differ are warned about once, and counted for as long as they differ."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from warmfleet.background.maintenance import Reader
+from warmfleet.fleet import Flag, LoadRow, WorkerView
+from warmfleet.fleet.records import Records
+from warmfleet.metrics import Metrics
+from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.pool import Pool, Pools
+from warmfleet.settings import Settings
+from warmfleet_worker.protocol.wire import Scheme, default_none_hash
+
+if TYPE_CHECKING:
+    import pytest
+
+    from warmfleet.fleet import Fleet
+    from warmfleet.prompt.prompt_identity import Identities
+
+
+def worker(name: str, tokenizer: str, block_tokens: int = 16) -> WorkerView:
+    scheme = Scheme("sha256_cbor", default_none_hash("sha256_cbor"), block_tokens)
+    record = {"server_id": name, "scheme": scheme.as_dict()}
+    server = {"artifacts": {"tokenizer.json": {"sha256": tokenizer}}, "facts": {}}
+    load = LoadRow(flags=Flag.SERVER, scheme=scheme.scheme_id)
+    return WorkerView(f"{name}.0", record, server, load, 1.0, True, "proven", f"http://{name}", ["m"])
+
+
+class Fixed:
+    """A fleet that has ``now``, and identities that are all known."""
+
+    def __init__(self) -> None:
+        self.now: list[WorkerView] = []
+        self.records = Records("m")
+
+    async def workers(self) -> list[WorkerView]:
+        return self.now
+
+    def known(self, key: str) -> Any:
+        return SimpleNamespace(kind="exact", key=key)
+
+    def keep(self, used: set[str]) -> None:
+        assert len(used) == 1
+
+
+async def test_workers_that_differ_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    fixed, metrics = Fixed(), Metrics()
+    pools = Pools([Pool("m", cast("Fleet", fixed), Fallback(1.0))])
+    reader = Reader(pools, cast("Identities", fixed), Settings(models=("m",)), metrics)
+
+    async def read(*workers: WorkerView) -> list[str]:
+        caplog.clear()
+        fixed.now = list(workers)
+        await reader.refresh()
+        await reader.refresh()
+        return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+    def outvoted(matter: str) -> float:
+        value = metrics.registry.get_sample_value("warmfleet_outvoted_workers", {"what": matter})
+        assert value is not None
+        return value
+
+    same = [worker("a", "aaaaaaaa"), worker("b", "aaaaaaaa")]
+    assert await read(*same) == []
+    assert (outvoted("identity"), outvoted("scheme")) == (0, 0)
+    (line,) = await read(worker("0", "bbbbbbbb"), *same)
+    assert all(name in line for name in ("0.0", "a.0, b.0", "aaaaaaaa", "bbbbbbbb"))
+    assert line.index("aaaaaaaa") < line.index("bbbbbbbb"), "the one in use comes first"
+    assert (outvoted("identity"), outvoted("scheme")) == (1, 0)
+    assert len(await read(worker("0", "bbbbbbbb"), worker("1", "bbbbbbbb"), *same)) == 1
+    (line,) = await read(worker("0", "aaaaaaaa", 32), *same)
+    assert "scheme" in line
+    assert "32" in line
+    assert (outvoted("identity"), outvoted("scheme")) == (0, 1)
+    many = [worker(str(size), "aaaaaaaa", size) for size in (32, 48, 64, 80, 96)]
+    (_, line) = await read(*same, *many)
+    assert "80.0, 96.0 are not found" in line
+    assert (outvoted("scheme"), outvoted("unhashed")) == (5, 2)
+    assert len(reader._hashers) == 4
+    assert await read(*same) == []
+    assert (outvoted("identity"), outvoted("scheme"), outvoted("unhashed"), len(reader._hashers)) == (0, 0, 0, 1)

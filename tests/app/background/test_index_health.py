@@ -1,0 +1,115 @@
+"""What a replica says of its index, with a real publisher: nobody applies, events are lost, a worker is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+from tests.app.replica import Replica, replica
+from tests.conftest import poll
+from tests.worker_plugin.publishing import WORKER, churn, equal, hashes, publishing, upkeep
+
+from warmfleet_worker.protocol import wire
+from warmfleet_worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    import pytest
+
+    from warmfleet.fleet import Fleet
+
+NEVER_S = 1_000_000.0
+
+
+async def shown(router: Replica) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What /workers says of the index, and of the one worker."""
+    (model,) = json.loads((await router.get("/workers"))[1])["models"]
+    return model["index"], model["workers"][0]["truth"]
+
+
+async def test_lag_divergence_resyncs_and_silence(
+    fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
+    tracker = Tracker(limit=20_000)
+    tracker.stored(hashes(500))
+    async with replica(redis_url, model, apply_interval_s=NEVER_S) as router:
+        metric = router.metric
+
+        async def says(name: str, value: float) -> bool:
+            return await metric(f"warmfleet_{name}") == value
+
+        with publishing(redis_url, model, tracker) as publisher:
+            async with upkeep(fleet):
+                await equal(fleet, tracker)
+                await poll(lambda: says('resyncs{cause="join"}', 1), what="the snapshot of the join is counted")
+                await poll(lambda: says("index_entries", 500), what="entries")
+                await poll(lambda: says("apply_lag_batches", 0), what="no lag")
+            # nobody applies
+            tracker.stored(hashes(2_000))
+            await poll(lambda: _at_least(router, "apply_lag_batches", 16), what="the lag shows")
+            await poll(lambda: _at_least(router, "apply_lag_seconds", 1), what="and grows")
+            _, truth = await shown(router)
+            assert truth["lag_batches"] >= 16
+            assert truth["lag_s"] >= 1
+            lost = hashes(30_000)
+            await asyncio.to_thread(tracker.stored, lost)  # the queue overflows
+            assert tracker.dropped or publisher.state.dropped
+            async with upkeep(fleet):
+                await equal(fleet, tracker)
+                await asyncio.to_thread(churn, tracker, 3)
+                await equal(fleet, tracker)
+                await poll(lambda: _at_least(router, 'divergences{state="found"}', 1), what="it was found")
+                await poll(lambda: _at_least(router, 'divergences{state="healed"}', 1), what="and healed")
+                await poll(lambda: _at_least(router, 'resyncs{cause="gap"}', 1), what="the cause is counted")
+                await poll(lambda: says("diverged_workers", 0), what="all is healed")
+                await poll(lambda: says("index_entries", len(tracker.table)), what="entries")
+                await poll(lambda: says("retired_slots", 0), what="all is collected")
+                assert await metric('warmfleet_index_events{kind="gap"}') >= 1
+                assert await metric("warmfleet_memory_used_bytes") > 1e6
+                await _is_whole(router, tracker)
+        async with upkeep(fleet):  # the engine is gone: nobody sends digests
+            first = (await shown(router))[1]["digest_age_s"]
+            await poll(lambda: _older(router, first + 1), what="the last digest grows old")
+
+
+async def _is_whole(router: Replica, tracker: Tracker) -> None:
+    index, truth = await shown(router)
+    assert index["entries"] == len(tracker.table)
+    assert index["memory_used_bytes"] > 1e6
+    assert index["counts"]["resync_gap"] == truth["resyncs"]["gap"] >= 1
+    assert truth["found"] == truth["healed"] >= 1
+    assert truth["cause"] == ""
+    assert truth["lag_batches"] <= 2  # heartbeats come five times a second
+    assert truth["digest_age_s"] < 5
+
+
+async def _at_least(router: Replica, name: str, value: float) -> bool:
+    return await router.metric(f"warmfleet_{name}") >= value
+
+
+async def _older(router: Replica, seconds: float) -> bool:
+    return bool((await shown(router))[1]["digest_age_s"] > seconds)
+
+
+async def test_while_redis_is_away_nothing_is_claimed(model: str) -> None:
+    async with replica("unix:///nowhere/s", model) as router:
+        (found,) = json.loads((await router.get("/workers"))[1])["models"]
+        assert (found["fresh"], found["workers"]) == (False, [])
+        assert found["index"]["entries"] == 0
+        await poll(lambda: router.metric('warmfleet_task_failures_total{task="truth"}'), what="failures are counted")
+
+
+async def test_the_figures_of_a_worker_are_kept_by_its_name(fleet: Fleet, redis_url: str, model: str) -> None:
+    tracker = Tracker()
+    tracker.stored(hashes(10))
+    for starts in (1, 2):
+        with publishing(redis_url, model, tracker):
+            async with upkeep(fleet):
+                await equal(fleet, tracker)
+                await poll(lambda starts=starts: _joined(fleet, starts), what="a snapshot for each start")  # type: ignore[misc]
+
+
+async def _joined(fleet: Fleet, starts: int) -> bool:
+    truth = (await fleet.truth(await fleet.workers())).workers[WORKER]
+    return truth.resyncs.get("join", 0) == starts

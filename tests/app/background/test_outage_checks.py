@@ -1,0 +1,84 @@
+"""While heartbeats cannot be heard, the dead are found by asking them."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import redis.asyncio
+from tests.app.engine import engine
+from tests.app.replica import replica
+from tests.conftest import poll, server, valkey_binary
+
+from warmfleet.background.outage_checks import HealthChecks
+from warmfleet.engines.upstream import Addresses, Upstream
+from warmfleet.fleet import Fleet, connect
+from warmfleet.metrics import Metrics
+from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.fleet_view import view_of
+from warmfleet.pools.pool import Pool, Pools
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+
+async def shut(client: Redis) -> None:
+    await cast("Any", client).shutdown(nosave=True)
+
+
+async def fill(client: Redis) -> None:
+    """Every heartbeat is refused from here on."""
+    await client.config_set("maxmemory", 1)
+
+
+@pytest.mark.parametrize("trouble", [shut, fill])
+async def test_who_is_dead_is_found_without_heartbeats(
+    trouble: Any, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncExitStack() as stack:
+        url = stack.enter_context(server(valkey_binary()))
+        engines = [await stack.enter_async_context(engine(model)) for _ in range(3)]
+        urls = [one.url for one in engines]
+        router = await stack.enter_async_context(replica(url, model, *urls, policy="round_robin"))
+        await router.routable(3)
+        async with redis.asyncio.Redis.from_url(url) as client:
+            await trouble(client)
+        await engines[0].die()
+
+        async def found() -> bool:
+            """By the check; in a full Redis, which takes removals, their registration may see it first."""
+            away = trouble is fill and await router.metric('warmfleet_workers{state="unroutable"}') == 1
+            return away or await router.metric('warmfleet_health_checks_total{result="silent"}') >= 1
+
+        with caplog.at_level(logging.WARNING, "warmfleet"):
+            await poll(found, 15, "the dead one is found")
+        assert urls[0] in caplog.text
+        before = await router.metric("warmfleet_retries_total")
+        for number in range(12):
+            status, headers, _ = await router.post({"model": model, "prompt": f"prompt {number} " * 50})
+            assert status == 200
+            assert not urls[0].endswith(headers["x-warmfleet-worker"].rpartition("-")[2])
+        assert await router.metric("warmfleet_retries_total") == before, "nobody met the dead one"
+
+
+async def test_nobody_is_asked_while_heartbeats_are_heard(valkey_url: str, model: str) -> None:
+    fleet = Fleet(connect(valkey_url, timeout_s=5), model)
+    pool, metrics = Pool(model, fleet, Fallback(1.0)), Metrics()
+    async with engine(model) as one:
+        await fleet.register("w.0", {"scheme_id": 7, "url": one.url, "models": [model]}, 10, healthy=True)
+        pool.show(view_of(await fleet.workers(), None, (), text=True))
+        upstream = Upstream(Addresses(("127.0.0.0/8",), ()), 1.0)
+        await upstream.open()
+        checks = HealthChecks(Pools([pool]), upstream, Settings(models=(model,)), metrics)
+        asked = metrics.health_checks.labels("answered")._value
+        await checks.round()
+        assert asked.get() == 0
+        fleet.grace = True
+        await checks.round()
+        assert asked.get() == 1
+        assert not pool.suspects()
+        await upstream.close()
+    await fleet.close()

@@ -1,0 +1,257 @@
+"""A worker that joins is given the prefixes in use before it takes requests: once, by one replica, within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.app.replica import Replica, replica
+from tests.app.simulated import Simulated, simulated
+from tests.conftest import poll
+
+from warmfleet.background import prewarm as warming
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from warmfleet.fleet import WorkerView
+
+WORDS = ("water", "river", "stone", "paper", "light", "table", "green", "sound", "house", "north")
+HOT = " ".join(random.Random(5).choices(WORDS, k=700))  # 4,000 characters
+
+
+async def view(router: Replica, server: str) -> WorkerView | None:
+    return next((one for one in await router.fleet.workers() if one.record["server_id"] == server), None)
+
+
+async def proven(router: Replica, server: str, seconds: float = 20.0) -> None:
+    async def so() -> bool:
+        one = await view(router, server)
+        return one is not None and one.proof == "proven" and one.routable
+
+    await poll(so, seconds, f"{server} is proven")
+    await poll(lambda: known(router, server), 5, f"the replica has seen {server}")
+
+
+async def known(router: Replica, server: str) -> bool:
+    _, body = await router.get("/workers")
+    workers = json.loads(body)["models"][0]["workers"]
+    proven = [one for one in workers if one["proof"] == "proven" and one["routable"]]
+    states = await router.metric('warmfleet_workers{state="proven"}')
+    return any(one["worker_id"] == f"{server}.0" for one in proven) and states == len(proven)
+
+
+async def ask(router: Replica, model: str, prompt: str = HOT, **headers: str) -> dict[str, Any]:
+    """Where it went, what was foreseen and what the engine had."""
+    status, told, body = await router.post({"model": model, "prompt": prompt, "max_tokens": 1}, **headers)
+    assert status == 200, body
+    usage = json.loads(body)["usage"]
+    return {
+        "worker": told["x-warmfleet-worker"],
+        "matched": int(told["x-warmfleet-matched-tokens"]),
+        "cached": usage["prompt_tokens_details"]["cached_tokens"],
+    }
+
+
+async def make_hot(router: Replica, model: str, prefix: str = HOT, **headers: str) -> None:
+    for number in range(4):
+        await ask(router, model, f"{prefix} Question {number}: " + "".join(random.choices("abcdef", k=40)), **headers)
+
+
+@dataclass
+class Busy:
+    """Replicas that know a hot prefix, and the engine ``old`` that holds it: the end of ``old`` ends it."""
+
+    routers: list[Replica]
+    old: AsyncExitStack
+
+    async def alone(self, server: str) -> None:
+        """``old`` leaves; returns when the fleet knows what ``server`` holds, too: it is told every 0.1 s."""
+        await self.old.aclose()
+        await poll(self._left, 10, "old has left")
+        await asyncio.sleep(0.3)  # three times that
+        assert await view(self.routers[0], server)
+
+    async def _left(self) -> bool:
+        one = await view(self.routers[0], "old")
+        return one is None or not one.routable
+
+
+@asynccontextmanager
+async def busy(valkey_url: str, model: str, replicas: int = 1, **settings: Any) -> AsyncIterator[Busy]:
+    headers = {"authorization": "Bearer one"}
+    async with AsyncExitStack() as stack, AsyncExitStack() as old:
+        await old.enter_async_context(simulated(valkey_url, model, "old"))
+        made = [
+            await stack.enter_async_context(replica(valkey_url, model, **({"warm_prefixes": 3} | settings)))
+            for _ in range(replicas)
+        ]
+        for one in made:
+            await proven(one, "old")
+            await one.exact()
+            await make_hot(one, model, **headers)
+        yield Busy(made, old)
+
+
+class Ears:
+    """What an engine was asked, by the names of its requests; those that warm it wait until ``held`` is set."""
+
+    def __init__(self, engine: Simulated, held: asyncio.Event | None = None) -> None:
+        self.warmed: list[Any] = []
+        self.routed: list[Any] = []
+        self.held = held or asyncio.Event()
+        core, submit = engine.engine.core, engine.engine.core.submit
+
+        async def heard(request: Any, sink: Any) -> None:
+            if "unbooked.warming" in request.request_id:
+                self.warmed.append(request)
+                if held is not None:
+                    await held.wait()
+            elif "probe" not in request.request_id:
+                self.routed.append(request)
+            await submit(request, sink)
+
+        core.submit = heard  # type: ignore[method-assign]
+
+
+async def starts(fleet: Busy, model: str, valkey_url: str, *, warm: bool) -> None:
+    (router,) = fleet.routers
+    async with simulated(valkey_url, model, "new") as engine:
+        ears = Ears(engine)
+        await proven(router, "new")
+        assert not ears.routed
+        assert len(ears.warmed) == int(warm)
+        await fleet.alone("new")
+        told = await ask(router, model, HOT + " And now?", authorization="Bearer one")
+        assert told["worker"] == "new.0"
+        assert (told["cached"] > 500, told["matched"] > 500) == (warm, warm), told
+        assert told["matched"] == told["cached"] or not warm
+        if warm and await router.metric("warmfleet_warmed_tokens_total"):
+            told = await ask(router, model, HOT + " And now, to another?", authorization="Bearer two")
+            apart = bool(ears.warmed[0].salt)
+            assert (told["worker"], told["cached"] > 500) == ("new.0", not apart), "a tenant finds its own only"
+    assert await router.metric('warmfleet_warmings_total{result="done"}') == int(warm)
+
+
+async def test_the_first_request_of_a_joining_worker_finds_the_prefix_of_its_tenant(
+    valkey_url: str, model: str
+) -> None:
+    async with busy(valkey_url, model, tenant_key="a secret of the operator") as fleet:
+        await starts(fleet, model, valkey_url, warm=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("prefixes", [3, 0], ids=["on", "off"])
+async def test_the_first_request_finds_the_prefix_if_that_is_wanted(valkey_url: str, model: str, prefixes: int) -> None:
+    async with busy(valkey_url, model, warm_prefixes=prefixes) as fleet:
+        await starts(fleet, model, valkey_url, warm=prefixes > 0)
+
+
+@pytest.mark.long
+async def test_of_two_replicas_one_warms_and_nobody_routes_meanwhile(valkey_url: str, model: str) -> None:
+    async with busy(valkey_url, model, replicas=2) as fleet:
+        routers = fleet.routers
+        async with simulated(valkey_url, model, "new") as engine:
+            ears = Ears(engine, held=asyncio.Event())
+
+            async def warming_is_shown() -> bool:
+                shown = [await one.metric('warmfleet_workers{state="warming"}') for one in routers]
+                return shown == [1, 1]
+
+            await poll(warming_is_shown, 10, "both replicas show it")
+            _, body = await routers[0].get("/workers")
+            shown = json.loads(body)["models"][0]["workers"]
+            states = {one["worker_id"]: (one["proof"], one["routable"]) for one in shown}
+            assert states == {"old.0": ("proven", True), "new.0": ("warming", False)}
+            told = [await ask(one, model, f"{number} {HOT}") for number, one in enumerate(routers * 4)]
+            assert {one["worker"] for one in told} == {"old.0"}
+            ears.held.set()
+            for one in routers:
+                await proven(one, "new")
+            assert len(ears.warmed) == 1
+        done = [await one.metric('warmfleet_warmings_total{result="done"}') for one in routers]
+        assert sorted(done) == [0, 1]
+
+
+@pytest.mark.long
+async def test_a_worker_that_never_answers_starts_cold_and_leaves_nothing(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warming, "PROMPT_S", 0.5)
+    async with busy(valkey_url, model) as fleet, simulated(valkey_url, model, "new") as engine:
+        (router,) = fleet.routers
+        ears = Ears(engine, held=asyncio.Event())
+        await poll(lambda: ears.warmed, 10, "it is asked")
+        await proven(router, "new", 5)
+        assert await router.metric('warmfleet_warmings_total{result="slow"}') == 1
+        assert len(ears.warmed) == 1
+        await router.unloaded()
+        one = await view(router, "new")
+        assert one is not None
+        assert (one.load.in_flight, one.load.foreign_prefill_tokens) == (0, 0)
+
+
+@pytest.mark.long
+async def test_the_only_worker_is_not_kept_waiting(valkey_url: str, model: str) -> None:
+    """Neither when it comes, nor when the others leave while it is warmed."""
+    async with busy(valkey_url, model) as fleet:
+        (router,) = fleet.routers
+        async with simulated(valkey_url, model, "new") as engine:
+            await make_hot(router, model, prefix="Something else. " + HOT)
+            ears = Ears(engine, held=asyncio.Event())
+            await poll(lambda: ears.warmed, 10, "it is asked")
+            await fleet.alone("new")
+            await poll(lambda: router.metric('warmfleet_workers{state="unroutable"}'), 5, "the replica knows")
+            ears.held.set()
+            await proven(router, "new", 5)
+            assert len(ears.warmed) == 1
+            assert await router.metric('warmfleet_warmings_total{result="needed"}') == 1
+        async with simulated(valkey_url, model, "next") as engine:
+            ears = Ears(engine)
+            await proven(router, "next")
+            assert not ears.warmed
+
+
+@pytest.mark.long
+async def test_when_the_replica_that_warms_is_gone_another_proves_it_and_does_not_warm_again(
+    valkey_url: str, model: str
+) -> None:
+    async with busy(valkey_url, model) as busy_fleet:
+        (router,) = busy_fleet.routers
+        fleet, claimed = router.fleet, asyncio.ensure_future(claim(router))
+        async with simulated(valkey_url, model, "new") as engine:
+            ears = Ears(engine)
+            ends = await claimed
+            one = await view(router, "new")
+            assert one is not None
+            assert (one.proof, one.routable) == ("warming", False)
+            nonce = str(one.record["nonce"])
+            assert await fleet.prove("new.0", nonce, "proven", "") == "TAKEN", "nobody else proves it meanwhile"
+            assert await fleet.prove("new.0", nonce, "url", "") == "TAKEN"
+            assert await fleet.warming("new.0", nonce, "another", 1_000) == "TAKEN"
+            await proven(router, "new", 6)
+            assert ends - 0.1 <= time.time()
+            assert ears.warmed == []
+            assert await fleet.warming("new.0", nonce, "gone", 1_000) == "TAKEN"
+            assert await fleet.prove("new.0", nonce, "proven", "", owner="gone") == "TAKEN", "its time is over"
+
+
+async def claim(router: Replica) -> float:
+    """As a replica that warms ``new`` and dies at once; when its lease ends."""
+
+    async def first() -> float:
+        one = await view(router, "new")
+        if one is None or one.server is None:
+            return 0
+        told = await router.fleet.warming("new.0", str(one.record["nonce"]), "gone", 1_000)
+        return time.time() + 1.0 if told == "OK" else 0
+
+    ends = await poll(first, 10, "it joins")
+    assert isinstance(ends, float)
+    return ends

@@ -1,0 +1,212 @@
+"""A worker that is not what it says it is gives itself away when it joins, and one that says it differs is believed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.app.replica import Replica, replica
+from tests.app.simulated import TEMPLATE, Kind, simulated
+from tests.app.simulated import identity as simulated_identity
+from tests.conftest import poll
+
+from warmfleet.background import prober as probe
+from warmfleet.background.probe import WRONG, Result, SelfTest
+from warmfleet.fleet import Flag
+from warmfleet.prompt import tokenizer as encoder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from warmfleet.fleet import WorkerView
+    from warmfleet.pools.pool import Pool
+
+LIARS: dict[Kind, tuple[str, ...]] = {
+    "template": ("chat",),
+    "tokenizer": ("text", "chat"),  # if it happens to make as many tokens of the text
+    "seed": ("tokens",),
+    "algorithm": ("tokens",),
+    "block size": ("tokens",),
+}
+
+
+async def seen(router: Replica, wanted: int) -> dict[str, WorkerView]:
+    """Every worker by the name of its server, once as many have a result of a probe."""
+
+    async def tested() -> dict[str, WorkerView] | None:
+        found = {str(view.record["server_id"]): view for view in await router.fleet.workers()}
+        return found if sum(view.proof != "pending" for view in found.values()) == wanted else None
+
+    found = await poll(tested, 30, f"{wanted} workers tested")
+    assert isinstance(found, dict)
+    return found
+
+
+async def proofs(router: Replica, **wanted: str) -> dict[str, WorkerView]:
+    """Every worker by the name of its server, once these are as wanted."""
+
+    async def so() -> dict[str, WorkerView] | None:
+        found = {str(view.record["server_id"]): view for view in await router.fleet.workers()}
+        return found if all(name in found and found[name].proof == proof for name, proof in wanted.items()) else None
+
+    found = await poll(so, 30, str(wanted))
+    assert isinstance(found, dict)
+    return found
+
+
+async def test_liars_are_routed_by_load_only_and_the_reason_is_told(valkey_url: str, model: str) -> None:
+    async with AsyncExitStack() as stack:
+        right = await stack.enter_async_context(simulated(valkey_url, model, "right"))
+        await stack.enter_async_context(simulated(valkey_url, model, "elsewhere", url=right.url))
+        for kind in LIARS:
+            await stack.enter_async_context(simulated(valkey_url, model, kind.split()[0], kind, lies=True))
+        router = await stack.enter_async_context(replica(valkey_url, model, probe_timeout_s=1.0, trust_templates=False))
+        workers = await seen(router, 7)
+        assert workers.pop("right").proof == "proven"
+        assert "its stream tells nothing of a probe" in workers.pop("elsewhere").record["reason"]
+        for kind, causes in LIARS.items():
+            view = workers[kind.split()[0]]
+            assert (view.proof, view.routable) == ("identity", True), kind
+            assert view.record["cause"] in causes
+            assert view.record["reason"].startswith(WRONG[view.record["cause"]])
+        await router.routable(7)
+        assert await router.metric('warmfleet_workers{state="identity"}') == 6
+        assert "does not render a chat" in (await router.get("/workers"))[1].decode()
+        await router.unloaded()
+
+
+async def test_who_brings_something_else_than_most_is_not_asked_and_comes_back_with_the_majority(
+    valkey_url: str, model: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        for name in ("a1", "a2"):
+            await stack.enter_async_context(simulated(valkey_url, model, name))
+        await stack.enter_async_context(simulated(valkey_url, model, "b1", "template"))
+        await stack.enter_async_context(simulated(valkey_url, model, "c1", "tokenizer"))
+        router = await stack.enter_async_context(replica(valkey_url, model))
+        workers = await proofs(router, a1="proven", a2="proven", b1="identity", c1="identity")
+        assert workers["b1"].record["reason"] == "its chat_template.jinja differs from the fleet's"
+        assert workers["c1"].record["reason"] == "its tokenizer.json differs from the fleet's"
+        for name in ("b2", "b3"):
+            await stack.enter_async_context(simulated(valkey_url, model, name, "template"))
+        workers = await proofs(router, b1="proven", b2="proven", b3="proven", a1="identity", a2="identity")
+        assert workers["a1"].record["cause"] == "differs"
+        assert await router.metric('warmfleet_downgrades_total{cause="differs"}') == 2
+
+
+async def test_a_tokenizer_that_loads_slowly_keeps_nobody_from_being_routed_to(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, gate = encoder.Encoder.load, threading.Event()
+
+    def slow(tokenizer_json: bytes) -> encoder.Encoder:
+        gate.wait(20)
+        return load(tokenizer_json)
+
+    monkeypatch.setattr(encoder.Encoder, "load", slow)
+    monkeypatch.setattr(probe, "IDENTITY_WAIT_S", 0.2)
+    async with simulated(valkey_url, model), replica(valkey_url, model) as router:
+        (view,) = (await proofs(router, eng="identity")).values()
+        assert (view.routable, view.record["cause"]) == (True, "untested")
+        prompt = {"model": model, "prompt": list(range(100)), "max_tokens": 2}
+        for _ in range(2):
+            status, headers, _ = await router.post(prompt)
+            assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0"), "not before it is proven"
+        gate.set()
+        await proofs(router, eng="proven")
+
+
+async def test_a_wrong_tokenizer_in_the_settings_is_found_out(
+    valkey_url: str, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = simulated_identity("tokenizer")
+    (tmp_path / "tokenizer.json").write_text(other.tokenizer.to_str())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE})
+    )
+    async with simulated(valkey_url, model), replica(valkey_url, model) as right:
+        await proofs(right, eng="proven")
+        async with replica(valkey_url, model, tokenizer=str(tmp_path)):
+            (view,) = (await proofs(right, eng="identity")).values()
+            # About one text in a hundred has as many tokens with either; then the chat is what differs.
+            assert view.record["cause"] in ("text", "chat")
+            assert "in use here does" in view.record["reason"]
+            assert [one for one in caplog.records if one.levelname == "WARNING" and "in use here" in one.getMessage()]
+
+
+async def test_once_in_a_while_all_are_tested_again(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "BACKOFF_S", (0.1, 0.2))
+    async with simulated(valkey_url, model) as worker, replica(valkey_url, model, probe_interval_s=0.3) as router:
+        await proofs(router, eng="proven")
+        worker.evict_at_once()
+
+        async def probed() -> bool:
+            return await router.metric('warmfleet_probes_total{result="proven"}') >= 4
+
+        await poll(probed, 10, "what was told counts, not what is still held")
+        assert await router.metric('warmfleet_probes_total{result="identity"}') == 0
+        worker.become("template")  # and nobody sends a request
+        await proofs(router, eng="identity")
+        worker.become("right")
+        await proofs(router, eng="proven")
+
+
+@pytest.mark.parametrize("trouble", ["no answer", "a stream that is behind", "an index that lacks blocks"])
+async def test_a_probe_that_learns_nothing_changes_nothing(
+    valkey_url: str, model: str, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "BACKOFF_S", (0.1, 0.2))
+    settings: dict[str, Any] = {"probe_interval_s": 0.2, "probe_timeout_s": 0.3}
+    async with simulated(valkey_url, model) as worker, replica(valkey_url, model, **settings) as router:
+        await proofs(router, eng="proven")
+        if trouble == "no answer":
+            assert worker.engine._runner
+            await worker.engine._runner.cleanup()
+        elif trouble == "a stream that is behind":
+            assert worker.engine.halves
+            monkeypatch.setattr(worker.engine.halves.worker, "step", lambda _now: None)
+        else:
+            worker.become("seed")
+
+        async def nothing_learned() -> bool:
+            if trouble == "an index that lacks blocks":  # its heartbeats say the contrary
+                (view,) = await router.fleet.workers()
+                await flag(router, view, view.load.flags | Flag.PARTIAL)
+            return await router.metric('warmfleet_probes_total{result="none"}') >= 3
+
+        await poll(nothing_learned, 20, "three probes")
+        (view,) = await router.fleet.workers()
+        assert view.proof == "proven"
+
+
+async def test_few_probes_at_once(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "AT_ONCE", 2)
+    run, under_way, most = SelfTest.run, 0, 0
+
+    async def counted(self: SelfTest, pool: Pool, worker: WorkerView, *, texts: bool) -> Result:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            return await run(self, pool, worker, texts=texts)
+        finally:
+            under_way -= 1
+
+    monkeypatch.setattr(SelfTest, "run", counted)
+    async with AsyncExitStack() as stack:
+        for number in range(5):
+            await stack.enter_async_context(simulated(valkey_url, model, f"e{number}"))
+        router = await stack.enter_async_context(replica(valkey_url, model))
+        await proofs(router, **{f"e{number}": "proven" for number in range(5)})
+        assert most == 2
+
+
+async def flag(router: Replica, view: WorkerView, flags: int) -> None:
+    packed = bytearray(view.load.pack(view.worker_id))
+    packed[20:22] = int(flags).to_bytes(2, "big")
+    await cast("Any", router.fleet.redis.hset(router.fleet.keys.load, view.worker_id, bytes(packed)))

@@ -1,0 +1,200 @@
+"""A worker with the plugin joins: its artifacts become an identity, the probe proves it, its blocks are matched."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import redis.asyncio as aioredis
+from tests.app.engine import Answer, Engine, Seen, answer_well, engine, reply
+from tests.app.replica import Replica, replica
+from tests.app.simulated import tokenizer_json
+from tests.conftest import poll
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from warmfleet_worker.config import PublisherConfig
+from warmfleet_worker.protocol.wire import Keys, Scheme, chain_hashes, default_none_hash, pack_hashes
+from warmfleet_worker.publisher import WorkerPublisher
+from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+
+def byte_tokenizer() -> bytes:
+    """The smallest there is, quickly loaded: a token for every byte."""
+    made = Tokenizer(BPE({char: number for number, char in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    return made.to_str().encode()
+
+
+SCHEME = Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16)
+TOKENIZER = tokenizer_json(argparse.__file__, 1_000).encode()  # tried in a fraction of the time of a real one
+SMALL = byte_tokenizer()
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@asynccontextmanager
+async def worker(
+    redis_url: str,
+    model: str,
+    url: str,
+    tracker: Tracker,
+    scheme: Scheme = SCHEME,
+    name: str = "eng",
+    adapters: Mapping[str, str] = MappingProxyType({"adapter": "/adapters/a"}),
+    tokenizer: bytes = SMALL,
+    template: str = TEMPLATE,
+    takes: int = 4_096,
+    **more: object,
+) -> AsyncIterator[WorkerPublisher]:
+    """Both halves of a worker, by the plugin's own publishers. takes: tokens at most. more: facts of its server."""
+    said = PublisherConfig(redis_url, model, f"{name}.0", name, 0, scheme, 1_000, takes, "test")
+    core = WorkerPublisher(said, tracker)
+    artifacts = {"tokenizer.json": tokenizer, "chat_template.jinja": template.encode()}
+    config = ServerConfig(redis_url, model, name, url, (model,), "test", artifacts, more, adapters=lambda: adapters)
+    server = ServerPublisher(config)
+    server.start()
+    core.start()
+    try:
+        yield core
+    finally:
+        await asyncio.to_thread(server.stop)
+        await asyncio.to_thread(core.stop)
+
+
+def caching(tracker: Tracker, ids_of: list[list[int]], words: bytes = SMALL) -> Answer:
+    """An engine that keeps the blocks of every prompt it gets; ``ids_of``: of token ids. words: its tokenizer."""
+    tokenizer = Tokenizer.from_str(words.decode())
+
+    async def answer(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        prompt = seen.json.get("prompt")
+        if isinstance(prompt, list):
+            ids_of.append(prompt)
+        else:
+            chat = "".join(f"<{message['role']}>{message['content']}" for message in seen.json.get("messages", ()))
+            prompt = tokenizer.encode(prompt or chat, add_special_tokens=bool(prompt)).ids
+        tracker.stored(pack_hashes(chain_hashes(SCHEME, prompt)))
+        await answer_well(engine, seen, writer)
+
+    return answer
+
+
+async def proof(router: Replica, wanted: str) -> str:
+    async def seen() -> str | None:
+        views = await router.fleet.workers()
+        return next((str(view.record.get("reason", "")) or "-" for view in views if view.proof == wanted), None)
+
+    return str(await poll(seen, 20, f"proof {wanted}"))
+
+
+async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str) -> None:
+    tracker, prompts = Tracker(), list[list[int]]()
+    async with (
+        engine(model, caching(tracker, prompts, TOKENIZER)) as upstream,
+        replica(valkey_url, model) as router,
+        worker(valkey_url, model, upstream.url, tracker, tokenizer=TOKENIZER),
+    ):
+        await proof(router, "proven")
+        await router.exact()
+        await router.routable(1)
+        assert len(prompts[0]) == 33  # two blocks, and the token that is always computed
+        ids = list(range(300, 400))
+        _, headers, _ = await router.post({"model": model, "prompt": ids})
+        assert (headers["x-warmfleet-matched-tokens"], headers["x-warmfleet-prompt-tokens"]) == ("0", "100")
+
+        async def matched() -> bool:
+            _, headers, _ = await router.post({"model": model, "prompt": [*ids, 9, 9]})
+            return bool(headers["x-warmfleet-matched-tokens"] == "96")
+
+        await poll(matched, 10, "the engine's own report is matched")
+        _, headers, _ = await router.post({"model": "adapter", "prompt": ids})
+        assert headers["x-warmfleet-matched-tokens"] == "0"  # an adapter's blocks are others
+        for _ in range(2):
+            assert (await router.post({"model": model, "prompt": "the cat sat on a mat. " * 200}))[0] == 200
+        assert await router.metric('warmfleet_identified_tokens_total{source="known"}') > 500
+        messages = [{"role": "user", "content": "hello"}]
+        _, headers, _ = await router.post({"model": model, "messages": messages}, "/v1/chat/completions")
+        assert 2 < int(headers["x-warmfleet-prompt-tokens"]) < 12
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        status, _, _ = await router.post({"model": model, "messages": image}, "/v1/chat/completions")
+        assert status == 200
+        assert await router.metric('warmfleet_load_only_total{reason="parts"}') == 1
+        await router.unloaded()
+
+
+async def test_no_worker_decides_for_those_that_brought_the_same(valkey_url: str, model: str) -> None:
+    """Neither how long their prompts may be, nor by what it fails to bring."""
+    trackers, keys = (Tracker(), Tracker()), Keys(model)
+    async with (
+        engine(model, caching(trackers[0], [])) as first,
+        engine(model, caching(trackers[1], [])) as second,
+        worker(valkey_url, model, first.url, trackers[0], name="a", takes=60, max_model_len=1),
+        worker(valkey_url, model, second.url, trackers[1], name="b", takes=200),
+        aioredis.Redis.from_url(valkey_url) as store,
+    ):
+
+        async def chunks(server: str) -> list[bytes]:
+            return [key async for key in store.scan_iter(keys.artifact(server, "*"))]
+
+        await poll(lambda: chunks("b"), 10, "b has brought everything")
+        for key in await chunks("a"):
+            await store.delete(key)
+        async with replica(valkey_url, model) as router:
+            await router.exact()
+            await router.routable(2)
+            for length, workers in (10, {"a.0", "b.0"}), (100, {"b.0"}), (1_000, {"a.0", "b.0"}):
+                asked = [{"model": model, "prompt": ids, "max_tokens": 1} for ids in prompts_of(length)]
+                answers = await asyncio.gather(*map(router.post, asked))  # at once, so that load spreads them
+                assert {headers["x-warmfleet-worker"] for _, headers, _ in answers} == workers, length
+            assert await router.metric('warmfleet_load_only_total{reason="too_long"}') == len(prompts_of(1))
+            assert await router.metric('warmfleet_identity_total{kind="exact"}') == 2 * len(prompts_of(1))
+            await router.unloaded()
+
+
+def prompts_of(length: int) -> list[list[int]]:
+    return [random.choices(range(3, 200), k=length) for _ in range(12)]
+
+
+async def test_a_worker_whose_scheme_nobody_knows_is_routed_by_load_only(valkey_url: str, model: str) -> None:
+    lookahead = replace(SCHEME, extra_keys="lookahead_1")  # vLLM 0.33 with EAGLE
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model) as router,
+        worker(valkey_url, model, upstream.url, Tracker(), lookahead),
+    ):
+        assert "scheme is not known here: unknown scheme sha256_cbor/lookahead_1" in await proof(router, "identity")
+        await router.routable(1)
+        status, headers, _ = await router.post({"model": model, "prompt": list(range(100))})
+        assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0")
+
+
+async def test_a_wrong_url_is_not_routed_to(valkey_url: str, model: str) -> None:
+    async def not_found(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        reply(writer, b"{}", "404 Not Found")
+
+    async with (
+        engine(model, not_found) as upstream,
+        replica(valkey_url, model) as router,
+        worker(valkey_url, model, upstream.url, Tracker()),
+    ):
+        assert "404" in await proof(router, "url")
+        assert (await router.post({"model": model, "prompt": "x"}))[0] == 503
+
+
+async def test_an_address_outside_the_allowed_ranges_is_never_asked(valkey_url: str, model: str) -> None:
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model, worker_addresses=("10.0.0.0/8",)) as router,
+        worker(valkey_url, model, upstream.url, Tracker()),
+    ):
+        assert "WARMFLEET_WORKER_ADDRESSES" in await proof(router, "url")
+        assert not upstream.seen

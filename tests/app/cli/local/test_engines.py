@@ -1,0 +1,61 @@
+"""Engines of `warmfleet up`: those that run already, and the commands that start others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.app.cli.answering import replica
+
+from warmfleet.__main__ import main
+from warmfleet.cli.local import ports
+from warmfleet.cli.local.children import StackError
+from warmfleet.cli.local.engines import EngineOptions, discover, engine_command
+from warmfleet_loadtest import engine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class TestOwnEngines:
+    def test_models_are_found_without_their_adapters(self) -> None:
+        models = {"data": [{"id": "/models/Qwen 3"}, {"id": "lora", "parent": "/models/Qwen 3"}]}
+        with replica({"/v1/models": (200, models)}) as (url, seen):
+            assert discover((url, url), "secret") == (("/models/Qwen 3",), ("models/Qwen-3",))
+        assert seen[0][0]["authorization"] == "Bearer secret"
+
+    @pytest.mark.parametrize(
+        ("answer", "words"),
+        [
+            ((401, {}), "wants an API key"),
+            ((500, {}), "no OpenAI server"),
+            ((200, {"models": []}), "no OpenAI server"),
+            ((200, {"data": []}), "serve no model"),
+        ],
+    )
+    def test_one_that_is_none_is_named(self, answer: tuple[int, Any], words: str) -> None:
+        with replica({"/v1/models": answer}) as (url, _), pytest.raises(StackError, match=words):
+            discover((url,), "")
+
+    def test_one_that_does_not_answer_stops_up_at_once(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["up", "--port", "0", "--worker", f"http://127.0.0.1:{ports.free_port()}/"]) == 2
+        assert "does not answer" in capsys.readouterr().err
+
+
+class TestEngineCommands:
+    def test_a_store_url_is_in_no_argument(self) -> None:
+        argv, environment = engine_command(EngineOptions(step_time="2", blocks=64), "sim-1", 9, "redis://:pw@h/0")
+        assert "pw" not in " ".join(argv)
+        assert environment["WARMFLEET_REDIS_URL"] == "redis://:pw@h/0"
+        read = engine.parser().parse_args(argv[3:])  # the engine itself understands it
+        assert (read.step_time, read.blocks, read.port) == ("2", 64, 9)
+
+    def test_missing_vllm_is_said_with_the_way_to_get_it(self) -> None:
+        with pytest.raises(StackError, match="make vllm"):
+            engine_command(EngineOptions(kind="vllm", vllm_python="/nonexistent"), "vllm-1", 9, "")
+
+    def test_vllm_is_told_where_the_fleet_meets(self, tmp_path: Path) -> None:
+        options = EngineOptions(kind="vllm", model=str(tmp_path), vllm_python=str(tmp_path))
+        argv, environment = engine_command(options, "vllm-1", 9, "unix:///s")
+        assert argv[argv.index("--served-model-name") + 1] == tmp_path.name == environment["WARMFLEET_MODEL"]
+        assert environment["WARMFLEET_WORKER_URL"] == "http://127.0.0.1:9"

@@ -1,0 +1,209 @@
+"""Redis gone or slow: requests go on, to the same worker for the same prefix, with bounded load; then it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from tests.app.engine import Engine, Seen, answer_well, engine
+from tests.app.gate import gate
+from tests.app.replica import Replica, replica
+from tests.conftest import poll
+
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Fleet, LoadRow, WorkerView
+from warmfleet.pools import degraded as fallback_module
+from warmfleet.pools.degraded import LAST_KNOWN_S, LOOK_S, Fallback, LastKnown
+from warmfleet.pools.fleet_view import View
+from warmfleet.pools.pool import Pool
+
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    import pytest
+
+
+def worker(name: str, *, routable: bool = True) -> WorkerView:
+    return WorkerView(name, {}, None, LoadRow(), 0.0, routable, "proven", f"http://{name}", [])
+
+
+WORKERS = [worker(f"w{n}") for n in range(8)]
+
+
+def test_the_same_prefix_stays_while_load_is_bounded() -> None:
+    fallback = Fallback(1.0)
+    first = fallback.choose(WORKERS, b"prefix")
+    assert first is not None
+    assert fallback.choose(WORKERS, b"prefix") is first
+    counts: Counter[str] = Counter()
+    for _ in range(80):
+        chosen = fallback.choose(WORKERS, b"prefix")
+        assert chosen is not None
+        fallback.take(chosen.worker_id)
+        counts[chosen.worker_id] += 1
+    assert max(counts.values()) <= 13  # 1.25 times the mean, rounded up
+    for name, count in counts.items():
+        for _ in range(count):
+            fallback.give(name)
+    assert not fallback.in_flight
+    assert fallback.choose(WORKERS, b"prefix") is first
+
+
+def test_prefixes_spread_and_a_lost_worker_moves_only_its_own() -> None:
+    fallback = Fallback(1.0)
+    before = {n: fallback.choose(WORKERS, b"%d" % n) for n in range(400)}
+    spread = Counter(chosen.worker_id for chosen in before.values() if chosen)
+    assert min(spread.values()) > 25
+    after = {n: fallback.choose(WORKERS, b"%d" % n, exclude=("w3",)) for n in range(400)}
+    moved = {before[n].worker_id for n in range(400) if before[n] is not after[n]}  # type: ignore[union-attr]
+    assert moved == {"w3"}
+
+
+def test_nobody_to_choose() -> None:
+    assert Fallback(1.0).choose([worker("a", routable=False)], b"x") is None
+
+
+async def test_what_was_known_does_not_age_while_redis_is_away(fleet: Fleet) -> None:
+    """Redis comes back empty, or with heartbeats of an old dump: nobody is routable until the workers are heard."""
+    pool, now = Pool("m", fleet, Fallback(1.0)), time.monotonic()
+    pool.show(View((worker("a"),), read_at=now - 600))
+    assert pool.last_known.workers == (worker("a"),)
+    for age, workers in ((3.0, ()), (0.0, (worker("a", routable=False),))):
+        pool.show(View(workers, read_at=now - age))
+        assert pool.last_known.workers == (worker("a"),)
+
+
+async def test_who_stays_unroutable_is_not_known_for_ever(fleet: Fleet) -> None:
+    pool, now = Pool("m", fleet, Fallback(1.0)), time.monotonic()
+    pool.show(View((worker("a"),), read_at=now - LAST_KNOWN_S - 2))
+    for age in (LAST_KNOWN_S + 1, 1.0, 0.0):
+        pool.show(View((), read_at=now - age))
+    assert pool.last_known.workers == ()
+
+
+def test_redis_is_asked_again_after_a_while() -> None:
+    fallback = Fallback(0.0)
+    patient = Fallback(60.0)
+    for one in (fallback, patient):
+        one.failed("slow")
+        assert one.asks_redis
+        one.failed("slow")
+    assert fallback.asks_redis
+    assert not patient.asks_redis
+    patient.succeeded()
+    assert patient.asks_redis
+
+
+async def test_requests_go_on_without_redis(valkey_url: str, model: str) -> None:
+    async with engine(model) as one, engine(model) as two, gate(valkey_url) as door:
+        url = f"redis://127.0.0.1:{door.port}"
+        async with replica(url, model, one.url, two.url, look_url=valkey_url, redis_retry_s=0.2) as router:
+            body = {"model": model, "prompt": "the same beginning " * 50}
+            assert (await router.post(body))[1]["x-warmfleet-reservation"] == "booked"
+            await router.unloaded()
+            await door.shut()
+            chosen = set()
+            for _ in range(8):
+                status, headers, _ = await router.post(body)
+                assert (status, headers["x-warmfleet-reservation"]) == (200, "fallback")
+                chosen.add(headers["x-warmfleet-worker"])
+            assert len(chosen) == 1
+            assert (await router.get("/readyz"))[0] == 200
+            assert await router.metric("warmfleet_fallback_total") >= 1
+            await door.open()
+
+            async def booked() -> bool:
+                return (await router.post(body))[1]["x-warmfleet-reservation"] == "booked"
+
+            await poll(booked, 10, "decisions are exact again")
+            await router.unloaded()
+
+
+async def test_a_slow_redis_costs_one_time_limit_not_many(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, gate(valkey_url) as door:
+        url = f"redis://127.0.0.1:{door.port}"
+        async with replica(url, model, upstream.url, decide_timeout_s=0.1, redis_retry_s=30.0) as router:
+            door.swallow = True
+            words = [
+                (await router.post({"model": model, "prompt": "x" * 500}))[1]["x-warmfleet-reservation"]
+                for _ in range(6)
+            ]
+            assert words == ["fallback"] * 6
+            assert await router.metric('warmfleet_fallback_total{reason="away"}') == 2
+            assert await router.metric('warmfleet_fallback_total{reason="open"}') == 4
+
+
+async def test_who_joined_since_the_last_reading_is_found_when_a_decision_fails(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow(*_: object, **__: object) -> NoReturn:
+        raise FleetUnavailable("slow")
+
+    body = {"model": model, "prompt": "x" * 500}
+    async with replica(valkey_url, model, view_interval_s=60.0) as early, engine(model) as upstream:
+        await poll(lambda: read_once(early), 10, "its only reading of this minute, of an empty fleet")
+        async with replica(valkey_url, model, upstream.url):
+            monkeypatch.setattr(Fleet, "decide_in_turn", slow)
+            answers = await asyncio.gather(*[early.post(body) for _ in range(6)])
+            assert [(status, headers.get("x-warmfleet-reservation")) for status, headers, _ in answers] == [
+                (200, "fallback")
+            ] * 6
+            assert await early.metric('warmfleet_fallback_total{reason="away"}') >= 1
+
+
+async def test_a_look_takes_nothing_newer_away_and_never_raises(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = LastKnown(fleet)
+    answers: list[Any] = [[worker("old")], ValueError("a row that nobody can read")]
+
+    async def slow(_: Fleet) -> Any:
+        known.show(View((worker("new"),), read_at=time.monotonic()))
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Fleet, "workers", slow)
+    await asyncio.gather(known.look(), known.look())
+    assert [one.worker_id for one in known.workers] == ["new"]
+    assert len(answers) == 1, "one reading for both"
+    monkeypatch.setattr(fallback_module, "LOOK_S", 0.0)
+    await known.look()
+    assert not answers
+    assert [one.worker_id for one in known.workers] == ["new"]
+
+
+async def read_once(router: Replica) -> bool:
+    return b"no contact" not in (await router.get("/readyz"))[1]
+
+
+async def test_nobody_waits_long_for_a_reading_that_does_not_come(valkey_url: str, model: str) -> None:
+    async with gate(valkey_url) as door:
+        url = f"redis://127.0.0.1:{door.port}"
+        async with replica(url, model, decide_timeout_s=0.1, view_interval_s=60.0) as router:
+            await poll(lambda: read_once(router), 10, "a reading")
+            door.swallow = True
+            begun = time.monotonic()
+            status, _, answer = await router.post({"model": model, "prompt": "x" * 500})
+            assert (status, json.loads(answer)["error"]["code"]) == (503, "no_worker")
+            assert time.monotonic() - begun < LOOK_S + 0.6
+            begun = time.monotonic()
+            assert (await router.post({"model": model, "prompt": "x" * 500}))[0] == 503
+            assert time.monotonic() - begun < LOOK_S / 2, "nobody is waited for again so soon"
+
+
+async def test_fallback_tries_another_worker_too(valkey_url: str, model: str) -> None:
+    async def fails(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with engine(model, fails) as bad, engine(model, answer_well) as good, gate(valkey_url) as door:
+        url = f"redis://127.0.0.1:{door.port}"
+        async with replica(url, model, bad.url, good.url, redis_retry_s=30.0) as router:
+            await door.shut()
+            for number in range(8):
+                status, _, _ = await router.post({"model": model, "prompt": f"{number} " * 100})
+                assert status == 200
+            assert bad.seen
+            assert len(good.seen) == 8

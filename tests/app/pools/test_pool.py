@@ -1,0 +1,129 @@
+"""What a replica knows of its fleet: when it may be sent requests."""
+
+from __future__ import annotations
+
+import json
+import time
+from array import array
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from warmfleet.fleet import LoadRow, WorkerView
+from warmfleet.pools import pool as pool_module
+from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.fleet_view import View, view_of
+from warmfleet.pools.lora_adapters import Adapter, adapters_of
+from warmfleet.pools.pool import Pool, Pools
+from warmfleet.prompt.messages import NotReproducible
+from warmfleet.prompt.prefix_trie import Prompt
+from warmfleet.prompt.request import parse
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import Fleet
+    from warmfleet.prompt.prompt_identity import Identity
+    from warmfleet.prompt.request import Request
+
+
+def worker(routable: bool) -> WorkerView:
+    return WorkerView("a.0", {}, {"url": "http://a"}, LoadRow(), 0.0, routable, "proven", "http://a", ["m"])
+
+
+def pools() -> Pools:
+    return Pools([Pool("m", cast("Fleet", SimpleNamespace()), Fallback(1.0))])
+
+
+def serving(name: str, loras: object, *, routable: bool = True) -> WorkerView:
+    server = {"facts": {"loras": loras}}
+    return WorkerView(name, {}, server, LoadRow(), 0.0, routable, "proven", f"http://{name}", ["m"])
+
+
+def test_an_adapter_belongs_to_the_workers_that_serve_it() -> None:
+    workers = [serving("a", {"one": "/x", "two": "/y"}), serving("b", {"one": "/x"}), serving("c", {"one": "/z"})]
+    assert adapters_of(workers) == {"one": Adapter("/x", ("c",)), "two": Adapter("/y", ("b", "c"))}
+    other = WorkerView("d", {}, None, LoadRow(), 0.0, True, "approximate", "http://d", ["m", "two"])  # it says so
+    assert adapters_of([*workers, other])["two"].lacking == ("b", "c")
+    assert adapters_of([serving("a", None), serving("b", {"m": "/base"}), worker(True)]) == {}
+
+
+def test_adapters_are_listed_while_somebody_serves_them() -> None:
+    workers = [serving("a", {"one": "/x"}), serving("b", {"two": "/y"}, routable=False)]
+    view = view_of(workers, None, (), text=False)
+    assert view.models == ("m", "one")
+    assert view.names == {"m", "one", "two"}, "while it is away a request for it is 503, not 404"
+
+
+def test_ready_with_a_worker_and_its_tokenizer_and_for_good() -> None:
+    fleet, now = pools(), time.monotonic()
+    (only,) = fleet.all
+    assert fleet.unready() == "no contact with Redis yet"
+    only.show(View((worker(False),), read_at=now))
+    assert "no worker is routable" in fleet.unready()
+    only.show(View((worker(True),), read_at=now))
+    assert "tokenizer" in fleet.unready(), "it would route by load"
+    only.show(View((worker(True),), identity=cast("Identity", object()), read_at=now))
+    assert fleet.unready() == ""
+    only.show(View((), read_at=now))
+    assert fleet.unready() == "", "what the fleet lacks another replica lacks, too"
+
+
+def test_ready_after_a_ttl_whatever_the_fleet_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "WORKER_TTL_SECONDS", 0.02)
+    fleet = pools()
+    fleet.all[0].show(View((), read_at=time.monotonic()))
+    assert fleet.unready()
+    time.sleep(0.03)
+    assert fleet.unready() == ""
+
+
+def test_every_model_counts() -> None:
+    fleet = Pools([*pools().all, *pools().all])
+    for one in fleet.all:
+        assert fleet.unready()
+        one.show(View((worker(True),), text=True, read_at=time.monotonic()))
+    assert fleet.unready() == ""
+
+
+@pytest.mark.parametrize("failing", ["prompts", "beginning"])
+async def test_a_mistake_of_ours_costs_a_log_line(failing: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        max_model_len, key = 4_096, ""
+
+        async def prompts(self, *_: object) -> list[Prompt]:
+            raise KeyError("secret") if failing == "prompts" else NotReproducible("parts")
+
+        async def beginning(self, *_: object) -> None:
+            raise RecursionError("secret")
+
+    (only,) = pools().all
+    only.show(View((worker(True),), cast("Identity", Broken()), (), text=False, read_at=time.monotonic()))
+    request = parse("chat", b'{"messages": [{"role": "user", "content": "four characters a token"}]}')
+    shape = await only.shape(request, 2_000, 256)
+    assert (shape.kind, shape.reason, shape.prompt_tokens, shape.chains) == ("load", "error", 5, ())
+    assert "a prompt is not known" in caplog.text
+    assert "secret" not in caplog.text
+
+
+async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:
+    """Where a text is also tokenised: 64 bytes of Chinese are more than 16 tokens or fewer, never counted as more."""
+
+    class Known:
+        def __init__(self) -> None:
+            self.loras: dict[str, str] = {}
+            self.max_model_len, self.key = 4_096, ""
+            self.ids = [0]
+
+        async def prompts(self, _request: Request, *_: object) -> list[Prompt]:
+            return [Prompt((array("I", self.ids),), len(self.ids), ())]
+
+    known = Known()
+    (only,) = pools().all
+    only.show(View((worker(True),), cast("Identity", known), (), text=True, read_at=time.monotonic()))
+    for count, text in (100, "中" * 1_000), (1_000, "中" * 1_000), (5, "x" * 1_000):
+        known.ids = list(range(count))
+        shape = await only.shape(parse("completions", json.dumps({"prompt": text}).encode()), 2_000, 256)
+        (chain,) = shape.chains
+        held = len(chain.hashes) // 8 * chain.block_tokens
+        assert held <= max(count, len(chain.hashes) // 8)
+        assert (count, chain.block_tokens) in {(100, 2), (1_000, 16), (5, 1)}

@@ -1,0 +1,223 @@
+"""A worker that froze: what waits for it is tried elsewhere, or ended. Redis away or a slow client ends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, chunk, engine, event, freezing, reset
+from tests.app.replica import Replica, replica
+from tests.conftest import poll
+
+from warmfleet.background.stock_engines import worker_id
+from warmfleet.errors import UpstreamGone
+from warmfleet.fleet import Flag, LoadRow, WorkerView
+from warmfleet.pools import stalled_requests as silence
+from warmfleet.pools.stalled_requests import GAP_S, GRACE_S, QUIET_S, Tries
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import aiohttp
+
+BODY = {"prompt": "a prompt with blocks of its own " * 20, "stream": True}
+FROZEN, LEFT, WELL = 20.0, None, 1.0  # seconds since the last heartbeat
+
+
+def worker(name: str, age_s: float | None, flags: int = Flag.SERVER) -> WorkerView:
+    return WorkerView(name, {}, None, LoadRow(flags=flags), age_s, True, "proven", f"http://{name}", [])
+
+
+async def never() -> aiohttp.ClientResponse:
+    await asyncio.sleep(60)
+    raise AssertionError("it is given up before")
+
+
+async def looks(tries: Tries, workers: list[WorkerView], begin_s: float, seconds: float) -> int:
+    """Look once a second; how many were given up."""
+    given_up = 0
+    for second in range(int(seconds) + 1):
+        given_up += tries.look(workers, begin_s + second)
+        for _ in range(3):
+            await asyncio.sleep(0)  # whoever was given up gets to know it
+    return given_up
+
+
+@pytest.mark.parametrize(
+    ("workers", "needed_s"),
+    [
+        ([worker("a", FROZEN), worker("b", WELL)], QUIET_S),
+        ([worker("a", LEFT), worker("b", WELL)], GRACE_S + 1),
+        ([worker("a", WELL, flags=0), worker("b", WELL)], GRACE_S + 1),
+        ([worker("a", FROZEN), worker("b", FROZEN)], None),
+        ([worker("a", WELL), worker("b", FROZEN)], None),
+        ([worker("b", WELL)], None),
+    ],
+    ids=["frozen", "left", "server gone", "all of them", "another", "forgotten"],
+)
+async def test_who_is_given_up_when(workers: list[WorkerView], needed_s: float | None) -> None:
+    tries = Tries()
+    await looks(tries, [worker("a", WELL), worker("b", WELL)], 0, GRACE_S)
+    waiting = asyncio.create_task(tries.begin("wf-1", "a").headers(never()))
+    await asyncio.sleep(0)
+    began = GRACE_S + 1
+    if needed_s is None:
+        assert await looks(tries, workers, began, 3 * GRACE_S) == 0
+        waiting.cancel()
+        return
+    assert await looks(tries, workers, began, needed_s - 1) == 0
+    assert await looks(tries, workers, began + needed_s, QUIET_S) == 1
+    with pytest.raises(UpstreamGone):
+        await waiting
+    tries.end("wf-1")
+    assert await looks(tries, workers, began + 30, 60) == 0
+
+
+async def test_a_failed_try_that_is_not_settled_yet_has_nothing_to_give_up() -> None:
+    async def refused() -> aiohttp.ClientResponse:
+        raise UpstreamGone("no connection", refused=True)
+
+    tries = Tries()
+    frozen = [worker("a", FROZEN), worker("b", WELL)]
+    await looks(tries, [worker("a", WELL), worker("b", WELL)], 0, GRACE_S)
+    with pytest.raises(UpstreamGone):
+        await tries.begin("wf-1", "a").headers(refused())
+    assert await looks(tries, frozen, GRACE_S + 1, 2 * QUIET_S) == 0
+
+
+async def test_an_outage_of_redis_begins_a_grace() -> None:
+    tries = Tries()
+    well, frozen = [worker("a", WELL), worker("b", WELL)], [worker("a", FROZEN), worker("b", WELL)]
+    await looks(tries, well, 0, GRACE_S)
+    waiting = asyncio.create_task(tries.begin("wf-1", "a").headers(never()))
+    await asyncio.sleep(0)
+    back = GRACE_S + GAP_S + 1  # b's heartbeat came first
+    assert await looks(tries, frozen, back, GRACE_S - 1) == 0
+    assert await looks(tries, well, back + GRACE_S, 5) == 0
+    waiting.cancel()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "GRACE_S", 0.3)
+    monkeypatch.setattr(silence, "QUIET_S", 0.3)
+
+
+async def let_expire(router: Replica, one: Engine) -> None:
+    """As if its last heartbeat were from a minute ago."""
+    (seconds, _) = await router.fleet.redis.time()
+    await router.fleet.redis.zadd(router.fleet.keys.alive, {worker_id(one.url): (seconds - 60) * 1000})
+
+
+@asynccontextmanager
+async def two_asked(valkey_url: str, model: str, answer: Answer) -> AsyncIterator[tuple[Replica, Engine, list[bytes]]]:
+    """A replica, its good engine, and both answers of two requests of which one met an engine that froze."""
+    async with (
+        engine(model, answer) as frozen,
+        engine(model) as good,
+        replica(valkey_url, model, frozen.url, good.url, policy="round_robin", health_interval_s=60.0) as router,
+    ):
+        asked = [asyncio.create_task(router.post(BODY | {"model": model})) for _ in range(2)]
+        await poll(lambda: frozen.seen, what="one of two goes to the frozen engine")
+        await let_expire(router, frozen)
+        async with asyncio.timeout(10):
+            answers = await asyncio.gather(*asked)
+        assert [status for status, _, _ in answers] == [200, 200]
+        assert await router.metric("warmfleet_given_up_total") == 1
+        yield router, good, [body for _, _, body in answers]
+        await router.unloaded()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("head", [b"", STREAM_HEAD], ids=["nothing", "headers only"])
+async def test_frozen_before_the_first_byte_is_tried_elsewhere(valkey_url: str, model: str, head: bytes) -> None:
+    async with two_asked(valkey_url, model, freezing(head)) as (router, good, bodies):
+        assert all(body.endswith(b"[DONE]\n\n") for body in bodies)
+        assert len(good.seen) == 2
+        assert await router.metric('warmfleet_retries_total{where="another"}') == 1
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("second", ["freezes", "dies"])
+async def test_a_third_worker_is_never_asked_what_froze_one(valkey_url: str, model: str, second: str) -> None:
+    asked: list[Engine] = []
+
+    async def poisoned(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        asked.append(one)
+        if one is not asked[0] and second == "dies":
+            reset(writer)
+        else:
+            await freezing(b"")(one, seen, writer)
+
+    async with (
+        engine(model, poisoned) as one,
+        engine(model, poisoned) as two,
+        engine(model, poisoned) as three,
+        replica(valkey_url, model, one.url, two.url, three.url, health_interval_s=60.0) as router,
+    ):
+        request = asyncio.create_task(router.post(BODY | {"model": model}))
+        for number in range(1 if second == "dies" else 2):
+            await poll(lambda number=number: len(asked) > number, what="it is sent")  # type: ignore[misc]
+            await let_expire(router, asked[number])
+        async with asyncio.timeout(10):
+            status, _, answer = await request
+        assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
+        assert len({one.url for one in asked}) == 2
+        assert await router.metric("warmfleet_given_up_total") == (1 if second == "dies" else 2)
+        await router.unloaded()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_frozen_within_a_stream_ends_it_with_an_error(valkey_url: str, model: str) -> None:
+    async with two_asked(valkey_url, model, freezing(STREAM_HEAD, event(" one"))) as (_, good, bodies):
+        (cut,) = [body for body in bodies if b"[DONE]" not in body]
+        error = json.loads(cut.strip().rsplit(b"\n\n", 1)[1].removeprefix(b"data: "))["error"]
+        assert error["code"] == "upstream_gone"
+        assert len(good.seen) == 1
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_worker_that_lost_only_redis_streams_on(valkey_url: str, model: str) -> None:
+    async def streams(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        for number in range(40):
+            chunk(writer, event(str(number)))
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        chunk(writer, b"data: [DONE]\n\n")
+        chunk(writer, b"")
+
+    async with (
+        engine(model, streams) as one,
+        engine(model, streams) as two,
+        replica(valkey_url, model, one.url, two.url, policy="round_robin", health_interval_s=60.0) as router,
+    ):
+        asked = [asyncio.create_task(router.post(BODY | {"model": model})) for _ in range(2)]
+        await poll(lambda: one.seen, what="each has a request")
+        await let_expire(router, one)
+        assert all(body.endswith(b"[DONE]\n\n") for _, _, body in await asyncio.gather(*asked))
+        assert await router.metric("warmfleet_given_up_total") == 0
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_slow_client_is_not_taken_for_a_frozen_worker(valkey_url: str, model: str) -> None:
+    whole = 8_000_000  # more than all buffers on the way hold
+
+    async def long(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        chunk(writer, b"x" * whole)
+        chunk(writer, b"")
+
+    async with (
+        engine(model, long) as one,
+        engine(model, long) as two,
+        replica(valkey_url, model, one.url, two.url, health_interval_s=60.0) as router,
+    ):
+        async with router.client.post(f"{router.url}/v1/completions", json=BODY | {"model": model}) as answer:
+            await let_expire(router, one if one.seen else two)
+            await asyncio.sleep(1.5)
+            assert len(await answer.read()) == whole
+        assert await router.metric("warmfleet_given_up_total") == 0

@@ -1,0 +1,97 @@
+"""Block hashes equal to vLLM's, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from tests.vllm import golden
+
+from warmfleet.prompt.block_hashes import (
+    MAX_BLOCKS,
+    TEXT_BLOCK_BYTES,
+    TEXT_SCHEME,
+    Hasher,
+    hash_of,
+    text_chain,
+    text_tokens,
+)
+from warmfleet.protocol import wire
+from warmfleet.protocol.wire import DIGEST_BYTES, Scheme, WireError, chain_hashes, default_none_hash, pack_hashes
+
+#: Made by real vLLM of six versions, 0.28 to 0.33: chains, and the schemes that our plugin announced there.
+GOLDEN = json.loads(golden.OUT.read_text())
+VECTORS = [
+    pytest.param(version, vector, id=f"{version}-{vector['scheme']['algorithm']}-{vector['scheme']['block_tokens']}")
+    for version, made in GOLDEN.items()
+    for vector in made["vectors"]
+]
+
+
+def hasher(algorithm: str, extra_keys: str = "tagged", block_tokens: int = 16) -> Hasher:
+    none_hash = default_none_hash(algorithm)[: DIGEST_BYTES[algorithm]]
+    return Hasher(Scheme(algorithm, none_hash, block_tokens, extra_keys))
+
+
+@pytest.mark.parametrize(("version", "vector"), VECTORS)
+def test_golden_vectors(version: str, vector: dict[str, Any]) -> None:
+    scheme, seed = Scheme.from_dict(vector["scheme"]), vector["seed"]
+    assert scheme.extra_keys == ("plain" if version < "0.31" else "tagged")
+    assert scheme.as_dict() == vector["scheme"]
+    made = Hasher(scheme)
+    for name, case in golden.CASES.items():
+        assert made.chain(golden.TOKENS, **case).hashes.hex() == vector["hashes"][name], name
+    if scheme.algorithm.startswith("sha256") and (seed or version >= "0.29"):  # else a random one
+        assert default_none_hash(scheme.algorithm, seed or "vllm-none-hash") == scheme.none_hash
+
+
+def test_every_version_and_algorithm_has_vectors() -> None:
+    assert [version.rpartition(".")[0] for version in GOLDEN] == ["0.28", "0.29", "0.30", "0.31", "0.32", "0.33"]
+    seen = {(version, vector["scheme"]["algorithm"]) for version, made in GOLDEN.items() for vector in made["vectors"]}
+    assert seen == {(version, algorithm) for version in GOLDEN for algorithm in DIGEST_BYTES}
+
+
+def test_a_scheme_that_nobody_here_knows_is_refused() -> None:
+    """vLLM 0.33 with EAGLE hashes what comes behind a block as well: such a worker is routed to by load."""
+    lookahead = GOLDEN["0.33.0"]["lookahead"]
+    assert lookahead["extra_keys"] == "lookahead_1"
+    good = GOLDEN["0.33.0"]["vectors"][0]["scheme"]
+    for bad in (lookahead, good | {"none_hash": "00" * 16}, good | {"algorithm": "md5"}, good | {"none_hash": "zz"}):
+        with pytest.raises(WireError):
+            Scheme.from_dict(bad)
+
+
+@pytest.mark.parametrize("algorithm", DIGEST_BYTES)
+@pytest.mark.parametrize("extra_keys", ["tagged", "plain"])
+@pytest.mark.parametrize("block_tokens", [1, 16, 24, 300])
+def test_equals_the_reference(algorithm: str, extra_keys: str, block_tokens: int) -> None:
+    made, rng = hasher(algorithm, extra_keys, block_tokens), random.Random(block_tokens)
+    for high in (23, 255, 65_535, 262_143, 2**32 - 1):  # every width of CBOR integers, and ids beyond the table
+        ids = [rng.randrange(high + 1) for _ in range(3 * block_tokens + 7)]
+        for salt, lora in ((None, None), ("s" * 30, None), (None, ("a", "/x")), ("t", ("b" * 300, "/y"))):
+            expected = pack_hashes(chain_hashes(made.scheme, ids[:-1], None, salt, lora, hash_of(algorithm)))
+            assert made.chain(ids, salt, lora).hashes == expected
+
+
+def test_capped_as_the_engine_caps() -> None:
+    made = hasher("sha256_cbor")
+    lengths = {n: len(made.chain(range(n)).hashes) // 8 for n in (0, 1, 16, 17, 32, 33)}
+    assert lengths == {0: 0, 1: 0, 16: 0, 17: 1, 32: 1, 33: 2}  # the last token is always computed
+    assert len(hasher("sha256_cbor", block_tokens=1).chain([7] * 20_000).hashes) == 8 * MAX_BLOCKS
+
+
+def test_text_chain_shares_prefixes_only() -> None:
+    one, other = b"x" * 640 + b"one", b"x" * 640 + b"other"
+    assert text_chain(one).hashes == text_chain(other).hashes
+    assert len(text_chain(one).hashes) == 8 * 640 // TEXT_BLOCK_BYTES
+    assert text_chain(b"y" + one).hashes[:8] != text_chain(one).hashes[:8]
+    assert text_chain(b"").hashes == b""
+    assert (text_tokens(0), text_tokens(640)) == (1, 160)
+    assert text_chain(one).scheme_id == TEXT_SCHEME.scheme_id != hasher("sha256_cbor").scheme.scheme_id
+
+
+def test_text_scheme_is_one_that_a_record_may_carry() -> None:
+    assert Scheme.from_dict(TEXT_SCHEME.as_dict()) == TEXT_SCHEME
+    assert wire.SCHEMA == 1

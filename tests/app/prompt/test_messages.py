@@ -1,0 +1,51 @@
+"""Messages and tools as vLLM hands them to the chat template."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from warmfleet.prompt import messages as chat
+from warmfleet.prompt.messages import NotReproducible
+
+
+def test_tools_are_dumped_as_vllm_does() -> None:
+    """Known fields in its order, no others; what is absent is null or left out; the tool's flag is its function's."""
+    given = {"function": {"strict": True, "x": 1, "name": "f"}, "defer_loading": False, "cache_control": {}}
+    plain = {"type": "function", "function": {"name": "g", "description": None, "parameters": {}, "strict": None}}
+    assert json.dumps(chat.tool_schemas([given, plain])) == json.dumps(
+        [
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "description": None,
+                    "parameters": None,
+                    "strict": True,
+                    "defer_loading": False,
+                },
+                "defer_loading": False,
+            },
+            {"type": "function", "function": {"name": "g", "description": None, "parameters": {}}},
+        ]
+    )
+    with pytest.raises(NotReproducible, match="tools"):
+        chat.tool_schemas([{"function": {"name": "f", "strict": "yes"}}])
+
+
+def test_unknown_fields_are_kept_where_vllm_keeps_them() -> None:
+    part = {"type": "text", "text": "a", "cache_control": 1, "uuid": "u"}
+    (seen,) = chat.conversation([{"role": "user", "content": [part], "metadata": 1}], "openai")
+    assert seen == {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": 1}]}
+    tool = {"type": "function", "function": {"strict": True, "name": "d"}}
+    (seen,) = chat.conversation([{"role": "developer", "content": "a", "tools": [tool]}], "string")
+    assert json.dumps(seen["tools"]) == json.dumps([{"function": {"name": "d", "strict": True}, "type": "function"}])
+    with pytest.raises(NotReproducible, match="developer_tools"):
+        chat.conversation([{"role": "developer", "content": "a", "tools": ["d"]}], "string")
+
+
+def test_billing_header_is_dropped_from_system_text() -> None:
+    text = "x-anthropic-billing-header: cch=1\nBe brief."
+    assert chat.conversation([{"role": "system", "content": text}], "string")[0]["content"] == "Be brief."
+    assert chat.conversation([{"role": "user", "content": text}], "string")[0]["content"] == text

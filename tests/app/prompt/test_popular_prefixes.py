@@ -1,0 +1,125 @@
+"""The most used prefixes are found among many prompts, within a bound; those of yesterday are not."""
+
+from __future__ import annotations
+
+import gc
+import random
+from array import array
+
+from warmfleet.prompt.cut_points import Cuts
+from warmfleet.prompt.popular_prefixes import HALF_LIFE_S, MAX_COUNTED, Uses
+from warmfleet.prompt.prefix_trie import Prompt, Reading, Trie, whole
+
+LONG = 1_024
+
+
+def words(rng: random.Random, pieces: int) -> str:
+    """Text of so many pieces and a bit."""
+    return "".join(f" {rng.getrandbits(40):010x}z" for _ in range(pieces * LONG // 12 + 8))
+
+
+def codes(text: str) -> array[int]:
+    return array("I", map(ord, text))
+
+
+class World:
+    """Texts read by a trie whose tokens are characters."""
+
+    def __init__(self, limit_bytes: int = 2**26) -> None:
+        self.trie = Trie(limit_bytes)
+        self.now = 0.0
+        self.uses = Uses(lambda: self.now)
+        self.rng = random.Random(1)
+
+    def ask(self, text: str, salt: str | None = None, key: str = "k") -> Prompt:
+        lora = ("adapter", "/path") if salt == "lora" else None
+        found = self.trie.read(text, Reading("characters", codes, Cuts((), spaces=True), salt=salt, lora=lora))
+        self.uses.note(found, key)
+        return found
+
+    def tops(self, limit: int = 3) -> list[str]:
+        return ["".join(map(chr, whole(node)[0])) for node in self.uses.most_used(limit)]
+
+
+def test_the_most_used_come_first_and_end_where_prompts_part() -> None:
+    world = World()
+    hot, warm, cold = (words(world.rng, 3) for _ in range(3))
+    for times, prefix in ((20, hot), (9, warm), (1, cold)):
+        for _ in range(times):
+            world.ask(prefix + words(world.rng, 1))
+    told = world.tops()
+    assert len(told) == 2, "what was asked once, nobody has in common"
+    for text, prefix in zip(told, (hot, warm), strict=True):
+        assert prefix.startswith(text)
+        assert len(text) > len(prefix) - 1.2 * LONG
+    assert world.tops(1) == told[:1]
+
+
+def test_a_prefix_of_a_chosen_one_is_not_chosen_besides() -> None:
+    world = World()
+    base, more = words(world.rng, 3), words(world.rng, 3)
+    for _ in range(20):
+        world.ask(base + more + words(world.rng, 1))
+    for _ in range(9):
+        world.ask(base + words(world.rng, 1))
+    (told,) = world.tops()
+    assert told.startswith(base)
+
+
+def test_salt_and_adapter_are_part_of_a_prefix() -> None:
+    world = World()
+    hot = words(world.rng, 3)
+    for salt in (None, "tenant", "lora"):
+        for _ in range(5):
+            world.ask(hot + words(world.rng, 1), salt)
+    found = {whole(node)[1:] for node in world.uses.most_used(9)}
+    assert found == {(None, None), ("tenant", None), ("lora", ("adapter", "/path"))}
+
+
+def test_it_is_bounded_and_the_hot_one_survives_thousands_of_conversations() -> None:
+    world = World()
+    hot, largest = words(world.rng, 2), 0
+    for number in range(2_000):
+        if number % 20 == 0:
+            world.ask(hot + words(world.rng, 0))
+        conversation = f"{number:011d}z" * 90
+        for turn in range(2):
+            world.ask(conversation + " and then" * (turn + 1))
+        largest = max(largest, len(world.uses))
+    assert largest <= MAX_COUNTED + 32
+    assert [hot.startswith(text) for text in world.tops(1)] == [True]
+
+
+def test_yesterdays_prefixes_are_forgotten() -> None:
+    world = World()
+    hot = words(world.rng, 2)
+    for _ in range(1_000):
+        world.ask(hot + words(world.rng, 0))
+    world.now += 5 * HALF_LIFE_S
+    assert world.tops()
+    world.now += 30 * HALF_LIFE_S
+    assert world.tops() == []
+    world.ask(hot + words(world.rng, 0))
+    world.ask(hot + words(world.rng, 0))
+    assert world.tops(), "a new day"
+
+
+def test_what_the_trie_has_evicted_is_neither_sent_nor_kept() -> None:
+    world = World(limit_bytes=150_000)
+    hot = words(world.rng, 2)
+    for _ in range(3):
+        world.ask(hot + words(world.rng, 0))
+    assert len(world.tops()) == 1
+    for _ in range(100):
+        world.ask(words(world.rng, 1))
+    gc.collect()
+    assert (world.tops(), len(world.uses)) == ([], 0)
+
+
+def test_ids_of_another_tokenizer_are_of_no_use() -> None:
+    world = World()
+    hot = words(world.rng, 2)
+    for _ in range(5):
+        world.ask(hot + words(world.rng, 0))
+    world.ask("short", key="another")
+    assert world.tops() == []

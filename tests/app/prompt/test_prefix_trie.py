@@ -1,0 +1,231 @@
+"""The prompt trie gives what there would be without it, for every prompt, and costs what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+import tracemalloc
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+from tests.app import deepseek
+from tests.app.texts import WORDS, Texts
+
+from warmfleet.prompt.block_hashes import Hasher
+from warmfleet.prompt.cut_points import Cuts
+from warmfleet.prompt.prefix_trie import NODE_BYTES, Prompt, Reading, Trie
+from warmfleet.prompt.prompt_identity import Identity
+from warmfleet.prompt.request import Request
+from warmfleet.prompt.tokenizer import Encoder
+from warmfleet.protocol.wire import Scheme, default_none_hash
+from warmfleet_loadtest.tiny_kinds import save_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KINDS = ("deepseek", "qwen3", "llama3", "llama2", "metaspace")  # metaspace: llama2 as transformers makes it
+TEMPLATE = "<｜begin▁of▁sentence｜><｜end▁of▁sentence｜><|im_start|><|im_end|><|eot_id|></s>"  # noqa: RUF001
+CBOR = Hasher(Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16))
+PICKLE = Hasher(Scheme("sha256", default_none_hash("sha256"), 24))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def any_encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    return load(request.param, tmp_path_factory.mktemp("kind"))
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    return load("deepseek", tmp_path_factory.mktemp("kind"))
+
+
+def load(kind: str, folder: Path) -> Encoder:
+    if kind == "deepseek":
+        return deepseek.loaded()
+    save_tokenizer(folder, "llama2" if kind == "metaspace" else kind, 3_000)
+    content = (folder / "tokenizer.json").read_bytes()
+    if kind == "metaspace":
+        scheme = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+        content = json.dumps(json.loads(content) | {"normalizer": None, "pre_tokenizer": scheme}).encode()
+    return Encoder.load(content)
+
+
+@cache
+def cuts_of(encoder: Encoder) -> Cuts:
+    return encoder.cuts(TEMPLATE)
+
+
+def reading(encoder: Encoder, *, special: bool = False, grid: int = 1_024, salt: str | None = None) -> Reading:
+    prefix, suffix = (encoder.affixes if special else None) or (array("I"), array("I"))
+    found = cuts_of(encoder)
+    cuts = Cuts(found.separators, spaces=found.spaces, grid=grid)
+    return Reading(grid, encoder.plain, cuts, prefix, suffix, (CBOR, PICKLE), salt)
+
+
+def without(encoder: Encoder, text: str, *, special: bool, salt: str | None) -> tuple[list[int], list[bytes]]:
+    ids = encoder.encode(text, special)
+    return ids.tolist(), [hasher.chain(ids, salt).hashes for hasher in (CBOR, PICKLE)]
+
+
+def same(found: Prompt, expected: tuple[list[int], list[bytes]]) -> bool:
+    assert found.json() == orjson.dumps(expected[0])
+    return (found.ids, [chain.hashes for chain in found.chains]) == expected and found.tokens == len(expected[0])
+
+
+def compare(encoder: Encoder, prompts: int, seed: int, *, grid: int, limit_bytes: int) -> None:
+    """trie on = trie off; the trie is so small that it forgets all the time."""
+    trie, texts, rng = Trie(limit_bytes), Texts(seed, cuts_of(encoder).separators), random.Random(seed)
+    for _ in range(prompts):
+        text, special, salt = texts.next(), rng.random() < 0.3, rng.choice((None, None, "tenant"))
+        found = trie.read(text, reading(encoder, special=special, grid=grid, salt=salt))
+        assert same(found, without(encoder, text, special=special, salt=salt)), (seed, text)
+        assert trie.bytes <= limit_bytes
+    assert len(trie) > 1
+
+
+@pytest.mark.parametrize("grid", [48, 1_024])
+def test_with_it_is_as_without_it(any_encoder: Encoder, grid: int) -> None:
+    compare(any_encoder, 320, seed=grid, grid=grid, limit_bytes=400_000)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3_600)
+@pytest.mark.parametrize("seed", range(4))
+def test_with_it_is_as_without_it_at_length(any_encoder: Encoder, seed: int) -> None:
+    compare(any_encoder, 2_600, seed=seed, grid=(64, 1_024)[seed % 2], limit_bytes=(200_000, 4_000_000)[seed // 2])
+
+
+def test_what_each_kind_may_be_cut_at(any_encoder: Encoder, request: pytest.FixtureRequest) -> None:
+    kind = request.node.callspec.params["any_encoder"]
+    cuts = cuts_of(any_encoder)
+    assert cuts.spaces is (kind != "llama2")  # its normalizer puts a "▁" before every piece
+    assert cuts.separators
+
+
+def counted(encoder: Encoder, calls: list[int]) -> Reading:
+    def encode(text: str) -> array[int]:
+        calls.append(len(text))
+        return encoder.plain(text)
+
+    return replace(reading(encoder), encode=encode)
+
+
+def test_a_turn_costs_its_new_text(encoder: Encoder) -> None:
+    calls: list[int] = []
+    texts, trie, watched, text = Texts(1, ()), Trie(10**8), counted(encoder, calls), ""
+    for turn in range(30):
+        new = "the cat sat on the mat. " * 80
+        text += f"{turn}: {new}"
+        calls.clear()
+        trie.read(text, watched)
+        assert sum(calls) <= len(new) + 2 * 1_024
+    edited = text[:20_000] + texts.some(8) + text[20_000:]
+    calls.clear()
+    trie.read(edited, watched)
+    assert len(edited) - 20_000 <= sum(calls) <= len(edited) - 20_000 + 2 * 1_024
+    calls.clear()
+    trie.read(text, watched)
+    assert sum(calls) <= 2 * 1_024
+
+
+def test_tenants_schemes_and_specials_do_not_share_hashes(encoder: Encoder) -> None:
+    trie, text = Trie(10**8), "the cat sat on a mat " * 400
+    plain = reading(encoder)
+    variants = [plain, replace(plain, salt="a"), replace(plain, salt="b"), replace(plain, lora=("x", "/x"))]
+    chains = [trie.read(text, one).chains[0].hashes for one in variants for _ in range(2)]
+    assert chains[::2] == chains[1::2]
+    assert len(set(chains)) == len(variants)
+    first_ids = replace(plain, prefix=array("I", [7]))
+    assert trie.read(text, first_ids).ids == [7, *trie.read(text, plain).ids]
+    assert trie.read(text, replace(plain, hashers=(PICKLE,))).chains[0] == trie.read(text, plain).chains[1]
+
+
+def test_the_least_recently_used_leave_first_and_leaves_before_their_parents(encoder: Encoder) -> None:
+    trie, read, texts = Trie(120_000), reading(encoder, grid=256), Texts(5, ())
+    kept = "".join(f"line {number} of the kept text " for number in range(200))
+    for number in range(300):
+        trie.read(f"{number} " + "and so on it goes for a while " * 40, read)
+        trie.read(kept, read)
+        assert trie.bytes <= trie.limit_bytes
+        assert len(trie.find(kept, read)) > len(kept) // 400
+    huge = " ".join(texts.some(2_000) for _ in range(100))
+    trie.read(huge, read)
+    assert len(trie.find(kept, read)) > len(kept) // 400  # one prompt may not drive out all others
+    for node in trie.find(kept, read):
+        assert node.parent is not None
+
+
+MANY = tuple(Hasher(Scheme("sha256", default_none_hash("sha256"), tokens)) for tokens in (16, 1_024, 2_048, 4_096))
+
+
+@pytest.mark.parametrize("hashers", [(CBOR, PICKLE), MANY[-1:], MANY], ids=["usual", "large blocks", "four schemes"])
+def test_the_bound_is_about_what_memory_it_takes(encoder: Encoder, hashers: tuple[Hasher, ...]) -> None:
+    trie, read, rng = Trie(10**9), replace(reading(encoder), hashers=hashers), random.Random(2)
+    prompts = [" ".join(rng.choices(WORDS, k=4_000)) for _ in range(40)]
+    tracemalloc.start()
+    for prompt in prompts:
+        trie.read(prompt, read).json()
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.8 < trie.bytes / grown < 1.3
+    assert NODE_BYTES * len(trie) < trie.bytes
+
+
+def test_a_long_salt_counts(encoder: Encoder) -> None:
+    trie, read = Trie(4_000_000), reading(encoder)
+    for number in range(20):
+        trie.read("hi", replace(read, salt=f"{number}" + "s" * 500_000))
+    assert 500_000 < trie.bytes <= trie.limit_bytes
+    assert len(trie) <= 8
+    trie.read("hi", replace(read, salt="s" * 5_000_000))
+    assert len(trie) <= 8  # not kept at all
+
+
+def test_the_first_prompt_of_a_tenant_is_kept(encoder: Encoder) -> None:
+    trie, text, read = Trie(10**8), "the cat sat on a mat " * 400, replace(reading(encoder), salt="new")
+    assert trie.read(text, read).known_tokens == 0
+    assert trie.read(text, read).known_tokens > 1_000
+
+
+def test_many_threads_share_it(encoder: Encoder) -> None:
+    trie, failures = Trie(150_000), []
+
+    def run(seed: int) -> None:
+        texts = Texts(seed % 2, cuts_of(encoder).separators)  # two threads see the same prompts
+        for _ in range(60):
+            text = texts.next()
+            if not same(trie.read(text, reading(encoder, grid=64)), without(encoder, text, special=False, salt=None)):
+                failures.append(text)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert trie.bytes == sum(trie._used.values()) <= trie.limit_bytes
+
+
+async def test_a_prompt_of_3_mb_does_not_stall_the_event_loop(encoder: Encoder) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        text = "the quick brown fox jumps over it, again and again; " * 60_000
+        request = Request("completions", "m", False, 1, 1, None, True, "", prompts=[text])
+        shares = []
+        for _ in range(3):
+            identity = Identity(encoder, None, {}, executor, Trie(10**8), encoder.cuts(""))  # nothing is known yet
+            running = asyncio.ensure_future(identity.prompts(request, (CBOR,), None, 2_000))
+            longest, before = 0.0, (began := time.perf_counter())
+            while not running.done():
+                await asyncio.sleep(0.001)
+                longest, before = max(longest, time.perf_counter() - before), time.perf_counter()
+            assert (await running)[0].tokens > 500_000
+            shares.append(longest / (before - began))
+        assert min(shares) < 0.5, "of the time that it takes"

@@ -1,0 +1,256 @@
+"""Decisions explained and replayed: random ones of all policies come out exactly as they were."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.app.engine import engine
+from tests.app.replica import replica
+from tests.conftest import poll
+from tests.lua.world import READY, World
+
+from warmfleet.__main__ import main
+from warmfleet.cli.replay import read
+from warmfleet.errors import BadArgument, Unauthorized
+from warmfleet.fleet import Flag, Fleet, Weights, connect
+from warmfleet.fleet.replays import Choice, Replays
+from warmfleet.metrics import Metrics
+from warmfleet.pools.policy import POLICIES
+from warmfleet.routing import client_hints as hints
+from warmfleet.routing.decision_log import DecisionLog, record
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import redis.asyncio as aioredis
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
+WORKERS = 6
+
+
+@pytest.fixture
+def world(store: aioredis.Redis, fleet: Fleet) -> World:
+    return World(store, fleet)
+
+
+async def states(world: World, rng: random.Random) -> None:
+    """A fleet of unequal speed and load; some blocks are missing where a set is not prefix-closed."""
+    for number in range(1, WORKERS + 1):
+        await world.worker(
+            number,
+            speed_tps=rng.choice((0, 900, 5_000, 20_000)),
+            blocks=rng.randrange(10_000),
+            evicted=rng.randrange(3),
+            in_flight=rng.choice((0, rng.randrange(30), rng.randrange(200))),
+            prefill_tokens=rng.choice((0, 0, rng.randrange(4_000))),
+            decode_tokens=rng.randrange(50_000),
+            foreign_prefill_tokens=rng.choice((0, rng.randrange(500))),
+            under_way_tokens=rng.randrange(3_000),
+            since_ms=(int(time.time() * 1000) - rng.randrange(500)) % 2**32,
+            flags=READY if rng.random() < 0.7 else READY & ~Flag.CLOSED,
+        )
+
+
+async def logged(world: World, count: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Records of random decisions, by each policy in turn."""
+    rng, found = random.Random(seed), []
+    await world.ticked(median=7_001)
+    chains = [world.chain(60) for _ in range(3)]
+    names = [f"w{number}.0" for number in range(1, WORKERS + 3)]
+    for number in range(count):
+        if number % 10 == 0:
+            await states(world, rng)
+            slot = rng.randint(1, WORKERS)
+            await world.hold(slot, rng.choice(chains), rng.randint(1, 60))
+            for hole in range(8, 60, 17):
+                await world.drop(slot, chains[0][hole * 8 : hole * 8 + 8])
+        world.fleet.weights = replace(
+            world.fleet.weights,
+            lambda_=rng.choice((1.0, 2.0, 1.7)),
+            pressure_price=rng.choice((1.0, 0.3)),
+            min_match_tokens=rng.choice((0, 0, 100)),
+        )
+        objective_s = rng.choice((0.0, 0.0, 0.2))
+        head = rng.choice(chains)[: 8 * rng.randint(1, 60)]
+        ask = world.ask(
+            world.chain(70, head=head),
+            extra_tokens=rng.randint(1, 16),
+            policy=POLICIES[number % len(POLICIES)],
+            prefix_tokens=rng.choice((0, 0, 128)),
+            order=tuple(rng.sample(names, len(names))) if rng.random() < 0.5 else (),
+            exclude=tuple(rng.sample(names, rng.choice((0, 0, 2)))),
+            objective_s=objective_s,
+        )
+        decision = await world.fleet.decide(ask, tell=True)
+        rings = {"chwbl": rng.sample(names, len(names))}
+        found.append(record("m", ask, world.fleet.weights, decision, rings))
+    return found
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> str:
+    """By the log itself."""
+    log = DecisionLog(str(path), 1.0, Metrics())
+    log.open()
+    for one in records:
+        log.note(one)
+    log.close()
+    return str(path)
+
+
+async def check(url: str, records: list[dict[str, Any]]) -> None:
+    again = await choices(url, records)
+    told = [(one["worker_id"], one["why"], one["cost_s"]) for one in records]
+    assert told == [(new.worker_id, new.why, new.cost_s) for new in again]
+
+
+async def choices(url: str, records: list[dict[str, Any]]) -> list[Choice]:
+    replays = Replays(connect(url, timeout_s=5))
+    try:
+        return await replays.choices(records)
+    finally:
+        await replays.close()
+
+
+async def test_random_decisions_of_all_policies_come_out_as_they_were(world: World, redis_url: str) -> None:
+    records = await logged(world, 200)
+    await check(redis_url, records)
+    assert len({one["why"] for one in records}) >= 9
+    assert len({one["worker_id"] for one in records}) == WORKERS
+    for weight in ("pressure_price", "decode_s_per_token", "lambda_", "wait_price"):
+        changed = json.loads(json.dumps(records))
+        for one in changed:
+            one["weights"][weight] *= 1.01
+        with pytest.raises(AssertionError):
+            await check(redis_url, changed)
+    with pytest.raises(AssertionError):  # the time that a prefill has had is part of what was seen
+        await check(redis_url, [one | {"now_ms": (one["now_ms"] + 300) % 2**32} for one in records])
+
+
+@pytest.mark.long
+async def test_thousands_of_random_decisions(world: World, redis_url: str) -> None:
+    for seed in range(2, 6):
+        await check(redis_url, await logged(world, 1_000, seed))
+
+
+async def test_the_log_is_written_rotated_and_replayed_by_the_command(
+    store: aioredis.Redis, world: World, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = await logged(world, 30, seed=7)
+    path = write(tmp_path / "log", records)
+    assert read(path) == (records, [])
+    keys = await store.dbsize()
+    assert await asyncio.to_thread(main, ["replay", path, "--policy", "all", "--redis", redis_url]) == 0
+    said = capsys.readouterr().out
+    assert "30 of 30 decisions came out exactly as they were" in said
+    assert all(f"\n{policy} " in said for policy in POLICIES)
+    assert await store.dbsize() == keys, "no key is touched"
+    records[4]["weights"]["decode_s_per_token"] *= 2
+    path = write(tmp_path / "changed", records)
+    assert await asyncio.to_thread(main, ["replay", path, "--redis", redis_url]) == 1
+    assert "29 of 30" in capsys.readouterr().out
+    for text in ("", "{}\n", json.dumps({**records[0], "weights": 1})):
+        (tmp_path / "bad").write_text(text)
+        assert await asyncio.to_thread(main, ["replay", str(tmp_path / "bad"), "--redis", redis_url]) == 2
+        assert "has no record of a decision log" in capsys.readouterr().err
+
+
+async def test_what_is_damaged_in_a_log_is_left_out_and_said(
+    world: World, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = await logged(world, 4, seed=3)
+    whole = [json.dumps(one) for one in records]
+    lacking = {name: value for name, value in records[0].items() if name != "now_ms"}
+    wrong: list[Any] = [lacking, {**records[0], "prompt_tokens": "9"}, {**records[0], "seed": None}]
+    wrong += [{**records[0], "weights": {**records[0]["weights"], "kappa": True}}, {**records[0], "policy": 1}, [], 1]
+    lines = [*map(json.dumps, wrong), "", "[" * 100_000, whole[0][:-9], whole[0] + whole[1]]
+    (tmp_path / "log").write_text("\n".join(lines + whole))
+    assert (
+        await asyncio.to_thread(main, ["replay", str(tmp_path / "log"), "--policy", "all", "--redis", redis_url]) == 1
+    )
+    said = capsys.readouterr()
+    assert "4 of 4 decisions" in said.out
+    assert f"left out: {len(lines)} lines that are no record of a decision log: 1, 2, 3, 4, 5, …" in said.err
+    (tmp_path / "other").write_text(json.dumps({**records[0], "policy": "newest"}))
+    assert await asyncio.to_thread(main, ["replay", str(tmp_path / "other"), "--redis", redis_url]) == 2
+    assert "cannot be replayed" in capsys.readouterr().err
+
+
+def test_the_file_is_bounded_and_what_cannot_be_written_is_counted(tmp_path: Path) -> None:
+    path, metrics = tmp_path / "log", Metrics()
+    log = DecisionLog(str(path), 1.0, metrics, max_bytes=1_000)
+    log.open()
+    for number in range(100):
+        log.note({"number": number, "pad": "x" * 80})
+    log.close()
+    assert path.stat().st_size <= 1_000
+    assert (tmp_path / "log.1").stat().st_size <= 1_000
+    assert json.loads(path.read_text().splitlines()[-1])["number"] == 99
+    full = DecisionLog(str(path), 1.0, metrics)  # nobody writes: as behind a disk that hangs
+    for number in range(1_010):
+        full.note({"number": number})
+    page = metrics.render().decode()
+    assert 'warmfleet_decision_log_total{result="written"} 100.0' in page
+    assert 'warmfleet_decision_log_total{result="dropped"} 10.0' in page
+    with pytest.raises(BadArgument, match="WARMFLEET_DECISION_LOG"):
+        DecisionLog(str(tmp_path / "nowhere" / "log"), 1.0, metrics)
+    assert not DecisionLog("", 1.0, metrics).wants()
+
+
+async def test_a_replica_logs_and_explains_its_decisions(valkey_url: str, model: str, tmp_path: Path) -> None:
+    path = tmp_path / "decisions"
+    async with (
+        engine(model) as one,
+        engine(model) as two,
+        replica(valkey_url, model, one.url, two.url, decision_log=str(path), decision_sample=1.0) as router,
+    ):
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 1}
+        for given in ("1", "0", ""):
+            told = {"X-Warmfleet-Explain": given} if given else {}
+            status, headers, _ = await router.post(body, **told, **{"X-Session-ID": "private"})
+            assert status == 200
+            assert ("x-warmfleet-explain" in headers) == (given == "1")
+            if given == "1":
+                shown = json.loads(headers["x-warmfleet-explain"])
+                assert (shown["policy"], shown["of"], len(shown["candidates"])) == ("cost", 2, 2)
+                assert shown["candidates"][0]["worker"] == headers["x-warmfleet-worker"]
+                assert shown["why"] in ("home", "lowest")
+                assert shown["weights"] == asdict(Weights())
+        assert all("x-warmfleet-explain" not in seen.headers for seen in one.seen + two.seen)
+        await poll(lambda: path.exists() and path.read_bytes().count(b"\n") == 3, 5, "three records")
+    text = path.read_text()
+    assert "quick" not in text
+    assert "private" not in text
+    await check(valkey_url, read(str(path))[0])
+
+
+def test_explaining_is_the_operators_where_a_key_guards() -> None:
+    for given in (b"1", b"wrong", "é".encode()):
+        with pytest.raises(Unauthorized):
+            hints.read({hints.EXPLAIN: given}, "", "secret")
+    assert hints.read({hints.EXPLAIN: b"secret"}, "", "secret").explain
+    assert hints.read({hints.EXPLAIN: b"1"}, "", "").explain
+    for no in (b"", b"0", b"false", b"False", b"no", b" "):
+        assert not hints.read({hints.EXPLAIN: no}, "", "secret").explain
+        assert not hints.read({hints.EXPLAIN: no}, "", "").explain
+
+
+def test_without_a_key_nobody_is_told_what_clients_are_not_to_know() -> None:
+    tenants = {"WARMFLEET_TENANT_KEY": "t" * 32}
+    for guarded in (tenants, {"WARMFLEET_ANSWER_HEADERS": "request_id"}):
+        with pytest.raises(Unauthorized):
+            hints.read({hints.EXPLAIN: b"1"}, "", Settings.from_environment(guarded).explain_key)
+        with_key = Settings.from_environment(guarded | {"WARMFLEET_ADMIN_KEY": "k" * 32})
+        assert hints.read({hints.EXPLAIN: b"k" * 32}, "", with_key.explain_key).explain
+    assert Settings.from_environment({}).explain_key == ""
+
+
+async def test_a_fleet_is_not_asked_to_tell_unless_somebody_wants_to_know(world: World, fleet: Fleet) -> None:
+    await world.workers(2)
+    assert (await fleet.decide(world.ask(world.chain(3)))).seen is None

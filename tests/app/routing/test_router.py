@@ -1,0 +1,283 @@
+"""A request's way through a replica, over real sockets, with a real store: whatever happens, its load is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event, freezing, reply, reset
+from tests.app.replica import Replica, replica
+from tests.conftest import poll
+
+from warmfleet.engines.upstream import Addresses, Upstream
+from warmfleet.fleet import Fleet
+from warmfleet.metrics import Metrics
+from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.fleet_view import view_of
+from warmfleet.pools.pool import Pool, Pools
+from warmfleet.routing.call import Call
+from warmfleet.routing.router import Router
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    from warmfleet.fleet.reservations import Outcome
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
+
+
+async def test_answer_is_the_engines_own(well: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = well
+    body = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": 2, "odd": [1.50, "\u00e9"]}).encode()
+    status, headers, answer = await router.post(body, **{"X-Request-Id": "mine-1"})
+    assert (status, json.loads(answer)["choices"][0]["text"]) == (200, " word word")
+    assert upstream.seen[-1].body == body  # not one byte is written anew
+    reservation, _, rest = upstream.seen[-1].headers["x-request-id"].partition(".")
+    assert reservation.startswith("wf-")
+    assert (len(reservation), rest, headers["x-request-id"]) == (25, "mine-1", "mine-1")
+    assert headers["x-warmfleet-reservation"] == "booked"
+    assert headers["x-warmfleet-worker"] == upstream.url.removeprefix("http://").replace(":", "-")
+    assert int(headers["x-warmfleet-prompt-tokens"]) > 200
+    await router.unloaded()
+
+
+async def test_second_turn_is_matched(well: tuple[Replica, Engine], model: str) -> None:
+    router, _ = well
+    await router.post({"model": model, "prompt": PROMPT})
+    _, headers, _ = await router.post({"model": model, "prompt": PROMPT + "And then? "})
+    assert int(headers["x-warmfleet-matched-tokens"]) >= 192
+    _, headers, _ = await router.post({"model": model, "prompt": PROMPT, "cache_salt": "other tenant"})
+    assert int(headers["x-warmfleet-matched-tokens"]) == 0
+
+
+async def test_stream_comes_whole(well: tuple[Replica, Engine], model: str) -> None:
+    router, _ = well
+    status, headers, answer = await router.post({"model": model, "prompt": PROMPT, "stream": True, "max_tokens": 5})
+    assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    assert answer == b"".join(event(f" {n}") for n in range(5)) + b"data: [DONE]\n\n"
+    await router.unloaded()
+
+
+async def test_client_hangs_up_mid_stream(valkey_url: str, model: str) -> None:
+    async def endless(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        while True:  # until the connection is gone
+            chunk(writer, event(" more"))
+            await writer.drain()
+            await asyncio.sleep(0.005)
+
+    async with engine(model, endless) as upstream, replica(valkey_url, model, upstream.url) as router:
+        async with router.client.post(
+            f"{router.url}/v1/completions", json={"model": model, "prompt": PROMPT, "stream": True}
+        ) as answer:
+            await answer.content.readany()
+            await poll(router.load, what="load is booked while the answer runs")
+        await router.unloaded()  # the connection was closed by leaving the block
+        await poll(lambda: upstream.connections["hung_up"], what="the engine is told as well")
+        assert await router.metric('warmfleet_settled_total{outcome="cancelled"}') == 1
+
+
+async def test_client_hangs_up_before_the_first_byte(valkey_url: str, model: str) -> None:
+    async with engine(model, freezing(b"")) as upstream, replica(valkey_url, model, upstream.url) as router:
+        with pytest.raises(asyncio.TimeoutError):
+            async with asyncio.timeout(0.3):
+                await router.post({"model": model, "prompt": PROMPT})
+        assert upstream.seen
+        await router.unloaded()
+        assert await router.metric('warmfleet_settled_total{outcome="cancelled"}') == 1
+
+
+@pytest.mark.parametrize("cut", [b"", b'data: {"choi'], ids=["between events", "within an event"])
+async def test_engine_dies_mid_stream(valkey_url: str, model: str, cut: bytes) -> None:
+    async def dies(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        chunk(writer, event(" one") + cut)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        reset(writer)
+
+    async with engine(model, dies) as upstream, replica(valkey_url, model, upstream.url) as router:
+        status, _, answer = await router.post({"model": model, "prompt": PROMPT, "stream": True})
+        first, *_, last = answer.decode().strip().split("\n\n")
+        assert status == 200
+        assert first == event(" one").decode().strip()
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "server_error"
+        assert len(upstream.seen) == 1  # an answer that had begun is not tried again
+        await router.unloaded()
+        assert await router.metric('warmfleet_settled_total{outcome="failed"}') == 1
+        assert await router.metric("warmfleet_stream_errors_total") == 1
+
+
+async def test_engine_dies_within_a_plain_answer(valkey_url: str, model: str) -> None:
+    async def dies(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n{")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        reset(writer)
+
+    async with engine(model, dies) as upstream, replica(valkey_url, model, upstream.url) as router:
+        status, _, answer = await router.post({"model": model, "prompt": PROMPT})
+        assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_error")
+        assert len(upstream.seen) == 1
+        await router.unloaded()
+
+
+async def test_engine_dies_within_a_large_plain_answer(valkey_url: str, model: str) -> None:
+    async def dies(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n\r\n")
+        writer.write(b"y" * 3_000)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        reset(writer)
+
+    async with (
+        engine(model, dies) as upstream,
+        replica(valkey_url, model, upstream.url, buffer_max_bytes=1_000) as router,
+    ):
+        with pytest.raises(aiohttp.ClientPayloadError):  # part of it was out
+            await router.post({"model": model, "prompt": PROMPT})
+        await router.unloaded()
+        assert await router.metric('warmfleet_settled_total{outcome="failed"}') == 1
+        assert await router.metric("warmfleet_stream_errors_total") == 1
+
+
+@pytest.mark.parametrize("way", ["reset", "502", "503", "stream_reset"])
+async def test_engine_fails_before_the_first_byte(valkey_url: str, model: str, way: str) -> None:
+    async def fails(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if way == "stream_reset":
+            writer.write(STREAM_HEAD)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        if way.endswith("reset"):
+            reset(writer)
+        else:
+            reply(writer, b"{}", f"{way} Trouble")
+
+    async with (
+        engine(model, fails) as bad,
+        engine(model) as good,
+        replica(valkey_url, model, bad.url, good.url, policy="round_robin") as router,
+    ):
+        for _ in range(4):
+            status, headers, _ = await router.post({"model": model, "prompt": PROMPT, "stream": True})
+            assert status == 200
+            assert headers["x-warmfleet-worker"].endswith(good.url.rsplit(":", 1)[1])
+        assert bad.seen
+        assert len(good.seen) == 4
+        ids = {seen.headers["x-request-id"].partition(".")[0] for seen in bad.seen + good.seen}
+        retries = await router.metric('warmfleet_retries_total{where="another"}')
+        assert retries >= 1
+        assert len(ids) == retries + 4  # every try elsewhere is a reservation of its own
+        await router.unloaded()
+
+
+async def test_only_engine_is_gone(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url, health_interval_s=30.0) as router:
+        await upstream.die()
+        status, _, answer = await router.post({"model": model, "prompt": PROMPT})
+        assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
+        await router.unloaded()
+
+
+async def test_failed_try_is_settled_before_the_next_is_decided(valkey_url: str, model: str) -> None:
+    loads: list[int] = []
+    routers: list[Replica] = []
+
+    async def fails(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        reply(writer, b"{}", "503 Busy")
+
+    async def looks(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        loads.extend(worker.load.in_flight for worker in await routers[0].fleet.workers())
+        await answer_well(engine, seen, writer)
+
+    async with (
+        engine(model, fails) as bad,
+        engine(model, looks) as good,
+        replica(valkey_url, model, bad.url, good.url, policy="round_robin") as router,
+    ):
+        routers.append(router)
+        while not bad.seen:
+            loads.clear()
+            await router.post({"model": model, "prompt": PROMPT})
+    assert sorted(loads) == [0, 1]
+
+
+async def test_stale_connection_is_replaced_on_the_same_worker(valkey_url: str, model: str) -> None:
+    async def closes_when_idle(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if engine.connections["served"] == 1:  # the second request on a kept connection finds it dead
+            engine.connections["served"] = 0
+            reset(writer)
+            return
+        engine.connections["served"] = 1
+        await answer_well(engine, seen, writer)
+
+    async with (
+        engine(model, closes_when_idle) as upstream,
+        replica(valkey_url, model, upstream.url, health_interval_s=30.0) as router,
+    ):
+        for _ in range(3):
+            status, _, _ = await router.post({"model": model, "prompt": PROMPT})
+            assert status == 200
+        assert await router.metric('warmfleet_retries_total{where="same"}') >= 1
+        assert await router.metric('warmfleet_retries_total{where="another"}') == 0
+        await router.unloaded()
+
+
+async def test_engines_own_errors_pass_through(valkey_url: str, model: str) -> None:
+    async def refuses(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        reply(writer, b'{"error": {"message": "too long", "code": 400}}', "400 Bad Request")
+
+    async with engine(model, refuses) as upstream, replica(valkey_url, model, upstream.url) as router:
+        status, headers, answer = await router.post({"model": model, "prompt": PROMPT})
+        assert (status, answer) == (400, b'{"error": {"message": "too long", "code": 400}}')
+        assert headers["x-warmfleet-reservation"] == "booked"
+        assert len(upstream.seen) == 1
+        await router.unloaded()
+
+
+async def test_sixty_four_clients(well: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = well
+
+    async def one(number: int) -> int:
+        body = {"model": model, "prompt": f"{number} {PROMPT}", "stream": number % 2 == 0, "max_tokens": 8}
+        return (await router.post(body))[0]
+
+    assert await asyncio.gather(*map(one, range(64))) == [200] * 64
+    assert len(upstream.seen) == 64
+    await router.unloaded()
+
+
+async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: str) -> None:
+    """A client that hangs up, and a shutdown right behind it: the second cancellation meets the settle."""
+
+    async def send(_message: object) -> None:
+        pytest.fail("nothing is to be sent")
+
+    class SlowFleet(Fleet):
+        async def settle(self, reservation: str, outcome: Outcome) -> str:
+            await asyncio.sleep(0.05)  # as a connection that must be made anew
+            return await super().settle(reservation, outcome)
+
+    async with engine(model, freezing(b"")) as upstream, replica(valkey_url, model, upstream.url) as router:
+        settings = Settings(redis_url=valkey_url, models=(model,), decide_timeout_s=1.0)
+        pool = Pool(model, SlowFleet(router.fleet.redis, model), Fallback(1.0))
+        pool.show(view_of([], None, [], text=False))
+        client = Upstream(Addresses(settings.worker_addresses), 1.0)
+        await client.open()
+        served = Router(Pools([pool]), client, settings, Metrics())
+        body = json.dumps({"model": model, "prompt": PROMPT}).encode()
+        task = asyncio.create_task(served.serve(Call("completions", body, "id", {}, send)))
+        await poll(lambda: upstream.seen, what="the engine has the request")
+        assert await router.load() > 0
+        task.cancel()
+        while pool.open:  # noqa: ASYNC110  until the settle has begun: the reservation's leaving is its first act
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await router.unloaded()
+        await client.close()

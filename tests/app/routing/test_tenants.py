@@ -1,0 +1,125 @@
+"""Tenants never see each other's cache: not in the index, not in the engines, not in headers, not in logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.app.engine import engine
+from tests.app.joined import joined, proven
+from tests.app.replica import replica
+
+from warmfleet.__main__ import main
+from warmfleet.errors import BadArgument
+from warmfleet.routing.tenants import Tenancy
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.app.replica import Replica
+KEY = "a secret of the operator"
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
+
+
+@pytest.fixture
+async def fleet_of_one(valkey_url: str, model: str) -> AsyncIterator[Replica]:
+    async with joined(valkey_url, model), replica(valkey_url, model) as router:
+        await proven(router)
+        yield router
+
+
+async def cached(router: Replica, body: dict[str, Any], **headers: str) -> tuple[int, int]:
+    """Prompt tokens that the router foresaw as cached, and that the engine had."""
+    status, told, answer = await router.post({"prompt": PROMPT, "max_tokens": 1} | body, **headers)
+    assert status == 200, answer
+    usage = json.loads(answer)["usage"]
+    assert int(told["x-warmfleet-prompt-tokens"]) == usage["prompt_tokens"]
+    return int(told["x-warmfleet-matched-tokens"]), usage["prompt_tokens_details"]["cached_tokens"]
+
+
+async def test_salts_never_match_each_other(fleet_of_one: Replica, model: str) -> None:
+    for salt in ({"cache_salt": "a"}, {"cache_salt": "b"}, {}, {"cache_salt": "A"}):
+        assert await cached(fleet_of_one, {"model": model} | salt) == (0, 0)
+    for salt in ({"cache_salt": "a"}, {}, {"cache_salt": "b"}):
+        foreseen, had = await cached(fleet_of_one, {"model": model} | salt)
+        assert foreseen == had > 100
+
+
+async def test_with_a_key_tenants_are_apart_without_asking(valkey_url: str, model: str) -> None:
+    async with joined(valkey_url, model), replica(valkey_url, model, tenant_key=KEY) as router:
+        await proven(router)
+        body = {"model": model}
+        assert await cached(router, body, authorization="Bearer one") == (0, 0)
+        assert await cached(router, body, authorization="Bearer two") == (0, 0)
+        assert await cached(router, body) == (0, 0)  # who has no name is one more tenant
+        foreseen, had = await cached(router, body, authorization="Bearer one")
+        assert foreseen == had > 100
+        # A tenant divides itself further by salts of its own, and reaches nobody else with them.
+        assert await cached(router, body | {"cache_salt": "x"}, authorization="Bearer one") == (0, 0)
+        stolen = Tenancy(KEY, "authorization").salt(b"Bearer one", None)
+        assert await cached(router, body | {"cache_salt": stolen}, authorization="Bearer two") == (0, 0)
+        asked = {"prompt": PROMPT, **body}
+        for tenant, found in ({"tenant": "Bearer one"}, True), ({"tenant": "Bearer three"}, False), ({}, True):
+            _, _, answer = await router.post(asked | tenant, "/explain")
+            assert any(row["matched_tokens"] for row in json.loads(answer)["candidates"]) == found
+
+
+async def test_the_engine_gets_the_salt_and_every_byte_besides(valkey_url: str, model: str) -> None:
+    body = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": 1, "odd": [1.50, "\u00e9"]}, indent=1).encode()
+    twice = body.replace(b"{", b'{"cache_salt": "mine", "cache_salt": "mine too", ', 1) + b"\r\n "
+    tenancy = Tenancy(KEY, "x-tenant")
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model, upstream.url, tenant_key=KEY, tenant_header="X-Tenant") as router,
+    ):
+        for sent, own in (body, None), (twice, "mine too"):
+            await router.post(sent, **{"X-Tenant": "t", "Authorization": "Bearer other"})
+            got = upstream.seen[-1].body
+            assert got.startswith(sent.rstrip()[:-1])
+            assert json.loads(got) == json.loads(sent) | {"cache_salt": tenancy.salt(b"t", own)}
+
+
+def test_two_headers_make_nobody_somebody_else() -> None:
+    tenancy = Tenancy(KEY, "Authorization")
+    one, both = [(b"authorization", b"one")], [(b"authorization", b"two"), (b"authorization", b"one")]
+    names = [tenancy.name(one), tenancy.name(both), tenancy.name(both[::-1]), tenancy.name([])]
+    assert len(set(names)) == 4
+    assert len({tenancy.salt(b"ab", "c"), tenancy.salt(b"a", "bc"), tenancy.salt(b"abc", None)}) == 3
+    assert Tenancy(KEY + "!", "Authorization").salt(b"one", None) != tenancy.salt(b"one", None)
+
+
+async def test_headers_can_be_kept_from_tenants(valkey_url: str, model: str) -> None:
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model, upstream.url, answer_headers="request_id") as router,
+    ):
+        _, headers, _ = await router.post({"model": model, "prompt": PROMPT})
+        assert [name for name in headers if name.startswith("x-")] == ["x-request-id"]
+
+
+async def test_what_tells_of_others_is_the_operators(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        assert (await router.get("/workers"))[0] == (await router.get("/metrics"))[0] == 200
+    async with replica(valkey_url, model, admin_key="op \u00e9") as router:
+        for wrong in {}, {"authorization": "Bearer"}, {"authorization": "Bearer op"}, {"authorization": "op \u00e9"}:
+            for method, path in ("GET", "/workers"), ("GET", "/metrics"), ("POST", "/explain"):
+                async with router.client.request(method, router.url + path, data=b"{}", headers=wrong) as answer:
+                    assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+                    assert (await answer.json())["error"]["code"] == "unauthorized"
+        assert (await router.get("/livez"))[0] == (await router.get("/v1/models"))[0] == 200
+        assert await asyncio.to_thread(main, ["workers", "--url", router.url]) == 2
+        assert "WARMFLEET_ADMIN_KEY" in capsys.readouterr().err
+        monkeypatch.setenv("WARMFLEET_ADMIN_KEY", "op \u00e9")
+        assert await asyncio.to_thread(main, ["workers", "--url", router.url]) == 0
+        assert model in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("values", [{"TENANT_KEY": "short"}, {"ANSWER_HEADERS": "some"}])
+def test_settings_that_protect_nobody_are_refused(values: dict[str, str]) -> None:
+    with pytest.raises(BadArgument, match=next(iter(values))):
+        Settings.from_environment({f"WARMFLEET_{name}": value for name, value in values.items()})

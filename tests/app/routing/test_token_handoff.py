@@ -1,0 +1,208 @@
+"""Token hand-off: what an engine gets is the client's body with one key changed, and only where that is certain."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+from tests.app.background.test_prober import caching, proof, worker
+from tests.app.engine import Engine, Seen, answer_well, engine, reply
+from tests.app.replica import Replica, replica
+
+from warmfleet.fleet import LoadRow, WorkerView
+from warmfleet.metrics import Metrics
+from warmfleet.pools.fleet_view import View
+from warmfleet.pools.pool import Shape
+from warmfleet.prompt import request as prompt
+from warmfleet.prompt.prefix_trie import Prompt
+from warmfleet.routing import json_splice as splice
+from warmfleet.routing.token_handoff import CHECK_EVERY, NOTHING, Ability, Handoff, Offer, ability, offer
+from warmfleet_worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from warmfleet.prompt.request import Endpoint
+
+FACTS: dict[str, Any] = {"token_handoff": ["completions", "chat"], "kv_connector": False, "max_model_len": 4_096}
+
+# ---------------------------------------------------------------- who gets ids, and for what
+
+
+def view(proof_: str = "proven", age_s: float = 0.0, *, routable: bool = True, **facts: Any) -> View:
+    one = WorkerView("a.0", {}, {"facts": FACTS | facts}, LoadRow(), 0.0, routable, proof_, "http://a", ["m"])
+    able = ability(one, "key")
+    return View((one,), handoff={"a.0": able} if able else {}, read_at=time.monotonic() - age_s)
+
+
+def made(*prompts: list[int]) -> tuple[Prompt, ...]:
+    return tuple(Prompt((array("I", ids[:1]), array("I", ids[1:])), len(ids), ()) for ids in prompts)
+
+
+def handed(seen: View, request: dict[str, Any], endpoint: Endpoint = "completions", **more: Any) -> str:
+    """The result that is counted for the second request of its kind; the first is a check."""
+    raw, metrics = json.dumps(request).encode(), Metrics()
+    parsed = prompt.parse(endpoint, raw, ("kv_transfer_params",))
+    shape = Shape((), 3, 0, "exact", **({"ids": made([5, 6, 7]), "identity_key": "key"} | more))
+    desk = Handoff(metrics, enabled=True)
+    results = []
+    for _ in range(2):
+        before = counts(metrics)
+        body = desk.body(offer(parsed, shape), endpoint, raw, seen, "a.0")
+        [result] = [name for name, count in counts(metrics).items() if count != before.get(name, 0)]
+        assert (body is None) == (result != "used")
+        results.append(result)
+    assert results[0] in ("check", results[1])
+    return results[1]
+
+
+def counts(metrics: Metrics) -> dict[str, float]:
+    samples = next(iter(metrics.handoff.collect())).samples
+    return {sample.labels["result"]: sample.value for sample in samples if sample.name.endswith("_total")}
+
+
+TEXT = {"prompt": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("expected", "seen", "request_", "more"),
+    [
+        ("used", {}, TEXT, {}),
+        ("used", {}, {"prompt": ["abc"], "echo": False, "n": 2, "logprobs": 1}, {}),
+        ("worker", {"proof_": "identity"}, TEXT, {}),
+        ("worker", {"proof_": "approximate"}, TEXT, {}),
+        ("worker", {"routable": False}, TEXT, {}),
+        ("worker", {"kv_connector": True}, TEXT, {}),
+        ("worker", {"kv_connector": None}, TEXT, {}),
+        ("worker", {"token_handoff": ["chat"]}, TEXT, {}),
+        ("worker", {"token_handoff": []}, TEXT, {}),
+        ("worker", {"token_handoff": None}, TEXT, {}),
+        ("worker", {}, TEXT, {"identity_key": "another"}),
+        ("stale", {"age_s": 6.0}, TEXT, {}),
+        ("length", {"max_model_len": 3}, TEXT, {}),
+        ("unknown", {}, TEXT, {"ids": ()}),
+        ("unknown", {}, TEXT, {"ids": made([1], [])}),
+        ("unknown", {}, TEXT, {"identity_key": ""}),
+        ("text", {}, TEXT | {"echo": True}, {}),
+        ("text", {}, TEXT | {"return_prompt_text": True}, {}),
+        ("ids", {}, {"prompt": [5, 6, 7]}, {}),
+        ("ids", {}, {"prompt": [[5, 6, 7], [8]]}, {}),
+        ("ids", {}, {"prompt": ["abc", [8]]}, {}),
+        ("body", {}, TEXT | {"x": json.loads("[" * 300 + "]" * 300)}, {}),
+    ],
+)
+def test_ids_go_where_they_are_certain(
+    expected: str, seen: dict[str, Any], request_: dict[str, Any], more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splice, "MAX_MARKS", 200)
+    assert handed(view(**seen), request_, **more) == expected
+
+
+def test_what_cannot_be_foreseen_has_no_ids() -> None:
+    """So embeddings, prompt logprobs, truncation, a client's own transfer parameters are never handed off."""
+    for field, value in {
+        "prompt_embeds": "x",
+        "prompt_logprobs": 1,
+        "truncate_prompt_tokens": 3,
+        "suffix": "x",
+        "kv_transfer_params": {"do_remote_decode": True},
+    }.items():
+        body = json.dumps({"prompt": "abc", field: value}).encode()
+        assert prompt.parse("completions", body, ("kv_transfer_params",)).unforeseen
+
+
+def test_one_request_of_twelve_goes_as_text() -> None:
+    desk, seen, results = Handoff(Metrics(), enabled=True), view(), list[bool]()
+    for _ in range(2 * CHECK_EVERY):
+        body = desk.body(Offer(made([1, 2]), "key"), "completions", b'{"prompt":"a"}', seen, "a.0")
+        results.append(body is None)
+    assert results == ([True] + [False] * (CHECK_EVERY - 1)) * 2
+
+
+def test_it_can_be_turned_off() -> None:
+    metrics = Metrics()
+    desk = Handoff(metrics, enabled=False)
+    for _ in range(3):
+        assert desk.body(Offer(made([1, 2]), "key"), "completions", b'{"prompt":"a"}', view(), "a.0") is None
+    assert counts(metrics) == {}
+    assert NOTHING.prompts == ()
+    assert ability(view().workers[0], "key") == Ability("key", frozenset({"completions", "chat"}), 4_096)
+
+
+# ---------------------------------------------------------------- through a replica
+
+
+def strict(refuses: Callable[[dict[str, Any]], bool], tracker: Tracker) -> Any:
+    """An engine that keeps the blocks of probes and answers 400 to some requests."""
+    keeps = caching(tracker, [])
+
+    async def answer(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        body = seen.json
+        if body.get("temperature") == 0:
+            await keeps(one, seen, writer)
+        elif refuses(body):
+            reply(writer, json.dumps({"error": {"message": "no", "saw": sorted(body)}}).encode(), "400 Bad Request")
+        else:
+            await answer_well(one, seen, writer)
+
+    return answer
+
+
+def has_ids(body: dict[str, Any]) -> bool:
+    return isinstance(body.get("prompt"), list) or "kv_transfer_params" in body
+
+
+async def results(router: Replica) -> dict[str, int]:
+    names = ("used", "check", "refused", "paused")
+    found = {name: int(await router.metric(f'warmfleet_handoff_total{{result="{name}"}}')) for name in names}
+    return {name: count for name, count in found.items() if count}
+
+
+async def test_the_engine_gets_the_ids_and_can_refuse_them(
+    valkey_url: str, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Handed off; then a request that is bad either way; then an engine that takes no ids any more."""
+    tracker, refused = Tracker(), {"now": lambda body: body.get("n") == 2}
+    refuses = strict(lambda body: refused["now"](body), tracker)
+    async with (
+        engine(model, refuses) as upstream,
+        replica(valkey_url, model) as router,
+        worker(valkey_url, model, upstream.url, tracker, **FACTS),
+    ):
+        await proof(router, "proven")
+        await router.exact()
+        await router.routable(1)
+        chat = b'{"messages": [{"role": "user", "content": "h\\u0069"}], "model": "%b", "top_p": 1.0 }' % model.encode()
+        text = b'{ "model":"%b",\n"prompt":"hi", "top_p": 1E0, "top_p": 1.0}' % model.encode()
+        bad = json.dumps({"model": model, "prompt": "hi", "n": 2}).encode()
+        upstream.seen.clear()
+        assert (await router.post(text))[0] == 200  # a check: as it came
+        assert (await router.post(text))[0] == 200
+        assert (await router.post(chat, "/v1/chat/completions"))[0] == 200
+        bodies = [seen.body for seen in upstream.seen]
+        assert bodies[0] == text
+        ids = orjson.dumps(json.loads(bodies[1])["prompt"])
+        assert bodies[1] == text.replace(b'"hi"', ids)
+        chat_ids = json.loads(bodies[2])["kv_transfer_params"]["prompt_token_ids"]
+        assert bodies[2] == chat[:-1] + b',"kv_transfer_params":{"prompt_token_ids":%b}}' % orjson.dumps(chat_ids)
+        assert await results(router) == {"check": 1, "used": 2}
+
+        status, _, answer = await router.post(bad)
+        assert (status, json.loads(answer)["error"]["message"]) == (400, "no")
+        assert [has_ids(seen.json) for seen in upstream.seen[3:]] == [True, False]
+        assert await results(router) == {"check": 1, "used": 3}
+
+        refused["now"] = has_ids
+        with caplog.at_level(logging.WARNING, "warmfleet.routing.token_handoff"):
+            for _ in range(2):
+                assert (await router.post(chat, "/v1/chat/completions"))[0] == 200
+        assert [has_ids(seen.json) for seen in upstream.seen[5:]] == [True, False, False]
+        assert await results(router) == {"check": 1, "used": 4, "refused": 1, "paused": 1}
+        assert "eng.0 answered 400 to token ids" in caplog.text
+        await router.unloaded()

@@ -1,0 +1,199 @@
+"""A replica whose workers brought templates that nobody approved: what they can do, and what approving changes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from typing import Any
+
+import jinja2
+import pytest
+from tests.app.background.test_prober import TOKENIZER, worker
+from tests.app.engine import engine
+from tests.app.replica import Replica, replica
+from tests.conftest import PATIENT, poll
+
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Fleet
+from warmfleet.metrics import Metrics
+from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.pool import Pool, Pools
+from warmfleet.untrusted import template_approval as approval
+from warmfleet.untrusted.template_approval import Templates
+from warmfleet_worker.tracker import Tracker
+
+pytestmark = pytest.mark.usefixtures("patience")
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+HOURS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+BOMB = "{% if messages[-1].content == 'boom' %}" + HOURS + "{% endif %}" + PLAIN
+MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+
+
+def sha256(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+async def chat(router: Replica, content: str, model: str = "served") -> tuple[int, int]:
+    """Status, prompt tokens as counted there."""
+    body = {"model": model, "messages": [{"role": "user", "content": content}]}
+    status, headers, _ = await router.post(body, "/v1/chat/completions")
+    return status, int(headers["x-warmfleet-prompt-tokens"])
+
+
+async def state(router: Replica) -> str:
+    return str(json.loads((await router.get("/workers"))[1])["models"][0]["template"])
+
+
+# ------------------------------------------------ a whole replica
+
+
+async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str) -> None:
+    model = "served"
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model, probe_timeout_s=0.3, trust_templates=False) as router,
+        worker(valkey_url, model, upstream.url, Tracker(), template=BOMB, tokenizer=TOKENIZER),
+    ):
+        await router.exact()
+        await router.routable(1)
+        assert await state(router) == "sandbox"
+        _, tokens = await chat(router, "hello")
+        bad = asyncio.ensure_future(chat(router, "boom"))
+        await asyncio.sleep(0.05)
+        others = [asyncio.ensure_future(chat(router, "hello")) for _ in range(5)]
+        rounds = 0
+        while not bad.done():
+            assert (await router.get("/livez"))[0] == 200
+            ids = {"model": model, "prompt": list(range(100))}
+            assert (await router.post(ids))[1]["x-warmfleet-prompt-tokens"] == "100"
+            rounds += 1
+        assert rounds > 3, "neither the event loop nor other requests wait for it"
+        assert (await bad)[0] == 200
+        for answer in await asyncio.gather(*others):
+            assert answer == (200, tokens), "identified exactly, by the next process"
+        assert await router.metric('warmfleet_load_only_total{reason="template_limit"}') == 1
+        assert await router.metric('warmfleet_template_limits_total{limit="time"}') == 1
+        for _ in range(2):
+            assert (await chat(router, "boom"))[0] == 200
+        assert await state(router) == "held back"
+        processes = await router.metric("warmfleet_template_processes_total")
+        assert (await chat(router, "hello"))[0] == 200
+        assert await router.metric("warmfleet_template_processes_total") == processes > 0, "none is started for it"
+        assert (await router.post({"model": model, "prompt": "text"}))[0] == 200
+        await router.unloaded()
+
+
+async def test_approving_takes_a_template_in_and_revoking_puts_it_out(valkey_url: str, model: str) -> None:
+    async with (
+        engine("served") as upstream,
+        replica(valkey_url, model, probe_timeout_s=0.3, trust_templates=False) as router,
+        worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN, tokenizer=TOKENIZER),
+    ):
+        await router.exact()
+        await router.routable(1)
+        for change, wanted in ((router.fleet.approve, "approved"), (router.fleet.revoke, "sandbox")):
+            await change([sha256(PLAIN)])
+
+            async def seen(wanted: str = wanted) -> bool:
+                return await state(router) == wanted
+
+            await poll(seen, 20, wanted)
+            assert (await chat(router, "hello", model))[1] > 1
+        assert await router.metric("warmfleet_template_processes_total") == 2
+        assert await router.metric("warmfleet_load_only_total") == 0
+
+
+async def test_a_setting_approves(valkey_url: str, model: str) -> None:
+    async with (
+        engine("served") as upstream,
+        replica(valkey_url, model, approved_templates=(sha256(PLAIN),), trust_templates=False) as router,
+        worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN, tokenizer=TOKENIZER),
+    ):
+        await router.exact()
+        assert await state(router) == "approved"
+        assert await router.metric("warmfleet_template_processes_total") == 0
+
+
+# ------------------------------------------------ the parts
+
+
+async def test_approvals_outlive_redis_but_not_their_revocation(fleet: Fleet) -> None:
+    pools = Pools([Pool(fleet.keys.tag, fleet, Fallback(1.0))])
+    templates = Templates(Metrics(), approved=["0" * 64])
+    template = await templates.take(PLAIN.encode(), "auto")
+    await fleet.approve([sha256(PLAIN)])
+    assert template.here is None
+    await templates.look(pools)
+    assert template.here is not None
+    assert template.sandbox._child is None
+    await fleet.redis.set(fleet.keys.operator_approved, "not a set")
+    with pytest.raises(Exception, match="WRONGTYPE"):
+        await templates.look(pools)
+    assert templates.is_approved(sha256(PLAIN))
+    await fleet.redis.delete(fleet.keys.operator_approved)
+    await templates.look(pools)
+    assert template.here is None
+    assert templates.is_approved("0" * 64)
+    assert await template.render(MESSAGES, {}, {}) == "<user>hello"
+    await templates.close()
+
+
+async def test_a_revocation_counts_at_once_whatever_becomes_of_the_others(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that does not compile is before it, another model's Redis key is damaged, and only an identity holds it."""
+    monkeypatch.setattr(approval, "MAX_TEMPLATES", 2)
+    damaged = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#damaged", timeouts=PATIENT)
+    await fleet.redis.set(damaged.keys.operator_approved, "not a set")
+    pools = Pools([Pool(one.keys.tag, one, Fallback(1.0)) for one in (damaged, fleet)])
+    templates, bad = Templates(Metrics()), "{{ x | bogus }}"
+    held = await templates.take(PLAIN.encode(), "auto")
+    await fleet.approve([sha256(bad), sha256(PLAIN)])
+    for _ in range(2):
+        with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
+            await templates.look(pools)
+    with pytest.raises(jinja2.TemplateError):
+        await templates.take(bad.encode(), "auto")
+    await templates.take(b"1", "auto")
+    assert held.here is not None
+    templates._known.move_to_end((sha256(bad), "auto"), last=False)
+    await fleet.revoke([sha256(PLAIN)])
+    with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
+        await templates.look(pools)
+    assert held.here is None
+    assert held.state == "sandbox"
+    assert await held.render(MESSAGES, {}, {}) == "<user>hello"
+    await fleet.approve([sha256(PLAIN)])
+    with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
+        await templates.look(pools)
+    assert held.here is not None, "it is not known any more, but in use"
+    assert held.sandbox._child is None
+    await templates.close()
+
+
+async def test_processes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(approval, "MAX_PROCESSES", 2)
+    templates = Templates(Metrics())
+    taken = [await templates.take(f"{number}{PLAIN}".encode(), "auto") for number in range(4)]
+    await poll(lambda: sum(one.sandbox._child is not None for one in taken) == 2, 20, "two processes are left")
+    assert [await one.render(MESSAGES, {}, {}) for one in taken] == [f"{n}<user>hello" for n in range(4)]
+    await templates.close()
+    assert all(one.sandbox._child is None for one in taken)
+
+
+async def test_templates_are_bounded_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(approval, "MAX_TEMPLATES", 2)
+    templates = Templates(Metrics(), approved=[sha256("{% for %}")])
+    first = await templates.take(b"1", "auto")
+    assert await templates.take(b"1", "auto") is first
+    for source in (b"2", b"3"):
+        await templates.take(source, "auto")
+    await poll(lambda: first.sandbox._child is None, 20, "the oldest is forgotten")
+    assert (await Templates(Metrics(), trust_all=True).take(b"1", "auto")).here is not None
+    with pytest.raises(ValueError, match="bytes"):
+        await templates.take(b"x" * (approval.MAX_SOURCE_BYTES + 1), "auto")
+    with pytest.raises(jinja2.TemplateError):
+        await templates.take(b"{% for %}", "auto")
+    await templates.close()

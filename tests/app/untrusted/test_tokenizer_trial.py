@@ -1,0 +1,253 @@
+"""Tokenizers that workers bring: real processes try them, and what would end or stall a replica never reaches it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+from tests.app.replica import replica
+from tests.app.simulated import simulated, tokenizer_json
+from tests.conftest import poll
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+from warmfleet.background import maintenance
+from warmfleet.background import prober as probe
+from warmfleet.prompt.messages import NotReproducible
+from warmfleet.prompt.prefix_trie import Trie
+from warmfleet.prompt.prompt_identity import Identity as RouterIdentity
+from warmfleet.prompt.request import Request, parse
+from warmfleet.prompt.tokenizer import Encoder
+from warmfleet.untrusted import tokenizer_trial as trial
+from warmfleet.untrusted.render_process import Child
+from warmfleet.untrusted.tokenizer_trial import Encoders, Refused
+from warmfleet_loadtest.identity import Identity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tokenizers.normalizers import Normalizer
+    from tokenizers.pre_tokenizers import PreTokenizer
+
+REAL = tokenizer_json(argparse.__file__, 1_000).encode()
+END = "<|end|>"
+
+
+def letters(normalizer: Normalizer | None = None, pre_tokenizer: PreTokenizer | None = None) -> bytes:
+    """A tokenizer.json that knows printable ASCII, with these parts."""
+    tokenizer = Tokenizer(models.BPE({chr(code): at for at, code in enumerate(range(33, 127))}, []))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = pre_tokenizer
+    return tokenizer.to_str().encode()
+
+
+def raw(**parts: Any) -> bytes:
+    """The same with parts as a file has them: the library would refuse to make them."""
+    return json.dumps(json.loads(letters()) | parts).encode()
+
+
+def split(pattern: str, *, words: bool = False) -> bytes:
+    """words: of a kind that fastokens does not take."""
+    tokenizer = Tokenizer.from_str(letters().decode())
+    if words:
+        tokenizer.model = models.WordLevel({"[UNK]": 0, "b": 1}, "[UNK]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return tokenizer.to_str().encode()
+
+
+def scripted(special: str) -> bytes:
+    """Words, and a special token."""
+    tokenizer = Tokenizer.from_str(split(r"\s+", words=True).decode())
+    tokenizer.add_special_tokens([special])
+    return tokenizer.to_str().encode()
+
+
+def billions() -> bytes:
+    """A token whose id makes a table of 16 GB."""
+    said = json.loads(REAL)
+    said["added_tokens"].append(said["added_tokens"][0] | {"id": 4 * 10**9, "content": "<far>"})
+    return json.dumps(said).encode()
+
+
+TEXT, TOKEN = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "X", "type_id": 0}}
+
+
+def adding(pieces: list[Any], known: dict[str, Any]) -> dict[str, Any]:
+    """A post-processor that makes ``pieces`` of a text."""
+    pair = [TEXT, {"Sequence": {"id": "B", "type_id": 0}}]
+    return {"type": "TemplateProcessing", "single": pieces, "pair": pair, "special_tokens": known}
+
+
+def charsmap(text: bytes) -> bytes:
+    """A table of SentencePiece's with this one replacement."""
+    content = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + text + b"\0").decode()
+    return raw(normalizer={"type": "Precompiled", "precompiled_charsmap": content})
+
+
+def grows(*contents: str) -> bytes:
+    return letters(normalizers.Sequence([normalizers.Replace(one[0], one) for one in contents]))
+
+
+X = {"X": {"id": "X", "ids": [0], "tokens": ["X"]}}
+HOSTILE = {
+    "eight times ten": (grows(*["a" * 10] * 8), "may make 100000000 characters of one"),
+    "a rare character": (grows("\ue000" + "x" * 10**6), "may make 1000001 characters of one"),
+    "out of nothing": (letters(normalizers.Replace(Regex("(?=\ue000)"), "x" * 100)), "may make 101"),
+    "in front": (letters(normalizers.Prepend("x" * 100)), "may make 101"),
+    "a table": (charsmap(b"x" * 1000), "may make 1000"),
+    "ever more bytes": (
+        letters(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.ByteLevel() for _ in range(24)])),
+        "may make 16777216",
+    ),
+    "an id of billions": (billions(), "limit of its trial: crash"),
+    "a pattern without end": (split("(a+)+[b]"), "retry-limit"),
+    "of letters of its own": (split("(q+)+[b]"), "fails on a long text"),
+    "an unknown special token": (raw(post_processor=adding([TOKEN, TEXT], {})), "no entry found"),
+    "a thousand special tokens": (raw(post_processor=adding([TOKEN] * 1000 + [TEXT], X)), "adds 1000 tokens"),
+    "no length": (raw(pre_tokenizer={"type": "FixedLength", "length": 0}), "non-zero"),
+    "no tokenizer": (b'{"model": 1}', "not a tokenizer"),
+    "no text": (b"\xff", "not a tokenizer"),
+}
+
+SLOW = {
+    "a quadratic pattern": (split(r"[\s\S](?=[\s\S]*\x{e000})|[\s\S]"), "and again"),
+    "counts of counts": (split("((((a{999}){999}){999}){999})"), "and again"),
+    "a text many times": (raw(post_processor=adding([TEXT] * 20_000, {})), "limit of its trial: time"),
+}
+
+
+@pytest.fixture
+def encoders() -> Iterator[Encoders]:
+    with ThreadPoolExecutor(1) as executor:
+        yield Encoders(executor)
+
+
+async def refusal(encoders: Encoders, content: bytes) -> Refused:
+    with pytest.raises(Refused) as caught:
+        await encoders.take(content, END, trusted=False)
+    return caught.value
+
+
+async def test_what_would_end_or_stall_a_replica_is_refused(encoders: Encoders) -> None:
+    for content, reason in HOSTILE.values():
+        assert reason in str(await refusal(encoders, content))
+
+
+@pytest.mark.long
+async def test_so_is_what_takes_long(encoders: Encoders) -> None:
+    for content, reason in SLOW.values():
+        assert reason in str(await refusal(encoders, content))
+
+
+@pytest.mark.parametrize("content", [REAL, scripted(END)], ids=["fast", "slow"])
+async def test_one_that_passes_is_what_it_was_in_the_trial(encoders: Encoders, content: bytes) -> None:
+    here = Encoder.load(content)
+    encoder, cuts = await encoders.take(content, f"{{{{ x }}}}{END}", trusted=False)
+    assert encoder.fast == here.fast == (content == REAL)
+    assert (encoder.name, encoder.affixes) == (here.name, here.affixes)
+    expected = here.cuts(END)
+    assert (cuts.separators, cuts.spaces) == (expected.separators, expected.spaces) != ((), False)
+    text = f"Hello, wörld {END}\n" * 300
+    assert encoder.whole(text) == here.whole(text)
+    again, _ = await encoders.take(content, "", trusted=False)
+    assert again is encoder
+
+
+async def test_a_refusal_is_remembered_for_a_while(encoders: Encoders, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, started, start = HOSTILE["a rare character"][0], [], Child.start
+
+    async def counted(*args: Any) -> Child:
+        started.append(args)
+        return await start(*args)
+
+    monkeypatch.setattr(Child, "start", counted)
+    monkeypatch.setattr(trial, "AGAIN_S", 0.5)
+    first = await refusal(encoders, content)
+    second = await refusal(encoders, content)
+    assert str(second) == str(first)
+    assert 0 < second.again_s < first.again_s
+    assert len(started) == 1
+    await asyncio.sleep(second.again_s)
+    await refusal(encoders, content)
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize("later_s", [0, 0.2])
+async def test_who_stops_waiting_leaves_no_process(encoders: Encoders, later_s: float) -> None:
+    before = set(psutil.Process().children())
+    task = asyncio.ensure_future(encoders.take(SLOW["a quadratic pattern"][0], END, trusted=False))
+    await poll(lambda: set(psutil.Process().children()) - before, what="its process")
+    await asyncio.sleep(later_s)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not set(psutil.Process().children()) - before
+
+
+async def test_a_worker_with_such_a_tokenizer_is_routed_to_by_load(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun: list[bytes] = []
+    judged = Encoders._judged
+
+    async def counted(self: Encoders, name: str, content: bytes, template: str) -> trial.Verdict:
+        begun.append(content)
+        return await judged(self, name, content, template)
+
+    monkeypatch.setattr(Encoders, "_judged", counted)
+    monkeypatch.setattr(maintenance, "LOAD_RETRY_S", 0.0)
+    monkeypatch.setattr(probe, "IDENTITY_WAIT_S", 0.0)
+    content = HOSTILE["eight times ten"][0]
+    monkeypatch.setattr(Identity, "artifacts", lambda _: {"tokenizer.json": content})
+    async with simulated(valkey_url, model), replica(valkey_url, model, trust_templates=False) as router:
+
+        async def routable() -> bool:
+            return any(worker.routable for worker in await router.fleet.workers())
+
+        await poll(routable, what="it is routed to")
+
+        async def refused() -> bool:
+            return await router.metric('warmfleet_task_failures_total{task="identity"}') > 0
+
+        await poll(refused, what="its tokenizer is refused")
+        status, _, _ = await router.post({"model": model, "prompt": "x", "max_tokens": 1})
+        assert status == 200
+        assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') >= 1
+    assert begun == [content], "not at every reading"
+    assert "may make 100000000 characters of one" in caplog.text
+
+
+# ------------------------------------------------ what no trial can foresee
+
+
+@pytest.mark.parametrize("words", [False, True], ids=["fast", "slow"])
+async def test_a_text_on_which_it_fails_costs_only_that_text(encoders: Encoders, *, words: bool) -> None:
+    content = split(r"([\x{e000}-\x{e0ff}]+)+[b]", words=words)
+    encoder, cuts = await encoders.take(content, "", trusted=False)
+    assert encoder.fast != words
+    with ThreadPoolExecutor(1) as executor:
+        identity = RouterIdentity(encoder, None, {}, executor, Trie(10**6), cuts)
+        for inline in (10**6, 0):
+            for text, reason in (("\ue005" * 40 + "xb", "tokenizer"), ("b\ud800", "unicode")):
+                with pytest.raises(NotReproducible) as caught:
+                    await identity.token_ids(asked(text), inline)
+                assert caught.value.reason == reason
+            assert len((await identity.token_ids(asked("ab"), inline))[0]) > 0
+
+
+def asked(text: str) -> Request:
+    return replace(parse("completions", b'{"prompt": "x"}'), prompts=[text])
+
+
+@pytest.mark.parametrize("case", ["a pattern without end", "an unknown special token", "no length", "no tokenizer"])
+def test_one_that_is_trusted_raises_no_panic(case: str) -> None:
+    with pytest.raises(ValueError, match=r"fails on a text|not a tokenizer"):
+        Encoder.load(HOSTILE[case][0])
