@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tests.conftest import poll
 
-from warmfleet.background.maintenance import stop
+from warmfleet.background.supervisor import stop
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Ask, Chain, Fleet, Renewal, Timeouts, connect, new_reservation
 from warmfleet.fleet.reservations import Spans

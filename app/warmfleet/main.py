@@ -18,13 +18,14 @@ from starlette.exceptions import HTTPException
 from warmfleet.api import endpoints as api
 from warmfleet.api.connection_limits import guarded
 from warmfleet.api.endpoints import Application, Health, Proxy, SmallEndpoints
-from warmfleet.background import maintenance
+from warmfleet.background import upkeep
 from warmfleet.background.index_health import TruthWatch
-from warmfleet.background.maintenance import Reader, supervise
 from warmfleet.background.memory import MemoryWatch
 from warmfleet.background.outage_checks import HealthChecks
 from warmfleet.background.prober import Prober
 from warmfleet.background.stock_engines import StaticWorkers
+from warmfleet.background.supervisor import stop, supervise
+from warmfleet.background.view_reader import Reader
 from warmfleet.engines.upstream import Addresses, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fleet import Fleet, QueueLimits, Timeouts, Weights, connect
@@ -166,20 +167,20 @@ async def _background(
     reader = Reader(pools, identities, settings, metrics)
     prober = Prober(pools, upstream, settings, metrics)
     work: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
-        ("apply", settings.apply_interval_s, partial(maintenance.apply, pools, metrics)),
+        ("apply", settings.apply_interval_s, partial(upkeep.apply, pools, metrics)),
         ("view", settings.view_interval_s, reader.refresh),
         ("approved", settings.view_interval_s, partial(identities.templates.look, pools)),
-        ("policy", settings.view_interval_s, partial(maintenance.follow, pools)),
+        ("policy", settings.view_interval_s, partial(upkeep.follow, pools)),
         ("truth", settings.view_interval_s, TruthWatch(pools, metrics).look),
         ("probe", settings.view_interval_s, prober.round),
-        ("renew", settings.renew_interval_s, partial(maintenance.renew, pools, metrics)),
+        ("renew", settings.renew_interval_s, partial(upkeep.renew, pools, metrics)),
         ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),
         ("check", settings.health_interval_s, HealthChecks(pools, upstream, settings, metrics).round),
-        ("clear", CLEAR_INTERVAL_S, partial(maintenance.clear, pools)),
+        ("clear", CLEAR_INTERVAL_S, partial(upkeep.clear, pools)),
     ]
     work += [("alarm", ALARM_GAP_S, partial(_alarm, pool, reader, prober)) for pool in pools.all]
     if settings.audit_interval_s:
-        audit = partial(maintenance.audit, pools, settings, metrics)
+        audit = partial(upkeep.audit, pools, settings, metrics)
         work.append(("audit", AUDIT_LOOK_S, audit))
     if settings.static_workers:
         static = StaticWorkers(pools, upstream, settings)
@@ -188,7 +189,7 @@ async def _background(
     try:
         yield
     finally:
-        await maintenance.stop(tasks)
+        await stop(tasks)
         await prober.close()
         await reader.close()
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.api import fleet_status as status
 from warmfleet.background.index_health import TruthWatch
-from warmfleet.background.maintenance import Reader
 from warmfleet.background.prober import Prober
+from warmfleet.background.view_reader import Reader
 from warmfleet.engines.upstream import Addresses, Upstream
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics

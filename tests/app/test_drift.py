@@ -16,8 +16,8 @@ from tests.app.simulated import Kind, simulated
 from tests.conftest import poll
 
 from warmfleet.background import prober as probe
-from warmfleet.background.maintenance import stop
 from warmfleet.background.probe import random_text
+from warmfleet.background.supervisor import stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from tests.conftest import PATIENT, poll, redis7_binary, server, valkey_binary
 from tests.lua.stream import SCHEME, Core
 from tests.survival import WORKER, Survival
 
-from warmfleet.background.maintenance import stop
+from warmfleet.background.supervisor import stop
 from warmfleet.fleet import Flag, Fleet, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.protocol import wire

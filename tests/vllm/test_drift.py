@@ -17,8 +17,8 @@ from tests.conftest import poll, server, valkey_binary
 from tests.vllm.engine import ROOT, SERVED_NAME, TRUTH, EngineOptions, running
 from tests.vllm.replicas import running_replicas
 
-from warmfleet.background.maintenance import stop
 from warmfleet.background.probe import random_text
+from warmfleet.background.supervisor import stop
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
 

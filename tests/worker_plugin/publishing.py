@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tests.conftest import poll
 
-from warmfleet.background.maintenance import stop
+from warmfleet.background.supervisor import stop
 from warmfleet.errors import FleetUnavailable
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher

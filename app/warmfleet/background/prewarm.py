@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from warmfleet.background.maintenance import stop
 from warmfleet.background.probe import current, headers_for
+from warmfleet.background.supervisor import stop
 from warmfleet.errors import WarmfleetError
 from warmfleet.prompt.prefix_trie import whole
 from warmfleet.prompt.request import PATHS

@@ -13,9 +13,9 @@ import time
 from typing import TYPE_CHECKING
 
 from warmfleet.background import announced as brought
-from warmfleet.background.maintenance import stop
 from warmfleet.background.prewarm import Warmer
 from warmfleet.background.probe import Result, SelfTest
+from warmfleet.background.supervisor import stop
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Flag, WorkerView
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from warmfleet.background.maintenance import Reader
+from warmfleet.background.view_reader import Reader
 from warmfleet.fleet import Flag, LoadRow, WorkerView
 from warmfleet.fleet.records import Records
 from warmfleet.metrics import Metrics

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.conftest import PATIENT
 
-from warmfleet.background import maintenance
+from warmfleet.background import upkeep
 from warmfleet.engines.upstream import Addresses, Upstream
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Fleet
@@ -137,11 +137,11 @@ class Replica:
 
     async def renew(self) -> None:
         with suppress(FleetUnavailable, asyncio.CancelledError):
-            await maintenance.renew(self.pools, self.metrics)
+            await upkeep.renew(self.pools, self.metrics)
 
     async def clear(self) -> None:
         with suppress(FleetUnavailable, asyncio.CancelledError):
-            await maintenance.clear(self.pools)
+            await upkeep.clear(self.pools)
 
 
 async def order_of(monitor: Any, count: int) -> list[str]:

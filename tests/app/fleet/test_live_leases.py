@@ -19,8 +19,8 @@ from tests.conftest import poll
 from tests.survival import SCHEME
 from tests.topology import QUIET, Servers, free_ports, sentinels, until
 
-from warmfleet.background import maintenance
-from warmfleet.background.maintenance import stop, supervise
+from warmfleet.background import upkeep
+from warmfleet.background.supervisor import stop, supervise
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Ask, Chain, Fleet, connect
 from warmfleet.fleet.reservations import Spans
@@ -80,8 +80,8 @@ class Living:
         self.number = 0
         self.tasks = [asyncio.create_task(supervise("apply", 0.02, self._step, self.replicas[0].metrics))]
         for one in self.replicas:
-            renew = partial(maintenance.renew, one.pools, one.metrics)
-            clear = partial(maintenance.clear, one.pools)
+            renew = partial(upkeep.renew, one.pools, one.metrics)
+            clear = partial(upkeep.clear, one.pools)
             for name, seconds, work in (("renew", size.renewal_s, renew), ("clear", 1.0, clear)):
                 self.tasks.append(asyncio.create_task(supervise(name, seconds, work, one.metrics)))
         self.load = asyncio.create_task(asyncio.sleep(0))

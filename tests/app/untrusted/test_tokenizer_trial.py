@@ -17,8 +17,8 @@ from tests.app.simulated import simulated, tokenizer_json
 from tests.conftest import poll
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from warmfleet.background import maintenance
 from warmfleet.background import prober as probe
+from warmfleet.background import view_reader
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.prompt.prompt_identity import Identity as RouterIdentity
@@ -203,7 +203,7 @@ async def test_a_worker_with_such_a_tokenizer_is_routed_to_by_load(
         return await judged(self, name, content, template)
 
     monkeypatch.setattr(Encoders, "_judged", counted)
-    monkeypatch.setattr(maintenance, "LOAD_RETRY_S", 0.0)
+    monkeypatch.setattr(view_reader, "LOAD_RETRY_S", 0.0)
     monkeypatch.setattr(probe, "IDENTITY_WAIT_S", 0.0)
     content = HOSTILE["eight times ten"][0]
     monkeypatch.setattr(Identity, "artifacts", lambda _: {"tokenizer.json": content})

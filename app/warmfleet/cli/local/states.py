@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.background.maintenance import stop
+from warmfleet.background.supervisor import stop
 from warmfleet.cli.local.chat import system, user, words
 
 if TYPE_CHECKING:

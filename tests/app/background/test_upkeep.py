@@ -14,9 +14,9 @@ from tests.conftest import poll, valkey_binary
 from tests.conftest import server as server_of
 from tests.lua.stream import Core, block, blocks
 
-from warmfleet.background import maintenance
-from warmfleet.background.maintenance import stop, supervise
+from warmfleet.background import upkeep
 from warmfleet.background.memory import MemoryWatch
+from warmfleet.background.supervisor import stop, supervise
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import RENEW_AT_ONCE, Fleet, Renewal, connect
 from warmfleet.fleet.upkeep import Pace
@@ -103,7 +103,7 @@ async def test_more_than_one_call_takes_are_renewed(model: str, valkey_url: str)
         await fleet.register("w.0", record, 10, healthy=True)
         pool, count = Pool(model, fleet, Fallback(1.0)), RENEW_AT_ONCE + 3
         pool.open = {f"wf-{number}": Renewal(f"wf-{number}", "w.0", 1, 1) for number in range(count)}
-        await maintenance.renew(Pools([pool]), metrics)
+        await upkeep.renew(Pools([pool]), metrics)
         assert [worker.load.in_flight for worker in await fleet.workers()] == [count]
         assert metrics.renewed.labels("rebuilt")._value.get() == count
 
@@ -153,5 +153,5 @@ async def test_an_audit_goes_on_to_its_end_and_is_counted(store: aioredis.Redis,
 
 
 async def _audited(pools: Pools, settings: Settings, metrics: Metrics, *, differs: bool = False) -> bool:
-    await maintenance.audit(pools, settings, metrics)
+    await upkeep.audit(pools, settings, metrics)
     return bool((metrics.audit_mismatches if differs else metrics.audited_blocks)._value.get())

@@ -1,7 +1,4 @@
-"""What a replica does besides requests: apply events, read the fleet, prove joins, renew, check approximate workers.
-
-Every task is supervised: a round that fails is counted, logged and tried again with back-off; none ends the others.
-"""
+"""Reads the workers of every model once in a while, and loads the identity that most workers of a model bring."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.background import announced as brought
 from warmfleet.background.agreement import Agreement
+from warmfleet.background.supervisor import stop
 from warmfleet.errors import NotFound, WarmfleetError
-from warmfleet.fleet import RENEW_AT_ONCE
 from warmfleet.fleet.views import BadArtifact
 from warmfleet.pools.fleet_view import MAX_SCHEMES, view_of
 from warmfleet.prompt.block_hashes import TEXT_SCHEME, Hasher
@@ -23,7 +20,7 @@ from warmfleet.routing.token_handoff import ability
 from warmfleet.untrusted.tokenizer_trial import Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+    from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 
     from warmfleet.fleet import WorkerView
     from warmfleet.metrics import Metrics
@@ -31,41 +28,10 @@ if TYPE_CHECKING:
     from warmfleet.prompt.prompt_identity import Identities, Identity
     from warmfleet.settings import Settings
 
-logger = logging.getLogger("warmfleet.background.maintenance")
+logger = logging.getLogger("warmfleet.background.view_reader")
 
-BACKOFF_S = 0.2, 5.0
 LOAD_RETRY_S = 10.0
-LOG_EVERY_S = 10.0
-STOP_AGAIN_S = 0.2
 MAX_FAILED_LOADS = 256
-
-
-async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics) -> None:
-    """Run ``work`` every ``interval_s``, for ever; after a failure wait longer, up to 5 s."""
-    backoff, logged_at = BACKOFF_S[0], -LOG_EVERY_S
-    while True:
-        try:
-            await work()
-        except Exception as error:  # a background task must outlive whatever one of its rounds meets
-            metrics.task_failures.labels(name).inc()
-            if time.monotonic() - logged_at >= LOG_EVERY_S:
-                logged_at = time.monotonic()
-                known = isinstance(error, WarmfleetError)
-                logger.warning("%s failed, again in %.1f s: %s", name, backoff, error, exc_info=not known)
-            await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, BACKOFF_S[1])
-        else:
-            backoff = BACKOFF_S[0]
-            await asyncio.sleep(interval_s)
-
-
-async def stop(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel ``tasks`` and return when all have ended. One cancellation may get lost inside a library's wait_for."""
-    waiting = set(tasks)
-    while waiting:
-        for task in waiting:
-            task.cancel()
-        _, waiting = await asyncio.wait(waiting, timeout=STOP_AGAIN_S)
 
 
 class Reader:
@@ -203,72 +169,3 @@ def _ids(workers: Sequence[WorkerView]) -> list[str]:
 
 def _in_words(scheme: Scheme) -> str:
     return f"{scheme.scheme_id:08x} ({scheme.algorithm}, blocks of {scheme.block_tokens} tokens)"
-
-
-async def renew(pools: Pools, metrics: Metrics) -> None:
-    """Keep the reservations of running requests; rebuild those that Redis lost."""
-
-    async def one(pool: Pool) -> None:
-        reservations = list(pool.open)
-        for start in range(0, len(reservations), RENEW_AT_ONCE):
-            batch = reservations[start : start + RENEW_AT_ONCE]
-            sent = [one for one in batch if one in pool.open]
-            counts = await pool.fleet.renew([pool.open[one] for one in sent])
-            for ended in (one for one in sent if one not in pool.open):  # while we renewed: it may be booked anew
-                await pool.fleet.settle(ended, "cancelled")
-            for result, count in zip(("renewed", "rebuilt", "refused"), counts, strict=True):
-                metrics.renewed.labels(result).inc(count)
-
-    await pools.each(one)
-
-
-async def clear(pools: Pools) -> None:
-    """Give back what nobody else will: outcomes that Redis did not take, leases and tickets of replicas that died."""
-
-    async def one(pool: Pool) -> None:
-        for reservation, outcome in list(pool.unsettled.items()):
-            await pool.fleet.settle(reservation, outcome)
-            pool.unsettled.pop(reservation, None)
-        await pool.fleet.reap()
-        if pool.fleet.limits.max_engine_wait_s:
-            await pool.fleet.poll()
-
-    await pools.each(one)
-
-
-async def follow(pools: Pools) -> None:
-    """Choose by the policy that the operator named last, from now on."""
-
-    async def one(pool: Pool) -> None:
-        told = await pool.fleet.switched()
-        if pool.policy.follow(told):
-            logger.warning("%s: the policy is %s now, by %s", pool.tag, pool.policy.name, pool.policy.source)
-
-    await pools.each(one)
-
-
-async def apply(pools: Pools, metrics: Metrics) -> None:
-    """One round of the write path of every model; any number of replicas may do it at once."""
-
-    async def one(pool: Pool) -> None:
-        metrics.applied_blocks.inc(await pool.fleet.step())
-
-    await pools.each(one)
-
-
-async def audit(pools: Pools, settings: Settings, metrics: Metrics) -> None:
-    """Compare the index with its digests, a piece at a time, until nobody is due. One walk at a time for the fleet."""
-
-    async def one(pool: Pool) -> None:
-        walking = True
-        while walking:
-            step = await pool.fleet.audit(settings.audit_interval_s)
-            metrics.audited_blocks.inc(step.blocks)
-            if step.differs:
-                metrics.audit_mismatches.inc()
-                logger.error("%s: the index of a worker differed from its digest; it is sent anew", pool.tag)
-            walking = step.walking
-            if walking:
-                await asyncio.sleep(pool.fleet.pace.audit_gap_ms / 1000)
-
-    await pools.each(one)
