@@ -41,7 +41,7 @@ check: $(DEV_STAMP) ## format, lint, types, import rules, Lua
 	@$(VENV)/bin/mypy $(SOURCES)
 	@$(VENV)/bin/lint-imports
 	@command -v luacheck > /dev/null || { echo "luacheck is missing: run 'make deps' once" >&2; exit 1; }
-	@luacheck --quiet --std lua51 --read-globals redis KEYS ARGV cjson cmsgpack struct bit include --max-line-length 120 -- lua/*.lua
+	@luacheck --quiet --std lua51 --read-globals redis KEYS ARGV cjson cmsgpack struct bit include --max-line-length 120 -- lua
 
 format: $(DEV_STAMP) ## let ruff format the code and fix what it can
 	@$(VENV)/bin/ruff format $(SOURCES)

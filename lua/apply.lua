@@ -5,7 +5,7 @@ Stops before an entry that decides which slots those are, or that needs a verdic
 Guarantee: exactly once, whoever calls and how often: the cursor moves and what was applied is trimmed in this same
 call. A stream changes only its own worker's slots, record, row and leases. While memory is short (tick says so) nothing
 is inserted and no digest compared; the row is PARTIAL until the index equals the engine's table again.
-Its parts: apply_blocks, apply_progress, and what others who apply need, too: stream_entry, stream_resync.
+Its parts: apply/block_events, apply/progress, and what others who apply need, too: shared/stream_entry, shared/resync.
 
 KEYS: workers load alive cursor batch digest resync retired lease counts tick
 ARGV: prefix, worker_id, max_blocks (an entry costs its bytes / 8)
@@ -42,7 +42,7 @@ record.truth = truth
 local of = { prefix = PREFIX, worker = WORKER, record = record, row = row, live = live, shadow = shadow, truth = truth,
   changed = changed, short = short, probed = call("TYPE", PROBE).ok == "set", blocks = 0, seen = nil }
 
-local entry_of, resync = include "stream_entry", include "stream_resync"
+local entry_of, resync = include "shared/stream_entry", include "shared/resync"
 local _, _, ask_resync = resync(RESYNC, RETIRED, DIGEST, WORKER, now, truth, changed)
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 local function lost(cause) count(cause) ask_resync(record, cause) end
@@ -62,7 +62,7 @@ local function parse_list(data)
 end
 
 local operation = {} -- name -> function(data, time in ms): false if the data is malformed
-local blocks, progress = include "apply_blocks", include "apply_progress"
+local blocks, progress = include "apply/block_events", include "apply/progress"
 blocks(of, operation, count, lost)
 progress(of, operation, LEASE, count, parse_list, integers)
 

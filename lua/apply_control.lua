@@ -30,8 +30,8 @@ local truth = record and record.truth or {}
 local last = tonumber(call("HGET", BATCH, WORKER) or "0")
 local command = cjson.decode(call("GET", COMMAND) or "{}")
 
-local entry_of, resync = include "stream_entry", include "stream_resync"
-local announced, snapshot = include "apply_announced", include "apply_snapshot"
+local entry_of, resync = include "shared/stream_entry", include "shared/resync"
+local announced, snapshot = include "apply_control/worker_join", include "apply_control/snapshot"
 local drop_shadow, diverged, ask_resync = resync(RESYNC, RETIRED, DIGEST, WORKER, now, truth, {})
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 local function lost(cause) count(cause) ask_resync(record, cause) end

@@ -23,7 +23,7 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw = call("HGET", SERVERS, SERVER_ID)
 local record, rejoined, stranger = raw and cjson.decode(raw) or nil, false, false
 
-local entry_of, join_of = include "stream_entry", include "apply_server_join"
+local entry_of, join_of = include "shared/stream_entry", include "apply_server/server_join"
 local announced, chunks_of = join_of()
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 

@@ -14,7 +14,8 @@ waits for work; overfill: how much fuller (0..1) its cache is than the mean. Cos
 prompt, 5 ms) of the lowest are equal: then the session's home (the first of `order` that is a candidate) wins, then the
 least evicting, the least filled, the least in flight, a hash of the seed. Who stays under objective_s at the least load
 is not traded for a bigger hit.
-Its steps are parts (decide_<part>.lua): `include "<name>"` is replaced by the part's text, as a function's body; it
+Its steps are parts (parts/decide, parts/shared): `include "<name>"` is replaced by the part's text, as a function's
+body; it
 stands where the part is needed: to make the functions of all at every call was 3 % of its time.
 
 KEYS: alive load workers servers leases lease tick counts queue
@@ -61,8 +62,9 @@ if id == "" or not POLICIES[policy] or not (prompt and decode_tokens and lease_m
   return redis.error_reply("BAD_ARGUMENT decide: an id, a policy it knows and twenty numbers, at most four chains")
 end
 
-local rows_of, match, choose = include "decide_rows", include "decide_match", include "decide_choose"
-local alive_rows, verify, book = include "decide_alive", include "decide_verify", include "decide_book"
+local rows_of, match, choose = include "shared/candidates", include "decide/prefix_match", include "decide/cost_rule"
+local alive_rows, verify = include "shared/alive_workers", include "decide/verified_choice"
+local book = include "decide/reserve"
 
 -- Cut out of the record, which may be long: its other fields concern nobody here.
 local function url_of(worker, flags)
@@ -83,7 +85,7 @@ end
 local time = call("TIME")
 local now = time[1] * 1000 + floor(time[2] / 1000)
 local expired = call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED)
-if expired[1] then (include "lease_over")(load_key, leases_key, lease_key, prefix, now).reap(expired) end
+if expired[1] then (include "shared/release_lease")(load_key, leases_key, lease_key, prefix, now).reap(expired) end
 
 local all, alive, median = alive_rows(alive_key, load_key, tick_key, now, ttl_ms, exclude)
 local s = rows_of(all, alive, median, decode_s, now)
@@ -92,14 +94,15 @@ if s.count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " 
 -- While all are saturated, or others wait whose turn is before, it waits in its replica.
 local wait, served
 s.waits = max_engine_wait_s > 0
-  and (call("ZCARD", queue_key) > 0 or not (include "queue_room")(s, max_engine_wait_s, block_sizes, true))
+  and (call("ZCARD", queue_key) > 0 or not (include "shared/capacity")(s, max_engine_wait_s, block_sizes, true))
 if s.waits and mode ~= 1 then
   local function everybody()
     if exclude == "" then return s end
     local everyone = select(2, alive_rows(alive_key, load_key, tick_key, now, ttl_ms, ""))
     return rows_of(all, everyone, median, decode_s, now)
   end
-  wait, served = (include "decide_queue")(s, everybody, queue_key, leases_key, id, time[1] * 1000000 + time[2], {
+  local now_us, wait_turn = time[1] * 1000000 + time[2], include "decide/wait_turn"
+  wait, served = wait_turn(s, everybody, queue_key, leases_key, id, now_us, {
     priority = priority, tenant = tenant, tokens = prompt, barred = barred, waited_ms = waited_ms,
     queue_max = queue_max, limit_s = max_engine_wait_s, block_sizes = block_sizes, ticket_ms = ticket_ms,
   })
@@ -115,10 +118,10 @@ if wrong then return wrong end
 local w, why, saw = verify(s, prefix, choose)
 local worker, flags = sub(s.rows[w], 59), unpack_from(">I2", s.rows[w], 21)
 
-if mode == 1 then return (include "decide_tell")(s, { "DRY", worker, why }, w, saw) end
+if mode == 1 then return (include "decide/dump_state")(s, { "DRY", worker, why }, w, saw) end
 local prefill = book(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, now + lease_ms)
 if served then served(prefill + max(0, decode_tokens - prompt)) end
 if policy == "round_robin" then call("HINCRBY", counts_key, "round_robin", 1) end
 local answer = { "BOOKED", worker, s.matched[w] or 0, s.speculated[w] and 1 or 0, s.flagged, format("%.6f", s.cost[w]),
   url_of(worker, flags), s.wait[w], prompt, prefill, decode_tokens, flags, why }
-return mode == 2 and (include "decide_tell")(s, answer, w, saw) or answer
+return mode == 2 and (include "decide/dump_state")(s, answer, w, saw) or answer

@@ -21,8 +21,8 @@ local call = redis.call
 if not (ttl_ms and ticket_ms and limit_s and leaving) or #ARGV > FIRST - 1 + MAX_IDS then
   return redis.error_reply("BAD_ARGUMENT queue: four numbers, block sizes and at most 512 ids")
 end
-local alive_rows, rows_of = include "decide_alive", include "decide_rows"
-local room_of, line_of = include "queue_room", include "queue_line"
+local alive_rows, rows_of = include "shared/alive_workers", include "shared/candidates"
+local room_of, line_of = include "shared/capacity", include "shared/fair_queue"
 
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

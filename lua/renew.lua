@@ -31,7 +31,7 @@ local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local expiry = now + lease_ms
 
-local add_load = (include "lease_load")(load_key, now)
+local add_load = (include "shared/row_load")(load_key, now)
 
 -- Book what is left of a reservation on the row of its worker. False if the worker is gone.
 local function rebuild(id, worker, prefill, decode, stage)

@@ -10,7 +10,7 @@ ARGV: policy, prompt_tokens, seed, lambda, kappa, pressure_price, decode_s_per_t
 Returns: {worker_id, why, cost_s, matched_tokens}
 Cost: O(candidates)
 --]]
-local rows_of, choose, FIRST = include "decide_rows", include "decide_choose", 17
+local rows_of, choose, FIRST = include "shared/candidates", include "decide/cost_rule", 17
 local rows, matched, speculated = {}, {}, {}
 for k = FIRST, #ARGV, 3 do
   local i, making = #rows + 1, tonumber(ARGV[k + 2])

@@ -30,7 +30,7 @@ end
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
-local lease_over = (include "lease_over")(load_key, leases_key, lease_key, prefix, now)
+local lease_over = (include "shared/release_lease")(load_key, leases_key, lease_key, prefix, now)
 local function reap() lease_over.reap(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED)) end
 
 -- An approximate worker keeps what it was sent, oldest prompt and deepest block given up first: its mirror. Each

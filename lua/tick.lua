@@ -139,7 +139,7 @@ greet()
 backlogs()
 if short == 0 and call("ZCARD", RESYNC) > 0 then command_resyncs() end
 if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then
-  local once_a_second = include "tick_second"
+  local once_a_second = include "tick/each_second"
   median = once_a_second(ALIVE, ALIVE_SERVERS, SERVERS, LOAD, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
 end
 call("SET", TICK, string.format("%.0f %.0f %.0f %.0f %.0f", now, grace_until, median, start, short))

@@ -80,8 +80,8 @@ def test_both_distributions_have_one_version() -> None:
 
 def test_the_router_wheel_has_the_scripts_as_real_files(router_wheel: zipfile.ZipFile) -> None:
     packed = {name: router_wheel.read(name) for name in router_wheel.namelist() if name.endswith(".lua")}
-    scripts = {f"warmfleet/lua/{path.name}": path.read_bytes() for path in (ROOT / "lua").glob("*.lua")}
-    assert len(scripts) >= 10
+    scripts = {f"warmfleet/{path.relative_to(ROOT)}": path.read_bytes() for path in (ROOT / "lua").rglob("*.lua")}
+    assert len(scripts) >= 30
     assert packed == scripts
 
 

@@ -86,5 +86,5 @@ def test_the_router_image_has_all_it_installs(tmp_path: Path) -> None:
     router = wheel_of(context, tmp_path / "router")
 
     names = set(router.namelist())
-    assert {f"warmfleet/lua/{path.name}" for path in (ROOT / "lua").glob("*.lua")} <= names
+    assert {f"warmfleet/{path.relative_to(ROOT)}" for path in (ROOT / "lua").rglob("*.lua")} <= names
     assert "warmfleet_worker/wire.py" in worker.namelist()

@@ -12,9 +12,11 @@ from warmfleet.fleet.client import INCLUDE, script_source
 from warmfleet_worker.protocol.wire import SINGLE_KEYS
 
 LUA = Path(__file__).parents[2] / "lua"
-FILES = {path.stem: path.read_text() for path in LUA.glob("*.lua")}
-PARTS = {part for text in FILES.values() for part in INCLUDE.findall(text)}
-NAMES = sorted(FILES.keys() - PARTS)
+COMMANDS = {path.stem: path.read_text() for path in LUA.glob("*.lua")}
+PARTS = {
+    path.relative_to(LUA / "parts").with_suffix("").as_posix(): path.read_text() for path in LUA.glob("parts/**/*.lua")
+}
+NAMES = sorted(COMMANDS)
 FIELDS = ("Guarantee", "KEYS", "ARGV", "Returns", "Cost")
 
 
@@ -51,21 +53,38 @@ def test_every_script_is_known_to_python() -> None:
     for name in NAMES:
         text = script_source(name)
         assert not INCLUDE.search(text)
-        assert INCLUDE.search(FILES[name]) or text == FILES[name]
+        assert INCLUDE.search(COMMANDS[name]) or text == COMMANDS[name]
+
+
+def test_every_part_is_included_by_a_command() -> None:
+    """Shared parts by two at least; the others only by the command whose name their folder has."""
+    users: dict[str, set[str]] = {part: set() for part in PARTS}
+    for command, text in COMMANDS.items():
+        todo = INCLUDE.findall(text)
+        while todo:
+            part = todo.pop()
+            users[part].add(command)
+            todo += INCLUDE.findall(PARTS[part])
+    for part, commands in users.items():
+        folder = part.partition("/")[0]
+        assert len(commands) > 1 if folder == "shared" else commands >= {folder}, part
+
+
+def test_no_include_leaves_the_parts() -> None:
+    for text in (*COMMANDS.values(), *PARTS.values()):
+        code = re.sub(r"--\[\[.*?--\]\]|--[^\n]*", "", text, flags=re.DOTALL)
+        assert len(re.findall(r"\binclude\b", code)) == len(INCLUDE.findall(code))
+    for name in ("../decide", "shared/../decide", "/etc/hosts", "decide"):
+        assert not INCLUDE.search(f'include "{name}"')
 
 
 @pytest.mark.parametrize("name", sorted(PARTS))
 def test_a_part_is_a_function_on_its_own(name: str) -> None:
     """What it needs it is given: no KEYS, no locals of the script; it says what it is."""
-    text = FILES[name]
+    text = PARTS[name]
     assert text.startswith(f"--[[\n{name}: ")
     assert "\nreturn function(" in text
     assert "KEYS[" not in text
-
-
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_a_file_is_small(name: str) -> None:
-    assert FILES[name].count("\n") <= 150
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -97,17 +97,25 @@ def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connec
     return aioredis.Redis.from_url(url, **options)
 
 
-INCLUDE = re.compile(r'\binclude "(\w+)"')
+#: A part is named by its folder and its file, in words of a-z and _: an include cannot leave ``lua/parts``.
+INCLUDE = re.compile(r'\binclude "([a-z_]+/[a-z_]+)"')
 
 
 @cache
 def script_source(name: str) -> str:
-    """The text of ``lua/<name>.lua``; each ``include "<part>"`` in it becomes that part as a function that is called.
+    """The text of the command ``lua/<name>.lua``, with its parts in it: this is what Redis is given.
 
-    Redis has no ``require``; as bodies of functions the parts keep their locals (Lua: 200 in each) to themselves.
+    Each ``include "<folder>/<part>"`` is replaced by a call of a function whose body is the text of
+    ``lua/parts/<folder>/<part>.lua``. Redis has no ``require``. As bodies of functions the parts keep their locals (Lua
+    allows 200 in each function) to themselves.
     """
-    text = (files("warmfleet") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
-    return INCLUDE.sub(lambda part: f"(function()\n{script_source(part[1])}\nend)()", text)
+    return _with_parts(f"{name}.lua")
+
+
+@cache
+def _with_parts(path: str) -> str:
+    text = (files("warmfleet") / "lua" / path).read_text(encoding="utf-8")
+    return INCLUDE.sub(lambda include: f"(function()\n{_with_parts(f'parts/{include[1]}.lua')}\nend)()", text)
 
 
 @contextmanager

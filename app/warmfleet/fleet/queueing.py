@@ -1,4 +1,4 @@
-"""The fleet-wide queue: its order lives in Redis, the requests wait in their replicas. See lua/queue_line.lua."""
+"""The fleet-wide queue: its order is in Redis (lua/parts/shared/fair_queue.lua), requests wait in their replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that wait their turn: their bodies here, their order in Redis (lua/queue_line.lua).
+"""Requests that wait their turn: their bodies here, their order in Redis (lua/parts/shared/fair_queue.lua).
 
 While a model has tickets here one task asks about all of them, every 50 ms and as soon as something of this replica's
 ends; while it has none, nothing runs. A ticket nobody asks about expires, so a replica that dies leaves none.

@@ -116,7 +116,7 @@ def every_command(table: list[Any]) -> list[tuple[str, int]]:
 def test_the_list_is_what_the_scripts_call() -> None:
     with server(valkey_binary()) as url, redis.Redis.from_url(url) as client:
         known = {str(name) for name in client.command()}
-    text = "".join(path.read_text() for path in LUA.glob("*.lua"))
+    text = "".join(path.read_text() for path in LUA.rglob("*.lua"))
     called = {word.lower() for word in re.findall(r'"([A-Z]{3,})"', text)} & known
     assert called == {name.partition("|")[0] for name in SCRIPT_COMMANDS}
 

@@ -1,5 +1,5 @@
 --[[
-decide_home: the first of `order` (ids joined by commas: where a hash ring would look) that is a candidate and passes.
+decide/home: the first of `order` (ids joined by commas: where a hash ring would look) that is a candidate and passes.
 
 Guarantee: pure. Takes the state and a test of a candidate (nil: all pass). Returns the candidate or nil.
 --]]

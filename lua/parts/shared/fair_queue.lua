@@ -1,5 +1,5 @@
 --[[
-queue_line: the waiting requests of one model, and whose turn it is.
+shared/fair_queue: the waiting requests of one model, and whose turn it is.
 
 Guarantee: order is (priority class, virtual time of the tenant in that class, arrival). A flow is a tenant in a class;
 its tickets wait in the order they came. A flow's virtual time moves when a ticket of it is served, by what the engine
@@ -106,7 +106,8 @@ return function(queue, now_us, ticket_ms)
     return true
   end
 
-  -- Whose turn it is: as many tickets, in order, as have room (see queue_room), but for those that none of the free
+  -- Whose turn it is: as many tickets, in order, as have room (see shared/capacity), but for those that none of the
+  -- free
   -- workers can serve. Each is taken for what its prompt has in tokens. Looks at no more than `most`, and of those that
   -- cannot be served at no more of one flow than its part of that: so a tenant whose worker is busy holds up no other.
   function line.turns(room, most)

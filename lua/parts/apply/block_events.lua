@@ -1,5 +1,6 @@
 --[[
-apply_blocks: the operations stored, removed and chunk: what they do to the sets of a worker's slots and to its digests.
+apply/block_events: the operations stored, removed and chunk: what they do to the sets of a worker's slots and to its
+digests.
 
 Takes apply's view of the worker: the key prefix, its name, record, row, digests (live, shadow), what has changed, the
 blocks read so far, when it was last heard, whether memory is short and whether it is being probed; count and lost.

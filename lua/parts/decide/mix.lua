@@ -1,5 +1,5 @@
 --[[
-decide_mix: a hash of the seed and a candidate's slot, which decides where nothing else does.
+decide/mix: a hash of the seed and a candidate's slot, which decides where nothing else does.
 
 Guarantee: pure. Mixed by a square: a linear mix would let some slots win more often. Takes the state and the candidate.
 --]]

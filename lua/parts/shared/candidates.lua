@@ -1,5 +1,5 @@
 --[[
-decide_rows: the workers that a decision may choose among, and what their load rows say.
+shared/candidates: the workers that a decision may choose among, and what their load rows say.
 
 Guarantee: pure. Takes every load row, the ids of the workers that are alive (nil: all), the fleet's median speed
 (tokens/s; none is held for slower than 1/8 or faster than 8 times that), decode_s_per_token and the time (ms). Returns

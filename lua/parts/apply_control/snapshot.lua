@@ -1,5 +1,6 @@
 --[[
-apply_snapshot: begin and end of a snapshot: a worker gets a shadow slot, and changes over to it when it is whole.
+apply_control/snapshot: begin and end of a snapshot: a worker gets a shadow slot, and changes over to it when it is
+whole.
 
 Takes the keys digest, next_slot, resync and retired, the worker's name, the server's time in ms, what its record says
 of divergences (truth); count, lost and what gives up a snapshot. Gives begin(record, command, what the entry says) and

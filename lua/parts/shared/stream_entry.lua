@@ -1,5 +1,6 @@
 --[[
-stream_entry: one entry of a worker's or a server's stream by its id and its form; all who apply must read it alike.
+shared/stream_entry: one entry of a worker's or a server's stream by its id and its form; all who apply must read it
+alike.
 
 Takes an item of XRANGE and the server's time in ms. Gives the id's time and sequence, whether such an id is hostile (it
 would block or outlive every later one), and whether the fields are n <nonce> b <number> o <operation> d <data>.

@@ -1,5 +1,5 @@
 --[[
-decide_verify: the choice, made again while its winner holds less than it seemed to.
+decide/verified_choice: the choice, made again while its winner holds less than it seemed to.
 
 Guarantee: only reads; the match of a winner that is not prefix-closed is what its reverse set (s:) holds without a gap,
 at most 2048 blocks in all, else a lower bound and flagged = 1; chosen again at most twice.

@@ -1,10 +1,10 @@
 --[[
-decide_named: the policies besides cost; lua/README.md says where each comes from.
+decide/baseline_policies: the policies besides cost; lua/README.md says where each comes from.
 
-Guarantee: pure. Takes the state. Returns the candidate and one word why, as decide_choose.
+Guarantee: pure. Takes the state. Returns the candidate and one word why, as decide/cost_rule.
 --]]
 local unpack_from, sub, max, min, floor = struct.unpack, string.sub, math.max, math.min, math.floor
-local mix, useful, first = include "decide_mix", include "decide_useful", include "decide_home"
+local mix, useful, first = include "decide/mix", include "decide/useful", include "decide/home"
 
 local function in_flight(s, i) return (unpack_from(">i4", s.rows[i], 13)) end
 

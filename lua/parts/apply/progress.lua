@@ -1,5 +1,5 @@
 --[[
-apply_progress: the operation progress: prefill of some requests is done. Their booking is given back as the first token
+apply/progress: the operation progress: prefill of some requests is done. Their booking is given back as the first token
 would, and what was predicted is compared with what came.
 
 Takes apply's view of the worker: the key prefix, its name, record, row, truth, what has changed, whether memory is

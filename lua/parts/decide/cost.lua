@@ -1,5 +1,5 @@
 --[[
-decide_cost: the predicted seconds to first token of every candidate, with the prices of the rule, and the lowest.
+decide/cost: the predicted seconds to first token of every candidate, with the prices of the rule, and the lowest.
 
 Guarantee: pure. Takes the state, the useful match by candidate (tokens) and the session's home or nil. Sets s.cost.
 Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest are equal. With an objective only those count that meet
@@ -46,5 +46,5 @@ return function(s, own, home)
       if among[i] and cost[i] < lowest then lowest, tie = cost[i], max(slack / speed[i], 0.005) end
     end
   end
-  return (include "decide_tie")(s, lowest + tie, among, home, why)
+  return (include "decide/tie")(s, lowest + tie, among, home, why)
 end

@@ -1,7 +1,7 @@
 --[[
-lease_over: what is left of a lease is given back: its load, its speculation, itself.
+shared/release_lease: what is left of a lease is given back: its load, its speculation, itself.
 
-Takes the keys of load, leases and lease, the key prefix and the server's time in ms. Gives add (see lease_load),
+Takes the keys of load, leases and lease, the key prefix and the server's time in ms. Gives add (see shared/row_load),
 load(lease), forget(id), speculation(id, lease), and reap(ids): all three of each, for leases that have expired. What is
 forgotten comes first: a first write that frees memory is allowed when Redis is full, and so are those after it.
 --]]
@@ -9,7 +9,7 @@ local call = redis.call
 local LEASE, STARTED = ">I4I4I4I4I4I4BB", 1
 
 return function(load_key, leases_key, lease_key, prefix, now)
-  local over = { add = (include "lease_load")(load_key, now) }
+  local over = { add = (include "shared/row_load")(load_key, now) }
 
   function over.load(lease)
     local epoch, _, prefill, decode, _, _, stage, length, at = struct.unpack(LEASE, lease)

@@ -1,11 +1,12 @@
 --[[
-queue_room: how much more the engines may be given before requests wait in their replicas.
+shared/capacity: how much more the engines may be given before requests wait in their replicas.
 
 Guarantee: pure. A worker is saturated while the prefill that is booked there takes longer than limit_s, or its booked
 context fills 95 % of its cache and some of it is still to be computed (context that requests share is counted for each,
 so a cache is known to be full only by what does not get into it). One without any work never is, nor one that is
 approximate: of its prefill only streams tell when it is done, and its speed is not known.
-Takes the candidates (decide_rows), limit_s, block_sizes (scheme=tokens, joined by commas) and whether one will do.
+Takes the candidates (shared/candidates), limit_s, block_sizes (scheme=tokens, joined by commas) and whether one will
+do.
 Returns whether there is one; else {tokens that have room, count of workers with room, serves(ids joined by commas): one
 of them is not in there}.
 --]]

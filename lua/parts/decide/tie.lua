@@ -1,5 +1,5 @@
 --[[
-decide_tie: of the candidates that cost the same the session's home, then the least evicting, the least filled, the
+decide/tie: of the candidates that cost the same the session's home, then the least evicting, the least filled, the
 least in flight, a hash of the seed.
 
 Guarantee: pure. Takes the state, the highest cost that counts as the same, who may win (nil: all), the home or nil, and
@@ -25,7 +25,7 @@ return function(s, bar, among, home, why)
         if f ~= flight then
           place, lower = 4, f < flight
         else
-          mix = mix or include "decide_mix"
+          mix = mix or include "decide/mix"
           mixed = mixed or mix(s, winner)
           m = mix(s, i)
           place, lower = 5, m < mixed

@@ -1,5 +1,5 @@
 --[[
-decide_tell: all that a choice saw, for who asked to be told.
+decide/dump_state: all that a choice saw, for who asked to be told.
 
 Guarantee: pure. Takes the state, the answer that it goes behind, the candidate that was chosen and its match as the
 choice saw it. Returns the answer: {median speed, block_tokens, turn, time in ms modulo 2^32, would it wait for its turn

@@ -1,5 +1,5 @@
 --[[
-decide_checkpoints: where open reservations count along a chain.
+decide/checkpoints: where open reservations count along a chain.
 
 Guarantee: pure. A chain's checkpoints above a block, deepest first: the last block n, its fork (where it leaves a chain
 that is being made already), powers of two down to 16, and 1. Returns them and the first that is not above the block.

@@ -1,5 +1,5 @@
 --[[
-decide_useful: what of each match the choice counts; no more than prefix_tokens, and what others lack from min_match on.
+decide/useful: what of each match the choice counts; no more than prefix_tokens, and what others lack from min_match on.
 
 Guarantee: pure. Takes the state. Returns tokens by candidate.
 --]]

@@ -1,5 +1,5 @@
 --[[
-stream_resync: a worker's index is no longer its engine's table: why is noted, a snapshot that fills is given up, and it
+shared/resync: a worker's index is no longer its engine's table: why is noted, a snapshot that fills is given up, and it
 waits for another.
 
 Takes the keys resync, retired and digest, the worker's name, the server's time in ms, what its record says of this

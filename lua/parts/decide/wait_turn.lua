@@ -1,13 +1,14 @@
 --[[
-decide_queue: whether a request must wait its turn. If it must, it has a ticket in the queue when this returns.
+decide/wait_turn: whether a request must wait its turn. If it must, it has a ticket in the queue when this returns.
 
 Guarantee: while tickets wait nobody goes before whose turn it is; without any, only saturation makes a request wait
-(decide asks for both first and calls this for nobody else). Takes the candidates (decide_rows) of this request and
+(decide asks for both first and calls this for nobody else). Takes the candidates (shared/candidates) of this request
+and
 those of everybody (a function), the keys of queue and leases, the reservation's id, the time in us, and the request:
 priority, tenant, tokens, barred (ids that cannot serve it, joined by commas), waited_ms, queue_max, limit_s,
 block_sizes, ticket_ms. Returns an answer, or nothing and a function for when it is booked: it takes the work in tokens.
 --]]
-local call, room_of, line_of = redis.call, include "queue_room", include "queue_line"
+local call, room_of, line_of = redis.call, include "shared/capacity", include "shared/fair_queue"
 local MAX_TURNS, MAX_REAPED, MAX_BARRED = 256, 8, 8192
 
 return function(s, everybody, queue_key, leases_key, id, now_us, request)

@@ -1,5 +1,6 @@
 --[[
-tick_second: what takes a look at all workers, once a second: whose server lives, who is to be forgotten, the median
+tick/each_second: what takes a look at all workers, once a second: whose server lives, who is to be forgotten, the
+median
 speed.
 
 Takes the keys alive, alive_servers, servers and load, the key prefix, the server's time, ttl_ms and forget_ms, whether

@@ -1,5 +1,6 @@
 --[[
-decide_book: a choice becomes a reservation: load, lease, and the checkpoints that this request will make beyond what is
+decide/reserve: a choice becomes a reservation: load, lease, and the checkpoints that this request will make beyond
+what is
 confirmed; block 1 always: it tells whether anyone makes anything of a chain.
 
 Guarantee: the first write frees memory: then a full Redis takes the rest too. Takes the state, the candidate, the keys
@@ -8,7 +9,7 @@ Returns the prefill tokens that are booked.
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local SUMS, LEASE = ">I4i4i4i4", ">I4I4I4I4I4I4BB" -- SUMS: the head of a load row
-local checkpoints = include "decide_checkpoints"
+local checkpoints = include "decide/checkpoints"
 
 return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, expires_ms)
   local row, own, x = s.rows[w], s.matched[w] or 0, prefix .. "x:"

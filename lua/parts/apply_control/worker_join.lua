@@ -1,5 +1,5 @@
 --[[
-apply_announced: is this what an engine core says that announces itself properly?
+apply_control/worker_join: is this what an engine core says that announces itself properly?
 
 Takes what its join says and the worker's name. Gives the worker's record, with what is known only; or nil.
 --]]

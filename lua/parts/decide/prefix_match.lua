@@ -1,5 +1,5 @@
 --[[
-decide_match: the matched tokens of every candidate, into the state that decide_rows made.
+decide/prefix_match: the matched tokens of every candidate, into the state that shared/candidates made.
 
 Guarantee: only reads. Blocks that are confirmed (b:), then blocks that open reservations will make (x: at checkpoints,
 the chains of leases, c:, between them), then tokens. Exact while a worker's set is prefix-closed; at most max_probes
@@ -10,7 +10,7 @@ there, whether its maker is to be replaced); chain_of: scheme -> place in ARGV; 
 --]]
 local call, unpack_from, sub, floor = redis.call, struct.unpack, string.sub, math.floor
 local max, min, format = math.max, math.min, string.format
-local checkpoints = include "decide_checkpoints"
+local checkpoints = include "decide/checkpoints"
 
 return function(s, prefix, prompt, max_probes, first_chain)
   local rows, by_scheme, b, x = s.rows, s.by_scheme, prefix .. "b:", prefix .. "x:"

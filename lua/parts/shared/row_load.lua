@@ -1,5 +1,5 @@
 --[[
-lease_load: what a lease books on its worker's load row, or gives back.
+shared/row_load: what a lease books on its worker's load row, or gives back.
 
 Takes the key of load and the server's time in ms. Gives add(worker, epoch, prefill, decode, count) -> epoch and slot of
 the row, or nothing: the worker is gone, or has joined anew (another epoch; none given: any). A row is never made here.

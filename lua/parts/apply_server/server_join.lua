@@ -1,5 +1,5 @@
 --[[
-apply_server_join: is this what an API server says that announces itself properly?
+apply_server/server_join: is this what an API server says that announces itself properly?
 
 Gives announced(data of its join, the server's name) -> what it says, or nil; and chunks_of(artifacts) -> names of the
 chunks of a manifest.

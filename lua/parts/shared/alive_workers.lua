@@ -1,5 +1,5 @@
 --[[
-decide_alive: every load row, and who of them is alive; nobody expires while the applier itself has been away.
+shared/alive_workers: every load row, and who of them is alive; nobody expires while the applier itself has been away.
 
 Takes the keys of alive, load and tick, the time in ms, ttl_ms and ids that are left out (joined by commas). Returns all
 rows, the ids of the living (nil: all of them) and the fleet's median speed (tokens/s).
