@@ -36,7 +36,7 @@ from warmfleet.pools.pool import Pool, Pools
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.prompt.prompt_identity import Identities
 from warmfleet.prompt.request import PATHS
-from warmfleet.protocol.endpoint import EndpointError, with_ca
+from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.router import Router
@@ -149,7 +149,7 @@ class _Server(uvicorn.Server):
 def _pool(tag: str, settings: Settings) -> Pool:
     try:
         client = connect(with_ca(settings.redis_url, settings.redis_ca), model_tag(tag))
-    except EndpointError as error:
+    except RedisAddressError as error:
         raise BadArgument(str(error)) from error
     except WireError as error:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error

@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import uvloop
 
-from warmfleet_loadtest.api import Served
-from warmfleet_loadtest.client import Client, Reply
-from warmfleet_loadtest.costs import StepCosts, load_costs
 from warmfleet_loadtest.engine import Engine, EngineConfig
-from warmfleet_loadtest.figures import failures, hit_ratio, quantile
-from warmfleet_loadtest.identity import Identity
-from warmfleet_loadtest.processes import StackError
+from warmfleet_loadtest.measuring.client import Client, Reply
+from warmfleet_loadtest.measuring.figures import failures, hit_ratio, quantile
 from warmfleet_loadtest.replay import Target, replay
-from warmfleet_loadtest.scheduler import Limits
-from warmfleet_loadtest.trace import FIRST_TOKEN, TOKENS
-from warmfleet_loadtest.workload import Mix, mixed
+from warmfleet_loadtest.simulator.api import Served
+from warmfleet_loadtest.simulator.scheduler import Limits
+from warmfleet_loadtest.simulator.step_costs import StepCosts, load_costs
+from warmfleet_loadtest.stacks.processes import StackError
+from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+from warmfleet_loadtest.traces.trace import FIRST_TOKEN, TOKENS
+from warmfleet_loadtest.traces.workload import Mix, mixed
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:

@@ -24,22 +24,22 @@ from typing import TYPE_CHECKING
 import uvloop
 from aiohttp import web
 
-from warmfleet_loadtest.api import Api, Served
-from warmfleet_loadtest.blockpool import BlockPool
-from warmfleet_loadtest.core import EngineCore
-from warmfleet_loadtest.costs import PRESETS, StepCosts, load_costs
-from warmfleet_loadtest.fcfs import FcfsScheduler
-from warmfleet_loadtest.halves import Halves, Membership
-from warmfleet_loadtest.identity import Identity
-from warmfleet_loadtest.scheduler import Limits, Scheduler
+from warmfleet_loadtest.simulator.api import Api, Served
+from warmfleet_loadtest.simulator.block_pool import BlockPool
+from warmfleet_loadtest.simulator.engine_core import EngineCore
+from warmfleet_loadtest.simulator.fcfs_scheduler import FcfsScheduler
+from warmfleet_loadtest.simulator.fleet_membership import Halves, Membership
+from warmfleet_loadtest.simulator.scheduler import Limits, Scheduler
+from warmfleet_loadtest.simulator.step_costs import PRESETS, StepCosts, load_costs
+from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.server import default_server_id, worker_url
+from warmfleet_worker.server_publisher import default_server_id, worker_url
 from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from warmfleet_loadtest.kv_events import KvEvents
+    from warmfleet_loadtest.simulator.kv_events import KvEvents
 
 STOP_SECONDS = 2.0  # for open requests, when asked to stop
 
@@ -96,7 +96,9 @@ class Engine:
 
     def publish_kv_events(self) -> int:
         """Publish vLLM's KV events over ZMQ; returns the port."""
-        from warmfleet_loadtest.kv_events import KvEvents  # needs pyzmq and msgpack, of the development environment
+        from warmfleet_loadtest.simulator.kv_events import (
+            KvEvents,  # needs pyzmq and msgpack, of the development environment
+        )
 
         self.kv_events = KvEvents(self.core.scheduler)
         self.core.stepped = self.kv_events.publish

@@ -30,24 +30,24 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import uvloop
 
-from warmfleet_loadtest.costs import load_costs
-from warmfleet_loadtest.figures import after_warm_up, due_ttft, figures, health, markdown, over_seeds
-from warmfleet_loadtest.fleets import Setup, others, ours, running
-from warmfleet_loadtest.identity import Identity
-from warmfleet_loadtest.peers import MODEL
-from warmfleet_loadtest.plots import save_plots
-from warmfleet_loadtest.processes import StackError
-from warmfleet_loadtest.progress import Progress
+from warmfleet_loadtest.measuring.figures import after_warm_up, due_ttft, figures, health, markdown, over_seeds
+from warmfleet_loadtest.measuring.plots import save_plots
+from warmfleet_loadtest.measuring.progress import Progress
+from warmfleet_loadtest.measuring.sampling import Sample, sampled
 from warmfleet_loadtest.replay import Target, replay
-from warmfleet_loadtest.sampling import Sample, sampled
-from warmfleet_loadtest.trace import DECODE_S, FIRST_TOKEN, PUBLIC, open_trace
+from warmfleet_loadtest.simulator.step_costs import load_costs
+from warmfleet_loadtest.stacks.fleets import Setup, others, ours, running
+from warmfleet_loadtest.stacks.peers import MODEL
+from warmfleet_loadtest.stacks.processes import StackError
+from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+from warmfleet_loadtest.traces.trace import DECODE_S, FIRST_TOKEN, PUBLIC, open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from warmfleet_loadtest.client import Reply
-    from warmfleet_loadtest.fleets import Fleet, Running
-    from warmfleet_loadtest.trace import Trace
+    from warmfleet_loadtest.measuring.client import Reply
+    from warmfleet_loadtest.stacks.fleets import Fleet, Running
+    from warmfleet_loadtest.traces.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warmfleet_loadtest.locust_stack import LocustStack
-from warmfleet_loadtest.processes import StackError, end_on_signals
+from warmfleet_loadtest.stacks.locust_stack import LocustStack
+from warmfleet_loadtest.stacks.processes import StackError, end_on_signals
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 KILL_AT, ADD_AT = 0.35, 0.5  # of the duration

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from warmfleet_loadtest.client import Client, Reply, SelfWatch
-from warmfleet_loadtest.figures import after_warm_up, failures, hit_ratio, markdown, over_mean, quantile
-from warmfleet_loadtest.trace import open_trace
+from warmfleet_loadtest.measuring.client import Client, Reply, SelfWatch
+from warmfleet_loadtest.measuring.figures import after_warm_up, failures, hit_ratio, markdown, over_mean, quantile
+from warmfleet_loadtest.traces.trace import open_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from warmfleet_loadtest.trace import Trace
+    from warmfleet_loadtest.traces.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from tests.conftest import poll
 from tests.loadtest.engines import config, identity, running
 
-from warmfleet_loadtest.api import Served
 from warmfleet_loadtest.engine import Engine
-from warmfleet_loadtest.halves import Membership
-from warmfleet_loadtest.identity import Identity
+from warmfleet_loadtest.simulator.api import Served
+from warmfleet_loadtest.simulator.fleet_membership import Membership
+from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

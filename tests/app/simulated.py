@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from warmfleet_loadtest.api import Served
-from warmfleet_loadtest.costs import PRESETS
 from warmfleet_loadtest.engine import Engine, EngineConfig
-from warmfleet_loadtest.halves import Membership
-from warmfleet_loadtest.identity import Identity
-from warmfleet_loadtest.scheduler import Limits
+from warmfleet_loadtest.simulator.api import Served
+from warmfleet_loadtest.simulator.fleet_membership import Membership
+from warmfleet_loadtest.simulator.scheduler import Limits
+from warmfleet_loadtest.simulator.step_costs import PRESETS
+from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from warmfleet_loadtest.scheduler import Request
+    from warmfleet_loadtest.simulator.scheduler import Request
 
 Kind = Literal["right", "template", "tokenizer", "seed", "algorithm", "block size"]
 LIMITS = Limits(max_model_len=4_096)

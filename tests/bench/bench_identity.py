@@ -34,7 +34,7 @@ from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.prompt.prompt_identity import Identity
 from warmfleet.prompt.tokenizer import Encoder
 from warmfleet.protocol.wire import Scheme, default_none_hash
-from warmfleet_loadtest.plots import line_figure, save_figure
+from warmfleet_loadtest.measuring.plots import line_figure, save_figure
 
 if TYPE_CHECKING:
     from collections.abc import Callable

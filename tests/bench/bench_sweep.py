@@ -34,10 +34,10 @@ from tests.bench.virtual_store import private_server
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Weights
 from warmfleet.pools.policy import POLICIES
-from warmfleet_loadtest.costs import load_costs
-from warmfleet_loadtest.figures import markdown
-from warmfleet_loadtest.processes import end_on_signals
-from warmfleet_loadtest.progress import Progress
+from warmfleet_loadtest.measuring.figures import markdown
+from warmfleet_loadtest.measuring.progress import Progress
+from warmfleet_loadtest.simulator.step_costs import load_costs
+from warmfleet_loadtest.stacks.processes import end_on_signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -3,7 +3,7 @@
 import sys
 
 from warmfleet_loadtest.fleet_bench import main
-from warmfleet_loadtest.processes import end_on_signals
+from warmfleet_loadtest.stacks.processes import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()

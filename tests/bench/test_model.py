@@ -12,10 +12,10 @@ from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_plans import WORKLOADS, engine
 from tests.bench.virtual_store import private_server
 
-from warmfleet_loadtest.fleets import Setup, ours, running
-from warmfleet_loadtest.peers import MODEL
 from warmfleet_loadtest.replay import Target, replay, summary
-from warmfleet_loadtest.trace import generate
+from warmfleet_loadtest.stacks.fleets import Setup, ours, running
+from warmfleet_loadtest.stacks.peers import MODEL
+from warmfleet_loadtest.traces.trace import generate
 
 LATE_MS = 10.0
 

@@ -10,7 +10,7 @@ from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_plans import WORKLOADS, engine
 from tests.bench.virtual_scenarios import ONE, foreign, hot, join, speeds
 
-from warmfleet_loadtest.trace import generate
+from warmfleet_loadtest.traces.trace import generate
 
 EIGHT = Plan((ONE,) * 8)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_loadtest.figures import over_mean, quantile
+from warmfleet_loadtest.measuring.figures import over_mean, quantile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.bench.virtual_fleet import Played
 
-    from warmfleet_loadtest.virtual import Served
+    from warmfleet_loadtest.simulator.virtual_clock import Served
 
 
 def figures(played: Played, skip: float = 0.1) -> dict[str, float]:

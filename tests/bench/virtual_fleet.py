@@ -20,16 +20,16 @@ from tests.bench.virtual_workers import MODEL, VirtualWorker
 from warmfleet.fleet import RENEW_AT_ONCE, Ask, Chain, Fleet, Renewal, Weights
 from warmfleet.fleet.reservations import ONE_PROMPT
 from warmfleet.settings import Settings
-from warmfleet_loadtest.virtual import VirtualFleet
+from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
 from warmfleet_worker.protocol.wire import RESERVATION_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from warmfleet_loadtest.engine import EngineConfig
-    from warmfleet_loadtest.scheduler import Request
-    from warmfleet_loadtest.trace import Arrival, Trace
-    from warmfleet_loadtest.virtual import Served
+    from warmfleet_loadtest.simulator.scheduler import Request
+    from warmfleet_loadtest.simulator.virtual_clock import Served
+    from warmfleet_loadtest.traces.trace import Arrival, Trace
 
     Watch = Callable[["Cluster", float], Awaitable[None]]
 

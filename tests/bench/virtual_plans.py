@@ -9,15 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from warmfleet_loadtest import trace as traces
-from warmfleet_loadtest.costs import PRESETS
 from warmfleet_loadtest.engine import EngineConfig
-from warmfleet_loadtest.scheduler import Limits
-from warmfleet_loadtest.trace import BLOCK_TOKENS, PUBLIC, Arrival, Trace
+from warmfleet_loadtest.simulator.scheduler import Limits
+from warmfleet_loadtest.simulator.step_costs import PRESETS
+from warmfleet_loadtest.traces import trace as traces
+from warmfleet_loadtest.traces.trace import BLOCK_TOKENS, PUBLIC, Arrival, Trace
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
-    from warmfleet_loadtest.costs import StepCosts
+    from warmfleet_loadtest.simulator.step_costs import StepCosts
 
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), BLOCK_TOKENS)
 DIRECT = 1_000_000  # sessions from here on go past the fleet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_loadtest.plots import save_figure
+from warmfleet_loadtest.measuring.plots import save_figure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

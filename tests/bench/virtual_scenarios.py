@@ -16,15 +16,15 @@ from tests.bench.virtual_fleet import Cluster, Plan, play
 from tests.bench.virtual_plans import DIRECT, WORKLOADS, engine, merged, steady
 
 from warmfleet.fleet import LoadRow
-from warmfleet_loadtest import trace as traces
-from warmfleet_loadtest.figures import over_mean
-from warmfleet_loadtest.scheduler import Request, hash_blocks
-from warmfleet_loadtest.trace import Trace
+from warmfleet_loadtest.measuring.figures import over_mean
+from warmfleet_loadtest.simulator.scheduler import Request, hash_blocks
+from warmfleet_loadtest.traces import trace as traces
+from warmfleet_loadtest.traces.trace import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
-    from warmfleet_loadtest.virtual import Served
+    from warmfleet_loadtest.simulator.virtual_clock import Served
 
 COSTS = WORKLOADS["generated"].costs
 ONE = engine(COSTS, 1_024)

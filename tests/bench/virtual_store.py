@@ -16,7 +16,7 @@ from redis.connection import UnixDomainSocketConnection as Connection
 from tests.conftest import server, valkey_binary
 
 from warmfleet.fleet import Fleet, Timeouts, Weights
-from warmfleet_loadtest.virtual import Clock
+from warmfleet_loadtest.simulator.virtual_clock import Clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_loadtest.core import load_of
-from warmfleet_loadtest.virtual import VirtualEngine
+from warmfleet_loadtest.simulator.engine_core import load_of
+from warmfleet_loadtest.simulator.virtual_clock import VirtualEngine
 from warmfleet_worker.config import Load, PublisherConfig
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.publisher import WorkerPublisher
-from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
     from tests.bench.virtual_store import VirtualStore
 
     from warmfleet.fleet import Fleet
     from warmfleet_loadtest.engine import EngineConfig
-    from warmfleet_loadtest.scheduler import Request
-    from warmfleet_loadtest.virtual import Clock, VirtualFleet
+    from warmfleet_loadtest.simulator.scheduler import Request
+    from warmfleet_loadtest.simulator.virtual_clock import Clock, VirtualFleet
 
 MODEL = "sim"
 SOON_S = wire.PROGRESS_FLUSH_SECONDS / 4  # as the publisher's thread waits when it is woken

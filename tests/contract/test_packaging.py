@@ -111,9 +111,9 @@ def test_the_plugin_is_found_by_entry_point_and_asks_for_redis_alone(plugin_whee
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
 import warmfleet_worker
-modules = [module.name for module in pkgutil.iter_modules(warmfleet_worker.__path__)]
+modules = [module.name for module in pkgutil.walk_packages(warmfleet_worker.__path__, "warmfleet_worker.")]
 for name in modules:
-    importlib.import_module(f"warmfleet_worker.{name}")
+    importlib.import_module(name)
 print(json.dumps({"modules": modules, "foreign": sorted(
     name for name, module in sys.modules.items()
     if "." not in name and "site-packages" in (getattr(module, "__file__", None) or "")
@@ -132,7 +132,8 @@ def test_the_plugin_imports_in_an_environment_with_nothing_but_redis(
     (packages / "redis").symlink_to(Path(sysconfig.get_path("purelib")) / "redis")
     done = subprocess.run([python, "-I", "-c", IMPORT_ALL], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert '"plugin"' in done.stdout
+    assert '"warmfleet_worker.plugin"' in done.stdout
+    assert '"warmfleet_worker.vllm_hooks.engine_core"' in done.stdout
     assert '"foreign": ["redis", "warmfleet_worker"]' in done.stdout
 
 

@@ -19,7 +19,7 @@ from warmfleet.cli.local import stack as stack_module
 from warmfleet.cli.local.engines import EngineOptions, engine_command
 from warmfleet.cli.local.ports import free_port
 from warmfleet.cli.local.stack import Member, Plan, Stack
-from warmfleet_loadtest.figures import quantile
+from warmfleet_loadtest.measuring.figures import quantile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from tests.conftest import poll, server, valkey_binary
 from tests.e2e.overload import MODEL, Seen, Stream, done_tokens, load, processes
 
 from warmfleet.fleet import Fleet, connect
-from warmfleet_loadtest.figures import quantile
+from warmfleet_loadtest.measuring.figures import quantile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from warmfleet_loadtest.client import Client, Reply
+from warmfleet_loadtest.measuring.client import Client, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

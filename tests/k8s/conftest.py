@@ -27,7 +27,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def program() -> Program:
     app = create_app(Settings(models=("any",)))
     small = [route for route in app._starlette.routes if isinstance(route, Route)]
-    sources = "".join(path.read_text() for path in (ROOT / "worker_plugin/warmfleet_worker").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "worker_plugin/warmfleet_worker").rglob("*.py"))
     return Program(
         routes={"router": frozenset({*app._hot, *(route.path for route in small)}), "vllm": ENGINE_ROUTES},
         settings={

@@ -87,4 +87,4 @@ def test_the_router_image_has_all_it_installs(tmp_path: Path) -> None:
 
     names = set(router.namelist())
     assert {f"warmfleet/{path.relative_to(ROOT)}" for path in (ROOT / "lua").rglob("*.lua")} <= names
-    assert "warmfleet_worker/wire.py" in worker.namelist()
+    assert "warmfleet_worker/protocol/wire.py" in worker.namelist()

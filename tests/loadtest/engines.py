@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from warmfleet_loadtest.api import Served
-from warmfleet_loadtest.costs import PRESETS, StepCosts
 from warmfleet_loadtest.engine import Engine, EngineConfig
-from warmfleet_loadtest.identity import Identity
-from warmfleet_loadtest.scheduler import Limits
+from warmfleet_loadtest.simulator.api import Served
+from warmfleet_loadtest.simulator.scheduler import Limits
+from warmfleet_loadtest.simulator.step_costs import PRESETS, StepCosts
+from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import pytest
 from tests.conftest import poll
 from tests.loadtest.engines import config, identity, running
 
-from warmfleet_loadtest.api import Served
-from warmfleet_loadtest.costs import StepCosts
+from warmfleet_loadtest.simulator.api import Served
+from warmfleet_loadtest.simulator.step_costs import StepCosts
 
 WORDS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
 SLOW = StepCosts(base_s=0.02, prefill_token_s=0.0)

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from warmfleet_loadtest.blockpool import BlockPool, NoBlocksError
+from warmfleet_loadtest.simulator.block_pool import BlockPool, NoBlocksError
 
 BLOCKS = 9
 

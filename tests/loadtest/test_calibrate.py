@@ -10,11 +10,11 @@ import pytest
 from tests.loadtest.engines import running
 
 from warmfleet_loadtest import calibrate
-from warmfleet_loadtest.client import Client
-from warmfleet_loadtest.costs import PRESETS, StepCosts, StepWork, load_costs
 from warmfleet_loadtest.engine import EngineConfig
-from warmfleet_loadtest.scheduler import Limits
-from warmfleet_loadtest.workload import Mix
+from warmfleet_loadtest.measuring.client import Client
+from warmfleet_loadtest.simulator.scheduler import Limits
+from warmfleet_loadtest.simulator.step_costs import PRESETS, StepCosts, StepWork, load_costs
+from warmfleet_loadtest.traces.workload import Mix
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ from tests.loadtest.engines import config, identity, running
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
-from warmfleet_loadtest.api import Served
-from warmfleet_loadtest.costs import StepCosts
 from warmfleet_loadtest.engine import Engine, main
-from warmfleet_loadtest.halves import Membership
 from warmfleet_loadtest.replay import Target, replay
-from warmfleet_loadtest.trace import generate
+from warmfleet_loadtest.simulator.api import Served
+from warmfleet_loadtest.simulator.fleet_membership import Membership
+from warmfleet_loadtest.simulator.step_costs import StepCosts
+from warmfleet_loadtest.traces.trace import generate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

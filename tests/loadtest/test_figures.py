@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from warmfleet_loadtest.client import Reply
-from warmfleet_loadtest.figures import due_ttft, figures, half_width, health, markdown, over_mean, over_seeds
-from warmfleet_loadtest.processes import StackError
+from warmfleet_loadtest.measuring.client import Reply
+from warmfleet_loadtest.measuring.figures import due_ttft, figures, half_width, health, markdown, over_mean, over_seeds
+from warmfleet_loadtest.measuring.sampling import Sample, sampled
 from warmfleet_loadtest.replay import Balance, Target
-from warmfleet_loadtest.sampling import Sample, sampled
+from warmfleet_loadtest.stacks.processes import StackError
 
 ZERO = Sample(0.0, (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (7.0, 0.0))
 END = Sample(10.0, (0.0, 0.0), (500.0, 300.0), (100.0, 200.0), (4.0, 2.0), (10.0, 1.0))

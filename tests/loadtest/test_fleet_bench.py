@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from warmfleet.pools.policy import POLICIES
-from warmfleet_loadtest import peers
 from warmfleet_loadtest.fleet_bench import main, table
-from warmfleet_loadtest.fleets import Fleet, Setup, balancer_config, others, ours, running
-from warmfleet_loadtest.processes import HAPROXY_CONFIG, Processes, StackError, haproxy_binary
+from warmfleet_loadtest.stacks import peers
+from warmfleet_loadtest.stacks.fleets import Fleet, Setup, balancer_config, others, ours, running
+from warmfleet_loadtest.stacks.processes import HAPROXY_CONFIG, Processes, StackError, haproxy_binary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ KEYS = ("mean_ttft", "p50_ttft", "p90_ttft", "p99_ttft", "hit_ratio", "imbalance
 def generated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace is a generated one, and processes find the sources."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    monkeypatch.setattr("warmfleet_loadtest.trace.SHARED", "nowhere")
+    monkeypatch.setattr("warmfleet_loadtest.traces.trace.SHARED", "nowhere")
     for name in ("TRACE", "POLICY", "REPLICAS", "FLEET", "SEEDS"):
         monkeypatch.delenv(name, raising=False)
 

@@ -12,7 +12,7 @@ from tests.loadtest.engines import identity
 
 from warmfleet.prompt.chat_template import ChatTemplate
 from warmfleet.prompt.messages import tool_schemas
-from warmfleet_loadtest.identity import Identity, PromptError
+from warmfleet_loadtest.tokens.prompt_tokenizer import Identity, PromptError
 
 if TYPE_CHECKING:
     from pathlib import Path

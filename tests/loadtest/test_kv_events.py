@@ -10,10 +10,10 @@ import pytest
 import zmq
 from tests.loadtest.engines import SCHEME
 
-from warmfleet_loadtest.blockpool import BlockPool
 from warmfleet_loadtest.engine import main
-from warmfleet_loadtest.kv_events import KvEvents
-from warmfleet_loadtest.scheduler import Limits, Request, Scheduler
+from warmfleet_loadtest.simulator.block_pool import BlockPool
+from warmfleet_loadtest.simulator.kv_events import KvEvents
+from warmfleet_loadtest.simulator.scheduler import Limits, Request, Scheduler
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:

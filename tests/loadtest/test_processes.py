@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from warmfleet_loadtest import processes
-from warmfleet_loadtest.processes import Processes, StackError
+from warmfleet_loadtest.stacks import processes
+from warmfleet_loadtest.stacks.processes import Processes, StackError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from tests.loadtest.engines import config, running
 
-from warmfleet_loadtest.client import Client, Reply
-from warmfleet_loadtest.costs import StepCosts
-from warmfleet_loadtest.figures import quantile
+from warmfleet_loadtest.measuring.client import Client, Reply
+from warmfleet_loadtest.measuring.figures import quantile
 from warmfleet_loadtest.replay import Target, main, replay, summary, table
-from warmfleet_loadtest.trace import Arrival, Trace, generate
+from warmfleet_loadtest.simulator.step_costs import StepCosts
+from warmfleet_loadtest.traces.trace import Arrival, Trace, generate
 
 if TYPE_CHECKING:
     import pytest
@@ -73,7 +73,7 @@ def test_a_summary_skips_the_warm_up_but_no_error() -> None:
 async def test_the_command_prints_a_table_and_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("warmfleet_loadtest.trace.SHARED", "nowhere")
+    monkeypatch.setattr("warmfleet_loadtest.traces.trace.SHARED", "nowhere")
     monkeypatch.delenv("TRACE", raising=False)
     async with running(config(COSTS, blocks=1_024)) as up:
         arguments = ["--base-url", up.url, "--model", "demo", "--rows", "20", "--speed", "50", "--json"]
@@ -86,7 +86,7 @@ async def test_the_command_prints_a_table_and_json(
 async def test_another_seed_finds_nothing_of_its_own_in_warm_engines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("warmfleet_loadtest.trace.SHARED", "nowhere")
+    monkeypatch.setattr("warmfleet_loadtest.traces.trace.SHARED", "nowhere")
     monkeypatch.delenv("TRACE", raising=False)
     async with running(config(COSTS, blocks=4_096)) as up:
         arguments = ["--base-url", up.url, "--model", "demo", "--rows", "2", "--speed", "50", "--skip", "0", "--json"]

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.loadtest.engines import SCHEME
 
-from warmfleet_loadtest.blockpool import BlockPool
-from warmfleet_loadtest.fcfs import FcfsScheduler
-from warmfleet_loadtest.scheduler import Limits, Output, Request, Scheduler
+from warmfleet_loadtest.simulator.block_pool import BlockPool
+from warmfleet_loadtest.simulator.fcfs_scheduler import FcfsScheduler
+from warmfleet_loadtest.simulator.scheduler import Limits, Output, Request, Scheduler
 from warmfleet_worker.protocol import wire
 
 ANSWER = tuple(range(5_000, 6_000))

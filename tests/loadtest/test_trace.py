@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from warmfleet_loadtest import trace
-from warmfleet_loadtest.trace import BLOCK_TOKENS, block
+from warmfleet_loadtest.traces import trace
+from warmfleet_loadtest.traces.trace import BLOCK_TOKENS, block
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.loadtest.engines import config
 
-from warmfleet_loadtest.costs import StepCosts
-from warmfleet_loadtest.trace import Arrival, Trace
-from warmfleet_loadtest.virtual import VirtualEngine, VirtualFleet
+from warmfleet_loadtest.simulator.step_costs import StepCosts
+from warmfleet_loadtest.simulator.virtual_clock import VirtualEngine, VirtualFleet
+from warmfleet_loadtest.traces.trace import Arrival, Trace
 
 if TYPE_CHECKING:
-    from warmfleet_loadtest.scheduler import Request
+    from warmfleet_loadtest.simulator.scheduler import Request
 
 COSTS = StepCosts(base_s=0.01, prefill_token_s=0.001)
 

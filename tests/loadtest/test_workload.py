@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warmfleet_loadtest.workload import Mix, mixed
+from warmfleet_loadtest.traces.workload import Mix, mixed
 
 
 def test_a_mix_is_reproducible_and_holds_its_rate() -> None:

@@ -12,11 +12,11 @@ import pytest
 from redis.exceptions import RedisError
 from tests.lua.stream import SCHEME
 
-from warmfleet_worker import publisher, tracker
+from warmfleet_worker import tracker, worker_publisher
 from warmfleet_worker.config import Due
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 from warmfleet_worker.stream import Refused, StreamGone
+from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,7 @@ def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "BATCH_BLOCKS", 8)
         patch.setattr(tracker, "BATCH_BLOCKS", 8)
-        patch.setattr(publisher, "BURST_CHUNKS", 2)
+        patch.setattr(worker_publisher, "BURST_CHUNKS", 2)
         patch.setattr(wire, "UNACKNOWLEDGED_ENTRIES", 6)
         yield
 

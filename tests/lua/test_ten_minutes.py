@@ -20,8 +20,8 @@ from warmfleet.background.supervisor import stop
 from warmfleet.fleet import Flag, Fleet, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
 from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

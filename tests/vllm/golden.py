@@ -68,7 +68,7 @@ def hashed(function: Any, block_tokens: int, salt: str | None = None, lora: tupl
 
 def announced(algorithm: str, block_tokens: int, lookahead: int = 0) -> dict[str, Any]:
     """By the plugin's own code. ``lookahead``: as vLLM 0.33 has it with EAGLE."""
-    from warmfleet_worker.vllm_core import scheme_of
+    from warmfleet_worker.vllm_hooks.engine_core import scheme_of
 
     cache = SimpleNamespace(prefix_caching_hash_algo=algorithm)
     return scheme_of(SimpleNamespace(cache_config=cache, num_hash_lookahead_tokens=lookahead), block_tokens).as_dict()

@@ -89,7 +89,7 @@ def make_models() -> None:
 
 def main() -> None:
     begin = time.monotonic()
-    lock, plugin = digest(LOCK), digest(*sorted(PLUGIN.glob("warmfleet_worker/*.py")), PLUGIN / "pyproject.toml")
+    lock, plugin = digest(LOCK), digest(*sorted(PLUGIN.glob("warmfleet_worker/**/*.py")), PLUGIN / "pyproject.toml")
     done = STAMP.read_text().split() if STAMP.exists() else []
     if done[:1] != [lock]:
         install_vllm()

@@ -19,10 +19,10 @@ from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, EngineOptions, ru
 from tests.vllm.replicas import replicas
 
 from warmfleet_loadtest.replay import Target, replay, summary, table
-from warmfleet_loadtest.workload import Mix, mixed
+from warmfleet_loadtest.traces.workload import Mix, mixed
 
 if TYPE_CHECKING:
-    from warmfleet_loadtest.client import Reply
+    from warmfleet_loadtest.measuring.client import Reply
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

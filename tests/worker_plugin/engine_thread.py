@@ -16,8 +16,8 @@ from queue import Empty, SimpleQueue
 import psutil
 from tests.worker_plugin.publishing import config
 
-from warmfleet_worker.publisher import WorkerPublisher
 from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.worker_publisher import WorkerPublisher
 
 HELD = 2_000
 STEP_BLOCKS = 8

@@ -14,7 +14,7 @@ from tests.conftest import poll
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import FleetUnavailable
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -15,8 +15,8 @@ from tests.worker_plugin.publishing import WORKER, equal, hashes, publishing, st
 
 from warmfleet_worker.config import Recent
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.publisher import Load
 from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.worker_publisher import Load
 
 if TYPE_CHECKING:
     from collections.abc import Callable

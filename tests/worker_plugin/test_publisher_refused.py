@@ -12,7 +12,7 @@ from tests.conftest import poll
 from tests.worker_plugin.publishing import WORKER, equal, hashes, publishing, upkeep
 
 from warmfleet_worker import stream
-from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:

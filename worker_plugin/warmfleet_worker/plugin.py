@@ -20,11 +20,11 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.guard import guarded
-from warmfleet_worker.protocol.endpoint import with_ca
-from warmfleet_worker.server import default_server_id
+from warmfleet_worker.protocol.redis_address import with_ca
+from warmfleet_worker.server_publisher import default_server_id
 from warmfleet_worker.tracker import track, untrack
-from warmfleet_worker.vllm_core import Core, model_tag
+from warmfleet_worker.vllm_hooks.engine_core import Core, model_tag
+from warmfleet_worker.vllm_hooks.swallow_errors import guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -145,7 +145,7 @@ def hook_scheduler(redis_url: str) -> None:
 
 
 def hook_server(redis_url: str) -> None:
-    from warmfleet_worker.vllm_server import start_server_half
+    from warmfleet_worker.vllm_hooks.api_server import start_server_half
 
     for module in server_modules():
         if hasattr(module, HOOKED):

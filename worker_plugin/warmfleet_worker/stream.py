@@ -19,8 +19,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from warmfleet_worker.failover import master_client
-from warmfleet_worker.protocol import endpoint, wire
+from warmfleet_worker.master_client import master_client
+from warmfleet_worker.protocol import redis_address, wire
 
 if TYPE_CHECKING:
     import threading
@@ -43,11 +43,11 @@ class Refused(Exception):  # noqa: N818 - the entry is kept, so nothing has gone
 
 
 def connect(url: str, tag: str = "") -> redis.Redis:
-    """A client for ``url`` (see ``endpoint``) that never retries by itself; connects on use. Raises EndpointError.
+    """A client for ``url`` (see ``protocol.redis_address``) that never retries by itself; it connects on first use.
 
-    tag: the hash tag of all its keys; only a Cluster needs it.
+    tag: the hash tag of all its keys; only a Cluster needs it. Raises RedisAddressError.
     """
-    where = endpoint.parse(url)
+    where = redis_address.parse(url)
     options: dict[str, Any] = {
         "socket_timeout": SOCKET_TIMEOUT_SECONDS,
         "socket_connect_timeout": SOCKET_TIMEOUT_SECONDS,

@@ -13,7 +13,7 @@ from warmfleet.cli.client import table
 from warmfleet.cli.local.children import StackError
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Fleet, connect
-from warmfleet.protocol.endpoint import EndpointError, with_ca
+from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ async def _shelves(url: str, models: Sequence[str]) -> AsyncIterator[list[Shelf]
         complete = with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))
         fleets += [Fleet(connect(complete, model_tag(model), timeout_s=TIMEOUT_S), model) for model in models]
         yield [await _shelf(fleet) for fleet in fleets]
-    except (EndpointError, WireError) as error:
+    except (RedisAddressError, WireError) as error:
         raise StackError(str(error)) from error
     finally:
         for fleet in fleets:

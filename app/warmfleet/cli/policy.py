@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from warmfleet.cli.local.children import StackError
 from warmfleet.fleet import Fleet, connect
 from warmfleet.pools.policy import POLICIES
-from warmfleet.protocol.endpoint import EndpointError, with_ca
+from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ async def _run(name: str | None, url: str, models: Sequence[str]) -> None:
             client = connect(
                 with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", "")), model_tag(model), timeout_s=TIMEOUT_S
             )
-        except (EndpointError, WireError) as error:
+        except (RedisAddressError, WireError) as error:
             raise StackError(str(error)) from error
         fleet = Fleet(client, model)
         try:

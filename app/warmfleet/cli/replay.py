@@ -15,7 +15,7 @@ from warmfleet.errors import BadRequest
 from warmfleet.fleet import connect
 from warmfleet.fleet.replays import Choice, Replays, arguments
 from warmfleet.pools.policy import POLICIES
-from warmfleet.protocol.endpoint import EndpointError, with_ca
+from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 
 if TYPE_CHECKING:
     import argparse
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         raise StackError(f"{wrong[0]!r} is no policy; known are {', '.join(POLICIES)}, and all")
     try:
         client = connect(with_ca(options.redis, os.environ.get("WARMFLEET_REDIS_CA", "")), timeout_s=TIMEOUT_S)
-    except EndpointError as error:
+    except RedisAddressError as error:
         raise StackError(str(error)) from error
     return asyncio.run(_run(Replays(client), records, wanted)) or int(bool(damaged))
 

@@ -25,7 +25,7 @@ from warmfleet.errors import (
 )
 from warmfleet.fleet.failover import master_client
 from warmfleet.fleet.loop_aware_timeout import Patience
-from warmfleet.protocol.endpoint import EndpointError, parse
+from warmfleet.protocol.redis_address import RedisAddressError, parse
 from warmfleet.protocol.wire import Keys
 
 if TYPE_CHECKING:
@@ -76,14 +76,14 @@ class Timeouts:
 
 
 def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connections: int = 256) -> aioredis.Redis:
-    """A client for ``url`` (see ``warmfleet.protocol.endpoint``); connects on first use. Raises BadArgument.
+    """A client for ``url`` (see ``warmfleet.protocol.redis_address``); connects on first use. Raises BadArgument.
 
     No retries inside redis-py: a second send after a time-out would be a second decision. ``timeout_s`` bounds
     the connect; each script has its own time limit on top of it. tag: the hash tag of all its keys (for a Cluster).
     """
     try:
         where = parse(url)
-    except EndpointError as error:
+    except RedisAddressError as error:
         raise BadArgument(str(error)) from error
     options: dict[str, Any] = {
         "socket_connect_timeout": timeout_s,

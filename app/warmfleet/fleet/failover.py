@@ -3,7 +3,7 @@
 redis-py's own Sentinel pool does the work: a connection asks when it connects, and when it meets a server that is no
 master any more it ends. All keys of a model are in one slot, so in a Cluster, too, there is one server to talk to:
 the same pool, asked ``CLUSTER SLOTS``. Hence scripts, pipelines, TIME and INFO work as with a single server, whose
-path does not come by here. The plugin has this without asyncio: ``warmfleet_worker/failover.py``.
+path does not come by here. The plugin has this without asyncio: ``warmfleet_worker/master_client.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from redis.exceptions import AskError, ClusterDownError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from warmfleet.protocol.endpoint import ASK_AGAIN_SECONDS, LOOK_SECONDS, Address, Endpoint
+from warmfleet.protocol.redis_address import ASK_AGAIN_SECONDS, LOOK_SECONDS, HostPort, RedisAddress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,14 +32,14 @@ class Locator:
     ``discover_master`` is what redis-py's pool calls.
     """
 
-    def __init__(self, endpoint: Endpoint, tag: str, nodes: Sequence[tuple[Address, aioredis.Redis]]) -> None:
-        self._endpoint = endpoint
+    def __init__(self, address: RedisAddress, tag: str, nodes: Sequence[tuple[HostPort, aioredis.Redis]]) -> None:
+        self._address = address
         self._tag = tag
         self._nodes = list(nodes)
-        self._known: tuple[float, Address] | None = None  # good until then
+        self._known: tuple[float, HostPort] | None = None  # good until then
         self._asking = asyncio.Lock()
 
-    async def discover_master(self, _service: str) -> Address:
+    async def discover_master(self, _service: str) -> HostPort:
         """Raises ConnectionError if no node ever knew. Takes twice ``node_timeout_s`` for each that is silent."""
         async with self._asking:
             if self._known and time.monotonic() < self._known[0]:
@@ -52,15 +52,15 @@ class Locator:
                 self._known = (time.monotonic() + LOOK_SECONDS, self._known[1])  # nobody says that it is another
             return self._known[1]
 
-    async def _ask(self) -> Address:
+    async def _ask(self) -> HostPort:
         why = "none of them knows"
         for node in list(self._nodes):
             (host, port), client = node
             self._nodes.remove(node)  # to the end, also if we are cancelled while it keeps us waiting
             self._nodes.append(node)
             try:
-                answer = await client.execute_command(*self._endpoint.question)  # type: ignore[no-untyped-call]  # redis-py
-                found = self._endpoint.master_in(answer, self._tag, host)
+                answer = await client.execute_command(*self._address.question)  # type: ignore[no-untyped-call]  # redis-py
+                found = self._address.master_in(answer, self._tag, host)
             except (RedisError, OSError, ValueError, TypeError) as error:
                 why = f"{host}:{port}: {error}"
                 continue
@@ -133,23 +133,22 @@ class MasterRedis(aioredis.Redis):
         await self.connection_pool.sentinel_manager.close()  # type: ignore[attr-defined]  # a MasterPool
 
 
-def master_client(endpoint: Endpoint, tag: str, **options: Any) -> aioredis.Redis:
+def master_client(address: RedisAddress, tag: str, **options: Any) -> aioredis.Redis:
     """A client of the master for keys with this hash tag. ``options``: of its connections; those in the URL win."""
-    options |= dict(parse_url(endpoint.url))
+    options |= dict(parse_url(address.url))
     base = options.pop("connection_class", None)
     for name in ("host", "port"):
         options.pop(name, None)
-    asking = options | dict.fromkeys(("socket_timeout", "socket_connect_timeout"), endpoint.node_timeout_s)
-    if endpoint.kind == "sentinel":
+    asking = options | dict.fromkeys(("socket_timeout", "socket_connect_timeout"), address.node_timeout_s)
+    if address.kind == "sentinel":
         asking.pop("db", None)
-        asking |= {"username": endpoint.sentinel_username, "password": endpoint.sentinel_password}
+        asking |= {"username": address.sentinel_username, "password": address.sentinel_password}
     if base:
         asking["connection_class"] = base
     nodes = [
-        (node, aioredis.Redis.from_pool(ConnectionPool(host=node[0], port=node[1], **asking)))
-        for node in endpoint.nodes
+        (node, aioredis.Redis.from_pool(ConnectionPool(host=node[0], port=node[1], **asking))) for node in address.nodes
     ]
     kind = MasterTLSConnection if base else MasterConnection
-    locator = Locator(endpoint, tag, nodes)
-    pool = MasterPool(endpoint.service, locator, connection_class=kind, **options)  # type: ignore[no-untyped-call]  # redis-py
+    locator = Locator(address, tag, nodes)
+    pool = MasterPool(address.service, locator, connection_class=kind, **options)  # type: ignore[no-untyped-call]  # redis-py
     return MasterRedis.from_pool(pool)

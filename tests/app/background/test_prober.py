@@ -21,9 +21,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol.wire import Keys, Scheme, chain_hashes, default_none_hash, pack_hashes
-from warmfleet_worker.publisher import WorkerPublisher
-from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

@@ -15,9 +15,9 @@ from warmfleet.cli.artifacts import printable, whole
 from warmfleet.cli.local.children import StackError
 from warmfleet.fleet import Fleet, connect
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
-from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

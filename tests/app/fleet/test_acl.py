@@ -21,9 +21,9 @@ from warmfleet.cli.parser import build_parser
 from warmfleet.fleet import Ask, Chain, Fleet, Renewal, connect
 from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS, WORKER_COMMANDS
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
-from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

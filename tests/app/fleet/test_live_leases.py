@@ -25,9 +25,9 @@ from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Ask, Chain, Fleet, connect
 from warmfleet.fleet.reservations import Spans
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
-from warmfleet_worker.server import ServerConfig, ServerPublisher
+from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -18,9 +18,9 @@ from warmfleet.fleet import Fleet, connect
 from warmfleet.main import create_app
 from warmfleet.settings import Settings
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.protocol.endpoint import EndpointError, with_ca
-from warmfleet_worker.publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +100,7 @@ async def test_who_has_no_certificate_stays_out(secured: Secured, model: str) ->
 def test_settings_that_cannot_work_are_refused_at_start(url: str, ca: str, why: str) -> None:
     with pytest.raises(BadArgument, match=why):
         create_app(Settings(models=("m",), redis_url=url, redis_ca=ca))
-    with pytest.raises(EndpointError, match=why):
+    with pytest.raises(RedisAddressError, match=why):
         publisher(with_ca(url, ca), "m", Tracker())
 
 

@@ -26,7 +26,7 @@ from warmfleet.prompt.prompt_identity import Identity
 from warmfleet.prompt.request import Request
 from warmfleet.prompt.tokenizer import Encoder
 from warmfleet.protocol.wire import Scheme, default_none_hash
-from warmfleet_loadtest.tiny_kinds import save_tokenizer
+from warmfleet_loadtest.tokens.tiny_kinds import save_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

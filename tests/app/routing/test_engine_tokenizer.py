@@ -12,7 +12,7 @@ from tests.app.joined import joined
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
-from warmfleet_loadtest.api import Api
+from warmfleet_loadtest.simulator.api import Api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -27,7 +27,7 @@ from warmfleet.prompt.tokenizer import Encoder
 from warmfleet.untrusted import tokenizer_trial as trial
 from warmfleet.untrusted.render_process import Child
 from warmfleet.untrusted.tokenizer_trial import Encoders, Refused
-from warmfleet_loadtest.identity import Identity
+from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -47,13 +47,13 @@ class Oracle:
 
     def announced(self) -> dict[str, Any]:
         """What the plugin's server half sends to the routers, made by the plugin's own code."""
-        from warmfleet_worker import vllm_server
+        from warmfleet_worker.vllm_hooks import api_server
 
         tokenizer = self.state.online_renderer.renderer.get_tokenizer()
-        artifacts = vllm_server.artifacts(tokenizer, self.state, self.config.model_config)
+        artifacts = api_server.artifacts(tokenizer, self.state, self.config.model_config)
         return {
             "artifacts": {name: base64.b64encode(data).decode() for name, data in artifacts.items()},
-            "facts": vllm_server.facts(tokenizer, self.state, self.config),
+            "facts": api_server.facts(tokenizer, self.state, self.config),
         }
 
     def answer(self, line: dict[str, Any]) -> dict[str, Any]:

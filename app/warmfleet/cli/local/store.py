@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from warmfleet.cli.local.children import POLL_SECONDS, StackError
 from warmfleet.fleet import connect
-from warmfleet.protocol.endpoint import EndpointError, with_ca
+from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 
 if TYPE_CHECKING:
     from warmfleet.cli.local.children import Children
@@ -57,7 +57,7 @@ def check_store(url: str) -> str:
     try:
         complete = with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))
         asyncio.run(_ping(complete))
-    except EndpointError as error:
+    except RedisAddressError as error:
         raise StackError(str(error)) from error
     except (RedisError, OSError) as error:
         text = f"the store named by --redis or WARMFLEET_REDIS_URL does not answer a PING: {error}"

@@ -1,0 +1,1 @@
+"""The client that measures, the figures of a run, and their pictures."""

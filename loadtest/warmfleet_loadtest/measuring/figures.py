@@ -1,0 +1,119 @@
+"""Figures of a run, in trace seconds, and their means over seeds with the interval that holds the mean at 95 %."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from warmfleet_loadtest.measuring.sampling import spent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from warmfleet_loadtest.measuring.client import Reply
+    from warmfleet_loadtest.measuring.sampling import Sample
+
+#: Student's t, two-sided 95 %, by degrees of freedom.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+LATE_SHARE, CPU_SHARE = 0.05, 0.8  # beyond these a run measured its client
+
+
+def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, skip: float) -> dict[str, Any]:
+    """speed: trace seconds a second; TTFT: from when a request was due.
+
+    Of the requests that warm up (``skip``, a share) only the failed and the undecided count; of what the engines did
+    all counts.
+    """
+    counted = after_warm_up(replies, skip)
+    ttft = due_ttft(counted, speed)
+    failed, examples = failures(replies)
+    computed = [whole - hit for whole, hit in zip(spent(samples, "prompt"), spent(samples, "cached"), strict=True)]
+    evicted = spent(samples, "evicted")
+    return {
+        "mean_ttft": statistics.fmean(ttft) if ttft else 0.0,
+        **{f"p{q}_ttft": quantile(ttft, q / 100) for q in (50, 90, 99)},
+        "hit_ratio": hit_ratio(counted),
+        "imbalance": over_mean(computed),
+        "failed": failed,
+        "error_examples": examples,
+        "requests": len(counted),
+        "computed_tokens": round(sum(computed)),
+        "busy": statistics.fmean(spent(samples, "busy_s")) / samples[-1].at_s,
+        "evictions_over_mean": over_mean(evicted),
+        "undecided": sum(reply.reservation not in ("", "booked") for reply in replies),
+    }
+
+
+def after_warm_up(replies: Sequence[Reply], skip: float) -> Sequence[Reply]:
+    """Without the first ``skip`` (a share) of them."""
+    return replies[int(skip * len(replies)) :]
+
+
+def hit_ratio(replies: Iterable[Reply]) -> float:
+    """Share of all prompt tokens that engines found in their caches; 0 of none. A failed request has no tokens."""
+    tokens = [(reply.prompt_tokens, reply.cached_tokens) for reply in replies]
+    prompt = sum(whole for whole, _ in tokens)
+    return sum(cached for _, cached in tokens) / prompt if prompt else 0.0
+
+
+def failures(replies: Iterable[Reply]) -> tuple[int, list[str]]:
+    """How many failed, and the three most frequent errors."""
+    errors = Counter(reply.error for reply in replies if reply.error is not None)
+    return sum(errors.values()), [text for text, _ in errors.most_common(3)]
+
+
+def due_ttft(replies: Sequence[Reply], speed: float) -> list[float]:
+    """Sorted, in trace seconds from when each request was due."""
+    return sorted(speed * (reply.ttft_s + reply.late_s) for reply in replies if reply.error is None)
+
+
+def health(
+    replies: Sequence[Reply], watch: dict[str, float], speed: float, cpu_s: dict[str, float], wall_s: float
+) -> dict[str, Any]:
+    """How the client itself did, and what every kind of process used. Lateness in trace seconds, like TTFT."""
+    late = sorted(speed * reply.late_s for reply in replies)
+    ttft = due_ttft(replies, speed)
+    late_p99, mean = quantile(late, 0.99), statistics.fmean(ttft) if ttft else 0.0
+    return {
+        "cpu_s": {kind: round(seconds, 2) for kind, seconds in cpu_s.items()},
+        "cores_used": round(sum(cpu_s.values()) / wall_s, 2),
+        "wall_s": round(wall_s, 1),
+        "client": {**watch, "late_p50": round(quantile(late, 0.5), 4), "late_p99": round(late_p99, 4)},
+        "client_was_the_bottleneck": watch["cpu_share"] > CPU_SHARE or late_p99 > LATE_SHARE * mean,
+    }
+
+
+def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means of all numbers; counts of requests are sums. ci95: ± this, where there are several seeds."""
+    names = [name for name, value in runs[0].items() if isinstance(value, int | float) and not isinstance(value, bool)]
+    result: dict[str, Any] = {name: round(statistics.fmean(run[name] for run in runs), 4) for name in names}
+    for name in ("failed", "undecided", "requests"):
+        result[name] = sum(run[name] for run in runs)
+    if len(runs) > 1:
+        result["ci95"] = {name: round(half_width([run[name] for run in runs]), 4) for name in names}
+    return result
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Of the interval that holds the mean of what these (two at least) are drawn from, at 95 %."""
+    freedom = len(values) - 1
+    factor = T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.7 / freedom  # at most 0.01 too much
+    return factor * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted values; 0 of none."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def over_mean(values: Sequence[float], nothing: float = 0.0) -> float:
+    """The largest over the mean; ``nothing`` where there is none."""
+    return max(values) * len(values) / sum(values) if sum(values) else nothing
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table, from its head and its rows of cells."""
+    lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

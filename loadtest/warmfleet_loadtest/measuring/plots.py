@@ -1,0 +1,95 @@
+"""Pictures of a bench: TTFT's distribution per fleet, hit ratio over time, load of every engine over time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from warmfleet_loadtest.measuring.sampling import Sample
+
+WINDOW = 10  # samples that a hit ratio is taken over
+COLUMNS = 3
+
+
+def save_plots(
+    folder: Path, ttft: Mapping[str, Sequence[float]], samples: Mapping[str, Sequence[Sample]], speed: float
+) -> None:
+    """Three SVG files, by fleet. ttft: sorted, in trace seconds; speed: trace seconds a second. Raises OSError."""
+    made = [
+        line_figure(
+            "TTFT from when a request was due",
+            "trace seconds",
+            "share of requests",
+            {
+                name: (values, [(rank + 1) / len(values) for rank in range(len(values))])
+                for name, values in ttft.items()
+                if values
+            },
+            xscale="log",
+        ),
+        line_figure(
+            f"Hit ratio over {WINDOW} samples",
+            "trace seconds",
+            "of prompt tokens",
+            {name: _hit_ratio(taken, speed) for name, taken in samples.items()},
+        ),
+        _loads(samples, speed),
+    ]
+    for name, figure in zip(("ttft_cdf.svg", "hit_ratio.svg", "load.svg"), made, strict=True):
+        save_figure(figure, folder / name)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """An .svg (the same for the same figures) or .png, in a folder that need not be there. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _hit_ratio(samples: Sequence[Sample], speed: float) -> tuple[list[float], list[float]]:
+    """(times, ratios): what was cached of the prompts scheduled since WINDOW samples before."""
+    times, ratios = [], []
+    for before, now in zip(samples, samples[WINDOW:], strict=False):
+        prompt = sum(now.prompt) - sum(before.prompt)
+        if prompt:
+            times.append(speed * now.at_s)
+            ratios.append((sum(now.cached) - sum(before.cached)) / prompt)
+    return times, ratios
+
+
+def line_figure(
+    title: str, x: str, y: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], **scales: str
+) -> Any:
+    """lines: what is across and what is up, by name; scales: ``xscale``, ``yscale`` if not linear."""
+    from matplotlib.figure import Figure  # 0.3 s: only where somebody wants a picture
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, (across, up) in lines.items():
+        axes.plot(across, up, label=name)
+    axes.set(title=title, xlabel=x, ylabel=y, **scales)
+    if "yscale" not in scales:
+        axes.set_ylim(0, None)
+    axes.grid(alpha=0.3)
+    if lines:
+        axes.legend(fontsize="small")
+    return figure
+
+
+def _loads(samples: Mapping[str, Sequence[Sample]], speed: float) -> Any:
+    """A panel per fleet, all to the same scale, a line per engine."""
+    from matplotlib.figure import Figure  # as above
+
+    rows = -(-len(samples) // COLUMNS)
+    figure = Figure(figsize=(4 * min(COLUMNS, len(samples)), 2.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, min(COLUMNS, len(samples)), sharex=True, sharey=True, squeeze=False)
+    for panel, (name, taken) in zip(panels.flat, samples.items(), strict=False):
+        for engine in range(len(taken[0].requests)):
+            panel.plot([speed * one.at_s for one in taken], [one.requests[engine] for one in taken], linewidth=0.7)
+        panel.set_title(name, fontsize="small")
+        panel.grid(alpha=0.3)
+    figure.supxlabel("trace seconds")
+    figure.supylabel("requests running or waiting, per engine")
+    return figure

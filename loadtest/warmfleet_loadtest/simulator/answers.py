@@ -1,0 +1,89 @@
+"""OpenAI-shaped JSON as vLLM writes it: answers, chunks, usage, errors."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+if TYPE_CHECKING:
+    from warmfleet_loadtest.simulator.ask import Ask, AskError
+    from warmfleet_loadtest.simulator.scheduler import Output, Request
+    from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+
+DONE = b"data: [DONE]\n\n"
+
+
+def error_body(error: AskError) -> dict[str, Any]:
+    kind = "NotFoundError" if error.status == 404 else "BadRequestError"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.status}}
+
+
+def usage(ask: Ask, requests: list[Request]) -> dict[str, Any]:
+    """``n`` choices of a prompt count its tokens once, and report what the first of them found."""
+    said = sum(request.output_tokens for request in requests)
+    cached = sum(request.cached_tokens for request in requests[:: ask.n])
+    return {
+        "prompt_tokens": ask.prompt_tokens,
+        "total_tokens": ask.prompt_tokens + said,
+        "completion_tokens": said,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class Writer:
+    """Writes the answers of one request."""
+
+    def __init__(self, ask: Ask, identity: Identity, requests: list[Request]) -> None:
+        self.ask = ask
+        self._identity = identity
+        self._requests = requests
+        self._head = {"id": ask.request_id, "created": int(time.time()), "model": ask.model}
+        self._index = {request: index for index, request in enumerate(requests)}
+        self._object = "chat.completion" if ask.chat else "text_completion"
+
+    def whole(self) -> bytes:
+        """The answer when all sequences are finished."""
+        choices = [self._choice(index, request) for index, request in enumerate(self._requests)]
+        body = {**self._head, "object": self._object, "choices": choices, "usage": usage(self.ask, self._requests)}
+        if self.ask.chat and self.ask.token_ids:
+            body["prompt_token_ids"] = self.ask.prompts[0]
+        return orjson.dumps(body)
+
+    def chunk(self, output: Output) -> bytes:
+        """One event of a stream; a chat's first one says the role, too."""
+        text = self._identity.text(output.token_ids)
+        choice: dict[str, Any] = {"index": self._index[output.request], "logprobs": None}
+        choice["finish_reason"] = self._reason(output.request) if output.finished else None
+        if self.ask.chat:
+            choice["delta"] = {"role": "assistant", "content": text} if output.first else {"content": text}
+        else:
+            choice["text"] = text
+        if self.ask.token_ids:
+            choice["token_ids"] = list(output.token_ids)
+        return self._event([choice])
+
+    def usage_chunk(self) -> bytes:
+        return self._event([], usage=usage(self.ask, self._requests))
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        name = "chat.completion.chunk" if self.ask.chat else "text_completion"
+        return b"data: " + orjson.dumps({**self._head, "object": name, "choices": choices, **more}) + b"\n\n"
+
+    def _choice(self, index: int, request: Request) -> dict[str, Any]:
+        said = list(request.answer[: request.output_tokens])
+        text = self._identity.text(said)
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": self._reason(request)}
+        if self.ask.chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        if self.ask.token_ids:
+            choice["token_ids"] = said
+            if not self.ask.chat:
+                choice["prompt_token_ids"] = list(request.prompt)
+        return choice
+
+    def _reason(self, request: Request) -> str:
+        return "length" if self.ask.max_tokens is not None and request.max_tokens >= self.ask.max_tokens else "stop"

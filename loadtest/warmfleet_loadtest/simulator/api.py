@@ -1,0 +1,177 @@
+"""The engine's HTTP surface: vLLM's endpoints, and two of our own for tests (``/sim/table``, ``/sim/reset``)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import orjson
+from aiohttp import web
+
+from warmfleet_loadtest.simulator import answers
+from warmfleet_loadtest.simulator.ask import AskError, for_model, parse
+from warmfleet_loadtest.simulator.exposition import metrics_text
+from warmfleet_loadtest.tokens.prompt_tokenizer import PromptError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from warmfleet_loadtest.simulator.engine_core import EngineCore
+    from warmfleet_loadtest.simulator.scheduler import Output, Request
+    from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+VERSION = "0.1.0-sim"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What one engine serves. api_key: wanted as a bearer token; cached_details: tell cached tokens in usage."""
+
+    models: tuple[str, ...]
+    api_key: str | None = None
+    cached_details: bool = True
+
+
+class Api:
+    """Handlers of one engine."""
+
+    def __init__(self, core: EngineCore, identity: Identity, served: Served) -> None:
+        self.core = core
+        self.identity = identity
+        self.served = served
+        self.started = int(time.time())
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.post("/v1/completions", self.completions),
+                web.post("/v1/chat/completions", self.chat),
+                web.get("/v1/models", self.models),
+                web.post("/v1/chat/completions/render", self.render),
+                web.post("/tokenize", self.tokenize),
+                web.get("/health", self.health),
+                web.get("/ping", self.health),
+                web.get("/version", self.version),
+                web.get("/metrics", self.metrics),
+                web.post("/reset_prefix_cache", self.reset),
+                web.get("/sim/table", self.table),
+                web.post("/sim/reset", self.reset),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        key = self.served.api_key
+        if key and request.path.startswith("/v1/") and request.headers.get("Authorization") != f"Bearer {key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        try:
+            return await handler(request)
+        except AskError as error:
+            return web.json_response(answers.error_body(error), status=error.status)
+
+    # ------------------------------------------------ prompts
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer("cmpl", request)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer("chatcmpl", request)
+
+    async def _answer(self, kind: str, http: web.Request) -> web.StreamResponse:
+        ask = parse(kind, await http.read(), http.headers.get("X-Request-Id"), self.identity)
+        ask = for_model(ask, self.served.models)
+        requests = ask.requests(self.identity, self.core.scheduler.limits.max_model_len)
+        sink: asyncio.Queue[Output] = asyncio.Queue()
+        try:
+            for request in requests:
+                await self._submit(request, sink)
+            writer = answers.Writer(ask, self.identity, requests)
+            if ask.stream:
+                return await self._stream(http, writer, sink, len(requests))
+            open_sequences, first = len(requests), True
+            while open_sequences:
+                output = await sink.get()
+                if first:
+                    await self._first_token_delay()
+                first = False
+                open_sequences -= output.finished
+            return web.Response(body=writer.whole(), content_type="application/json")
+        finally:  # also when the client hangs up: the handler is cancelled
+            for request in requests:
+                self.core.abort(request)
+
+    async def _submit(self, request: Request, sink: asyncio.Queue[Output]) -> None:
+        try:
+            await self.core.submit(request, sink)
+        except ValueError as error:
+            raise AskError(str(error)) from error
+
+    async def _first_token_delay(self) -> None:
+        if self.core.costs.first_token_s:
+            await asyncio.sleep(self.core.costs.first_token_s)
+
+    async def _stream(
+        self, http: web.Request, writer: answers.Writer, sink: asyncio.Queue[Output], open_sequences: int
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(http)
+        first = True
+        while open_sequences:
+            output = await sink.get()
+            if first:
+                await self._first_token_delay()
+            first = False
+            open_sequences -= output.finished
+            await response.write(writer.chunk(output))
+        await response.write((writer.usage_chunk() if writer.ask.usage else b"") + answers.DONE)
+        await response.write_eof()
+        return response
+
+    async def render(self, http: web.Request) -> web.Response:
+        """The ids of a chat, among the fields of vLLM's answer the one that routers need."""
+        return web.json_response({"token_ids": self._ids(await http.read())})
+
+    async def tokenize(self, http: web.Request) -> web.Response:
+        ids = self._ids(await http.read())
+        limit = self.core.scheduler.limits.max_model_len
+        return web.json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None})
+
+    def _ids(self, data: bytes) -> list[int]:
+        try:
+            body = orjson.loads(data)
+            return self.identity.chat_ids(body) if "messages" in body else self.identity.completion_ids(body["prompt"])
+        except (orjson.JSONDecodeError, PromptError, KeyError, TypeError) as error:
+            raise AskError(f"neither a prompt nor messages: {error}") from error
+
+    # ------------------------------------------------ about the engine
+
+    async def models(self, _http: web.Request) -> web.Response:
+        limit = self.core.scheduler.limits.max_model_len
+        head = {"object": "model", "created": self.started, "owned_by": "vllm", "parent": None, "max_model_len": limit}
+        data = [{"id": name, "root": self.served.models[0], **head} for name in self.served.models]
+        return web.json_response({"object": "list", "data": data})
+
+    async def health(self, _http: web.Request) -> web.Response:
+        return web.Response()
+
+    async def version(self, _http: web.Request) -> web.Response:
+        return web.json_response({"version": VERSION})
+
+    async def metrics(self, _http: web.Request) -> web.Response:
+        return web.Response(text=metrics_text(self.core, self.served.models[0]))
+
+    async def table(self, _http: web.Request) -> web.Response:
+        """Every held hash: what the fleet's index must equal."""
+        held = sorted(block_hash.hex() for block_hash in self.core.scheduler.pool.held())
+        return web.json_response({"count": len(held), "hashes": held})
+
+    async def reset(self, _http: web.Request) -> web.Response:
+        done = self.core.scheduler.pool.reset()
+        return web.json_response({"reset": done}, status=200 if done else 409)

@@ -1,0 +1,119 @@
+"""An engine core in real time: runs the scheduler's steps and lasts as long as the cost model says.
+
+The event loop's timers are late by up to a millisecond. A step therefore starts where the step before should have
+ended, not where its timer fired, so that the mean speed is that of the model; only a delay over MAX_CATCH_UP is given
+up as lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from warmfleet_worker.config import Load
+from warmfleet_worker.protocol.wire import reservation_of
+from warmfleet_worker.speed_meter import SpeedMeter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from warmfleet_loadtest.simulator.scheduler import Output, Request, Scheduler
+    from warmfleet_loadtest.simulator.step_costs import StepCosts
+
+MAX_CATCH_UP = 0.25  # seconds
+
+
+class EngineCore:
+    """``progress(request)`` is called when a prefill is done, ``stepped`` whenever the cache may have changed.
+
+    busy_s: seconds spent in steps. ``run`` until cancelled.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, costs: StepCosts, progress: Callable[[Request], None] = lambda _request: None
+    ) -> None:
+        self.scheduler = scheduler
+        self.costs = costs
+        self.progress = progress
+        self.stepped: Callable[[], None] = lambda: None
+        self.steps = 0
+        self.busy_s = 0.0
+        self._meter = SpeedMeter()
+        self._sinks: dict[Request, asyncio.Queue[Output]] = {}
+        self._arrived = asyncio.Event()
+        self._api_free = 0.0  # when the API server's thread is done with the requests before
+
+    async def submit(self, request: Request, sink: asyncio.Queue[Output]) -> None:
+        """Queue a request; its outputs go into ``sink``. Raises ValueError if it can never run."""
+        loop = asyncio.get_running_loop()
+        self._api_free = max(self._api_free, loop.time()) + self.costs.arrival_seconds(request.prompt_tokens)
+        delay = self._api_free - loop.time()
+        if delay > 0:
+            await asyncio.sleep(delay)
+        self.scheduler.add(request)
+        self._sinks[request] = sink
+        self._arrived.set()
+
+    def abort(self, request: Request) -> None:
+        """The client has gone. Finished or unknown requests are ignored."""
+        if self._sinks.pop(request, None) is not None:
+            self.scheduler.abort(request)
+            self._arrived.set()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        clock = loop.time()
+        while True:
+            self._arrived.clear()
+            step = self.scheduler.schedule()
+            if step is None:
+                await self._idle()
+                clock = loop.time()
+                continue
+            self.steps += 1
+            self._meter.scheduled(self.steps, clock)
+            seconds = self.costs.seconds(step.work)
+            clock = max(clock, loop.time() - MAX_CATCH_UP) + seconds
+            self.busy_s += seconds
+            await asyncio.sleep(max(0.0, clock - loop.time()))
+            self._deliver(self.scheduler.complete(step, clock))
+            self._meter.done(self.steps, clock, step.work.prefill_tokens, step.work.decode_requests)
+            self._deliver(self.scheduler.collect(clock))
+
+    async def _idle(self) -> None:
+        """Until a request arrives, or something is due without a step."""
+        due = self.scheduler.next_due()
+        now = asyncio.get_running_loop().time()
+        timeout = None if due is None else max(0.0, due - now)
+        try:
+            await asyncio.wait_for(self._arrived.wait(), timeout)
+        except TimeoutError:
+            self._deliver(self.scheduler.collect(due or now))
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        self.stepped()
+        for output in outputs:
+            if output.first:
+                self.progress(output.request)
+            sink = self._sinks.get(output.request)
+            if sink is not None:
+                sink.put_nowait(output)
+                if output.finished:
+                    del self._sinks[output.request]
+
+    def load(self) -> Load:
+        """For the publisher's thread."""
+        return load_of(self.scheduler, self._meter.speed_tps)
+
+
+def load_of(scheduler: Scheduler, speed_tps: int) -> Load:
+    """What the fleet is told of an engine's work. Copies of the lists are single C calls: any thread may ask."""
+    running, waiting = scheduler.running.copy(), scheduler.waiting.copy()
+    prefill = decode = 0
+    for request in (*running, *waiting):
+        if reservation_of(request.request_id) is None:
+            if request.computed < request.prompt_tokens:
+                prefill += request.prompt_tokens - request.computed
+            else:
+                decode += request.tokens
+    return Load(len(running), len(waiting), prefill, decode, speed_tps)

@@ -1,0 +1,284 @@
+"""vLLM's v1 scheduler, one step at a time and without a clock: the caller says how long a step lasts.
+
+Each step has a token budget. Requests that run come first, in their order: one token for a decoding request, a chunk
+for one whose prompt is not computed yet. What is left of the budget goes to waiting requests, in their order, as long
+as their whole prompt fits into free blocks and fewer than ``max_requests`` run. If a running request cannot get a
+block, the request that was admitted last loses its blocks and is computed again later (recompute preemption).
+
+Blocks are entered into the cache when they are scheduled, as vLLM does it: a request admitted in the same step can
+already hit them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from warmfleet_loadtest.simulator.step_costs import StepWork
+from warmfleet_worker.protocol import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from warmfleet_loadtest.simulator.block_pool import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one engine, in vLLM's words: max_num_batched_tokens, max_num_seqs, max_model_len; block size in tokens."""
+
+    step_tokens: int = 2_048
+    max_requests: int = 256
+    max_model_len: int = 32_768
+    block_tokens: int = 16
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. ``hashes``: 8-byte hashes of its full blocks, growing with its answer."""
+
+    request_id: str
+    prompt: Sequence[int]
+    max_tokens: int
+    answer: Sequence[int]  # what it will say: at least max_tokens ids
+    salt: str | None = None
+    skip_cache: bool = False
+    output_tokens: int = 0
+    computed: int = 0
+    cached_tokens: int = 0  # of the prompt, when it was first scheduled
+    preemptions: int = 0
+    hashes: list[bytes] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    entered: int = 0  # blocks of it that are in the cache
+    last_digest: bytes | None = None
+    seen: bool = False  # scheduled before
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def tokens(self) -> int:
+        """Known tokens: the prompt and what was sampled."""
+        return len(self.prompt) + self.output_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.output_tokens >= self.max_tokens
+
+    def slice(self, start: int, end: int) -> list[int]:
+        """Ids of the tokens at ``start``..``end``, prompt and answer alike."""
+        size = len(self.prompt)
+        if end <= size:
+            return list(self.prompt[start:end])
+        return [*self.prompt[start:size], *self.answer[max(0, start - size) : end - size]]
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step computes: tokens per request, and their sum for the cost model."""
+
+    tokens: list[tuple[Request, int]] = field(default_factory=list)
+    work: StepWork = field(default_factory=StepWork)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A step's new tokens of a request. first: these are its first."""
+
+    request: Request
+    token_ids: Sequence[int]
+    first: bool
+    finished: bool
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters with vLLM's meanings."""
+
+    queries: int = 0  # tokens looked up in the prefix cache
+    hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    finished: int = 0
+
+
+class Scheduler:
+    """``add``, then ``schedule`` and ``complete`` in turn. ``abort`` at any time."""
+
+    def __init__(self, pool: BlockPool, scheme: wire.Scheme, limits: Limits) -> None:
+        if limits.block_tokens != scheme.block_tokens:
+            raise ValueError("the scheme has another block size than the engine")
+        if (pool.blocks - 1) * limits.block_tokens < limits.max_model_len:
+            raise ValueError(f"{pool.blocks} blocks cannot hold one request of {limits.max_model_len} tokens")
+        self.pool = pool
+        self.scheme = scheme
+        self.limits = limits
+        self.totals = Totals()
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.on_cached: Callable[[Request, int, int], None] | None = None  # hears which blocks of a request entered
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises ValueError if it can never run."""
+        if not 0 < request.prompt_tokens <= self.limits.max_model_len - request.max_tokens or request.max_tokens < 1:
+            raise ValueError(f"{request.prompt_tokens} + {request.max_tokens} tokens do not fit")
+        hash_blocks(self.scheme, request)
+        self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """Forget a request wherever it is; its blocks stay in the cache. Unknown requests are ignored."""
+        if request in self.running:
+            self.running.remove(request)
+            self._free(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.max_tokens = request.output_tokens  # a step that holds it samples nothing any more
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    # ------------------------------------------------ a step
+
+    def schedule(self) -> Step | None:
+        """The next step's work, with its blocks taken; None if there is nothing to do."""
+        planned: dict[Request, int] = {}
+        budget, preempted = self._schedule_running(planned, self.limits.step_tokens)
+        if not preempted:
+            self._schedule_waiting(planned, budget)
+        if not planned:
+            return None
+        work = _work(planned)
+        for request, tokens in planned.items():
+            request.computed += tokens
+        return Step(list(planned.items()), work)
+
+    def complete(self, step: Step, now: float = 0.0) -> list[Output]:  # noqa: ARG002 - for schedulers with a clock
+        """The step is over: sample one token for each request that is computed up to its last token."""
+        outputs = []
+        for request, _tokens in step.tokens:
+            if request.finished or request.computed < request.tokens:  # aborted, or a chunk of its prompt
+                continue
+            index = request.output_tokens
+            request.output_tokens += 1
+            self.totals.generation_tokens += 1
+            hash_blocks(self.scheme, request)
+            if request.finished:
+                self.running.remove(request)
+                self._free(request)
+                self.totals.finished += 1
+            outputs.append(Output(request, request.answer[index : index + 1], index == 0, request.finished))
+        return outputs
+
+    def next_due(self) -> float | None:
+        """When something happens without a step; never here."""
+        return None
+
+    def collect(self, now: float) -> list[Output]:  # noqa: ARG002 - for schedulers with a clock
+        """What has happened without a step by ``now``; nothing here."""
+        return []
+
+    def _schedule_running(self, planned: dict[Request, int], budget: int) -> tuple[int, bool]:
+        preempted = False
+        position = 0
+        while position < len(self.running) and budget > 0:
+            request = self.running[position]
+            tokens = min(request.tokens - request.computed, budget)
+            while not self._grow(request, tokens):
+                victim = self.running.pop()
+                budget += planned.pop(victim, 0)
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    return budget, preempted
+            planned[request] = tokens
+            budget -= tokens
+            position += 1
+        return budget, preempted
+
+    def _schedule_waiting(self, planned: dict[Request, int], budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_requests:
+            request = self.waiting[0]
+            limit = 0 if request.skip_cache else (request.tokens - 1) // self.limits.block_tokens
+            hit = self.pool.prefix(request.hashes, limit)
+            needed = -(-request.tokens // self.limits.block_tokens) - len(hit)
+            if needed + self.pool.idle(hit) > self.pool.free:  # the whole sequence must fit
+                return
+            self.waiting.popleft()
+            self._admit(request, hit)
+            tokens = min(request.tokens - request.computed, budget)
+            self._grow(request, tokens)
+            planned[request] = tokens
+            budget -= tokens
+
+    def _admit(self, request: Request, hit: list[int]) -> None:
+        self.pool.touch(hit)
+        request.blocks = list(hit)
+        request.entered = len(hit)
+        request.computed = len(hit) * self.limits.block_tokens
+        if not request.seen:
+            request.seen = True
+            request.cached_tokens = request.computed
+            self.totals.queries += request.tokens
+            self.totals.hits += request.computed
+            self.totals.prompt_tokens += request.prompt_tokens
+        self.running.append(request)
+
+    # ------------------------------------------------ blocks
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Blocks for ``tokens`` more; enters those that are full into the cache. False: not enough are free."""
+        end = request.computed + tokens
+        needed = -(-end // self.limits.block_tokens) - len(request.blocks)
+        if needed > self.pool.free:
+            return False
+        if needed > 0:
+            request.blocks += self.pool.allocate(needed)
+        full = end // self.limits.block_tokens
+        for index in range(request.entered, full):
+            self.pool.insert(request.blocks[index], request.hashes[index])
+        if self.on_cached is not None and full > request.entered:
+            self.on_cached(request, request.entered, full)
+        request.entered = max(request.entered, full)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._free(request)
+        request.preemptions += 1
+        self.totals.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _free(self, request: Request) -> None:
+        self.pool.release(reversed(request.blocks))
+        request.blocks = []
+        request.computed = request.entered = 0
+
+
+def hash_blocks(scheme: wire.Scheme, request: Request) -> None:
+    """Hash the blocks of a request that have become full."""
+    size = scheme.block_tokens
+    start = len(request.hashes) * size
+    if request.tokens - start < size:
+        return
+    salt = request.salt if start == 0 else None
+    digests = wire.chain_hashes(scheme, request.slice(start, request.tokens), request.last_digest, salt)
+    request.hashes += [digest[-wire.HASH_BYTES :] for digest in digests]
+    request.last_digest = digests[-1]
+
+
+def _work(planned: dict[Request, int]) -> StepWork:
+    """Sum of a step, before its requests advance."""
+    prefill = prompts = decodes = context = 0
+    pairs = 0.0
+    for request, tokens in planned.items():
+        if request.computed + 1 >= request.tokens and request.output_tokens:
+            decodes += 1
+            context += request.tokens
+        else:
+            prompts += 1
+            prefill += tokens
+            pairs += tokens * (request.computed + tokens / 2)
+    return StepWork(prefill, prompts, pairs, decodes, context)

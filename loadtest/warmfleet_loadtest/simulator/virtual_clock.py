@@ -1,0 +1,184 @@
+"""Engines on a virtual clock: the same scheduler and block pool as over HTTP, minutes of load in seconds.
+
+Events are ordered by time. A router is told of everything that a fleet's router learns; what it makes of that is its
+own affair, and it may have duties of its own (``at``), which do not keep a run from ending.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Protocol
+
+from warmfleet_loadtest.simulator.scheduler import Request, hash_blocks
+from warmfleet_worker.speed_meter import SpeedMeter
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from warmfleet_loadtest.simulator.scheduler import Output, Scheduler, Step
+    from warmfleet_loadtest.simulator.step_costs import StepCosts
+    from warmfleet_loadtest.traces.trace import Arrival, Trace
+
+    Event = Callable[[float], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Clock:
+    """now: virtual seconds. What else lives in that time may share it."""
+
+    now: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What became of an arrival. Seconds and tokens."""
+
+    at_s: float
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    engine: int
+    session: int
+
+
+class Router(Protocol):
+    """Told of everything that a fleet's router learns, in order of time."""
+
+    async def choose(self, request: Request, arrival: Arrival, now: float) -> int: ...
+    async def started(self, request: Request, engine: int, now: float) -> None: ...
+    async def finished(self, request: Request, engine: int, now: float) -> None: ...
+
+
+class VirtualEngine:
+    """A scheduler with the step that is under way. busy_s: seconds in steps; work_tokens: of prefill, computed."""
+
+    def __init__(self, scheduler: Scheduler, costs: StepCosts) -> None:
+        self.scheduler = scheduler
+        self.costs = costs
+        self.step: Step | None = None
+        self.api_free = 0.0
+        self.busy_s = 0.0
+        self.work_tokens = 0
+        self.meter = SpeedMeter()
+        self._steps = 0
+
+    def begin(self, now: float) -> float | None:
+        """Start the next step, if none is under way; returns its seconds, None: there is nothing to do."""
+        if self.step is not None:
+            return None
+        self.step = self.scheduler.schedule()
+        if self.step is None:
+            return None
+        seconds = self.costs.seconds(self.step.work)
+        self._steps += 1
+        self.meter.scheduled(self._steps, now)
+        self.busy_s += seconds
+        self.work_tokens += self.step.work.prefill_tokens
+        return seconds
+
+    def end(self, now: float) -> Sequence[Output]:
+        """The step is over."""
+        if self.step is None:
+            return ()
+        step, self.step = self.step, None
+        self.meter.done(self._steps, now, step.work.prefill_tokens, step.work.decode_requests)
+        return self.scheduler.complete(step, now)
+
+
+class VirtualFleet:
+    """``run`` plays a trace through the engines. speed: the trace's time is divided by it."""
+
+    def __init__(
+        self, engines: Sequence[VirtualEngine], router: Router, speed: float = 1.0, clock: Clock | None = None
+    ) -> None:
+        self.engines = engines
+        self.served: list[Served] = []
+        self.clock = clock or Clock()
+        self._router = router
+        self._speed = speed
+        self._events: list[tuple[float, int, bool, Event]] = []
+        self._left = 0  # events that are no duty
+        self._order = count()
+        self._open: dict[Request, tuple[float, int, int]] = {}  # arrived at, engine, session
+        self._sessions: dict[int, list[Arrival]] = {}
+
+    async def run(self, trace: Trace) -> list[Served]:
+        """Play all arrivals until everything is answered."""
+        for arrival in reversed(trace.arrivals):
+            if arrival.think_s is not None:
+                self._sessions.setdefault(arrival.session, []).append(arrival)
+        for arrival in trace.arrivals:
+            if arrival.think_s is None:
+                self.at(arrival.at_s / self._speed, self._arrive(arrival))
+        while self._left:
+            self.clock.now, _order, duty, event = heapq.heappop(self._events)
+            self._left -= not duty
+            await event(self.clock.now)
+        return self.served
+
+    def at(self, when: float, event: Event, *, duty: bool = False) -> None:
+        """Call ``event`` at that time. duty: it does not keep the run from ending."""
+        self._left += not duty
+        heapq.heappush(self._events, (when, next(self._order), duty, event))
+
+    def _arrive(self, arrival: Arrival) -> Event:
+        async def arrive(now: float) -> None:
+            answer = range(1_000_000, 1_000_000 + arrival.output_tokens)  # what is said is nobody's prompt
+            request = Request("", arrival.prompt, arrival.output_tokens, answer)
+            hash_blocks(self.engines[0].scheduler.scheme, request)
+            number = await self._router.choose(request, arrival, now)
+            self._open[request] = (now, number, arrival.session)
+            engine = self.engines[number]
+            engine.api_free = max(engine.api_free, now) + engine.costs.arrival_seconds(request.prompt_tokens)
+            self.at(engine.api_free, self._admit(number, request))
+
+        return arrive
+
+    def _admit(self, number: int, request: Request) -> Event:
+        async def admit(now: float) -> None:
+            self.engines[number].scheduler.add(request)
+            self._next_step(number, now)
+
+        return admit
+
+    def _next_step(self, number: int, now: float) -> None:
+        seconds = self.engines[number].begin(now)
+        if seconds is not None:
+            self.at(now + seconds, self._end_step(number))
+
+    def _end_step(self, number: int) -> Event:
+        async def end(now: float) -> None:
+            engine = self.engines[number]
+            await self._outputs(engine.end(now), engine, now)
+            due = engine.scheduler.next_due()
+            if due is not None:
+                self.at(max(due, now), self._collect(number))
+            self._next_step(number, now)
+
+        return end
+
+    def _collect(self, number: int) -> Event:
+        async def collect(now: float) -> None:
+            engine = self.engines[number]
+            await self._outputs(engine.scheduler.collect(now), engine, now)
+            self._next_step(number, now)
+
+        return collect
+
+    async def _outputs(self, outputs: Sequence[Output], engine: VirtualEngine, now: float) -> None:
+        for output in outputs:
+            request = output.request
+            at, number, session = self._open[request]
+            if output.first:
+                ttft = now + engine.costs.first_token_s - at
+                self.served.append(Served(at, ttft, request.prompt_tokens, request.cached_tokens, number, session))
+                await self._router.started(request, number, now)
+            if output.finished:
+                await self._router.finished(request, number, now)
+                del self._open[request]
+                following = self._sessions.get(session)
+                if following:
+                    arrival = following.pop()
+                    self.at(now + (arrival.think_s or 0.0) / self._speed, self._arrive(arrival))

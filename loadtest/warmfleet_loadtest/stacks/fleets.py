@@ -1,0 +1,204 @@
+"""Fleets that a trace is played through: ours by policy and number of replicas, routers of others, and no router.
+
+Every run gets a fresh store, fresh engines (one process), fresh routers and haproxy in front of them, all on this
+machine and on free ports.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from warmfleet_loadtest.stacks import peers
+from warmfleet_loadtest.stacks.peers import MODEL
+from warmfleet_loadtest.stacks.processes import (
+    HAPROXY_CONFIG,
+    Processes,
+    free_ports,
+    get_json,
+    haproxy_binary,
+    replica_ready,
+    start_haproxy,
+    start_store,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+POLICIES = (
+    "cost",
+    "sticky",
+    "two_state",
+    "prefix_affinity",
+    "chwbl",
+    "session",
+    "least_loaded",
+    "power_of_two",
+    "round_robin",
+    "random",
+)
+#: Fleets without a router: the client itself chooses the engine (see replay.Balance).
+DIRECT = {"session-sticky": "session", "least-loaded": "least"}
+AFFINITY = "session-affinity"  # replicas of ours, policy cost; the client always takes a session to the same replica
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """kind: ``warmfleet``, or a name of peers.PEERS or of DIRECT. balance: of the client, where it has a choice."""
+
+    name: str
+    kind: str
+    policy: str
+    replicas: int
+    balance: str = "random"
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether prompts may be token ids. SMG 1.13.0 answers 400."""
+        return self.kind != "smg"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Engines of a run, in the engine's own words, and whether haproxy stands before the routers, be it only one.
+
+    blocks: per engine; decode_s: wall seconds per token in fcfs mode.
+    """
+
+    engines: int
+    blocks: int
+    mode: str
+    step_time: str
+    decode_s: float
+    haproxy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What the client needs of a fleet that runs."""
+
+    urls: tuple[str, ...]
+    engines: tuple[str, ...]
+    balance: str
+    processes: Processes
+
+
+def ours(policies: str, replicas: str) -> list[Fleet]:
+    """Every policy with every number of replicas. Raises ValueError."""
+    names = list(POLICIES) if policies == "all" else policies.split(",")
+    unknown = [name for name in names if name not in POLICIES]
+    if unknown:
+        raise ValueError(f"no policy {unknown[0]!r}; known are all, {', '.join(POLICIES)}")
+    try:
+        counts = [int(count) for count in replicas.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise ValueError(f"REPLICAS={replicas!r}: numbers from 1 on, joined by commas")
+    return [Fleet(f"{name} x {count}", "warmfleet", name, count) for name in names for count in counts]
+
+
+def others(names: str) -> list[Fleet]:
+    """``vllm-router-kv:4,smg:1,session-sticky``: fleets that are no policy of ours. Raises ValueError."""
+    return [_other(name) for name in names.split(",") if name]
+
+
+def _other(text: str) -> Fleet:
+    found = re.fullmatch(r"([a-z-]+)(?::(\d+))?", text)
+    kind, replicas = (found[1], int(found[2] or 1)) if found else ("", 0)
+    if text in DIRECT:
+        return Fleet(kind, kind, "", 0, DIRECT[kind])
+    if kind == AFFINITY and replicas:
+        return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, "session")
+    if kind in peers.PEERS and replicas:
+        return Fleet(f"{kind} x {replicas}", kind, "", replicas)
+    known = [*(f"{name}:N" for name in (*peers.PEERS, AFFINITY)), *DIRECT]
+    raise ValueError(f"no fleet {text!r}; known are {', '.join(known)}")
+
+
+@contextmanager
+def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
+    """Start a fleet; its processes and files are gone after the block. Raises StackError."""
+    balanced = setup.haproxy and fleet.replicas > 0 and fleet.balance == "random"
+    if balanced:
+        haproxy_binary()  # what is missing is said before anything starts
+    with tempfile.TemporaryDirectory(prefix="wf-bench-") as name, Processes(Path(name)) as processes:
+        if fleet.kind == "warmfleet":
+            store = start_store(processes)
+            engines, _events = _start_engines(processes, setup, ["--redis", store])
+            ports = _start_replicas(processes, fleet, store, setup.engines)
+        elif fleet.kind in peers.PEERS:
+            engines, events = _start_engines(processes, setup, ["--kv-events"])
+            ports = _start_peers(processes, fleet, engines, events)
+        else:
+            engines, _events = _start_engines(processes, setup, [])
+            yield Running(engines, engines, fleet.balance, processes)
+            return
+        if balanced:
+            ports = [_balanced(processes, ports, readyz=fleet.kind == "warmfleet")]
+        yield Running(tuple(f"http://127.0.0.1:{port}" for port in ports), engines, fleet.balance, processes)
+
+
+def _start_engines(processes: Processes, setup: Setup, more: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
+    """URLs, and ports of KV events; read from what they print."""
+    argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", "0", "--count", str(setup.engines)]
+    argv += ["--model", MODEL, "--blocks", str(setup.blocks), "--worker-id", "sim", "--mode", setup.mode]
+    argv += ["--step-time", setup.step_time, "--fcfs-decode", str(setup.decode_s), *more]
+    processes.spawn("engines", "engines", argv)
+
+    def urls() -> list[str]:
+        return re.findall(r"serves \S+ on (http://\S+)\n", processes.log("engines"))
+
+    processes.wait("engines", lambda: len(urls()) == setup.engines)
+    return tuple(urls()), [int(port) for port in re.findall(r"events on port (\d+)\n", processes.log("engines"))]
+
+
+def _start_replicas(processes: Processes, fleet: Fleet, store: str, engines: int) -> list[int]:
+    ports = free_ports(fleet.replicas)
+    environment = {"WARMFLEET_TRUST_TEMPLATES": "1"}  # whoever measures approves of what is measured
+    for number, port in enumerate(ports):
+        argv = [sys.executable, "-m", "warmfleet", "serve", "--port", str(port), "--policy", fleet.policy]
+        processes.spawn("replicas", f"replica-{number}", [*argv, "--redis", store, "--models", MODEL], environment)
+    for number, port in enumerate(ports):
+        processes.wait(f"replica-{number}", partial(replica_ready, f"http://127.0.0.1:{port}", engines))
+    return ports
+
+
+def _start_peers(processes: Processes, fleet: Fleet, engines: Sequence[str], events: Sequence[int]) -> list[int]:
+    folder = peers.install()
+    ports = free_ports(2 * fleet.replicas)
+    for number in range(fleet.replicas):
+        command, *rest = peers.PEERS[fleet.kind](ports[number], ports[fleet.replicas + number], engines, events)
+        processes.spawn("routers", f"{fleet.kind}-{number}", [str(folder / command), *rest], {"PYTHONPATH": ""})
+    for number, port in enumerate(ports[: fleet.replicas]):
+        url = f"http://127.0.0.1:{port}/readiness"
+        processes.wait(f"{fleet.kind}-{number}", partial(_all_healthy, url, len(engines)))
+    return ports[: fleet.replicas]
+
+
+def _all_healthy(url: str, engines: int) -> bool:
+    """Both peers answer /health before they know all their engines."""
+    return bool((get_json(url) or {}).get("healthy_workers") == engines)
+
+
+def balancer_config(ports: Sequence[int], *, readyz: bool) -> str:
+    """The load test's haproxy.cfg with these servers. readyz: checked as our replicas are, else by connecting."""
+    lines = [line for line in HAPROXY_CONFIG.read_text().splitlines() if not line.lstrip().startswith("server ")]
+    if not readyz:
+        lines = [line for line in lines if "httpchk" not in line]
+    return "\n".join([*lines, *(f'    server router-{port} "127.0.0.1:{port}"' for port in ports), ""])
+
+
+def _balanced(processes: Processes, ports: Sequence[int], *, readyz: bool) -> int:
+    """haproxy in front of these; its port."""
+    config = processes.folder / "haproxy.cfg"
+    config.write_text(balancer_config(ports, readyz=readyz))
+    [port] = free_ports(1)
+    start_haproxy(processes, config, port)
+    return port

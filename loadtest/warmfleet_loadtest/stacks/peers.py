@@ -1,0 +1,70 @@
+"""Routers of others: installed once into an environment of their own, and their command lines.
+
+They run with their defaults; what is set says where the engines are. One thread is not forced on them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from warmfleet_loadtest.stacks.processes import StackError
+from warmfleet_loadtest.traces.trace import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MODEL = "sim"  # what the engines of a fleet serve
+ROOT = Path(__file__).resolve().parents[3]
+REQUIREMENTS = ROOT / "loadtest/peers-requirements.txt"
+FOLDER = ROOT / ".cache/peers"
+INSTALL_S = 900.0
+
+
+def install() -> Path:
+    """The folder with the peers' commands; the first call downloads 70 MB. Raises StackError if that fails."""
+    ready, wanted = FOLDER / "ready", REQUIREMENTS.read_text()
+    if ready.is_file() and ready.read_text() == wanted:
+        return FOLDER / "bin"
+    print(f"installing routers of others into {FOLDER} ...", file=sys.stderr, flush=True)
+    argv = [str(FOLDER / "bin/python"), "-m", "pip", "install", "-q", "--no-compile", "-r", str(REQUIREMENTS)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    try:
+        venv.create(FOLDER, clear=True, with_pip=True)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=INSTALL_S, env=environment)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise StackError(f"no environment can be made in {FOLDER} (Debian: package python3-venv): {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise StackError(f"pip took more than {INSTALL_S:.0f} s to install {REQUIREMENTS.name}") from error
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise StackError(f"{REQUIREMENTS.name} cannot be installed; is a package registry reachable? pip: {why}")
+    ready.write_text(wanted)
+    return FOLDER / "bin"
+
+
+def vllm_router_kv(port: int, metrics_port: int, urls: Sequence[str], events: Sequence[int]) -> list[str]:
+    """vllm-router, policy ``kv_aware``, which listens to the engines' KV events."""
+    argv = ["vllm-router", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
+    argv += ["--policy", "kv_aware", "--kv-event-model", MODEL, "--kv-event-block-size", str(BLOCK_TOKENS)]
+    for url, event_port in zip(urls, events, strict=True):
+        argv += ["--kv-event-source", f"{url}=tcp://127.0.0.1:{event_port}"]
+    return [*argv, "--prometheus-port", str(metrics_port), "--worker-startup-check-interval", "1"]
+
+
+def smg(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
+    """SMG, policy ``cache_aware``: a tree of what it sent, because plain HTTP engines tell it nothing."""
+    argv = ["smg", "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
+    argv += ["--policy", "cache_aware", "--backend", "vllm", "--disable-tokenizer-autoload"]
+    argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+    return [*argv, "--worker-startup-check-interval", "1"]
+
+
+PEERS: dict[str, Callable[[int, int, Sequence[str], Sequence[int]], list[str]]] = {
+    "vllm-router-kv": vllm_router_kv,
+    "smg": smg,
+}

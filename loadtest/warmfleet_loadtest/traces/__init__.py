@@ -1,0 +1,1 @@
+"""Arrivals of requests: read from a public trace, or generated."""

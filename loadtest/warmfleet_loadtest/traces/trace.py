@@ -1,0 +1,182 @@
+"""Arrivals from a public trace, or from a generator with the same statistics.
+
+A trace holds hashes and lengths, no text. One block of a trace (512 or 64 tokens) becomes one block of 16 tokens:
+sharing is unchanged and prompts become short enough for a few cores. Equal ids give equal tokens; the first two tokens
+of a block spell its id, so different ids differ within two tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import random
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BLOCK_TOKENS = 16  # of a replayed block
+FIRST_TOKEN, TOKENS = 256, 4_096  # ids FIRST_TOKEN ... + TOKENS are words in any byte-level vocabulary
+SHARED = "../shared/traces"  # beside the checkout, where somebody has put the traces
+DECODE_S = 0.02  # a token of an answer takes so long in a trace's own time: published simulations count it so
+
+
+@dataclass(frozen=True, slots=True)
+class Public:
+    """A trace that all can have, and what it is measured with: so many of its rows, trace seconds a second, eight
+    engines of so many blocks, and their step times (a preset of ``costs``; with ``-fcfs`` those of simple models).
+    """
+
+    file: str
+    rows: int
+    speed: float
+    blocks: int
+    step_time: str
+
+
+PUBLIC = {
+    "conversation": Public("mooncake_conversation_2400.jsonl.xz", 2_400, 6.0, 1_953, "trace"),
+    "agents": Public("sweagent_cost_2_1.jsonl.xz", 2_955, 4.0, 1_024, "agents"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request. at_s: when, in the trace's own time; think_s: closed loop, after the session's previous answer."""
+
+    at_s: float
+    session: int
+    prompt: Sequence[int]
+    output_tokens: int
+    think_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Arrivals in order. closed: a session's next request waits for the answer before.
+
+    scale: how many tokens of the trace one token of an arrival stands for.
+    """
+
+    name: str
+    arrivals: tuple[Arrival, ...]
+    closed: bool = False
+    scale: float = 32.0
+
+
+def block(identifier: int, seed: int = 0) -> list[int]:
+    """The 16 tokens of a trace's block. Another seed gives other tokens and the same sharing."""
+    generator = random.Random(identifier + (seed << 40))
+    head = [identifier // TOKENS + 977 * seed, identifier + 977 * seed]
+    rest = [int(generator.random() * TOKENS) for _ in range(BLOCK_TOKENS - 2)]
+    return [FIRST_TOKEN + token % TOKENS for token in head + rest]
+
+
+def shared(name: str) -> Path:
+    """Where one of PUBLIC is, if it is there."""
+    return Path(__file__).resolve().parents[3] / SHARED / PUBLIC[name].file
+
+
+def find(path: str | None = None) -> Path | None:
+    """The trace that ``path`` or $TRACE names (a file, or one of PUBLIC), else the conversation.
+
+    None if the conversation is missing: one can be generated. Raises FileNotFoundError if another is.
+    """
+    named = path or os.environ.get("TRACE") or "conversation"
+    found = shared(named) if named in PUBLIC else Path(named)
+    if found.is_file():
+        return found
+    if named == "conversation":
+        return None
+    raise FileNotFoundError(f"no trace at {found}")
+
+
+def open_trace(path: str | None = None, rows: int | None = None, seed: int = 0) -> Trace:
+    """The trace that is found, with ``seed`` for its tokens, else a generated one of the same shape.
+
+    Of that another seed is another trace. Raises FileNotFoundError, or ValueError for a file of another format.
+    """
+    found = find(path)
+    return generate(rows or 600, seed) if found is None else load(found, rows, seed)
+
+
+def load(path: Path, rows: int | None = None, seed: int = 0) -> Trace:
+    """Read the first ``rows`` requests. Raises ValueError for a file of another format."""
+    try:
+        with lzma.open(path, "rt") as lines:
+            header = json.loads(next(lines, ""))
+            size, closed = int(header["block"]), str(header.get("timing", "")).startswith("synthetic")
+            reader = _Reader(size, closed, seed)
+            arrivals = tuple(reader.arrival(json.loads(line)) for line in islice(lines, rows))
+    except (lzma.LZMAError, EOFError, LookupError, TypeError, ValueError) as error:
+        wanted = "lines of JSON in .xz, the first a header with a block size, the others requests"
+        raise ValueError(f"{path} is no trace ({wanted}): {error!r}") from error
+    return Trace(str(header.get("name", path.name)), arrivals, closed, size / BLOCK_TOKENS)
+
+
+class _Reader:
+    """Rows to arrivals: a row names only what its session's prompt adds to the one before."""
+
+    def __init__(self, size: int, closed: bool, seed: int) -> None:
+        self._size = size
+        self._closed = closed
+        self._seed = seed
+        self._blocks: dict[int, list[int]] = {}
+        self._ids: dict[int, list[int]] = {}
+        self._last: dict[int, tuple[float, int]] = {}
+
+    def arrival(self, row: dict[str, Any]) -> Arrival:
+        session, size = row["s"], self._size
+        ids = self._ids[session] = self._ids.get(session, [])[: row["k"]] + row["new"]
+        prompt: list[int] = []
+        for identifier in ids:
+            if identifier not in self._blocks:
+                self._blocks[identifier] = block(identifier, self._seed)
+            prompt += self._blocks[identifier]
+        partial = row["in"] % size  # of the last block, where it is not full
+        if partial:
+            del prompt[len(prompt) - BLOCK_TOKENS + max(1, round(partial * BLOCK_TOKENS / size)) :]
+        think = None
+        if self._closed and session in self._last:
+            then, said = self._last[session]
+            think = max(0.0, row["t"] - then - DECODE_S * said)  # gaps of such a trace contain the decoding
+        self._last[session] = (row["t"], row["out"])
+        return Arrival(row["t"], session, prompt, max(1, round(row["out"] * BLOCK_TOKENS / size)), think)
+
+
+def generate(rows: int, seed: int = 0) -> Trace:
+    """The shape of the conversation trace: 3 requests a second, lognormal lengths, a quarter of all later turns.
+
+    Every prompt starts with the same block; a later turn extends its session's prompt by the answer and a new text.
+    """
+    generator = random.Random(seed)
+    fresh = iter(range(1, 1 << 24))
+    open_sessions: list[tuple[float, int, list[int], int]] = []  # (when, session, ids, turn)
+    arrivals: list[Arrival] = []
+    now, sessions = 0.0, 0
+    while len(arrivals) < rows:
+        now += generator.expovariate(3.0)
+        due = [turn for turn in open_sessions if turn[0] <= now]
+        if due and generator.random() < 0.8:
+            turn = min(due)
+            open_sessions.remove(turn)
+            _at, session, ids, number = turn
+            ids = ids + [next(fresh) for _ in range(_blocks(generator, 0.7, 1.0))]
+        else:
+            session, number = sessions, 1
+            sessions += 1
+            ids = [0, *(next(fresh) for _ in range(_blocks(generator, 2.6, 1.0)))]
+        prompt = [token for identifier in ids for token in block(identifier, seed)]
+        said = max(1, min(64, round(generator.lognormvariate(2.0, 0.8))))
+        arrivals.append(Arrival(now, session, prompt[: len(prompt) - generator.randrange(BLOCK_TOKENS)], said))
+        if generator.random() < (0.24 if number == 1 else 0.35):
+            open_sessions.append((now + generator.lognormvariate(4.4, 0.7), session, ids, number + 1))
+    return Trace("generated conversation", tuple(arrivals))
+
+
+def _blocks(generator: random.Random, mean_log: float, spread: float) -> int:
+    return max(1, min(240, round(generator.lognormvariate(mean_log, spread))))

@@ -1,0 +1,222 @@
+"""The API-server half: its address, its artifacts, its stream."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+from tests.conftest import poll
+
+from warmfleet_worker.protocol import artifacts, wire
+from warmfleet_worker.server_publisher import (
+    ServerConfig,
+    ServerPublisher,
+    UrlRefusedError,
+    default_server_id,
+    listens,
+    redis_is_local,
+    worker_url,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import redis.asyncio as aioredis
+
+    from warmfleet.fleet import Fleet
+
+LOCAL, REMOTE = "unix:///run/redis.sock", "redis://10.9.8.7:6379"
+#: Incompressible, so that it takes several chunks.
+ARTIFACTS = {"tokenizer.json": os.urandom(200_000), "chat_template.jinja": b"{{ messages }}"}
+
+
+@pytest.fixture(autouse=True)
+def no_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WARMFLEET_WORKER_URL", raising=False)
+    monkeypatch.delenv("POD_IP", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("redis_url", "host", "environment", "url"),
+    [
+        (LOCAL, "127.0.0.1", {}, "http://127.0.0.1:8000"),
+        (LOCAL, None, {}, "http://127.0.0.1:8000"),
+        (LOCAL, "0.0.0.0", {}, "http://127.0.0.1:8000"),
+        (REMOTE, "10.1.2.3", {}, "http://10.1.2.3:8000"),
+        (REMOTE, "::", {"POD_IP": "fd00::7"}, "http://[fd00::7]:8000"),
+        (REMOTE, None, {"POD_IP": "10.1.2.3"}, "http://10.1.2.3:8000"),
+        (REMOTE, "127.0.0.1", {"WARMFLEET_WORKER_URL": "https://vllm-0.svc:1/"}, "https://vllm-0.svc:1"),
+        ("redis://localhost", "localhost", {}, "http://localhost:8000"),
+    ],
+)
+def test_the_address_that_is_announced(
+    monkeypatch: pytest.MonkeyPatch, redis_url: str, host: str | None, environment: dict[str, str], url: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert worker_url(redis_url, host, 8000) == url
+
+
+@pytest.mark.parametrize(
+    ("redis_url", "host", "port", "environment"),
+    [
+        (REMOTE, "127.0.0.1", 8000, {}),
+        (REMOTE, "localhost", 8000, {}),
+        (REMOTE, "::1", 8000, {}),
+        (REMOTE, None, 8000, {"WARMFLEET_WORKER_URL": "http://0.0.0.0:8000"}),
+        (REMOTE, None, 8000, {"WARMFLEET_WORKER_URL": "http://127.0.0.1:8000"}),
+        (LOCAL, "127.0.0.1", 0, {}),
+    ],
+)
+def test_an_address_that_leads_nowhere_is_refused(
+    monkeypatch: pytest.MonkeyPatch, redis_url: str, host: str | None, port: int, environment: dict[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UrlRefusedError, match="WARMFLEET_WORKER_URL"):
+        worker_url(redis_url, host, port)
+
+
+def test_which_redis_is_local() -> None:
+    local = ["unix:///s", "redis://127.0.0.1", "redis://:secret@localhost:1", "rediss://[::1]:6379"]
+    assert [redis_is_local(url) for url in [*local, REMOTE, "redis://redis.svc"]] == [True] * 4 + [False] * 2
+
+
+def test_a_server_id_survives_a_restart_and_differs_between_servers_of_a_host() -> None:
+    first, again, other = (default_server_id(["vllm", "--port", port]) for port in ("1", "1", "2"))
+    assert first == again != other
+    assert wire.worker_id_of(first, 65_535)
+
+
+def test_listens_tells_an_open_port_from_a_closed_one() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        assert not listens("127.0.0.1", port)
+        listener.listen()
+        assert listens("0.0.0.0", port)
+
+
+class TestPublisher:
+    """The join waits for the port, brings everything, and is renewed when the stream is lost."""
+
+    @pytest.fixture
+    def server(self, redis_url: str, model: str) -> Iterator[ServerPublisher]:
+        config = ServerConfig(
+            redis_url, model, "s1", "http://127.0.0.1:8000", ("m", "m2"), "v1", ARTIFACTS, {"max_model_len": 4_096}
+        )
+        publisher = ServerPublisher(config)
+        yield publisher
+        publisher.stop()
+
+    async def applied(self, fleet: Fleet, store: aioredis.Redis) -> dict[bytes, bytes]:
+        await fleet.step()
+        return cast("dict[bytes, bytes]", await store.hgetall(fleet.keys.servers))
+
+    async def test_it_joins_with_what_routers_need(
+        self, fleet: Fleet, store: aioredis.Redis, server: ServerPublisher
+    ) -> None:
+        server.start()
+        records = await poll(lambda: self.applied(fleet, store))
+        assert isinstance(records, dict)
+        record = json.loads(records[b"s1"])
+        assert (record["url"], record["models"]) == ("http://127.0.0.1:8000", ["m", "m2"])
+        assert record["facts"]["max_model_len"] == 4_096
+        assert len(record["artifacts"]["tokenizer.json"]["chunks"]) > 1
+        for name, content in ARTIFACTS.items():
+            assert await fleet.artifact("s1", record["artifacts"][name]) == content
+
+    async def test_it_joins_again_when_redis_came_back_empty(
+        self, fleet: Fleet, store: aioredis.Redis, server: ServerPublisher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.1)
+        server.start()
+        await poll(lambda: self.applied(fleet, store))
+        await store.delete(*[key async for key in store.scan_iter(f"{fleet.keys.prefix}*")])
+        await poll(lambda: self.applied(fleet, store))
+        pieces = [key async for key in store.scan_iter(f"{fleet.keys.prefix}artifact:*")]
+        assert len(pieces) == 5
+
+    async def test_it_joins_again_when_its_adapters_change(
+        self, fleet: Fleet, store: aioredis.Redis, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.1)
+        loaded = {"one": "/adapters/one"}
+        config = ServerConfig(redis_url, model, "s3", "http://127.0.0.1:1", ("m",), "v1", adapters=lambda: loaded)
+        publisher = ServerPublisher(config)
+
+        async def announced() -> object:
+            records = await self.applied(fleet, store)
+            return records and json.loads(records[b"s3"])["facts"]["loras"] == loaded
+
+        publisher.start()
+        try:
+            await poll(announced)
+            nonce = publisher._stream.nonce
+            await asyncio.sleep(0.3)
+            assert publisher._stream.nonce == nonce, "heartbeats alone do not make it join"
+            loaded["two"] = "/adapters/two"
+            await poll(announced)
+            del loaded["one"]
+            await poll(announced)
+        finally:
+            publisher.stop()
+
+    async def test_it_waits_until_the_server_listens(
+        self, fleet: Fleet, store: aioredis.Redis, redis_url: str, model: str
+    ) -> None:
+        listening: list[bool] = []
+        config = ServerConfig(redis_url, model, "s2", "http://127.0.0.1:1", ("m",), "v1")
+        publisher = ServerPublisher(replace(config, ready=lambda: bool(listening)))
+        publisher.start()
+        try:
+            await poll(lambda: publisher._thread.is_alive())
+            assert not await self.applied(fleet, store)
+            listening.append(True)
+            await poll(lambda: self.applied(fleet, store))
+        finally:
+            publisher.stop()
+
+    async def test_it_says_goodbye(self, fleet: Fleet, store: aioredis.Redis, server: ServerPublisher) -> None:
+        server.start()
+        await poll(lambda: self.applied(fleet, store))
+        assert await store.zscore(fleet.keys.alive_servers, "s1")
+        server.stop()
+        await fleet.apply_server("s1")
+        assert await store.zscore(fleet.keys.alive_servers, "s1") is None
+
+
+class TestArtifacts:
+    """What is split can be joined; anything else is refused."""
+
+    entry, chunks = artifacts.split(b"x" * 1_000_000)
+    pieces = (chunks[entry["chunks"][0]],)
+
+    def test_round_trip(self) -> None:
+        assert artifacts.join(self.entry, self.pieces, 1_000_000) == b"x" * 1_000_000
+
+    @pytest.mark.parametrize(
+        ("change", "limit"),
+        [
+            ({"bytes": 999_999}, 1_000_000),  # a bomb announces less than it holds
+            ({}, 999_999),
+            ({"sha256": "0" * 64}, 1_000_000),
+            ({"chunks": ["0" * 64]}, 1_000_000),
+            ({"bytes": -1}, 1_000_000),
+        ],
+    )
+    def test_anything_else_is_refused(self, change: dict[str, object], limit: int) -> None:
+        with pytest.raises(wire.WireError):
+            artifacts.join(self.entry | change, self.pieces, limit)
+
+    def test_what_is_not_zlib_is_refused(self) -> None:
+        junk = b"not a zlib stream"
+        entry = self.entry | {"chunks": [hashlib.sha256(junk).hexdigest()]}
+        with pytest.raises(wire.WireError, match="zlib"):
+            artifacts.join(entry, [junk], 1_000_000)

@@ -1,0 +1,237 @@
+"""The publisher against real servers and the real scripts: whatever happens, the index becomes the engine's table."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+import time
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.conftest import poll
+from tests.worker_plugin.publishing import WORKER, churn, equal, hashes, publishing, record, stream, upkeep
+
+from warmfleet_worker import worker_publisher
+from warmfleet_worker.protocol import wire
+from warmfleet_worker.tracker import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from warmfleet.fleet import Fleet
+
+
+pytestmark = [pytest.mark.in_turn, pytest.mark.usefixtures("short_periods")]
+
+
+async def test_the_index_follows_the_table(fleet: Fleet, redis_url: str, model: str) -> None:
+    tracker = Tracker()
+    with publishing(redis_url, model, tracker) as publisher:
+        async with upkeep(fleet):
+            await poll(lambda: publisher.state.acknowledged)
+            for seed in range(5):
+                await asyncio.to_thread(churn, tracker, 20, seed)
+                if seed == 3:
+                    tracker.cleared()
+            await equal(fleet, tracker)
+            assert len(tracker.table) > 100
+    counts = await fleet.counts()
+    assert publisher.state.joins == 1
+    assert publisher.state.snapshots == publisher.state.dropped == 0
+    assert not {"gap", "mismatch", "malformed", "resync_gap", "resync_digest"} & counts.keys()
+
+
+async def test_a_table_that_is_there_at_join_comes_as_a_snapshot(fleet: Fleet, redis_url: str, model: str) -> None:
+    tracker = Tracker()
+    tracker.stored(hashes(5_000))
+    with publishing(redis_url, model, tracker) as publisher:
+        async with upkeep(fleet):
+            await asyncio.to_thread(churn, tracker, 20)
+            await equal(fleet, tracker)
+    assert publisher.state.snapshots == 1
+    assert (await fleet.counts())["resync_join"] == 1
+
+
+async def test_overflow_is_counted_and_healed(fleet: Fleet, redis_url: str, model: str) -> None:
+    tracker = Tracker(limit=500)
+    with publishing(redis_url, model, tracker) as publisher:
+        async with upkeep(fleet):
+            await poll(lambda: publisher.state.acknowledged)
+            tracker.stored(hashes(3_000))
+            assert tracker.dropped > 0
+            await equal(fleet, tracker)
+            assert len(tracker.table) == 3_000
+            tracker.removed(list(tracker.table)[:100])
+            await equal(fleet, tracker)
+    assert publisher.state.dropped == tracker.dropped
+    counts = await fleet.counts()
+    assert counts["gap"] >= 1
+    assert counts["resync_gap"] >= 1
+
+
+async def test_lost_events_are_healed_even_if_nobody_asks(
+    fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_publisher, "SELF_RESYNC_SECONDS", 0.3)
+    tracker = Tracker(limit=10)
+    with publishing(redis_url, model, tracker) as publisher:
+        await poll(lambda: publisher.state.joined)
+        tracker.stored(hashes(300))
+        await poll(lambda: publisher.state.snapshots == 1)  # no upkeep runs
+    async with upkeep(fleet):
+        await equal(fleet, tracker)
+
+
+async def test_a_snapshot_never_runs_ahead_of_what_is_applied(fleet: Fleet, redis_url: str, model: str) -> None:
+    tracker = Tracker()
+    tracker.stored(hashes(128 * 600))
+    with publishing(redis_url, model, tracker) as publisher:
+        await poll(lambda: publisher.state.number >= wire.UNACKNOWLEDGED_ENTRIES)
+        before, begin = publisher.state.number, time.monotonic()
+        await asyncio.sleep(0.5)
+        waiting = await fleet.redis.xlen(fleet.keys.events(WORKER))
+        assert waiting <= wire.UNACKNOWLEDGED_ENTRIES + 8  # heartbeats are not held back
+        assert publisher.state.number - before <= (time.monotonic() - begin) / wire.HEARTBEAT_SECONDS + 3
+        async with upkeep(fleet):
+            await equal(fleet, tracker)
+    assert publisher.state.snapshots == 1
+
+
+async def test_a_join_that_a_failover_has_lost_is_made_again(fleet: Fleet, redis_url: str, model: str) -> None:
+    before = {"nonce": "0" * 16, "applied": 7, "id": None, "do": ""}  # of the process before this one
+    await fleet.redis.set(fleet.keys.command(WORKER), json.dumps(before))
+    tracker = Tracker()
+    tracker.stored(hashes(100))
+    with publishing(redis_url, model, tracker) as publisher:
+        async with upkeep(fleet):
+            await equal(fleet, tracker)
+            await poll(lambda: publisher.state.acknowledged)
+        await fleet.redis.set(fleet.keys.command(WORKER), json.dumps(before))
+        await poll(lambda: publisher.state.joins == 2)
+        assert publisher.state.stopped is None
+        async with upkeep(fleet):
+            await poll(lambda: publisher.state.acknowledged)
+            await equal(fleet, tracker)
+
+
+async def test_a_command_is_obeyed_once(fleet: Fleet, redis_url: str, model: str) -> None:
+    tracker = Tracker()
+    tracker.stored(hashes(10))
+    with publishing(redis_url, model, tracker) as publisher:
+        nonce = await poll(lambda: publisher._stream.nonce)
+        await poll(lambda: publisher.state.snapshots == 1)
+        command = {"nonce": nonce, "applied": publisher.state.number, "id": "c1", "do": "resync"}
+        await fleet.redis.set(fleet.keys.command(WORKER), json.dumps(command))
+        await poll(lambda: publisher.state.snapshots == 2)
+        number = publisher.state.number
+        await poll(lambda: publisher.state.number >= number + 5)  # heartbeats: it has read the command again
+        assert publisher.state.snapshots == 2
+        begins = [entry for _, entry in await stream(fleet) if entry[b"o"] == b"begin"]
+        assert [json.loads(entry[b"d"])["command"] for entry in begins] == [None, "c1"]
+
+
+@pytest.mark.parametrize("junk", ["", "no json", "[1]", '{"nonce": 1}', '{"nonce": "a", "applied": "x"}'])
+async def test_a_senseless_command_changes_nothing(fleet: Fleet, redis_url: str, model: str, junk: str) -> None:
+    with publishing(redis_url, model, Tracker()) as publisher:
+        await poll(lambda: publisher.state.joined)
+        await fleet.redis.set(fleet.keys.command(WORKER), junk)
+        number = publisher.state.number
+        await poll(lambda: publisher.state.number >= number + 3)
+        assert publisher.state.stopped is None
+
+
+async def test_told_to_rejoin_it_begins_anew(fleet: Fleet, redis_url: str, model: str) -> None:
+    tracker = Tracker()
+    tracker.stored(hashes(300))
+    with publishing(redis_url, model, tracker) as publisher:
+        async with upkeep(fleet):
+            await equal(fleet, tracker)
+            nonce = publisher._stream.nonce
+            command = {"nonce": nonce, "applied": publisher.state.number, "id": "c2", "do": "rejoin"}
+            await fleet.redis.set(fleet.keys.command(WORKER), json.dumps(command))
+            await poll(lambda: publisher.state.joins == 2)
+            await poll(lambda: publisher.state.acknowledged)
+            assert (await record(fleet))["nonce"] == publisher._stream.nonce != nonce
+            await equal(fleet, tracker)
+
+
+async def test_told_to_drain_it_says_so(fleet: Fleet, redis_url: str, model: str) -> None:
+    with publishing(redis_url, model, Tracker()) as publisher:
+        nonce = await poll(lambda: publisher._stream.nonce)
+        command = {"nonce": nonce, "applied": 1, "id": "c3", "do": "drain"}
+        await fleet.redis.set(fleet.keys.command(WORKER), json.dumps(command))
+        await poll(lambda: publisher.state.draining)
+
+
+async def test_a_lost_stream_is_joined_again(fleet: Fleet, redis_url: str, model: str) -> None:
+    tracker = Tracker()
+    tracker.stored(hashes(1_000))
+    with publishing(redis_url, model, tracker) as publisher:
+        async with upkeep(fleet):
+            await equal(fleet, tracker)
+            await fleet.redis.delete(*[key async for key in fleet.redis.scan_iter(f"{fleet.keys.prefix}*")])
+            await poll(lambda: publisher.state.joins == 2)
+            await equal(fleet, tracker)
+
+
+@asynccontextmanager
+async def answers_lost(redis_url: str) -> AsyncIterator[tuple[str, list[int]]]:
+    """A way to Redis that delivers every request, but cuts the connection before the answer of every third XADD."""
+    folder, requests, tasks = Path(tempfile.mkdtemp(prefix="wf-cut-")), [0], set[asyncio.Task[None]]()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 20):
+                writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream_reader, upstream = await asyncio.open_unix_connection(redis_url.removeprefix("unix://"))
+        answers = asyncio.create_task(pump(upstream_reader, writer))
+        tasks.add(answers)
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 20):
+                requests[0] += b"XADD" in data
+                cut = b"XADD" in data and requests[0] % 3 == 0
+                if cut:
+                    answers.cancel()
+                upstream.write(data)
+                await upstream.drain()
+                if cut:
+                    await asyncio.sleep(0.02)  # Redis has it
+                    break
+        upstream.close()
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, folder / "s")
+    try:
+        yield f"unix://{folder}/s", requests
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        shutil.rmtree(folder)
+
+
+async def test_lost_answers_lose_nothing_and_repeat_nothing(fleet: Fleet, redis_url: str, model: str) -> None:
+    """Entries without an answer are sent again under their old numbers: no gap, no resync."""
+    tracker = Tracker()
+    async with answers_lost(redis_url) as (url, requests), upkeep(fleet):
+        with publishing(url, model, tracker) as publisher:
+            await poll(lambda: publisher.state.acknowledged)
+            for seed in range(8):
+                await asyncio.to_thread(churn, tracker, 5, seed)
+                await asyncio.sleep(0.15)
+            await equal(fleet, tracker)
+            await asyncio.to_thread(publisher.stop, 5)
+    assert publisher.state.errors >= 3
+    assert requests[0] >= 9
+    assert publisher.state.dropped == 0
+    counts = await fleet.counts()
+    assert counts["duplicate"] > 0
+    assert not {"gap", "mismatch"} & counts.keys()
