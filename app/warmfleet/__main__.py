@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from warmfleet.cli.local.children import StackError
+from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.parser import build_parser
 from warmfleet.errors import WarmfleetError
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # imported late: `workers` needs neither tokenizers nor a web server
         return int(importlib.import_module(f"warmfleet.cli.{options.command}").run(options))
-    except (StackError, WarmfleetError) as error:
+    except (CommandError, WarmfleetError) as error:
         print(f"warmfleet {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from warmfleet.cli.local.children import StackError
+from warmfleet.cli.command_error import CommandError
 from warmfleet.fleet.acl import REPLICA_RULES, SENTINEL_RULES, router_rules, user, worker_rules
 from warmfleet.protocol.wire import WireError
 
@@ -40,11 +40,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def rules_of(options: argparse.Namespace) -> dict[str, Sequence[str]]:
-    """Rules by user name. Raises StackError for a name that keys may not have."""
+    """Rules by user name. Raises CommandError for a name that keys may not have."""
     if options.worker and len(options.models) > 1:
-        raise StackError("a worker belongs to one model: name one MODEL with --worker")
+        raise CommandError("a worker belongs to one model: name one MODEL with --worker")
     if options.no_router and not options.worker:
-        raise StackError("--no-router without --worker leaves nobody")
+        raise CommandError("--no-router without --worker leaves nobody")
     users: dict[str, Sequence[str]] = {}
     try:
         if not options.no_router:
@@ -55,7 +55,7 @@ def rules_of(options: argparse.Namespace) -> dict[str, Sequence[str]]:
             rules = worker_rules(options.models[0], worker, ranks=options.ranks, cluster=options.cluster)
             users[f"worker-{worker}"] = rules
     except WireError as error:
-        raise StackError(str(error)) from error
+        raise CommandError(str(error)) from error
     return users
 
 
@@ -67,13 +67,13 @@ def lines(rules: dict[str, Sequence[str]], passwords: dict[str, str], *, command
 
 
 def read_passwords(file: str, names: Sequence[str]) -> dict[str, str]:
-    """``name password`` on each line. Raises StackError if one of ``names`` has none."""
+    """``name password`` on each line. Raises CommandError if one of ``names`` has none."""
     try:
         with Path(file).open(encoding="utf-8") as source:
             text = source.read(MAX_PASSWORD_FILE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
-        raise StackError(f"--password-file {file}: {error}") from error
+        raise CommandError(f"--password-file {file}: {error}") from error
     found = dict(line.split(maxsplit=1) for line in text.splitlines() if len(line.split(maxsplit=1)) == 2)
     if missing := [name for name in names if name not in found]:
-        raise StackError(f"--password-file {file}: no line 'NAME PASSWORD' for {', '.join(missing)}")
+        raise CommandError(f"--password-file {file}: no line 'NAME PASSWORD' for {', '.join(missing)}")
     return {name: found[name].strip() for name in names}

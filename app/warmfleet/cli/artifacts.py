@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.client import table
-from warmfleet.cli.local.children import StackError
+from warmfleet.cli.command_error import CommandError
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Fleet, connect
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
@@ -49,15 +49,15 @@ class Shelf:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0, or StackError in words for whoever typed the command."""
+    """0, or CommandError in words for whoever typed the command."""
     wanted = [digest.lower() for digest in options.sha256]
     if wrong := [digest for digest in wanted if not _DIGEST.match(digest)]:
-        raise StackError(f"{wrong[0]!r} is no sha256, nor its first 12 or more hex digits")
+        raise CommandError(f"{wrong[0]!r} is no sha256, nor its first 12 or more hex digits")
     if (options.action == "list") == bool(wanted):
-        raise StackError("list takes no SHA256; show, approve and revoke take at least one")
+        raise CommandError("list takes no SHA256; show, approve and revoke take at least one")
     models = options.model or [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
     if not models:
-        raise StackError("name the model with --model, or all of a router in WARMFLEET_MODELS")
+        raise CommandError("name the model with --model, or all of a router in WARMFLEET_MODELS")
     asyncio.run(_run(options.action, wanted, options.redis, models))
     return 0
 
@@ -83,7 +83,7 @@ async def _shelves(url: str, models: Sequence[str]) -> AsyncIterator[list[Shelf]
         fleets += [Fleet(connect(complete, model_tag(model), timeout_s=TIMEOUT_S), model) for model in models]
         yield [await _shelf(fleet) for fleet in fleets]
     except (RedisAddressError, WireError) as error:
-        raise StackError(str(error)) from error
+        raise CommandError(str(error)) from error
     finally:
         for fleet in fleets:
             await fleet.close()
@@ -114,15 +114,15 @@ def listing(shelf: Shelf) -> str:
 
 
 def whole(digest: str, known: set[str]) -> str:
-    """The digest that begins so. Raises StackError unless it is exactly one of ``known``, or has all 64 digits."""
+    """The digest that begins so. Raises CommandError unless it is exactly one of ``known``, or has all 64 digits."""
     if len(digest) == 64:
         return digest
     found = sorted(one for one in known if one.startswith(digest))
     if len(found) == 1:
         return found[0]
     if found:
-        raise StackError(f"{digest} is not enough, several begin so: {', '.join(found)}")
-    raise StackError(f"no chat template begins with {digest}: see `warmfleet artifacts`, or give all 64 digits")
+        raise CommandError(f"{digest} is not enough, several begin so: {', '.join(found)}")
+    raise CommandError(f"no chat template begins with {digest}: see `warmfleet artifacts`, or give all 64 digits")
 
 
 async def _source(shelves: Sequence[Shelf], digest: str) -> str:
@@ -130,7 +130,7 @@ async def _source(shelves: Sequence[Shelf], digest: str) -> str:
         if digest in shelf.brought:
             one = shelf.brought[digest]
             return printable((await shelf.fleet.artifact(one.servers[0], one.entry)).decode("utf-8", "replace"))
-    raise StackError(f"no worker has brought {digest}")
+    raise CommandError(f"no worker has brought {digest}")
 
 
 def printable(text: str) -> str:

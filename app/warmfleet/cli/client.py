@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from warmfleet.cli.local.children import StackError
+from warmfleet.cli.command_error import CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,21 +16,21 @@ TIMEOUT_SECONDS = 10.0
 
 
 def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
-    """The JSON answer of a replica. Raises StackError in words for whoever typed the command."""
+    """The JSON answer of a replica. Raises CommandError in words for whoever typed the command."""
     headers = admin_headers() | ({b"content-type": b"application/json"} if body is not None else {})
     try:
         answer = httpx.request(method, url.rstrip("/") + path, content=body, headers=headers, timeout=TIMEOUT_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise StackError(
+        raise CommandError(
             f"no replica answers at {url} ({error}): start one with `warmfleet up`, or name one with --url"
         ) from error
     try:
         value = answer.json()
     except ValueError as error:
-        raise StackError(f"{url}{path} answered {answer.status_code}, and not in JSON: is that a replica?") from error
+        raise CommandError(f"{url}{path} answered {answer.status_code}, and not in JSON: is that a replica?") from error
     if answer.is_error:
         message = value.get("error", {}).get("message", value) if isinstance(value, dict) else value
-        raise StackError(f"{url}{path} answered {answer.status_code}: {message}")
+        raise CommandError(f"{url}{path} answered {answer.status_code}: {message}")
     return value
 
 

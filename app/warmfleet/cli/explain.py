@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.client import ask, table
-from warmfleet.cli.local.children import StackError
+from warmfleet.cli.command_error import CommandError
 
 if TYPE_CHECKING:
     import argparse
@@ -24,10 +24,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def body_of(options: argparse.Namespace) -> bytes:
-    """The request body that the options describe. Raises StackError unless exactly one of them does."""
+    """The request body that the options describe. Raises CommandError unless exactly one of them does."""
     given = [name for name in ("file", "message", "prompt") if getattr(options, name) is not None]
     if len(given) != 1:
-        raise StackError("give one of: FILE (- for standard input), --message TEXT, --prompt TEXT")
+        raise CommandError("give one of: FILE (- for standard input), --message TEXT, --prompt TEXT")
     if options.file is not None:
         return _read(options.file)
     body: dict[str, Any] = {"model": options.model or _first_model(options.url)}
@@ -73,11 +73,11 @@ def _read(name: str) -> bytes:
     try:
         return Path(name).read_bytes()
     except OSError as error:
-        raise StackError(f"{name} cannot be read: {error.strerror}") from error
+        raise CommandError(f"{name} cannot be read: {error.strerror}") from error
 
 
 def _first_model(url: str) -> str:
     models = ask("GET", url, "/v1/models")["data"]
     if not models:
-        raise StackError(f"{url} serves no model")
+        raise CommandError(f"{url} serves no model")
     return str(models[0]["id"])

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from warmfleet.cli.local.children import StackError
+from warmfleet.cli.command_error import CommandError
 from warmfleet.fleet import Fleet, connect
 from warmfleet.pools.policy import POLICIES
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
@@ -22,12 +22,12 @@ DEFAULT = "default"
 
 
 def run(options: argparse.Namespace) -> int:
-    """0, or StackError in words for whoever typed the command."""
+    """0, or CommandError in words for whoever typed the command."""
     if options.name not in (None, DEFAULT, *POLICIES):
-        raise StackError(f"{options.name!r} is no policy; known are {', '.join(POLICIES)}, and {DEFAULT}")
+        raise CommandError(f"{options.name!r} is no policy; known are {', '.join(POLICIES)}, and {DEFAULT}")
     models = options.model or [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
     if not models:
-        raise StackError("name the model with --model, or all of a router in WARMFLEET_MODELS")
+        raise CommandError("name the model with --model, or all of a router in WARMFLEET_MODELS")
     asyncio.run(_run(options.name, options.redis, models))
     return 0
 
@@ -39,7 +39,7 @@ async def _run(name: str | None, url: str, models: Sequence[str]) -> None:
                 with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", "")), model_tag(model), timeout_s=TIMEOUT_S
             )
         except (RedisAddressError, WireError) as error:
-            raise StackError(str(error)) from error
+            raise CommandError(str(error)) from error
         fleet = Fleet(client, model)
         try:
             if name is not None:

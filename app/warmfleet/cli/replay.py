@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.client import table
-from warmfleet.cli.local.children import StackError
+from warmfleet.cli.command_error import CommandError
 from warmfleet.errors import BadRequest
 from warmfleet.fleet import connect
 from warmfleet.fleet.replays import Choice, Replays, arguments
@@ -34,11 +34,11 @@ def run(options: argparse.Namespace) -> int:
         print(f"left out: {len(damaged)} lines that are no record of a decision log: {lines}", file=sys.stderr)
     wanted = POLICIES if "all" in options.policy else options.policy
     if wrong := [name for name in wanted if name not in POLICIES]:
-        raise StackError(f"{wrong[0]!r} is no policy; known are {', '.join(POLICIES)}, and all")
+        raise CommandError(f"{wrong[0]!r} is no policy; known are {', '.join(POLICIES)}, and all")
     try:
         client = connect(with_ca(options.redis, os.environ.get("WARMFLEET_REDIS_CA", "")), timeout_s=TIMEOUT_S)
     except RedisAddressError as error:
-        raise StackError(str(error)) from error
+        raise CommandError(str(error)) from error
     return asyncio.run(_run(Replays(client), records, wanted)) or int(bool(damaged))
 
 
@@ -79,11 +79,11 @@ def _row(name: str, records: Sequence[dict[str, Any]], choices: Sequence[Choice]
 
 def read(name: str) -> tuple[list[dict[str, Any]], list[int]]:
     """The records, and the numbers of lines that are none: one may have been cut off by a crash or a full disk. Raises
-    StackError where there is no record at all."""
+    CommandError where there is no record at all."""
     try:
         lines = Path(name).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise StackError(f"{name} cannot be read: {error.strerror}") from error
+        raise CommandError(f"{name} cannot be read: {error.strerror}") from error
     records, damaged = [], []
     for number, line in enumerate(lines, 1):
         try:
@@ -95,5 +95,5 @@ def read(name: str) -> tuple[list[dict[str, Any]], list[int]]:
         except (ValueError, KeyError, TypeError, RecursionError, BadRequest):
             damaged.append(number)
     if not records:
-        raise StackError(f"{name} has no record of a decision log")
+        raise CommandError(f"{name} has no record of a decision log")
     return records, damaged

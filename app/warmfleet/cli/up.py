@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from warmfleet.cli.local.children import StackError
+from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.engines import EngineOptions
 from warmfleet.cli.local.stack import Plan, Stack
 from warmfleet.cli.local.watch import AnswerWatch
@@ -43,9 +43,9 @@ Why there:      {command} explain --url {address} --message "What is a KV cache?
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """The command line as a Plan. Raises StackError for what it needs and is not installed."""
+    """The command line as a Plan. Raises CommandError for what it needs and is not installed."""
     if options.tokenizer and find_spec("transformers") is None:
-        raise StackError("--tokenizer needs the package transformers: pip install 'warmfleet[hub]'")
+        raise CommandError("--tokenizer needs the package transformers: pip install 'warmfleet[hub]'")
     engines = EngineOptions(
         count=options.engines or (2 if options.engine == "vllm" else 4),
         kind=options.engine,

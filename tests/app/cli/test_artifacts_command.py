@@ -12,7 +12,7 @@ from tests.conftest import server, valkey_binary
 
 from warmfleet.__main__ import main
 from warmfleet.cli.artifacts import printable, whole
-from warmfleet.cli.local.children import StackError
+from warmfleet.cli.command_error import CommandError
 from warmfleet.fleet import Fleet, connect
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
@@ -156,6 +156,6 @@ def joined_selectors(words: list[str]) -> list[str]:
 def test_a_beginning_must_be_enough() -> None:
     known = {"a" * 20 + "b" * 44, "a" * 20 + "c" * 44}
     assert whole("a" * 20 + "b", known) == "a" * 20 + "b" * 44
-    with pytest.raises(StackError, match="several begin so"):
+    with pytest.raises(CommandError, match="several begin so"):
         whole("a" * 12, known)
     assert printable("tab\tnew\nline \x1b]0;x\x07 é \u202e") == "tab\tnew\nline \\x1b]0;x\\x07 é \\u202e"

@@ -18,8 +18,8 @@ from tests.app.cli.answering import replica
 from warmfleet.__main__ import main
 from warmfleet.cli import explain, serve, up, workers
 from warmfleet.cli.client import table
+from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local import engines, ports
-from warmfleet.cli.local.children import StackError
 from warmfleet.cli.local.engines import EngineOptions
 from warmfleet.cli.parser import build_parser
 from warmfleet.errors import BadArgument
@@ -234,7 +234,7 @@ class TestPorts:
                 one.listen()
                 with closing(ports.listen("127.0.0.1", port, shared=True)):
                     socket.create_connection(("127.0.0.1", port), 2).close()
-                with pytest.raises(StackError, match="choose another"):
+                with pytest.raises(CommandError, match="choose another"):
                     ports.claim_shared("127.0.0.1", port)
 
 
@@ -280,7 +280,7 @@ def test_up_starts_two_real_engines_but_four_simulated_ones(monkeypatch: pytest.
 
 def test_a_tokenizer_by_name_needs_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "find_spec", lambda _name: None)
-    with pytest.raises(StackError, match=r"warmfleet\[hub\]"):
+    with pytest.raises(CommandError, match=r"warmfleet\[hub\]"):
         up.plan_of(build_parser().parse_args(["up", "--tokenizer", "some/model"]))
 
 

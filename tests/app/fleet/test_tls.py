@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import PATIENT, poll
 from tests.topology import tls_server
 
-from warmfleet.cli.local.children import StackError
+from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.store import check_store
 from warmfleet.errors import BadArgument, FleetUnavailable
 from warmfleet.fleet import Fleet, connect
@@ -109,7 +109,7 @@ def test_warmfleet_up_looks_for_the_store_with_tls(secured: Secured, monkeypatch
     assert check_store(secured.url) == with_ca(secured.url, str(secured.ca))
     assert check_store(secured.sentinel_url) == with_ca(secured.sentinel_url, str(secured.ca))
     monkeypatch.setenv("WARMFLEET_REDIS_CA", str(secured.other_ca))
-    with pytest.raises(StackError, match="certificate verify failed"):
+    with pytest.raises(CommandError, match="certificate verify failed"):
         check_store(secured.url)
-    with pytest.raises(StackError, match="rediss"):
+    with pytest.raises(CommandError, match="rediss"):
         check_store("redis://127.0.0.1")

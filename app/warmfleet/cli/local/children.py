@@ -13,16 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local import watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 POLL_SECONDS = 0.02  # for starts and ends that nothing announces within a time limit
-
-
-class StackError(Exception):
-    """Something the stack needs is missing, taken or did not start. The text is for the user."""
 
 
 @dataclass
@@ -82,7 +79,7 @@ class Children:
     def start(
         self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None, stop_seconds: float = 5.0
     ) -> Child:
-        """Start one process; ``env`` is added to ours. Raises StackError if it cannot be run at all."""
+        """Start one process; ``env`` is added to ours. Raises CommandError if it cannot be run at all."""
         log = self.logs / f"{name}.log"
         with log.open("ab") as out:
             try:
@@ -95,11 +92,11 @@ class Children:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise StackError(f"{name} cannot be started: {error}") from error
+                raise CommandError(f"{name} cannot be started: {error}") from error
         child = Child(name, process, log, stop_seconds)
         self._started.append(child)
         if not self._tell(f"+{process.pid}"):
-            raise StackError("the watchdog process is gone: nothing would clean up after us")
+            raise CommandError("the watchdog process is gone: nothing would clean up after us")
         return child
 
     def stop(self, child: Child) -> None:

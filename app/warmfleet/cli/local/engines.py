@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from warmfleet.cli.local.children import StackError
+from warmfleet.cli.command_error import CommandError
 
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 TINY_MODEL = Path("models/tiny")
@@ -39,7 +39,7 @@ class EngineOptions:
 
 
 def engine_command(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple[list[str], dict[str, str]]:
-    """The command line of one engine and what to add to its environment. Raises StackError if it is not installed."""
+    """The command line of one engine and what to add to its environment. Raises CommandError if it is not installed."""
     if options.kind == "vllm":
         return _vllm(options, name, port, redis_url)
     argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--model", options.served_name]
@@ -62,7 +62,7 @@ def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple
     model = Path(options.model or TINY_MODEL)
     if not python.exists() or not model.exists():
         missing = python if not python.exists() else model
-        raise StackError(f"{missing} is not there: run `make vllm` once, or give --vllm-python and --model")
+        raise CommandError(f"{missing} is not there: run `make vllm` once, or give --vllm-python and --model")
     argv = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--served-model-name", options.served_name, "--enforce-eager", "--dtype", "float32"]
     argv += ["--max-model-len", "4096", "--max-num-seqs", "16", "--block-size", "32"]
@@ -85,23 +85,23 @@ def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple
 
 
 def discover(urls: tuple[str, ...], api_key: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(served names, model tags) of engines that run already. Raises StackError naming the one that does not answer."""
+    """(served names, model tags) of engines that run already. Raises CommandError if one does not answer."""
     names: dict[str, None] = {}
     for url in urls:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
             answer = httpx.get(f"{url.rstrip('/')}/v1/models", headers=headers, timeout=10)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise StackError(f"--worker {url} does not answer: {error}") from error
+            raise CommandError(f"--worker {url} does not answer: {error}") from error
         if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise StackError(f"--worker {url} wants an API key: set WARMFLEET_WORKER_API_KEY")
+            raise CommandError(f"--worker {url} wants an API key: set WARMFLEET_WORKER_API_KEY")
         try:
             models = answer.raise_for_status().json()["data"]
             names |= {str(model["id"]): None for model in models if not model.get("parent")}  # a parent: an adapter
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            raise StackError(f"--worker {url} is no OpenAI server: {error}") from error
+            raise CommandError(f"--worker {url} is no OpenAI server: {error}") from error
     if not names:
-        raise StackError("the workers serve no model")
+        raise CommandError("the workers serve no model")
     return tuple(names), tuple(dict.fromkeys(_tag(name) for name in names))
 
 

