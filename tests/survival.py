@@ -13,8 +13,9 @@ from tests.conftest import poll
 
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import FleetUnavailable, WarmfleetError
-from warmfleet.fleet import Ask, Chain, Fleet, Renewal, Timeouts, connect, new_reservation
+from warmfleet.fleet import Ask, Fleet, Renewal, Timeouts, connect, new_reservation
 from warmfleet.fleet.reservations import Spans
+from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker

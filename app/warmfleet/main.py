@@ -31,10 +31,10 @@ from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fleet import Fleet, QueueLimits, Timeouts, Weights, connect
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.identities import Identities
 from warmfleet.pools.policy import policies
 from warmfleet.pools.pool import Pool, Pools
 from warmfleet.prompt.prefix_trie import Trie
-from warmfleet.prompt.prompt_identity import Identities
 from warmfleet.prompt.request import PATHS
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
@@ -169,8 +169,8 @@ async def _background(
     work: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
         ("apply", settings.apply_interval_s, partial(upkeep.apply, pools, metrics)),
         ("view", settings.view_interval_s, reader.refresh),
-        ("approved", settings.view_interval_s, partial(identities.templates.look, pools)),
-        ("policy", settings.view_interval_s, partial(upkeep.follow, pools)),
+        ("approved", settings.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
+        ("policy", settings.view_interval_s, partial(upkeep.follow_policy, pools)),
         ("truth", settings.view_interval_s, TruthWatch(pools, metrics).look),
         ("probe", settings.view_interval_s, prober.round),
         ("renew", settings.renew_interval_s, partial(upkeep.renew, pools, metrics)),

@@ -16,10 +16,10 @@ from warmfleet.engines.upstream import Addresses, Upstream
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.identities import Identities
 from warmfleet.pools.pool import Pool, Pools
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.prefix_trie import Trie
-from warmfleet.prompt.prompt_identity import Identities
 from warmfleet.settings import Settings
 from warmfleet.untrusted.template_approval import Templates
 

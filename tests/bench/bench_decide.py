@@ -24,8 +24,9 @@ from tests.conftest import server, valkey_binary
 
 from warmfleet.fleet.client import SCRIPT_KEYS, connect, script_source
 from warmfleet.fleet.queueing import Place, Queue, QueueLimits
-from warmfleet.fleet.reservations import Ask, Chain, Weights
+from warmfleet.fleet.reservations import Ask, Weights
 from warmfleet.fleet.rows import Flag, LoadRow
+from warmfleet.prompt.block_hashes import Chain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -23,8 +23,9 @@ import redis
 from tests.bench.sync_data import Data
 from tests.lua.stream import SCHEME
 
-from warmfleet.fleet import SCRIPT_KEYS, Ask, Chain, Fleet, connect
+from warmfleet.fleet import SCRIPT_KEYS, Ask, Fleet, connect
 from warmfleet.fleet.client import script_source
+from warmfleet.prompt.block_hashes import Chain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from tests.bench.virtual_store import VirtualStore
 from tests.bench.virtual_workers import MODEL, VirtualWorker
 
-from warmfleet.fleet import RENEW_AT_ONCE, Ask, Chain, Fleet, Renewal, Weights
+from warmfleet.fleet import RENEW_AT_ONCE, Ask, Fleet, Renewal, Weights
 from warmfleet.fleet.reservations import ONE_PROMPT
+from warmfleet.prompt.block_hashes import Chain
 from warmfleet.settings import Settings
 from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
 from warmfleet_worker.protocol.wire import RESERVATION_PREFIX

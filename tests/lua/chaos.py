@@ -11,8 +11,9 @@ from tests.lua.process import Process
 from tests.lua.stream import SCHEME, block
 
 from warmfleet.errors import CancelledReservation, NoWorker
-from warmfleet.fleet import Ask, Chain, Fleet, Renewal
+from warmfleet.fleet import Ask, Fleet, Renewal
 from warmfleet.fleet.upkeep import Pace
+from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.lua.stream import SCHEME, Core, block, blocks, digest_of, with_load
 
-from warmfleet.fleet import Ask, Chain, Flag, Fleet, Lease, Stage
+from warmfleet.fleet import Ask, Flag, Fleet, Lease, Stage
+from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:

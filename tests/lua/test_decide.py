@@ -10,7 +10,8 @@ from tests.conftest import PATIENT, redis7_binary, server, valkey_binary
 from tests.lua.world import BLOCK, READY, SCHEME, World
 
 from warmfleet.errors import BadArgument, CancelledReservation, NoWorker
-from warmfleet.fleet import Chain, Flag, Fleet, Lease, Stage, connect
+from warmfleet.fleet import Flag, Fleet, Lease, Stage, connect
+from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
 # ---------------------------------------------------------------- guards

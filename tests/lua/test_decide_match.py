@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.conftest import PATIENT
 from tests.lua.world import BLOCK, READY, SCHEME, World
 
-from warmfleet.fleet import Ask, Chain, Flag, Fleet, Weights, connect
+from warmfleet.fleet import Ask, Flag, Fleet, Weights, connect
+from warmfleet.prompt.block_hashes import Chain
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tests.lua.stream import SHA, Core, block, blocks, held
 
-from warmfleet.fleet import Ask, Chain, Flag, Fleet
+from warmfleet.fleet import Ask, Flag, Fleet
+from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.lua.stream import SCHEME, Core, block, blocks, digest_of
 
-from warmfleet.fleet import Ask, Chain, Flag, Fleet, Renewal, new_reservation
+from warmfleet.fleet import Ask, Flag, Fleet, Renewal, new_reservation
+from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:

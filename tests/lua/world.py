@@ -8,7 +8,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from warmfleet.fleet import Ask, Chain, Flag, Fleet, Lease, LoadRow
+from warmfleet.fleet import Ask, Flag, Fleet, Lease, LoadRow
+from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:

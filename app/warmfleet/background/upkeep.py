@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools
     from warmfleet.settings import Settings
+    from warmfleet.untrusted.template_approval import Templates
 
 logger = logging.getLogger("warmfleet.background.upkeep")
 
@@ -47,13 +48,25 @@ async def clear(pools: Pools) -> None:
     await pools.each(one)
 
 
-async def follow(pools: Pools) -> None:
+async def follow_policy(pools: Pools) -> None:
     """Choose by the policy that the operator named last, from now on."""
 
     async def one(pool: Pool) -> None:
         told = await pool.fleet.switched()
         if pool.policy.follow(told):
             logger.warning("%s: the policy is %s now, by %s", pool.tag, pool.policy.name, pool.policy.source)
+
+    await pools.each(one)
+
+
+async def follow_approvals(pools: Pools, templates: Templates) -> None:
+    """Let templates run in this process that the operator approved, and no others. Raises FleetUnavailable.
+
+    Of a model whose approvals cannot be read, those of the last reading stay.
+    """
+
+    async def one(pool: Pool) -> None:
+        await templates.approve(pool.tag, await pool.fleet.approved())
 
     await pools.each(one)
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
     from warmfleet.metrics import Metrics
+    from warmfleet.pools.identities import Identities
     from warmfleet.pools.pool import Pool, Pools
-    from warmfleet.prompt.prompt_identity import Identities, Identity
+    from warmfleet.prompt.prompt_identity import Identity
     from warmfleet.settings import Settings
 
 logger = logging.getLogger("warmfleet.background.view_reader")

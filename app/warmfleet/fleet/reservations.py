@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     import redis.asyncio as aioredis
 
+    from warmfleet.prompt.block_hashes import Chain
+
 Outcome = Literal["started", "finished", "failed", "cancelled"]
 REAP_AT_ONCE = 512
 SETTLES_AT_ONCE = 128  # of 256 connections: decisions need some while Redis hangs
@@ -35,15 +37,6 @@ def new_reservation(prompts: int, *, exact: bool = True) -> str:
     """A random id for a request with so many prompts. exact: their token ids are known."""
     mark = SEVERAL_PROMPTS if prompts != 1 else ONE_PROMPT if exact else ESTIMATED
     return RESERVATION_PREFIX + mark + secrets.token_urlsafe(16)[1:]
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """The block hashes of one prompt under one scheme: packed, 8 bytes each, capped as the engine caps."""
-
-    scheme_id: int
-    block_tokens: int
-    hashes: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ from warmfleet.protocol.wire import WORKER_TTL_SECONDS
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from warmfleet.fleet import Chain, Fleet, Renewal
+    from warmfleet.fleet import Fleet, Renewal
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.pools.degraded import Fallback
-    from warmfleet.prompt.block_hashes import Lora
+    from warmfleet.prompt.block_hashes import Chain, Lora
     from warmfleet.prompt.prefix_trie import Prompt
     from warmfleet.prompt.request import Request
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
+from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
 from operator import itemgetter
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_128
 
-from warmfleet.fleet.reservations import Chain
 from warmfleet.protocol import cbor, wire
 from warmfleet.protocol.wire import DIGEST_BYTES, HASH_BYTES, Scheme
 
@@ -30,6 +30,15 @@ TEXT_BLOCK_BYTES = 64  # counted as 16 tokens: four bytes of text make about one
 TEXT_BLOCK_TOKENS = 16
 #: Workers whose tokenizer nobody knows are matched by text. The seed makes the scheme's id its own.
 TEXT_SCHEME = Scheme("sha256_cbor", hashlib.sha256(b"warmfleet text 1").digest(), TEXT_BLOCK_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The block hashes of one prompt under one scheme: packed, 8 bytes each, capped as the engine caps."""
+
+    scheme_id: int
+    block_tokens: int
+    hashes: bytes
 
 
 class Hasher:

@@ -21,8 +21,7 @@ from warmfleet.protocol.wire import HASH_BYTES, pack_hashes
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from warmfleet.fleet import Chain
-    from warmfleet.prompt.block_hashes import Hasher, Lora
+    from warmfleet.prompt.block_hashes import Chain, Hasher, Lora
     from warmfleet.prompt.cut_points import Cuts
 
 NODE_BYTES = 900  # of objects, beside text, ids and hashes

@@ -1,17 +1,16 @@
-"""What a worker's model makes of a request: its chat template and its tokenizer, equal to the engine's.
+"""How one model turns a request into token ids and block hashes, exactly as its engines do.
 
-Built from what the workers bring (``fleet.artifact``), or from a path or hub name. What earlier prompts have in common
-with a new one is not tokenised or hashed again (``trie``).
+A new prompt often begins like an earlier one. The common beginning is neither tokenised nor hashed again
+(``prefix_trie``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from array import array
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import orjson
 
@@ -20,10 +19,9 @@ from warmfleet.prompt.cut_points import Cuts
 from warmfleet.prompt.media_prefix import agreed, variants
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prefix_trie import Prompt, Reading, Trie
-from warmfleet.untrusted.tokenizer_trial import Encoders
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Executor
 
     from warmfleet.prompt.block_hashes import Hasher, Lora
@@ -33,11 +31,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.prefix_trie import Node
     from warmfleet.prompt.request import Request
     from warmfleet.prompt.tokenizer import Encoder
-    from warmfleet.untrusted.template_approval import Template, Templates
 
-logger = logging.getLogger("warmfleet.prompt.prompt_identity")
-
-MAX_UNUSED = 2  # identities, for when a fleet changes back; a tokenizer takes 100 to 240 MB
 MAX_WAITING = 64  # texts in the executor; beyond, requests are routed by load
 INLINE_BYTES = 65_536  # larger bodies are rendered and read in the executor: 1 ms of the event loop and more
 FAST_FACTOR = 20  # how much longer a new text may be inline with the fast engine: 1.5 ms of the event loop
@@ -45,6 +39,26 @@ FAST_FACTOR = 20  # how much longer a new text may be inline with the fast engin
 NO_IDS = array("I")
 Made = TypeVar("Made")
 Rendering = tuple["list[Message]", dict[str, Any], dict[str, Any]]
+
+
+class WorkerTemplate(Protocol):
+    """A chat template that a worker brought. Until an operator approves it, it renders in a process of its own."""
+
+    knows_developer: bool
+
+    @property
+    def here(self) -> ChatTemplate | None:
+        """The template compiled in this process, or None while the operator has not approved it."""
+
+    @property
+    def state(self) -> str:
+        """For people: ``approved``, or how the process fares."""
+
+    async def ready(self) -> Format:
+        """The content format. Raises NotReproducible if the template cannot be used."""
+
+    async def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
+        """The prompt text. Raises NotReproducible."""
 
 
 class Identity:
@@ -55,7 +69,7 @@ class Identity:
     def __init__(
         self,
         encoder: Encoder,
-        template: ChatTemplate | Template | None,
+        template: ChatTemplate | WorkerTemplate | None,
         facts: Mapping[str, Any],
         executor: Executor,
         trie: Trie,
@@ -123,11 +137,13 @@ class Identity:
         reading = self._readings[request.add_special_tokens]
         return await self._elsewhere(lambda: agreed(texts, lambda text: self._read_now(text, reading).ids))
 
-    async def _variant(self, template: ChatTemplate | Template, form: Format, request: Request, change: Change) -> str:
+    async def _variant(
+        self, template: ChatTemplate | WorkerTemplate, form: Format, request: Request, change: Change
+    ) -> str:
         make = partial(self._rendering, request, form, knows_developer=template.knows_developer, change=change)
         here = template.here
         if here is None:
-            return await cast("Template", template).render(*await self._elsewhere(make))
+            return await cast("WorkerTemplate", template).render(*await self._elsewhere(make))
         return await self._elsewhere(lambda: here.render(*make()))
 
     def render(self, request: Request) -> str:
@@ -137,7 +153,7 @@ class Identity:
             raise NotReproducible("no_template")
         return here.render(*self._rendering(request, here.content_format, knows_developer=here.knows_developer))
 
-    async def _render_apart(self, request: Request, template: Template) -> str:
+    async def _render_apart(self, request: Request, template: WorkerTemplate) -> str:
         """The same in the process of a template that nobody approved."""
         form = await template.ready()
         make = partial(self._rendering, request, form, knows_developer=template.knows_developer)
@@ -227,70 +243,3 @@ def canonical_text(request: Request) -> list[bytes]:
         return [head + b"".join([orjson.dumps(message) for message in chat.conversation(request.messages, "string")])]
     except TypeError as error:  # a lone surrogate in a tool call's arguments
         raise NotReproducible("unicode") from error
-
-
-class Identities:
-    """Builds identities once, keeps those in use; the tokenizers, which are the heavy part, are shared by content."""
-
-    def __init__(self, executor: Executor, trie: Trie, templates: Templates) -> None:
-        self._executor = executor
-        self._trie = trie
-        self.templates = templates
-        self._encoders = Encoders(executor)
-        self._built: dict[str, Identity] = {}
-
-    def known(self, key: str) -> Identity | None:
-        return self._built.get(key)
-
-    def keep(self, used: Collection[str]) -> None:
-        """Forget all but these and the last few others."""
-        for key in [key for key in self._built if key not in used][:-MAX_UNUSED]:
-            del self._built[key]
-
-    async def build(
-        self, key: str, artifacts: Mapping[str, bytes], facts: Mapping[str, Any], *, trusted: bool = False
-    ) -> Identity:
-        """Raises ValueError (or jinja2.TemplateError) for artifacts that cannot be used. trusted: the operator's."""
-        tokenizer = artifacts.get("tokenizer.json")
-        if tokenizer is None:
-            raise ValueError("the worker brought no tokenizer")
-        source = artifacts.get("chat_template.jinja")
-        text = source.decode() if source is not None else ""
-        trusted = trusted or self.templates.trust_all  # who lets workers' code run here needs no trial of their tables
-        encoder, cuts = await self._encoders.take(tokenizer, text, trusted=trusted)
-        template = None
-        if source is not None:
-            template = await self.templates.take(source, str(facts.get("content_format", "auto")))
-        identity = Identity(encoder, template, facts, self._executor, self._trie, cuts)
-        identity.key = key
-        self._built[key] = identity
-        if identity.tokenizer != "fast":
-            logger.warning("%s: slower than others, its tokenizer is %s (see /workers)", key[:12], identity.tokenizer)
-        return identity
-
-    async def load(self, name: str) -> Identity:
-        """From a local path or a hub name, as the operator says; raises ValueError if transformers cannot read it."""
-        key = f"override {name}"
-        known = self.known(key)
-        if known is not None:
-            return known
-        loop = asyncio.get_running_loop()
-        artifacts, facts = await loop.run_in_executor(self._executor, _with_transformers, name)
-        return await self.build(key, artifacts, facts, trusted=True)
-
-
-def _with_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
-    try:
-        from transformers import AutoTokenizer  # 2 s and 400 MB: only where an operator names a model
-    except ModuleNotFoundError as error:
-        raise ValueError(f"the tokenizer {name!r} needs transformers: pip install 'warmfleet[hub]'") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        artifacts = {"tokenizer.json": tokenizer.backend_tokenizer.to_str().encode()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"cannot load the tokenizer {name!r}: {error}") from error
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, str):
-        artifacts["chat_template.jinja"] = template.encode()
-    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
-    return artifacts, {"special_tokens": special}

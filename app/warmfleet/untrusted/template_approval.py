@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pool, Pools
     from warmfleet.prompt.messages import Format, Message
 
 logger = logging.getLogger("warmfleet.untrusted.template_approval")
@@ -107,20 +106,15 @@ class Templates:
         await self._settle(template)
         return template
 
-    async def look(self, pools: Pools) -> None:
-        """Take what operators approved in Redis. Raises FleetUnavailable; what was known of that model then stays."""
-        try:
-            await pools.each(self._read)
-        finally:
-            before, self._approved = self._approved, self._configured.union(*self._of_model.values())
-            for template in list(self._held) if before != self._approved else ():
-                try:
-                    await self._settle(template)
-                except Exception as error:  # noqa: BLE001  compiling foreign code may raise anything; it stays in its sandbox
-                    logger.warning("chat template %s does not compile: %s", template.sha256[:12], error)
-
-    async def _read(self, pool: Pool) -> None:
-        self._of_model[pool.tag] = await pool.fleet.approved()
+    async def approve(self, tag: str, digests: frozenset[str]) -> None:
+        """Take the digests that the operator has approved for the model ``tag``: they replace its last ones."""
+        self._of_model[tag] = digests
+        before, self._approved = self._approved, self._configured.union(*self._of_model.values())
+        for template in list(self._held) if before != self._approved else ():
+            try:
+                await self._settle(template)
+            except Exception as error:  # noqa: BLE001  compiling foreign code may raise anything; it stays in its sandbox
+                logger.warning("chat template %s does not compile: %s", template.sha256[:12], error)
 
     async def close(self) -> None:
         """End every process."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pytest
 
     from warmfleet.fleet import Fleet
-    from warmfleet.prompt.prompt_identity import Identities
+    from warmfleet.pools.identities import Identities
 
 
 def worker(name: str, tokenizer: str, block_tokens: int = 16) -> WorkerView:

@@ -16,7 +16,8 @@ from tests.lua.stream import SCHEME, Core
 from tests.lua.world import READY
 
 from warmfleet.errors import NoWorker
-from warmfleet.fleet import Ask, Chain, Fleet, Lease, LoadRow, Stage
+from warmfleet.fleet import Ask, Fleet, Lease, LoadRow, Stage
+from warmfleet.prompt.block_hashes import Chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

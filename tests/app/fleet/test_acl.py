@@ -18,8 +18,9 @@ from tests.conftest import PATIENT, poll, redis7_binary, server, valkey_binary
 
 from warmfleet.cli.acl import lines, rules_of
 from warmfleet.cli.parser import build_parser
-from warmfleet.fleet import Ask, Chain, Fleet, Renewal, connect
+from warmfleet.fleet import Ask, Fleet, Renewal, connect
 from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS, WORKER_COMMANDS
+from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker

@@ -15,11 +15,12 @@ from tokenizers.models import WordLevel
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from warmfleet.metrics import Metrics
+from warmfleet.pools.identities import Identities
 from warmfleet.prompt import messages as chat
 from warmfleet.prompt.chat_template import ChatTemplate
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prefix_trie import Trie
-from warmfleet.prompt.prompt_identity import Identities, Identity, canonical_text
+from warmfleet.prompt.prompt_identity import Identity, canonical_text
 from warmfleet.prompt.request import Request, parse
 from warmfleet.prompt.tokenizer import Encoder
 from warmfleet.untrusted.template_approval import Templates

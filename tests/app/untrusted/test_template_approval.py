@@ -14,6 +14,7 @@ from tests.app.engine import engine
 from tests.app.replica import Replica, replica
 from tests.conftest import PATIENT, poll
 
+from warmfleet.background.upkeep import follow_approvals
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet
 from warmfleet.metrics import Metrics
@@ -125,15 +126,15 @@ async def test_approvals_outlive_redis_but_not_their_revocation(fleet: Fleet) ->
     template = await templates.take(PLAIN.encode(), "auto")
     await fleet.approve([sha256(PLAIN)])
     assert template.here is None
-    await templates.look(pools)
+    await follow_approvals(pools, templates)
     assert template.here is not None
     assert template.sandbox._child is None
     await fleet.redis.set(fleet.keys.operator_approved, "not a set")
     with pytest.raises(Exception, match="WRONGTYPE"):
-        await templates.look(pools)
+        await follow_approvals(pools, templates)
     assert templates.is_approved(sha256(PLAIN))
     await fleet.redis.delete(fleet.keys.operator_approved)
-    await templates.look(pools)
+    await follow_approvals(pools, templates)
     assert template.here is None
     assert templates.is_approved("0" * 64)
     assert await template.render(MESSAGES, {}, {}) == "<user>hello"
@@ -153,7 +154,7 @@ async def test_a_revocation_counts_at_once_whatever_becomes_of_the_others(
     await fleet.approve([sha256(bad), sha256(PLAIN)])
     for _ in range(2):
         with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
-            await templates.look(pools)
+            await follow_approvals(pools, templates)
     with pytest.raises(jinja2.TemplateError):
         await templates.take(bad.encode(), "auto")
     await templates.take(b"1", "auto")
@@ -161,13 +162,13 @@ async def test_a_revocation_counts_at_once_whatever_becomes_of_the_others(
     templates._known.move_to_end((sha256(bad), "auto"), last=False)
     await fleet.revoke([sha256(PLAIN)])
     with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
-        await templates.look(pools)
+        await follow_approvals(pools, templates)
     assert held.here is None
     assert held.state == "sandbox"
     assert await held.render(MESSAGES, {}, {}) == "<user>hello"
     await fleet.approve([sha256(PLAIN)])
     with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
-        await templates.look(pools)
+        await follow_approvals(pools, templates)
     assert held.here is not None, "it is not known any more, but in use"
     assert held.sandbox._child is None
     await templates.close()

@@ -15,10 +15,10 @@ from tests.vllm.parity.test_parity import KINDS, LIKE
 from tests.vllm.parity.truth import INLINE_CHARACTERS, SERVER, Truth, truth
 
 from warmfleet.metrics import Metrics
+from warmfleet.pools.identities import Identities
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import Hasher
 from warmfleet.prompt.prefix_trie import Trie
-from warmfleet.prompt.prompt_identity import Identities
 from warmfleet.protocol.wire import HASH_BYTES, Scheme, default_none_hash
 from warmfleet.untrusted.template_approval import Templates
 

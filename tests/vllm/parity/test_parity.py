@@ -19,8 +19,8 @@ from tests.vllm.engine import ROOT
 from tests.vllm.parity.truth import Counts, Model, Truth, compare, truth
 
 from warmfleet.metrics import Metrics
+from warmfleet.pools.identities import Identities
 from warmfleet.prompt.prefix_trie import Trie
-from warmfleet.prompt.prompt_identity import Identities
 from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:

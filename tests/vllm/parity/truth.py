@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
     from tests.asks import Ask
 
+    from warmfleet.pools.identities import Identities
     from warmfleet.prompt.prefix_trie import Prompt
-    from warmfleet.prompt.prompt_identity import Identities, Identity
+    from warmfleet.prompt.prompt_identity import Identity
 
 SERVER = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-model-len", "131072")
 INLINE_CHARACTERS = 10**9
