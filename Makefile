@@ -12,19 +12,17 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 UV := .venv-uv/bin/uv
-SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 ARGS ?=
 BENCHES = $(patsubst tests/bench/bench_%.py,%,$(wildcard tests/bench/bench_*.py))
 
 SOURCES := app worker_plugin loadtest tests
-PROJECTS := pyproject.toml worker_plugin/pyproject.toml
-OS_PACKAGES := redis-server haproxy lua-check openssl
+PROJECTS := pyproject.toml worker_plugin/pyproject.toml loadtest/pyproject.toml
 
 RUN_STAMP := $(VENV)/.run-ready
 DEV_STAMP := $(VENV)/.dev-ready
 CHECKOV_STAMP := .venv-checkov/.ready
 
-.PHONY: help run test check format lock bench loadtest deps vllm clean
+.PHONY: help run test check format lock bench loadtest deps vllm checkov clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,15 +30,16 @@ help: ## list the targets
 run: $(RUN_STAMP) ## start a store, four simulated engines and two routers behind one address
 	@$(VENV)/bin/warmfleet up $(ARGS)
 
-test: $(DEV_STAMP) $(CHECKOV_STAMP) vllm ## run every test (needs `make deps` once)
-	@$(PY) -m pytest $(ARGS)
+# tests/needs.py reads ARGS: a run of tests/app alone needs neither real vLLM nor checkov, and builds neither.
+test: deps $(DEV_STAMP) ## run every test, or those that ARGS names; installs whatever they need
+	@for target in $$($(PYTHON) tests/needs.py $(ARGS)); do $(MAKE) --no-print-directory $$target; done
+	@STRICT_TOOLS=1 $(PY) -m pytest $(ARGS)
 
-check: $(DEV_STAMP) ## format, lint, types, import rules, Lua
+check: deps $(DEV_STAMP) ## format, lint, types, import rules, Lua
 	@$(VENV)/bin/ruff format --check $(SOURCES)
 	@$(VENV)/bin/ruff check $(SOURCES)
 	@$(VENV)/bin/mypy $(SOURCES)
 	@$(VENV)/bin/lint-imports
-	@command -v luacheck > /dev/null || { echo "luacheck is missing: run 'make deps' once" >&2; exit 1; }
 	@luacheck --quiet --std lua51 --read-globals redis KEYS ARGV cjson cmsgpack struct bit include --max-line-length 120 -- lua
 
 format: $(DEV_STAMP) ## let ruff format the code and fix what it can
@@ -51,15 +50,16 @@ bench: $(DEV_STAMP) ## make -s bench NAME=decide (or apply, sync, identity ...):
 	@test -f "tests/bench/bench_$(NAME).py" || { echo "usage: make -s bench NAME=<name>, one of:" $(BENCHES) >&2; exit 2; }
 	@PYTHONPATH=app:worker_plugin:loadtest $(PY) -m tests.bench.bench_$(NAME) $(ARGS)
 
-loadtest: $(DEV_STAMP) ## drive the local stack through haproxy with Locust, leave an HTML report
+loadtest: deps $(DEV_STAMP) ## drive the local stack through haproxy with Locust, leave an HTML report
 	@$(PY) -m warmfleet_loadtest.locust_run $(ARGS)
 
-vllm: ## build an environment with real vLLM on the CPU, and two tiny models
+vllm: ## build an environment with real vLLM on the CPU, and tiny models
 	@$(PYTHON) tests/vllm/setup.py
 
-deps: ## install the OS packages that tests and checks need (apt-get; sudo unless root)
-	$(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -qq update
-	$(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(OS_PACKAGES)
+deps: ## install redis-server, haproxy, luacheck and openssl where they are missing (apt-get, as root or by sudo)
+	@$(PYTHON) tests/os_tools.py
+
+checkov: $(CHECKOV_STAMP)
 
 # ---------------------------------------------------------------- environments
 
@@ -68,10 +68,10 @@ $(VENV)/bin/python:
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(RUN_STAMP): app/requirements.lock $(PROJECTS) | $(VENV)/bin/python
+$(RUN_STAMP): loadtest/requirements.lock $(PROJECTS) | $(VENV)/bin/python
 	@echo "installing what 'make run' needs (about half a minute) ..."
-	@$(PY) -m pip install -qq --no-compile --require-hashes -r app/requirements.lock
-	@$(PY) -m pip install -qq --no-deps --no-build-isolation -e ./worker_plugin -e .
+	@$(PY) -m pip install -qq --no-compile --require-hashes -r loadtest/requirements.lock
+	@$(PY) -m pip install -qq --no-deps --no-build-isolation -e ./worker_plugin -e ./loadtest -e .
 	@touch $@
 
 $(DEV_STAMP): tests/requirements.lock $(RUN_STAMP)
@@ -91,16 +91,24 @@ $(UV):
 	@.venv-uv/bin/python -m pip install -qq uv
 
 COMPILE = $(UV) pip compile --quiet --universal --generate-hashes --no-header --no-annotate --no-emit-index-url \
-	--no-emit-package warmfleet-worker
+	--no-emit-package warmfleet-worker $(ARGS)
+ROUTER := app/requirements.lock
+LOCAL := loadtest/requirements.lock
+DEV := tests/requirements.lock
 
+# One lock for each place: a router in production, the build of its wheel, `make run`, tests, checkov, real vLLM.
+# The lock of `make run` holds the versions of the router's, and the tests' lock holds those of `make run`.
 lock: $(UV) ## write the hashed locks anew (ARGS=--upgrade takes the newest versions)
-	$(COMPILE) $(ARGS) pyproject.toml --extra demo --group build -o app/requirements.lock
-	$(COMPILE) $(ARGS) pyproject.toml --all-extras --group build --group dev -c app/requirements.lock -o tests/requirements.lock
-	$(COMPILE) $(ARGS) --group checkov -o tests/k8s/requirements.lock
+	$(COMPILE) pyproject.toml -o $(ROUTER)
+	$(COMPILE) pyproject.toml loadtest/pyproject.toml --extra demo --group build -c $(ROUTER) -o $(LOCAL)
+	$(COMPILE) pyproject.toml loadtest/pyproject.toml --extra embedded --extra hub --extra demo --extra bench \
+	  --group build --group dev -c $(LOCAL) -o $(DEV)
+	$(COMPILE) --group build -c $(LOCAL) -o app/build.lock
+	$(COMPILE) --group checkov -o tests/k8s/requirements.lock
 	$(UV) pip compile --quiet --no-deps --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	  --python-version 3.11 $(ARGS) tests/vllm/requirements.in -o tests/vllm/requirements.lock
-	@! grep -n '://' app/requirements.lock tests/requirements.lock tests/*/requirements.lock
+	@! grep -n '://' app/*.lock loadtest/*.lock tests/*.lock tests/*/*.lock
 
 clean: ## remove what make built
-	rm -rf .venv .venv-uv .venv-checkov .venv-vllm models build dist out *.egg-info worker_plugin/*.egg-info
+	rm -rf .venv .venv-uv .venv-checkov .venv-vllm models build dist out */build *.egg-info */*.egg-info
 	rm -rf .cache/peers .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

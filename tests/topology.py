@@ -19,6 +19,7 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.retry import Retry
 from tests.conftest import redis7_binary
+from tests.tools import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,7 +103,7 @@ class Servers:
 
 
 def openssl(folder: Path, line: str) -> None:
-    subprocess.run(["openssl", *line.split()], cwd=folder, check=True, capture_output=True)
+    subprocess.run([require("openssl"), *line.split()], cwd=folder, check=True, capture_output=True)
 
 
 def make_ca(folder: Path, name: str) -> Path:

@@ -2,16 +2,18 @@
 #   docker build -f k8s/images/router.Dockerfile -t warmfleet-router:0.1.0 .
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
-COPY app/requirements.lock ./
+COPY app/requirements.lock app/build.lock ./
 RUN python -m venv /opt/warmfleet \
-    && /opt/warmfleet/bin/pip install --no-cache-dir --require-hashes -r requirements.lock
-# app/warmfleet/lua links to lua/: the link becomes real files in the wheel.
+    && /opt/warmfleet/bin/pip install --no-cache-dir --require-hashes -r requirements.lock \
+    && python -m venv /opt/build \
+    && /opt/build/bin/pip install --no-cache-dir --require-hashes -r build.lock
+# In app/warmfleet, lua and protocol are links to the other two folders. The wheel holds real files in their place.
 COPY pyproject.toml README.md LICENSE ./
 COPY lua ./lua
-COPY loadtest ./loadtest
-COPY worker_plugin ./worker_plugin
+COPY worker_plugin/warmfleet_worker/protocol ./worker_plugin/warmfleet_worker/protocol
 COPY app ./app
-RUN /opt/warmfleet/bin/pip install --no-cache-dir --no-deps --no-build-isolation ./worker_plugin .
+RUN /opt/build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /opt/wheels . \
+    && /opt/warmfleet/bin/pip install --no-cache-dir --no-deps --no-index /opt/wheels/*.whl
 
 FROM python:3.11-slim-bookworm
 COPY --from=build /opt/warmfleet /opt/warmfleet

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from tests.k8s.objects import Manifest, name_of
 from tests.k8s.render import ROOT, parse, tool
+from tests.tools import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,11 +41,7 @@ def failed(rendered: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def _run(folder: Path) -> dict[str, set[str]]:
-    checkov = tool("checkov")
-    if checkov is None:
-        if os.environ.get("CI"):
-            pytest.fail("checkov is missing: `make test` builds .venv-checkov")
-        pytest.skip("checkov is not installed: `make test` builds .venv-checkov")
+    checkov = require("checkov", tool("checkov"))
     command = [checkov, "-d", str(folder), "--config-file", str(ROOT / ".checkov.yaml"), "-o", "json"]
     # No account and no network: checkov asks for neither with these.
     environment = {**os.environ, "BC_SKIP_MAPPING": "TRUE", "CHECKOV_RUN_SCA_PACKAGE_SCAN_V2": "false"}

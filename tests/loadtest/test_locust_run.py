@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tools import require
 
 from warmfleet_loadtest import locust_run
 from warmfleet_loadtest.locust_run import Run, describe, verdict
@@ -84,10 +85,7 @@ def test_without_haproxy_it_says_what_to_install(
 
 
 def test_a_short_real_run_survives_a_kill_and_uses_the_added_replica(tmp_path: Path) -> None:
-    if shutil.which("haproxy") is None and shutil.which("haproxy", path="/usr/sbin") is None:
-        if os.environ.get("CI"):
-            pytest.fail("haproxy is missing: run `make deps`")
-        pytest.skip("haproxy is not installed")
+    require("haproxy")
     command = [sys.executable, "-m", "warmfleet_loadtest.locust_run", "--duration", "15", "--users", "8"]
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("app", "worker_plugin", "loadtest"))
     report = tmp_path / "report.html"

@@ -45,7 +45,7 @@ Why there:      {command} explain --url {address} --message "What is a KV cache?
 def plan_of(options: argparse.Namespace) -> Plan:
     """The command line as a Plan. Raises CommandError for what it needs and is not installed."""
     if options.tokenizer and find_spec("transformers") is None:
-        raise CommandError("--tokenizer needs the package transformers: pip install 'warmfleet[hub]'")
+        raise CommandError("--tokenizer needs the package transformers: pip install 'transformers>=5'")
     engines = EngineOptions(
         count=options.engines or (2 if options.engine == "vllm" else 4),
         kind=options.engine,

@@ -75,7 +75,7 @@ def _with_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
     try:
         from transformers import AutoTokenizer  # 2 s and 400 MB: only where an operator names a model
     except ModuleNotFoundError as error:
-        raise ValueError(f"the tokenizer {name!r} needs transformers: pip install 'warmfleet[hub]'") from error
+        raise ValueError(f"the tokenizer {name!r} needs transformers: pip install 'transformers>=5'") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         artifacts = {"tokenizer.json": tokenizer.backend_tokenizer.to_str().encode()}

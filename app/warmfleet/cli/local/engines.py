@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import dataclass
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,10 @@ from warmfleet.cli.command_error import CommandError
 
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 TINY_MODEL = Path("models/tiny")
+NO_SIMULATOR = (
+    "the simulated engines are not installed: run pip install ./worker_plugin './loadtest[demo]' in a checkout of "
+    "Warmfleet, or name engines that you already run with `warmfleet up --worker URL`"
+)
 _NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._/-]")
 
 
@@ -36,6 +41,12 @@ class EngineOptions:
     def served_name(self) -> str:
         """The name that requests give in ``model``."""
         return Path(self.model or TINY_MODEL).name if self.kind == "vllm" else self.model or "demo"
+
+
+def require_simulator() -> None:
+    """Raises CommandError if the simulated engines are not installed: a production install does not bring them."""
+    if find_spec("warmfleet_loadtest") is None:
+        raise CommandError(NO_SIMULATOR)
 
 
 def engine_command(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple[list[str], dict[str, str]]:

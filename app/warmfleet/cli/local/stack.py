@@ -13,7 +13,7 @@ import httpx
 from warmfleet.cli.client import admin_headers
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.children import Child, Children
-from warmfleet.cli.local.engines import EngineOptions, demo_template_sha256, discover, engine_command
+from warmfleet.cli.local.engines import EngineOptions, demo_template_sha256, discover, engine_command, require_simulator
 from warmfleet.cli.local.ports import claim_shared, free_port
 from warmfleet.cli.local.store import check_store, start_store
 
@@ -43,6 +43,11 @@ class Plan:
     worker_api_key: str = ""
     tokenizer: str = ""
     logs: Path | None = None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the engines to start are simulated ones."""
+        return not self.workers and self.engines.kind == "sim"
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,8 @@ class Stack:
 
     def _start(self) -> None:
         plan = self.plan
+        if plan.simulated:
+            require_simulator()
         self._claimed = claim_shared(plan.host, plan.port)
         if plan.workers:
             self.names, self.models = discover(plan.workers, plan.worker_api_key)
@@ -162,9 +169,15 @@ class Stack:
         return member
 
     def _approvals(self) -> dict[str, str]:
-        """What this command starts is approved: all that reaches a private store; in yours, the demo's template."""
+        """Settings that approve the chat templates of the engines that this command starts.
+
+        Nobody else writes into a private store, so every template there is trusted. In a store that the user names,
+        only the template of simulated engines is approved.
+        """
         if not self.plan.redis_url:
             return {"WARMFLEET_TRUST_TEMPLATES": "1"}
+        if not self.plan.simulated:
+            return {}
         given = os.environ.get("WARMFLEET_APPROVED_TEMPLATES", "")
         return {"WARMFLEET_APPROVED_TEMPLATES": ",".join(filter(None, [given, demo_template_sha256()]))}
 

