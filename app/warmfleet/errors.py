@@ -15,7 +15,6 @@ WarmfleetError
 ├── FleetUnavailable      503  Redis is gone or slow
 ├── Stopping              503  this replica ends, and the answer took longer than it waits
 ├── CancelledReservation  409  it was cancelled before it was booked
-├── SchemaMismatch        500  a script and this router do not speak the same version
 └── BadArgument           500  a script refused an argument: a bug of ours
 """
 # ruff: noqa: N818  these names are conditions that a client is told of, as in starlette and kubernetes
@@ -110,10 +109,6 @@ class Stopping(WarmfleetError):
 
 class CancelledReservation(WarmfleetError):
     status, code = 409, "cancelled"
-
-
-class SchemaMismatch(WarmfleetError):
-    code = "schema_mismatch"
 
 
 class BadArgument(WarmfleetError):

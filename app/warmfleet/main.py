@@ -15,10 +15,11 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
+from warmfleet.api import connection_limits
 from warmfleet.api import endpoints as api
 from warmfleet.api.connection_limits import guarded
 from warmfleet.api.endpoints import Application, Health, Proxy, SmallEndpoints
-from warmfleet.background import upkeep
+from warmfleet.background import outage_checks, stock_engines, upkeep
 from warmfleet.background.index_health import TruthWatch
 from warmfleet.background.memory import MemoryWatch
 from warmfleet.background.outage_checks import HealthChecks
@@ -26,13 +27,13 @@ from warmfleet.background.prober import Prober
 from warmfleet.background.stock_engines import StaticWorkers
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.background.view_reader import Reader
-from warmfleet.engines.upstream import Addresses, Upstream
+from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, Addresses, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
-from warmfleet.fleet import Fleet, QueueLimits, Timeouts, Weights, connect
+from warmfleet.fleet import Fleet, QueueLimits, Timeouts, connect
 from warmfleet.metrics import Metrics
+from warmfleet.pools import degraded
 from warmfleet.pools.degraded import Fallback
 from warmfleet.pools.identities import Identities
-from warmfleet.pools.policy import policies
 from warmfleet.pools.pool import Pool, Pools
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.prompt.request import PATHS
@@ -40,7 +41,7 @@ from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.router import Router
-from warmfleet.settings import Settings, unknown_variables
+from warmfleet.settings import Settings, policies, unknown_variables
 from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
     metrics, health = Metrics(), health or Health()
     pools = Pools([_pool(tag, settings) for tag in settings.models])
     addresses = Addresses(settings.worker_addresses, settings.static_workers)
-    upstream = Upstream(addresses, settings.connect_timeout_s, metrics.retries.labels("same").inc)
+    upstream = Upstream(addresses, CONNECT_TIMEOUT_S, metrics.retries.labels("same").inc)
     log = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
     router = Router(pools, upstream, settings, metrics, log)
     small = SmallEndpoints(router, settings, metrics, health)
@@ -101,8 +102,8 @@ async def serve(settings: Settings, sockets: Sequence[socket.socket] | None = No
     """Serve until SIGINT or SIGTERM, on ``sockets`` (bound by the caller, perhaps with SO_REUSEPORT) or host:port."""
     os.environ.setdefault("RAYON_NUM_THREADS", "1")  # one text a call: a pool of threads only costs
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in unknown_variables():
-        logger.warning("%s is set, but no setting has this name", name)
+    for name, why in unknown_variables().items():
+        logger.warning("%s is set, but %s", name, why)
     await server(settings).serve(list(sockets) if sockets is not None else None)
 
 
@@ -114,7 +115,7 @@ def server(settings: Settings) -> uvicorn.Server:
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http=guarded(settings.header_timeout_s, settings.max_connections),
+        http=guarded(connection_limits.HEADER_TIMEOUT_S, settings.max_connections),
         ws="none",
         lifespan="on",
         access_log=False,
@@ -153,11 +154,10 @@ def _pool(tag: str, settings: Settings) -> Pool:
         raise BadArgument(str(error)) from error
     except WireError as error:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
-    weights = Weights(min_match_tokens=settings.min_match_tokens)
-    fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s), weights)
+    fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
     policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
     fleet.limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max)
-    return Pool(tag, fleet, Fallback(settings.redis_retry_s), policy, objective_s)
+    return Pool(tag, fleet, Fallback(degraded.REDIS_RETRY_S), policy, objective_s)
 
 
 @asynccontextmanager
@@ -167,24 +167,22 @@ async def _background(
     reader = Reader(pools, identities, settings, metrics)
     prober = Prober(pools, upstream, settings, metrics)
     work: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
-        ("apply", settings.apply_interval_s, partial(upkeep.apply, pools, metrics)),
+        ("apply", upkeep.APPLY_INTERVAL_S, partial(upkeep.apply, pools, metrics)),
         ("view", settings.view_interval_s, reader.refresh),
         ("approved", settings.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
         ("policy", settings.view_interval_s, partial(upkeep.follow_policy, pools)),
         ("truth", settings.view_interval_s, TruthWatch(pools, metrics).look),
         ("probe", settings.view_interval_s, prober.round),
-        ("renew", settings.renew_interval_s, partial(upkeep.renew, pools, metrics)),
+        ("renew", upkeep.RENEW_INTERVAL_S, partial(upkeep.renew, pools, metrics)),
         ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),
-        ("check", settings.health_interval_s, HealthChecks(pools, upstream, settings, metrics).round),
+        ("check", outage_checks.CHECK_INTERVAL_S, HealthChecks(pools, upstream, metrics).round),
         ("clear", CLEAR_INTERVAL_S, partial(upkeep.clear, pools)),
+        ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
     ]
     work += [("alarm", ALARM_GAP_S, partial(_alarm, pool, reader, prober)) for pool in pools.all]
-    if settings.audit_interval_s:
-        audit = partial(upkeep.audit, pools, settings, metrics)
-        work.append(("audit", AUDIT_LOOK_S, audit))
     if settings.static_workers:
         static = StaticWorkers(pools, upstream, settings)
-        work.append(("health", settings.health_interval_s, static.round))
+        work.append(("health", stock_engines.HEALTH_INTERVAL_S, static.round))
     tasks = [asyncio.create_task(supervise(name, seconds, call, metrics), name=name) for name, seconds, call in work]
     try:
         yield

@@ -1,31 +1,103 @@
-"""One frozen dataclass from the environment: every field has its unit in its name, a default and a reason."""
+"""The settings of one replica: a frozen dataclass that is read from ``WARMFLEET_*`` environment variables.
+
+Every field has its unit in its name, a default, and a sentence for ``app/docs/settings.md``, which is generated from
+here. A value becomes a setting only if an operator with a reason would turn it; any other is a constant beside its
+reason in the module that uses it.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from warmfleet.errors import BadArgument
-from warmfleet.per_model import PerModel
-from warmfleet.pools.policy import policies
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 PREFIX = "WARMFLEET_"
-MIN_SECRET = 16
+#: The placement policies by name. The scripts implement them; lua/README.md says where each comes from.
+POLICIES = (
+    *("cost", "sticky", "two_state", "prefix_affinity", "chwbl", "session"),
+    *("least_loaded", "power_of_two", "round_robin", "random"),
+)
+MIN_SECRET_CHARACTERS = 16
+MAX_PORT = 65_535
+#: A reading of the fleet that is 3 s old counts as an outage of Redis, and token hand-off uses none older than 5 s.
+MAX_VIEW_INTERVAL_S = 2.0
+#: A probe lasts up to 30 s for its answers and 5 s for its blocks; the next one must not begin before.
+MIN_PROBE_INTERVAL_S = 40.0
+#: A reservation lives 30 s. A decision that takes longer than a third of that would book a lease about to expire.
+MAX_DECIDE_TIMEOUT_S = 10.0
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 #: Variables with our prefix that belong to workers (worker_plugin/README.md) or to the command line.
 FOREIGN = frozenset({"WARMFLEET_MODEL", "WARMFLEET_WORKER_ID", "WARMFLEET_WORKER_URL"})
+#: Settings of earlier versions that are constants now.
+CONSTANTS = frozenset(
+    {
+        *("WARMFLEET_APPLY_INTERVAL_S", "WARMFLEET_ASK_TIMEOUT_S", "WARMFLEET_AUDIT_INTERVAL_S"),
+        *("WARMFLEET_BODY_TIMEOUT_S", "WARMFLEET_BUFFER_MAX_BYTES", "WARMFLEET_CONNECT_TIMEOUT_S"),
+        *("WARMFLEET_HEADER_TIMEOUT_S", "WARMFLEET_HEALTH_INTERVAL_S", "WARMFLEET_INLINE_CHARACTERS"),
+        *("WARMFLEET_MIN_MATCH_TOKENS", "WARMFLEET_MIRROR_CHECKPOINTS", "WARMFLEET_PROBE_TIMEOUT_S"),
+        *("WARMFLEET_REDIS_RETRY_S", "WARMFLEET_RENEW_INTERVAL_S"),
+    }
+)
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class PerModel(Generic[Value]):
+    """A value that may differ by model, written ``0.5,modelA=1.2``.
+
+    ``named`` holds the exceptions; a key is a model's name, for all its pools, or a whole tag ``name#pool``.
+    """
+
+    default: Value
+    named: Mapping[str, Value] = field(default_factory=dict)
+
+    def of(self, tag: str) -> Value:
+        """The value for a model tag: that of the tag, else that of the model's name, else the default."""
+        for name in (tag, tag.partition("#")[0]):
+            if name in self.named:
+                return self.named[name]
+        return self.default
+
+    def strangers(self, tags: Sequence[str]) -> list[str]:
+        """The names that belong to none of these model tags, most likely typing errors."""
+        return sorted(self.named.keys() - {*tags, *(tag.partition("#")[0] for tag in tags)})
+
+    def values(self) -> list[Value]:
+        """The default and all exceptions."""
+        return [self.default, *self.named.values()]
+
+    def read(self, text: str, cast: Callable[[str], Value]) -> PerModel[Value]:
+        """This value with what ``text`` says on top. Raises ValueError, also from ``cast``."""
+        default, named, seen = self.default, dict(self.named), set[str]()
+        for part in filter(None, map(str.strip, text.split(","))):
+            name, equals, value = map(str.strip, part.rpartition("="))
+            if name in seen or (equals and not name):
+                raise ValueError(f"{part!r}: a model, or the default, twice or without a name")
+            seen.add(name)
+            if name:
+                named[name] = cast(value)
+            else:
+                default = cast(value)
+        return PerModel(default, named)
+
+    def __str__(self) -> str:
+        """The text that the environment would have."""
+        return ",".join([str(self.default), *(f"{name}={value}" for name, value in self.named.items())])
 
 
 def engine_url(text: str) -> str:
-    """The base URL of an engine: what comes before ``/v1``. Raises BadArgument."""
+    """The base URL of an engine, which is the part before ``/v1``. Raises BadArgument."""
     url = text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         parts = urlsplit(url)
@@ -37,6 +109,20 @@ def engine_url(text: str) -> str:
     return url
 
 
+def policies(text: str) -> PerModel[str]:
+    """``cost,modelA=sticky`` as a policy for each model. Raises BadArgument for an unknown name."""
+    try:
+        return PerModel("cost").read(text, _policy)
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+
+
+def _policy(name: str) -> str:
+    if name not in POLICIES:
+        raise ValueError(f"{name[:80]!r} is no policy; known are {', '.join(POLICIES)}")
+    return name
+
+
 def _setting(default: Any, why: str) -> Any:
     return field(default=default, metadata={"why": why})
 
@@ -45,118 +131,115 @@ def _setting(default: Any, why: str) -> Any:
 class Settings:
     """Read with ``Settings.from_environment()``. Lists are separated by commas."""
 
-    redis_url: str = _setting("redis://127.0.0.1:6379/0", "where the fleet meets")
-    redis_ca: str = _setting("", "PEM file of the authority that signed Redis' certificate; needs a `rediss` URL")
-    models: tuple[str, ...] = _setting((), "model tags to serve, `name` or `name#pool`; required")
-    host: str = _setting("127.0.0.1", "address to listen on; not open to the network unless asked")
+    redis_url: str = _setting("redis://127.0.0.1:6379/0", "address of the Redis in which the fleet meets")
+    redis_ca: str = _setting(
+        "", "PEM file of the authority that signed Redis' certificate; needs a `rediss` URL; empty = the system's"
+    )
+    models: tuple[str, ...] = _setting((), "model tags to serve, each `name` or `name#pool`; required")
+    host: str = _setting("127.0.0.1", "address to listen on; the default is reachable from this machine only")
     port: int = _setting(8080, "port to listen on")
     policy: str = _setting(
-        "cost", 'how to choose (`lua/README.md`, "Policies"); for single models: `cost,modelA=sticky`'
+        "cost", 'placement policy (`lua/README.md`, "Policies"); exceptions for single models: `cost,modelA=sticky`'
     )
-    ttft_objective_s: PerModel[float] = _setting(  # noqa: RUF009  what it calls makes a field
-        PerModel(0.0), "time to first token that is quick enough; `0.5,modelA=1.2` for some models; 0 = none"
+    ttft_objective_s: PerModel[float] = _setting(  # noqa: RUF009  the call makes a field
+        PerModel(0.0), "time to first token that is quick enough; exceptions: `0.5,modelA=1.2`; 0 = no objective"
     )
-    min_match_tokens: int = _setting(0, "what a worker holds beyond all others counts for the choice from there on")
     decision_log: str = _setting(
-        "", "file for a sample of decisions, to be replayed; one for each replica; empty = none"
+        "", "file for a sample of the decisions, for `warmfleet replay`; each replica needs its own; empty = none"
     )
-    decision_sample: float = _setting(0.01, "share of the decisions that goes there")
-    static_workers: tuple[str, ...] = _setting((), "URLs of engines without the plugin, served as approximate workers")
-    worker_api_key: str = _setting("", "sent to workers in place of the client's Authorization")
+    decision_sample: float = _setting(0.01, "share of the decisions that the decision log gets, 0 to 1")
+    static_workers: tuple[str, ...] = _setting(
+        (), "URLs of engines without the plugin, which the fleet knows as approximate workers"
+    )
+    worker_api_key: str = _setting(
+        "", "key for engines, in place of the client's Authorization; empty = the client's own"
+    )
     admin_key: str = _setting(
-        "", "wanted as bearer token by `/workers`, `/explain` and `/metrics`; empty = open to all"
+        "", "bearer token that `/workers`, `/explain` and `/metrics` require; empty = open to everybody"
     )
     tenant_key: str = _setting(
-        "", "a secret of 16 characters and more: tenants never share cached blocks; empty = one cache for all"
+        "", "a secret of at least 16 characters: tenants never share cached blocks; empty = one cache for all"
     )
     tenant_header: str = _setting(
         "Authorization",
-        "whose value names the tenant: in the queue always, in the caches where `WARMFLEET_TENANT_KEY` is set",
+        "request header that names the tenant: always for the queue, and for the caches with `WARMFLEET_TENANT_KEY`",
     )
-    answer_headers: str = _setting("all", "`all`, or `request_id`: answers do not tell worker and matched tokens")
-    tokenizer: str = _setting("", "path or hub name that overrides the tokenizer the workers bring")
+    answer_headers: str = _setting(
+        "all", "`all`, or `request_id`: then answers do not tell the worker and the matched tokens"
+    )
+    tokenizer: str = _setting("", "path or hub name of a tokenizer that replaces those of the workers")
     worker_addresses: tuple[str, ...] = _setting(
         ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "100.64.0.0/10", "fc00::/7", "::1/128"),
-        "address ranges that announced URLs may point to: a forged join must not send requests elsewhere",
+        "address ranges that a worker's URL may point to, so that a forged join cannot send requests elsewhere",
     )
     decide_timeout_s: float = _setting(
         0.05,
-        "longest wait for a decision, counted while the event loop is on time (at most 1 s more); "
-        "then the fallback chooses",
+        "longest wait for a decision, at most 10; then the fallback chooses. Time in which the event loop is late "
+        "does not count, up to 1 s",
     )
-    redis_retry_s: float = _setting(1.0, "after two failed decisions, Redis is not asked again for this long")
-    connect_timeout_s: float = _setting(2.0, "longest wait for a connection to a worker; then another is tried")
     allowed_fields: tuple[str, ...] = _setting(
         (), "request fields that are refused unless named here: `chat_template`, `kv_transfer_params`"
     )
-    body_timeout_s: float = _setting(60.0, "longest time for a client to send its request body")
-    body_max_bytes: int = _setting(33_554_432, "longest request body; beyond: 413")
-    buffer_max_bytes: int = _setting(1_048_576, "of a plain answer read before its headers go out, so a death is a 502")
-    header_timeout_s: float = _setting(10.0, "longest time for a client to send its request headers")
-    max_connections: int = _setting(4_096, "open client connections of one replica")
-    shutdown_grace_s: float = _setting(30.0, "running answers may go on this long after a stop signal")
-    drain_s: float = _setting(0.0, "`/readyz` says no for this long before a stop, so that balancers notice")
-    expected_output_tokens: int = _setting(256, "answer length that is booked when the request names none or more")
-    apply_interval_s: float = _setting(0.05, "time between two rounds of applying worker events")
-    view_interval_s: float = _setting(1.0, "time between two readings of the fleet's workers")
-    renew_interval_s: float = _setting(10.0, "time between two renewals of open reservations, which live 30 s")
-    audit_interval_s: float = _setting(3600.0, "time between two audits of a worker's part of the index; 0 = none")
-    health_interval_s: float = _setting(
-        5.0, "time between two health checks of an approximate worker; of all while heartbeats are not heard"
+    body_max_bytes: int = _setting(33_554_432, "longest request body; a longer one is answered with 413")
+    max_connections: int = _setting(4_096, "client connections that one replica holds open")
+    shutdown_grace_s: float = _setting(
+        30.0,
+        "running answers may go on for this long after a stop signal; then they are cut, with error code `stopping`",
     )
-    probe_timeout_s: float = _setting(5.0, "a probe's blocks must show in its worker's stream within this")
+    drain_s: float = _setting(
+        0.0, "`/readyz` answers 503 for this long before a replica stops, so that balancers notice"
+    )
+    expected_output_tokens: int = _setting(
+        256, "length of an answer that a decision books, where the request itself asks for no less"
+    )
+    view_interval_s: float = _setting(1.0, "time between two readings of the fleet's workers, at most 2")
     probe_interval_s: float = _setting(
-        600.0, "time between two probes of a proven worker, all replicas together; 0 = only when it is suspected"
+        600.0,
+        "time between two probes of a proven worker by any replica, at least 40; 0 = on suspicion only",
     )
     warm_prefixes: int = _setting(
-        0, "a worker that joins empty is given this many of the prefixes in use before it takes requests; 0 = none"
+        0, "number of popular prefixes that an empty worker computes before it takes requests; 0 = none"
     )
-    ask_engines: bool = _setting(True, "ask an engine for token ids that only it can tell, where its routes are on")
-    ask_timeout_s: float = _setting(
-        0.25, "longest wait for that, besides 5 µs for each byte of the request; then it is routed by load"
-    )
-    inline_characters: int = _setting(2_000, "longer new texts are tokenised in a thread; x20 with the fast engine")
-    trie_bytes: int = _setting(268_435_456, "bound of the prompt trie: ids and hashes of earlier prompts, about")
-    mirror_checkpoints: int = _setting(20_000, "checkpoints remembered for one approximate worker")
+    ask_engines: bool = _setting(True, "ask an engine for the token ids that only engines can make")
+    trie_bytes: int = _setting(268_435_456, "about the bound of the prompt trie, which keeps ids and hashes of prompts")
     approved_templates: tuple[str, ...] = _setting(
         (), "sha256 of chat templates that may run in this process, besides those of `warmfleet artifacts approve`"
     )
     trust_templates: bool = _setting(
-        False, "all chat templates that workers bring may run in this process, and their tokenizers are loaded untried"
+        False, "run every worker's chat template in this process, and load every worker's tokenizer untried"
     )
     max_engine_wait_s: float = _setting(
-        2.0,
-        "while this much work is booked on every worker, requests wait in their replica, in an order that the fleet "
-        "shares; 0 = never",
+        2.0, "requests wait in the queue while this much prefill is booked on every worker; 0 = there is no queue"
     )
     queue_max: int = _setting(1_024, "requests of one model that may wait, in all replicas together; then 429")
     queue_max_bytes: int = _setting(
-        67_108_864, "bodies that may wait in one replica, of a tenant as much as is free; then 429"
+        67_108_864, "bodies that may wait in one replica, no less than `WARMFLEET_BODY_MAX_BYTES`; then 429"
     )
     queue_timeout_s: float = _setting(
-        30.0, "longest wait there; then 503. A request may shorten it: header `X-Request-Timeout-Ms`"
+        30.0, "longest wait in the queue; then 503. The header `X-Request-Timeout-Ms` shortens it for one request"
     )
     queue_priority: bool = _setting(
-        False, "a request's field `priority` (lower goes first) counts in the queue: any client can send it"
+        False, "order the queue by the request's `priority` (lower goes first), which every client can set"
     )
-    token_handoff: bool = _setting(
-        True, "engines that can are given the token ids made here, and do not tokenise again"
-    )
+    token_handoff: bool = _setting(True, "send engines a prompt's token ids, so that they do not tokenise it again")
 
     def engine_wait_s(self, tag: str) -> float:
-        """max_engine_wait_s of a model: who waits in an engine for longer than a TTFT objective has missed it."""
+        """``max_engine_wait_s`` of a model, or its TTFT objective if that is less: a longer wait would miss it."""
         return min(self.max_engine_wait_s, self.ttft_objective_s.of(tag) or math.inf)
 
     @property
     def explain_key(self) -> str | None:
-        """What a request must say to be told of its decision: empty: anything; None: nobody is told, since clients are
-        not to know of workers and there is no operator's key."""
-        kept = self.answer_headers == "request_id" or self.tenant_key
-        return None if kept and not self.admin_key else self.admin_key
+        """The key that a request needs to be told of its decision.
+
+        Empty: none is needed. None: nobody is told, because clients must not know of workers and no operator's key is
+        set.
+        """
+        hidden = self.answer_headers == "request_id" or self.tenant_key
+        return None if hidden and not self.admin_key else self.admin_key
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Raises BadArgument naming the variable that cannot be read."""
+        """The settings, checked. Raises BadArgument that names the variable at fault."""
         environment = os.environ if environment is None else environment
         values = {}
         for item in fields(cls):
@@ -165,43 +248,77 @@ class Settings:
                 values[item.name] = _cast(name, environment[name], item.default)
         if "static_workers" in values:
             values["static_workers"] = tuple(map(engine_url, values["static_workers"]))
-        settings = cls(**values)
+        return cls(**values).checked()
+
+    def checked(self) -> Settings:
+        """These settings, unchanged. Raises BadArgument for a value, or a pair of values, that cannot work."""
         try:
-            policies(settings.policy)
+            policies(self.policy)
         except BadArgument as error:
-            raise BadArgument(f"{PREFIX}POLICY={settings.policy!r}: {error}") from error
-        if settings.decision_sample > 1:
-            raise BadArgument(f"{PREFIX}DECISION_SAMPLE={settings.decision_sample} is a share: 0 to 1")
-        if settings.answer_headers not in ("all", "request_id"):
-            raise BadArgument(f"{PREFIX}ANSWER_HEADERS={settings.answer_headers!r}: known are all, request_id")
-        if 0 < len(settings.tenant_key) < MIN_SECRET:
-            raise BadArgument(f"{PREFIX}TENANT_KEY must have at least {MIN_SECRET} characters")
-        if not _HEADER.fullmatch(settings.tenant_header):
-            raise BadArgument(f"{PREFIX}TENANT_HEADER={settings.tenant_header[:80]!r} is not the name of a header")
-        if wrong := [digest for digest in settings.approved_templates if not _SHA256.match(digest)]:
-            raise BadArgument(f"{PREFIX}APPROVED_TEMPLATES: {wrong[0][:80]!r} is not a sha256 of 64 hex digits")
-        return settings
+            raise BadArgument(f"{PREFIX}POLICY={self.policy!r}: {error}") from error
+        for message in (*self._wrong_values(), *self._contradictions()):
+            raise BadArgument(PREFIX + message)
+        return self
+
+    def _wrong_values(self) -> Iterator[str]:
+        """A message for each value that is wrong whatever the others are."""
+        if self.port > MAX_PORT:
+            yield f"PORT={self.port}: a port is 0 to {MAX_PORT}"
+        if self.decision_sample > 1:
+            yield f"DECISION_SAMPLE={self.decision_sample} is a share: 0 to 1"
+        if self.answer_headers not in ("all", "request_id"):
+            yield f"ANSWER_HEADERS={self.answer_headers!r}: known are all, request_id"
+        if 0 < len(self.tenant_key) < MIN_SECRET_CHARACTERS:
+            yield f"TENANT_KEY must have at least {MIN_SECRET_CHARACTERS} characters"
+        if not _HEADER.fullmatch(self.tenant_header):
+            yield f"TENANT_HEADER={self.tenant_header[:80]!r} is not the name of a header"
+        for digest in self.approved_templates:
+            if not _SHA256.match(digest):
+                yield f"APPROVED_TEMPLATES: {digest[:80]!r} is not a sha256 of 64 hex digits"
+        for text in self.worker_addresses:
+            try:
+                ipaddress.ip_network(text, strict=False)
+            except ValueError:
+                yield f"WORKER_ADDRESSES: {text[:80]!r} is not an address range such as 10.0.0.0/8"
+
+    def _contradictions(self) -> Iterator[str]:
+        """A message for each value that contradicts another setting, or a time by which the fleet goes."""
+        if not 0 < self.decide_timeout_s <= MAX_DECIDE_TIMEOUT_S:
+            limit = f"more than 0 and at most {MAX_DECIDE_TIMEOUT_S:g}"
+            yield f"DECIDE_TIMEOUT_S={self.decide_timeout_s:g} must be {limit}: a reservation lives 30 s"
+        if not 0 < self.view_interval_s <= MAX_VIEW_INTERVAL_S:
+            limit = f"more than 0 and at most {MAX_VIEW_INTERVAL_S:g}"
+            why = "after 3 s without a reading Redis counts as away, after 5 s WARMFLEET_TOKEN_HANDOFF sends no ids"
+            yield f"VIEW_INTERVAL_S={self.view_interval_s:g} must be {limit}: {why}"
+        if 0 < self.probe_interval_s < MIN_PROBE_INTERVAL_S:
+            limit = f"0 or at least {MIN_PROBE_INTERVAL_S:g}"
+            yield f"PROBE_INTERVAL_S={self.probe_interval_s:g} must be {limit}: one probe may last 35 s"
+        if self.max_engine_wait_s and self.queue_max_bytes < self.body_max_bytes:
+            limit = f"WARMFLEET_BODY_MAX_BYTES={self.body_max_bytes}"
+            why = "a request of that size could never wait in the queue"
+            yield f"QUEUE_MAX_BYTES={self.queue_max_bytes} must be at least {limit}: {why}"
 
 
-def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:
-    """Variables with our prefix that nothing reads: a typing error, most likely."""
+def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Why each variable with our prefix has no effect, by its name: it is a constant now, or a typing error."""
     environment = os.environ if environment is None else environment
     known = {PREFIX + item.name.upper() for item in fields(Settings)} | FOREIGN
-    return sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
+    names = sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
+    return {name: "it is a constant now" if name in CONSTANTS else "no setting has this name" for name in names}
 
 
 def _cast(name: str, text: str, default: Any) -> Any:
-    each = isinstance(default, PerModel)
+    by_model = isinstance(default, PerModel)
     try:
         if isinstance(default, bool):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
         if isinstance(default, tuple):
             return tuple(part.strip() for part in text.split(",") if part.strip())
-        value = default.read(text, type(default.default)) if each else type(default)(text)
+        value = default.read(text, type(default.default)) if by_model else type(default)(text)
     except (KeyError, ValueError) as error:
-        what = f"{type(default.default).__name__} for each model" if each else type(default).__name__
-        raise BadArgument(f"{name}={text!r} is not a {what}") from error
-    for one in value.values() if each else (value,):
-        if isinstance(one, int | float) and not 0 <= one < math.inf:
+        kind = f"{type(default.default).__name__} for each model" if by_model else type(default).__name__
+        raise BadArgument(f"{name}={text!r} is not a {kind}") from error
+    for number in value.values() if by_model else (value,):
+        if isinstance(number, int | float) and not 0 <= number < math.inf:
             raise BadArgument(f"{name}={text!r} must be a finite number, not negative")
     return value

@@ -10,14 +10,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import pytest
 from tests.conftest import poll
 
+from warmfleet.api import body, connection_limits
+from warmfleet.background import outage_checks, probe, stock_engines, upkeep
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import server
+from warmfleet.pools import degraded
+from warmfleet.routing import engine_tokenizer, relay
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from types import ModuleType
+
+#: Constants of modules that a test may replace for the life of its replica, by a name as if they were settings.
+CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
+    "apply_interval_s": [(upkeep, "APPLY_INTERVAL_S")],
+    "ask_timeout_s": [(engine_tokenizer, "ASK_TIMEOUT_S")],
+    "body_timeout_s": [(body, "BODY_TIMEOUT_S")],
+    "buffer_max_bytes": [(relay, "BUFFER_MAX_BYTES")],
+    "header_timeout_s": [(connection_limits, "HEADER_TIMEOUT_S")],
+    "health_interval_s": [(outage_checks, "CHECK_INTERVAL_S"), (stock_engines, "HEALTH_INTERVAL_S")],
+    "probe_timeout_s": [(probe, "BLOCKS_TIMEOUT_S")],
+    "redis_retry_s": [(degraded, "REDIS_RETRY_S")],
+    "renew_interval_s": [(upkeep, "RENEW_INTERVAL_S")],
+}
 
 
 @dataclass
@@ -82,14 +101,20 @@ class Replica:
 async def replica(
     redis_url: str, model: str, *engines: str, look_url: str = "", **settings: Any
 ) -> AsyncIterator[Replica]:
-    """A replica with ``engines`` as static workers, all of them routable. look_url: the store, for the test's eyes.
+    """A replica with ``engines`` as static workers, all of them routable.
 
-    It trusts what workers bring, unless told otherwise: trying their tokenizers takes time.
+    look_url: the store by which the test itself reads the fleet. settings: fields of Settings, and names of CONSTANTS.
+    The replica trusts the files that workers bring, unless told otherwise: trying their tokenizers takes time.
     """
-    chosen = {"view_interval_s": 0.1, "health_interval_s": 0.2, "decide_timeout_s": 1.0, "shutdown_grace_s": 2.0}
-    chosen |= {"trust_templates": True}
-    made = Settings(redis_url=redis_url, models=(model,), static_workers=engines, **(chosen | settings))
+    chosen: dict[str, Any] = {"view_interval_s": 0.1, "health_interval_s": 0.2, "decide_timeout_s": 1.0}
+    chosen |= {"shutdown_grace_s": 2.0, "trust_templates": True} | settings
+    replaced = {name: chosen.pop(name) for name in CONSTANTS.keys() & chosen.keys()}
+    made = Settings(redis_url=redis_url, models=(model,), static_workers=engines, **chosen)
     listener = socket.create_server(("127.0.0.1", 0))
+    constants = pytest.MonkeyPatch()
+    for name, value in replaced.items():
+        for module, constant in CONSTANTS[name]:
+            constants.setattr(module, constant, value)
     running = server(made)
     task = asyncio.create_task(running._serve([listener]))
     fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)
@@ -103,4 +128,5 @@ async def replica(
     finally:
         running.should_exit = True
         await task
+        constants.undo()
         await fleet.close()

@@ -8,19 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from warmfleet import errors
+from warmfleet import errors, settings
+from warmfleet.background import probe, upkeep
+from warmfleet.background.outage_checks import UNREAD_S
 from warmfleet.errors import BadArgument, WarmfleetError
+from warmfleet.fleet.reservations import Spans
 from warmfleet.main import create_app
 from warmfleet.metrics import Metrics
-from warmfleet.settings import PREFIX, Settings, engine_url, unknown_variables
+from warmfleet.pools.degraded import LAST_KNOWN_S
+from warmfleet.pools.stalled_requests import GAP_S
+from warmfleet.routing.token_handoff import MAX_VIEW_AGE_S
+from warmfleet.settings import CONSTANTS, PREFIX, Settings, engine_url, unknown_variables
 
 README = Path(__file__).parents[2] / "app" / "README.md"
 
 
 def test_defaults_and_types() -> None:
     given = {"WARMFLEET_MODELS": "a, b#pool,", "WARMFLEET_PORT": "9", "WARMFLEET_TRUST_TEMPLATES": "yes", "HOME": "/"}
-    settings = Settings.from_environment(given)
-    assert (settings.models, settings.port, settings.trust_templates) == (("a", "b#pool"), 9, True)
+    read = Settings.from_environment(given)
+    assert (read.models, read.port, read.trust_templates) == (("a", "b#pool"), 9, True)
     assert Settings.from_environment({}) == Settings()
 
 
@@ -29,7 +35,11 @@ def test_defaults_and_types() -> None:
     [
         ("PORT", "x"),
         ("PORT", "-1"),
-        ("CONNECT_TIMEOUT_S", "nan"),
+        ("PORT", "65536"),
+        ("WORKER_ADDRESSES", "10.0.0.0/33"),
+        ("DECISION_SAMPLE", "2"),
+        ("APPROVED_TEMPLATES", "abc"),
+        ("QUEUE_TIMEOUT_S", "nan"),
         ("TRUST_TEMPLATES", "maybe"),
         ("POLICY", "best"),
         ("TENANT_HEADER", "bad header"),
@@ -41,9 +51,46 @@ def test_what_cannot_be_read_is_named(name: str, value: str) -> None:
 
 
 def test_typing_errors_are_noticed() -> None:
-    assert unknown_variables({"WARMFLEET_PROT": "1", "WARMFLEET_PORT": "1", "WARMFLEET_MODEL": "m"}) == [
-        "WARMFLEET_PROT"
-    ]
+    given = {"WARMFLEET_PROT": "1", "WARMFLEET_PORT": "1", "WARMFLEET_MODEL": "m", "WARMFLEET_RENEW_INTERVAL_S": "1"}
+    assert unknown_variables(given) == {
+        "WARMFLEET_PROT": "no setting has this name",
+        "WARMFLEET_RENEW_INTERVAL_S": "it is a constant now",
+    }
+
+
+def test_no_constant_is_a_setting() -> None:
+    assert CONSTANTS.isdisjoint(PREFIX + item.name.upper() for item in fields(Settings))
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"VIEW_INTERVAL_S": "3"}, ("VIEW_INTERVAL_S=3", "TOKEN_HANDOFF")),
+        ({"VIEW_INTERVAL_S": "0"}, ("VIEW_INTERVAL_S=0",)),
+        ({"DECIDE_TIMEOUT_S": "0"}, ("DECIDE_TIMEOUT_S=0",)),
+        ({"DECIDE_TIMEOUT_S": "30"}, ("DECIDE_TIMEOUT_S=30", "reservation lives 30 s")),
+        ({"PROBE_INTERVAL_S": "10"}, ("PROBE_INTERVAL_S=10", "35 s")),
+        ({"QUEUE_MAX_BYTES": "1000"}, ("QUEUE_MAX_BYTES=1000", "BODY_MAX_BYTES=33554432")),
+        ({"BODY_MAX_BYTES": "100000000"}, ("QUEUE_MAX_BYTES=67108864", "BODY_MAX_BYTES=100000000")),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(given: dict[str, str], names: tuple[str, ...]) -> None:
+    with pytest.raises(BadArgument) as refused:
+        Settings.from_environment({PREFIX + name: value for name, value in given.items()})
+    assert [name for name in names if name not in refused.value.message] == []
+
+
+def test_without_a_queue_its_bytes_do_not_matter() -> None:
+    given = {"WARMFLEET_MAX_ENGINE_WAIT_S": "0", "WARMFLEET_QUEUE_MAX_BYTES": "0", "WARMFLEET_PROBE_INTERVAL_S": "0"}
+    assert Settings.from_environment(given).queue_max_bytes == 0
+
+
+def test_the_limits_are_those_of_the_modules_that_they_protect() -> None:
+    lease_s = Spans().lease_ms / 1000
+    assert min(UNREAD_S, MAX_VIEW_AGE_S, LAST_KNOWN_S, GAP_S) > settings.MAX_VIEW_INTERVAL_S
+    assert settings.MIN_PROBE_INTERVAL_S > probe.MAX_ANSWER_S + probe.BLOCKS_TIMEOUT_S
+    assert lease_s / 3 >= settings.MAX_DECIDE_TIMEOUT_S
+    assert lease_s > upkeep.RENEW_INTERVAL_S * 2
 
 
 def test_no_models_no_start() -> None:

@@ -33,7 +33,7 @@ from tests.bench.virtual_store import private_server
 
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Weights
-from warmfleet.pools.policy import POLICIES
+from warmfleet.settings import POLICIES
 from warmfleet_loadtest.measuring.figures import markdown
 from warmfleet_loadtest.measuring.progress import Progress
 from warmfleet_loadtest.simulator.step_costs import load_costs

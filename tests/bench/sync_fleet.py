@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.lua.stream import SCHEME
 
-from warmfleet.settings import Settings
+from warmfleet.background.upkeep import APPLY_INTERVAL_S
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Sync:
     async def _apply(self, written: asyncio.Event) -> None:
         while not written.is_set():
             await self.fleet.step()
-            await asyncio.sleep(Settings().apply_interval_s)
+            await asyncio.sleep(APPLY_INTERVAL_S)
 
     async def _one_in_turn(self, work: Work, done: asyncio.Event) -> None:
         due = time.perf_counter() + wire.HEARTBEAT_SECONDS / 2

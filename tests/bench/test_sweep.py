@@ -14,7 +14,7 @@ from tests.bench.virtual_store import BEGINNING_US, VirtualStore
 from tests.bench.virtual_workers import MODEL
 
 from warmfleet.fleet import LoadRow, Weights
-from warmfleet.pools.policy import POLICIES
+from warmfleet.settings import POLICIES
 from warmfleet_loadtest.traces.trace import generate
 
 SMALL = engine(WORKLOADS["generated"].costs, 512)

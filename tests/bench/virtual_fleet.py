@@ -1,7 +1,7 @@
 """A whole fleet on a virtual clock: our scripts on a real store, the plugin's publishers, simulated engines. No HTTP.
 
 What a replica does to the store happens here through ``Fleet``, as in the product: decide and settle per request, a
-step of upkeep every ``apply_interval_s``, renewals. What is left out: HTTP, tokens of text, probes (workers are proven
+step of upkeep every ``APPLY_INTERVAL_S``, renewals. What is left out: HTTP, tokens of text, probes (workers are proven
 when they join), and the time that a decision itself takes.
 """
 
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from tests.bench.virtual_store import VirtualStore
 from tests.bench.virtual_workers import MODEL, VirtualWorker
 
+from warmfleet.background import upkeep
 from warmfleet.fleet import RENEW_AT_ONCE, Ask, Fleet, Renewal, Weights
 from warmfleet.fleet.reservations import ONE_PROMPT
 from warmfleet.prompt.block_hashes import Chain
-from warmfleet.settings import Settings
 from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
 from warmfleet_worker.protocol.wire import RESERVATION_PREFIX
 
@@ -101,8 +101,8 @@ class Cluster:
         for number, at_s in self.plan.joins_s.items():
             self.virtual.at(at_s, self._join_later(self.workers[number]), duty=True)
         for fleet in self.fleets:  # all at the same moments: the tick's own gate lets one of them do the work
-            self._every(Settings().apply_interval_s, self._step(fleet), 0.0)
-        self._every(Settings().renew_interval_s, self._renew, Settings().renew_interval_s)
+            self._every(upkeep.APPLY_INTERVAL_S, self._step(fleet), 0.0)
+        self._every(upkeep.RENEW_INTERVAL_S, self._renew, upkeep.RENEW_INTERVAL_S)
         if self.plan.watch is not None:
             self._every(self.plan.watch_s, self._watch, 0.0)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from warmfleet.pools.policy import POLICIES
+from warmfleet.settings import POLICIES
 from warmfleet_loadtest.fleet_bench import main, table
 from warmfleet_loadtest.stacks import peers
 from warmfleet_loadtest.stacks.fleets import Fleet, Setup, balancer_config, others, ours, running

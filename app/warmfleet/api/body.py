@@ -11,6 +11,8 @@ from warmfleet.errors import BadRequest, TooLarge
 if TYPE_CHECKING:
     from warmfleet.settings import Settings
 
+BODY_TIMEOUT_S = 60.0  # the largest body at 4.5 Mbit/s; a slower client would hold its memory for longer
+
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
@@ -25,7 +27,7 @@ async def read_body(receive: Receive, length: int, settings: Settings) -> bytes:
         raise TooLarge(f"The body has {length} bytes; {limit} are allowed.")
     pieces, size = [], 0
     try:
-        async with asyncio.timeout(settings.body_timeout_s):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -38,4 +40,4 @@ async def read_body(receive: Receive, length: int, settings: Settings) -> bytes:
                 if not message.get("more_body", False):
                     return b"".join(pieces)
     except TimeoutError as error:
-        raise BadRequest(f"The body was not complete after {settings.body_timeout_s} s.") from error
+        raise BadRequest(f"The body was not complete after {BODY_TIMEOUT_S} s.") from error

@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     import asyncio
 
 HEAD_MAX_BYTES = 65_536
+HEADER_TIMEOUT_S = 10.0  # headers fit into a packet or two: a slower client holds a connection for nothing
 
 
 class GuardedProtocol(HttpToolsProtocol):
     """A timer runs from the connection, or a request's first byte, until its headers are complete."""
 
-    header_timeout_s = 10.0
+    header_timeout_s = HEADER_TIMEOUT_S
     max_connections = 4_096
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
 from warmfleet.pools.ttft_window import SHOWN
+from warmfleet.prompt.prompt_identity import INLINE_CHARACTERS
 
 if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
@@ -89,7 +90,7 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
 
 async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:
     """Where ``request`` would go now and what every worker would cost. Books nothing. Raises as ``Fleet.explain``."""
-    shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)
+    shape = await pool.shape(request, INLINE_CHARACTERS, settings.expected_output_tokens)
     order = pool.policy.order(pool.view, request, hints.session)
     ask = shape.ask(new_reservation(shape.prompts), pool, shape.barred, hints.prefix_tokens, order)
     chosen, why, seen = await pool.fleet.consider(ask)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from warmfleet.engines.upstream import Upstream
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools
-    from warmfleet.settings import Settings
 
 logger = logging.getLogger("warmfleet.background.outage_checks")
 
+CHECK_INTERVAL_S = 5.0  # between two rounds during an outage: as often as heartbeats would come
 CHECK_TIMEOUT_S = 3.0
 CHECKS_AT_ONCE = 32
 UNREAD_S = 3.0  # no reading of the fleet for so long: Redis is away
@@ -28,12 +28,10 @@ UNREAD_S = 3.0  # no reading of the fleet for so long: Redis is away
 class HealthChecks:
     """GET /health of every API server, only while its heartbeats cannot be heard."""
 
-    def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, pools: Pools, upstream: Upstream, metrics: Metrics) -> None:
         self._pools = pools
         self._upstream = upstream
-        self._pass_over_s = (
-            settings.health_interval_s + 2 * CHECK_TIMEOUT_S
-        )  # until the next round, if that is not long
+        self._pass_over_s = CHECK_INTERVAL_S + 2 * CHECK_TIMEOUT_S  # until the next round has ended
         self._metrics = metrics
         self._silent: dict[str, frozenset[str]] = {}  # tag -> URLs that did not answer
 

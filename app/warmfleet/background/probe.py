@@ -21,6 +21,7 @@ from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Flag, Renewal, WorkerView, new_reservation
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import Hasher
+from warmfleet.prompt.prompt_identity import INLINE_CHARACTERS
 from warmfleet.protocol.wire import HASH_BYTES, Scheme, WireError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ PIECES: tuple[str, ...] = (
 PIECES += ("中文字符", "日本語です", "Привет", "مرحبا", "é", "e\u0301", "\ufb01", "①", "😀👩\u200d👧", "\u3000", "\t")
 MORE_PIECES = 8  # than a block has tokens: one block at least is full of them
 POLL_S = 0.05
+BLOCKS_TIMEOUT_S = 5.0  # after the answer, until the blocks must show in the stream: they are sent every 0.1 s
 MAX_ANSWER_S = 30.0  # for all prompts: an engine's first request may compile something
 BEAT_S = 0.1  # by so much a heartbeat must be younger than an answer to have been sent after it
 
@@ -119,7 +121,7 @@ class SelfTest:
             body: dict[str, Any] = {"model": worker.models[0]}
             body |= {"messages": [{"role": "user", "content": text}]} if part == "chat" else {"prompt": text}
             request = prompt.from_dict(ENDPOINTS[part], body)
-            shape = await pool.shape(request, self._settings.inline_characters, 1)
+            shape = await pool.shape(request, INLINE_CHARACTERS, 1)
             chain = next((one for one in shape.chains if one.scheme_id == worker.load.scheme), None)
             if shape.kind != "exact" or chain is None:
                 return None
@@ -160,7 +162,7 @@ class SelfTest:
 
     async def _seen(self, pool: Pool, worker: WorkerView, questions: Sequence[Question], reservation: str) -> Result:
         answered_at = time.monotonic()
-        deadline = answered_at + self._settings.probe_timeout_s
+        deadline = answered_at + BLOCKS_TIMEOUT_S
         told = False
         while not told and time.monotonic() < deadline:
             told = await pool.fleet.prefilled(reservation)

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.stock_engines")
 
+HEALTH_INTERVAL_S = 5.0  # a check stands for the heartbeat of an engine without the plugin: a third of the TTL of 15 s
 CHECK_TIMEOUT_S = 3.0
 NAME_CHARACTERS = 64
+MIRROR_CHECKPOINTS = 20_000  # of one engine: 320,000 blocks of 16 tokens, more than a GPU holds
 MIN_CHECKPOINTS = 256
 BLOCKS_PER_CHECKPOINT = 16  # a long chain has one for about 20 blocks
 _BLOCK_SIZE = re.compile(rb'cache_config_info\{[^}]*\bblock_size="(\d+)"')
@@ -103,7 +105,7 @@ class StaticWorkers:
 
     async def _cache_facts(self, url: str, headers: dict[str, str]) -> tuple[Scheme, int]:
         """Its hashes need only agree among routers: without a tokenizer they are over the text."""
-        block_tokens, capacity = 16, self._settings.mirror_checkpoints
+        block_tokens, capacity = 16, MIRROR_CHECKPOINTS
         try:
             status, page = await self._upstream.get(url, "/metrics", headers, CHECK_TIMEOUT_S)
         except WarmfleetError:

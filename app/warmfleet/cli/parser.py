@@ -6,7 +6,7 @@ import argparse
 import os
 from importlib import metadata
 
-from warmfleet.pools.policy import POLICIES
+from warmfleet.settings import POLICIES
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.fleet import Fleet, connect
-from warmfleet.pools.policy import POLICIES
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
+from warmfleet.settings import POLICIES
 
 if TYPE_CHECKING:
     import argparse

@@ -14,8 +14,8 @@ from warmfleet.cli.command_error import CommandError
 from warmfleet.errors import BadRequest
 from warmfleet.fleet import connect
 from warmfleet.fleet.replays import Choice, Replays, arguments
-from warmfleet.pools.policy import POLICIES
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
+from warmfleet.settings import POLICIES
 
 if TYPE_CHECKING:
     import argparse

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """The environment, with the options on top. Raises BadArgument for a variable that cannot be read."""
+    """The environment, with the options on top. Raises BadArgument that names the variable at fault."""
     given: dict[str, Any] = {"host": options.host, "port": options.port, "policy": options.policy}
     given |= {"redis_url": options.redis}
     given |= {"models": tuple(options.models.split(",")) if options.models else None}
-    return replace(Settings.from_environment(), **{name: value for name, value in given.items() if value is not None})
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return replace(Settings.from_environment(), **chosen).checked()
 
 
 def run(options: argparse.Namespace) -> int:

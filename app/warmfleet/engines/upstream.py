@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 #: What is raised before a byte of the request has left.
 NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+CONNECT_TIMEOUT_S = 2.0  # an engine within reach accepts within milliseconds; then another worker is tried
 KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: ours must go first
 DNS_CACHE_S = 10
 MAX_ADDRESSES = 4_096

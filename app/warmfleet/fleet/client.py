@@ -20,7 +20,6 @@ from warmfleet.errors import (
     CancelledReservation,
     FleetUnavailable,
     NoWorker,
-    SchemaMismatch,
     WarmfleetError,
 )
 from warmfleet.fleet.failover import master_client
@@ -60,7 +59,6 @@ ERROR_CODES: Mapping[str, type[WarmfleetError]] = {
     "NO_WORKER": NoWorker,
     "CANCELLED": CancelledReservation,
     "BAD_ARGUMENT": BadArgument,
-    "SCHEMA": SchemaMismatch,
 }
 
 

@@ -22,6 +22,7 @@ logger = logging.getLogger("warmfleet.pools.degraded")
 
 BOUND = 1.25  # no worker gets more than this share above the mean
 FAILURES_TO_OPEN = 2
+REDIS_RETRY_S = 1.0  # after two failures in a row no decision waits for Redis for this long
 LOG_EVERY_S = 5.0
 LAST_KNOWN_S = 8.0  # an emptied Redis is whole again within one slow-path period
 LOOK_S = 1.0

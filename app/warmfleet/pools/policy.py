@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from warmfleet.errors import BadArgument
-from warmfleet.per_model import PerModel
+from warmfleet.settings import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -16,28 +15,9 @@ if TYPE_CHECKING:
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.request import Request
 
-#: As lua/decide.lua knows them; lua/README.md says where each comes from.
-POLICIES = (
-    *("cost", "sticky", "two_state", "prefix_affinity", "chwbl", "session"),
-    *("least_loaded", "power_of_two", "round_robin", "random"),
-)
 POINTS = 256  # of each worker on the ring: KubeAI's default, as are the characters
 PREFIX_CHARACTERS = 100
 HOMES = 8  # of a session's workers, first to last, so many are told: one of them will be there
-
-
-def policies(text: str) -> PerModel[str]:
-    """``cost,modelA=sticky`` -> policy by model. Raises BadArgument."""
-    try:
-        return PerModel("cost").read(text, _known)
-    except ValueError as error:
-        raise BadArgument(str(error)) from error
-
-
-def _known(name: str) -> str:
-    if name not in POLICIES:
-        raise ValueError(f"{name[:80]!r} is no policy; known are {', '.join(POLICIES)}")
-    return name
 
 
 class Switch:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 MAX_WAITING = 64  # texts in the executor; beyond, requests are routed by load
 INLINE_BYTES = 65_536  # larger bodies are rendered and read in the executor: 1 ms of the event loop and more
+INLINE_CHARACTERS = 2_000  # a longer new text is tokenised in a thread: 1.5 ms of the event loop with the slow engine
 FAST_FACTOR = 20  # how much longer a new text may be inline with the fast engine: 1.5 ms of the event loop
 
 NO_IDS = array("I")

@@ -33,6 +33,7 @@ logger = logging.getLogger("warmfleet.routing.engine_tokenizer")
 REASONS = frozenset({"no_template", "no_identity", "tools"})
 MIN_TOKENS = 512  # about; a shorter prompt is computed sooner than it is asked about
 MAX_BYTES = 524_288  # of a request: some 130,000 tokens
+ASK_TIMEOUT_S = 0.25  # besides S_PER_BYTE; a later answer would cost the request more than a cold prefill
 S_PER_BYTE = 5e-6  # a prompt has a token for each of its bytes at most, and an engine takes 4 us for one
 ANSWER_BYTES_PER_BYTE = 12  # so much takes a token id
 MAX_IN_FLIGHT = 32
@@ -108,7 +109,7 @@ class Asker:
         ids: list[int] = []
         status, size = 0, len(call.body)
         try:
-            async with asyncio.timeout(self._settings.ask_timeout_s + S_PER_BYTE * size):
+            async with asyncio.timeout(ASK_TIMEOUT_S + S_PER_BYTE * size):
                 limit = SMALL_ANSWER_BYTES + ANSWER_BYTES_PER_BYTE * size
                 status, body = await self._upstream.ask(worker.url, path, call.body, headers, limit)
             ids = orjson.loads(body)[name] if status == 200 else []

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from warmfleet.errors import WarmfleetError
 
+#: Of a plain answer, read before its headers go out: an engine that dies until then is a 502 and no broken answer.
+BUFFER_MAX_BYTES = 1_048_576
 #: Headers of an engine that reach the client. All others are about the connection, or ours.
 PASSED_BACK = ("Content-Type", "Retry-After", "Cache-Control")
 
@@ -35,12 +37,10 @@ class Answer:
         upstream: aiohttp.ClientResponse,
         send: Callable[[dict[str, Any]], Awaitable[None]],
         headers: Mapping[bytes, bytes],
-        buffer_max_bytes: int,
     ) -> None:
         self.upstream = upstream
         self.status = upstream.status
         self.send = send
-        self.buffer_max_bytes = buffer_max_bytes
         self.cut_off = False
         given = upstream.headers
         self.headers = [(name.lower().encode(), given[name].encode()) for name in PASSED_BACK if name in given]
@@ -74,7 +74,7 @@ async def relay(answer: Answer, first_byte: FirstByte, complete: Callable[[], No
         return await _stream(answer, await _first_piece(answer), first_byte, complete, good)
     try:
         with upstream_errors():
-            body, whole = await _read(answer.upstream.content, answer.buffer_max_bytes)
+            body, whole = await _read(answer.upstream.content, BUFFER_MAX_BYTES)
     except UpstreamGone as error:  # its answer had begun, so the work was done once: not again elsewhere
         raise UpstreamError(error.message) from error
     if not whole:

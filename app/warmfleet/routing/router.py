@@ -15,6 +15,7 @@ from warmfleet.pools import ttft_window as tail
 from warmfleet.pools.degraded import unbooked
 from warmfleet.pools.pool import NOT_READ
 from warmfleet.prompt import request as prompt
+from warmfleet.prompt.prompt_identity import INLINE_CHARACTERS
 from warmfleet.prompt.request import PATHS
 from warmfleet.routing.admission_queue import Waiting
 from warmfleet.routing.call import Trip
@@ -68,7 +69,7 @@ class Router:
         call.priority = prompt.priority(request) if settings.queue_priority else 0
         call.body = self.tenancy.apply(request, call.body, call.tenant)
         pool = await self.pools.find(request.model)
-        shape = await pool.shape(request, settings.inline_characters, settings.expected_output_tokens)  # 2, 3
+        shape = await pool.shape(request, INLINE_CHARACTERS, settings.expected_output_tokens)  # 2, 3
         shape = await self._asker.better(pool, request, call, shape)
         call.offer = offer(request, shape)
         call.order = lambda: pool.policy.order(pool.view, request, call.hints.session)  # as they are when it is decided
@@ -183,7 +184,7 @@ class Router:
             if upstream.status in (502, 503) and not trip.last and len(pool.view.workers) > 1:
                 raise UpstreamGone(f"The worker answered {upstream.status}.", refused=True)
             told = answer_headers(call, decision, trip.word, self._settings.answer_headers)
-            answer = Answer(upstream, call.send, told, self._settings.buffer_max_bytes)
+            answer = Answer(upstream, call.send, told)
 
             def first_byte(*, streams: bool) -> None:
                 call.started = True

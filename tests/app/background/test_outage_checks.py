@@ -19,7 +19,6 @@ from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import Fallback
 from warmfleet.pools.fleet_view import view_of
 from warmfleet.pools.pool import Pool, Pools
-from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -72,7 +71,7 @@ async def test_nobody_is_asked_while_heartbeats_are_heard(valkey_url: str, model
         pool.show(view_of(await fleet.workers(), None, (), text=True))
         upstream = Upstream(Addresses(("127.0.0.0/8",), ()), 1.0)
         await upstream.open()
-        checks = HealthChecks(Pools([pool]), upstream, Settings(models=(model,)), metrics)
+        checks = HealthChecks(Pools([pool]), upstream, metrics)
         asked = metrics.health_checks.labels("answered")._value
         await checks.round()
         assert asked.get() == 0

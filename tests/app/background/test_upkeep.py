@@ -136,22 +136,24 @@ async def test_how_full_redis_is_reaches_the_next_tick_and_people(model: str, ca
         assert fleet.used_permille == -1
 
 
-async def test_an_audit_goes_on_to_its_end_and_is_counted(store: aioredis.Redis, fleet: Fleet) -> None:
+async def test_an_audit_goes_on_to_its_end_and_is_counted(
+    store: aioredis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core, metrics = Core(store, fleet), Metrics()
     pools = Pools([Pool(fleet.keys.tag, fleet, Fallback(1.0))])
     await core.join()
     for start in range(0, 1000, 100):
         await core.send("stored", blocks(*range(start, start + 100)))
     await core.applied()
-    settings = Settings(models=("m",), audit_interval_s=0.001)
+    monkeypatch.setattr(upkeep, "AUDIT_INTERVAL_S", 0.001)
     for seen in (1000.0, 1000.0):
-        await poll(lambda: _audited(pools, settings, metrics), what="an audit is due")
+        await poll(lambda: _audited(pools, metrics), what="an audit is due")
         assert metrics.audited_blocks._value.get() >= seen
     assert metrics.audit_mismatches._value.get() == 0
     await cast("Any", store.srem(fleet.keys.block(block(5)), (await core.row()).slot))
-    await poll(lambda: _audited(pools, settings, metrics, differs=True), what="the next audit finds it")
+    await poll(lambda: _audited(pools, metrics, differs=True), what="the next audit finds it")
 
 
-async def _audited(pools: Pools, settings: Settings, metrics: Metrics, *, differs: bool = False) -> bool:
-    await upkeep.audit(pools, settings, metrics)
+async def _audited(pools: Pools, metrics: Metrics, *, differs: bool = False) -> bool:
+    await upkeep.audit(pools, metrics)
     return bool((metrics.audit_mismatches if differs else metrics.audited_blocks)._value.get())

@@ -11,7 +11,7 @@ import redis.asyncio as aioredis
 from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.exceptions import ResponseError
 
-from warmfleet.errors import BadArgument, CancelledReservation, FleetUnavailable, NoWorker, SchemaMismatch
+from warmfleet.errors import BadArgument, CancelledReservation, FleetUnavailable, NoWorker
 from warmfleet.fleet import Ask, Fleet, Timeouts, connect
 from warmfleet.fleet.client import redis_errors, script_source
 
@@ -73,7 +73,6 @@ async def test_a_script_that_redis_lost_is_loaded_again(fleet: Fleet, store: aio
         ("NO_WORKER none", NoWorker),
         ("CANCELLED wf-1", CancelledReservation),
         ("BAD_ARGUMENT x", BadArgument),
-        ("SCHEMA 2", SchemaMismatch),
         ("OOM command not allowed", FleetUnavailable),
         ("ERR anything", FleetUnavailable),
     ],

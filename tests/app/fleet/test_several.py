@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.app.fleet.several import Several
 
 from warmfleet.fleet import connect
-from warmfleet.pools.policy import POLICIES
+from warmfleet.settings import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -17,10 +17,9 @@ from warmfleet.__main__ import main
 from warmfleet.errors import BadArgument
 from warmfleet.fleet.client import script_source
 from warmfleet.main import create_app
-from warmfleet.per_model import PerModel
-from warmfleet.pools.policy import POLICIES, Ring, policies, prefix_key
+from warmfleet.pools.policy import Ring, prefix_key
 from warmfleet.prompt import request as prompt
-from warmfleet.settings import Settings
+from warmfleet.settings import POLICIES, PerModel, Settings, policies
 
 if TYPE_CHECKING:
     from tests.app.replica import Replica

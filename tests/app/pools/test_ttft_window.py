@@ -11,9 +11,8 @@ import pytest
 
 from warmfleet.errors import BadArgument
 from warmfleet.main import create_app
-from warmfleet.per_model import PerModel
 from warmfleet.pools.ttft_window import BUCKETS, ENOUGH, LEAST_S, PER_OCTAVE, SLICES, WINDOW_S, Tail
-from warmfleet.settings import Settings
+from warmfleet.settings import PerModel, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

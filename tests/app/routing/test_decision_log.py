@@ -21,10 +21,9 @@ from warmfleet.errors import BadArgument, Unauthorized
 from warmfleet.fleet import Flag, Fleet, Weights, connect
 from warmfleet.fleet.replays import Choice, Replays
 from warmfleet.metrics import Metrics
-from warmfleet.pools.policy import POLICIES
 from warmfleet.routing import client_hints as hints
 from warmfleet.routing.decision_log import DecisionLog, record
-from warmfleet.settings import Settings
+from warmfleet.settings import POLICIES, Settings
 
 if TYPE_CHECKING:
     from pathlib import Path
