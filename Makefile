@@ -33,7 +33,7 @@ run: $(RUN_STAMP) ## start a store, four simulated engines and two routers behin
 # tests/needs.py reads ARGS: a run of tests/app alone needs neither real vLLM nor checkov, and builds neither.
 test: deps $(DEV_STAMP) ## run every test, or those that ARGS names; installs whatever they need
 	@for target in $$($(PYTHON) tests/needs.py $(ARGS)); do $(MAKE) --no-print-directory $$target; done
-	@STRICT_TOOLS=1 $(PY) -m pytest $(ARGS)
+	@STRICT_TOOLS=1 $(PY) -m pytest -n auto $(ARGS)
 
 check: deps $(DEV_STAMP) ## format, lint, types, import rules, Lua
 	@$(VENV)/bin/ruff format --check $(SOURCES)

@@ -10,6 +10,7 @@ counted, with its time, as ``retried`` (nothing had come) or ``cut`` (the stream
 failure at once. Rows of type TTFT are times to the first token, in ms.
 
 WARMFLEET_LOADTEST_SUMMARY: file that gets the counts as JSON at the end. WARMFLEET_LOADTEST_PACE_S: pace of a user.
+SIGUSR1 ends a run in order, as the end of ``--run-time`` does: users finish their last request.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import http.client
 import json
 import os
 import random
+import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import gevent
 from locust import User, constant_pacing, events, task
 
 PACE_S = float(os.environ.get("WARMFLEET_LOADTEST_PACE_S", "2"))
@@ -72,6 +75,7 @@ class Tally:
 
 def _start(environment: Any, **_: object) -> None:
     environment.tally = Tally()
+    gevent.signal_handler(signal.SIGUSR1, environment.runner.quit)
 
 
 def _write_summary(environment: Any, **_: object) -> None:

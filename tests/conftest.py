@@ -26,6 +26,8 @@ from warmfleet.fleet.client import Timeouts, connect
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
+pytest_plugins = ["tests.scheduling"]
+
 # An example may take as long as a busy machine makes it take: tests of time have bounds of their own.
 settings.register_profile("warmfleet", deadline=None)
 settings.load_profile("warmfleet")

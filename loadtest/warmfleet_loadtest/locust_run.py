@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,8 @@ FALLBACK_SHARE = 0.2
 KILL_WINDOW_S = 3.0  # two health checks (1 s), then what was in flight has been sent again
 FINISH_S = 30  # users may finish their last request
 TRAFFIC = "replica-4"
+POLL_S = 0.2
+TRAFFIC_S = 60  # on a busy machine the added replica may be up only after the end of the duration
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,10 @@ def drive(stack: LocustStack, options: argparse.Namespace, folder: Path) -> tupl
     target = folder / "summary.json"
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", stack.url, "--headless"]
     command += ["--users", str(options.users), "--spawn-rate", str(max(1, options.users / 5))]
-    command += ["--run-time", f"{options.duration}s", "--stop-timeout", str(FINISH_S)]
+    command += ["--stop-timeout", str(FINISH_S)]
     command += ["--html", str(options.report), "--only-summary", "--loglevel", "WARNING"]
     locust = stack.spawn("client", "locust", command, {"WARMFLEET_LOADTEST_SUMMARY": str(target)})
+    stack.wait("locust", lambda: any(stack.sessions().values()))  # it imports for some seconds before it sends anything
     began = time.monotonic()
     stack.sleep_until(began + KILL_AT * options.duration)
     killed_at = time.time()
@@ -85,9 +89,13 @@ def drive(stack: LocustStack, options: argparse.Namespace, folder: Path) -> tupl
     added_at = time.time()
     stack.start_replica(4)
     print("added     replica-4", flush=True)
+    stack.sleep_until(began + options.duration)
+    latest = time.monotonic() + TRAFFIC_S
+    while not stack.sessions().get(TRAFFIC) and time.monotonic() < latest:
+        stack.sleep_until(time.monotonic() + POLL_S)
+    locust.send_signal(signal.SIGUSR1)
     try:
-        # Locust imports for some seconds before its clock starts, and writes its report at the end.
-        status = locust.wait(timeout=options.duration + FINISH_S + 60)
+        status = locust.wait(timeout=FINISH_S + 60)  # it writes its report at the end
     except subprocess.TimeoutExpired as error:
         raise StackError(f"Locust did not end:\n{stack.tail('locust')}") from error
     if not target.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.topology import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+DOCUMENTS = 8  # those of the locustfile, so that one of nine questions is about a document asked about before
 LOCUSTFILE = Path(__file__).parents[2] / "loadtest/locustfile.py"
 
 
@@ -95,20 +98,26 @@ def engine(*faults: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         server.server_close()
 
 
-def drive(url: str, folder: Path, user: str) -> tuple[dict[str, Any], int]:
-    """(summary, exit status) of one user for two seconds."""
+def drive(url: str, folder: Path, user: str, bodies: list[dict[str, Any]], count: int) -> tuple[dict[str, Any], int]:
+    """Run one user until it has begun ``count`` + 1 requests, so that ``count`` have ended: (summary, exit status)."""
     target = folder / "summary.json"
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), user, "--host", url, "--headless"]
-    command += ["--users", "1", "--run-time", "2s", "--stop-timeout", "5", "--html", str(folder / "report.html")]
-    environment = {**os.environ, "WARMFLEET_LOADTEST_SUMMARY": str(target), "WARMFLEET_LOADTEST_PACE_S": "0.2"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    assert target.exists(), result.stderr
-    return json.loads(target.read_text()), result.returncode
+    command += ["--users", "1", "--stop-timeout", "60", "--html", str(folder / "report.html")]
+    environment = {**os.environ, "WARMFLEET_LOADTEST_SUMMARY": str(target), "WARMFLEET_LOADTEST_PACE_S": "0.05"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        until(lambda: len(bodies) > count or process.poll() is not None, f"{count} requests", seconds=60)
+        process.send_signal(signal.SIGUSR1)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert target.exists(), said
+    return json.loads(target.read_text()), process.returncode
 
 
 def test_a_chat_user_grows_a_conversation_and_is_measured(tmp_path: Path) -> None:
     with engine() as (url, bodies):
-        summary, status = drive(url, tmp_path, "ChatUser")
+        summary, status = drive(url, tmp_path, "ChatUser", bodies, 3)
 
     turns = summary["rows"]["chat chat"]["requests"]
     assert status == 0
@@ -125,7 +134,7 @@ def test_a_chat_user_grows_a_conversation_and_is_measured(tmp_path: Path) -> Non
 
 def test_rag_users_share_documents(tmp_path: Path) -> None:
     with engine() as (url, bodies):
-        summary, status = drive(url, tmp_path, "RagUser")
+        summary, status = drive(url, tmp_path, "RagUser", bodies, DOCUMENTS + 1)
 
     documents = [body["messages"][0]["content"].split("\n\nQuestion:")[0] for body in bodies]
     questions = {body["messages"][0]["content"] for body in bodies}
@@ -137,7 +146,7 @@ def test_rag_users_share_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("fault", "kind"), [("reset", "retried"), ("cut", "cut"), ("reset in the stream", "cut")])
 def test_a_broken_connection_is_sent_again_and_counted(tmp_path: Path, fault: str, kind: str) -> None:
     with engine("", fault) as (url, bodies):
-        summary, status = drive(url, tmp_path, "ChatUser")
+        summary, status = drive(url, tmp_path, "ChatUser", bodies, 3)
 
     assert status == 0
     assert [found for _, found in summary["broken"]] == [kind]
@@ -154,8 +163,8 @@ def test_a_broken_connection_is_sent_again_and_counted(tmp_path: Path, fault: st
     ],
 )
 def test_what_sending_again_cannot_mend_is_a_failure(tmp_path: Path, faults: list[str], message: str) -> None:
-    with engine(*faults) as (url, _):
-        summary, status = drive(url, tmp_path, "ChatUser")
+    with engine(*faults) as (url, bodies):
+        summary, status = drive(url, tmp_path, "ChatUser", bodies, len(faults))
 
     assert status == 1
     assert summary["rows"]["chat chat"]["failures"] == 1

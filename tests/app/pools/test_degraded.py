@@ -6,8 +6,10 @@ import asyncio
 import json
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import pytest
 from tests.app.engine import Engine, Seen, answer_well, engine
 from tests.app.gate import gate
 from tests.app.replica import Replica, replica
@@ -22,8 +24,6 @@ from warmfleet.pools.pool import Pool
 
 if TYPE_CHECKING:
     from typing import Any, NoReturn
-
-    import pytest
 
 
 def worker(name: str, *, routable: bool = True) -> WorkerView:
@@ -66,9 +66,17 @@ def test_nobody_to_choose() -> None:
     assert Fallback(1.0).choose([worker("a", routable=False)], b"x") is None
 
 
-async def test_what_was_known_does_not_age_while_redis_is_away(fleet: Fleet) -> None:
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The time, which stands still for the module under test, however slow this machine is or how new its clock."""
+    stopped = 100_000.0
+    monkeypatch.setattr(fallback_module, "time", SimpleNamespace(monotonic=lambda: stopped))
+    return stopped
+
+
+async def test_what_was_known_does_not_age_while_redis_is_away(fleet: Fleet, now: float) -> None:
     """Redis comes back empty, or with heartbeats of an old dump: nobody is routable until the workers are heard."""
-    pool, now = Pool("m", fleet, Fallback(1.0)), time.monotonic()
+    pool = Pool("m", fleet, Fallback(1.0))
     pool.show(View((worker("a"),), read_at=now - 600))
     assert pool.last_known.workers == (worker("a"),)
     for age, workers in ((3.0, ()), (0.0, (worker("a", routable=False),))):
@@ -76,8 +84,8 @@ async def test_what_was_known_does_not_age_while_redis_is_away(fleet: Fleet) -> 
         assert pool.last_known.workers == (worker("a"),)
 
 
-async def test_who_stays_unroutable_is_not_known_for_ever(fleet: Fleet) -> None:
-    pool, now = Pool("m", fleet, Fallback(1.0)), time.monotonic()
+async def test_who_stays_unroutable_is_not_known_for_ever(fleet: Fleet, now: float) -> None:
+    pool = Pool("m", fleet, Fallback(1.0))
     pool.show(View((worker("a"),), read_at=now - LAST_KNOWN_S - 2))
     for age in (LAST_KNOWN_S + 1, 1.0, 0.0):
         pool.show(View((), read_at=now - age))

@@ -1,0 +1,86 @@
+"""How `make test` spreads the tests over several processes (pytest-xdist, ``-n auto``).
+
+The tests of one file run in one process, in their order, because they share fixtures. So do the files of one entry of
+``TOGETHER``, which share a fixture that takes long to start. The slowest files come first: whatever runs last should be
+short, so that no process is left working alone.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from _pytest.mark.expression import Expression
+
+#: Folders and files whose tests share one process: they share real vLLM, or the local stack of engines and replicas.
+TOGETHER = (
+    ("tests/vllm",),
+    ("tests/e2e/test_stack.py", "tests/e2e/test_demo.py", "tests/e2e/test_herd.py"),
+)
+
+#: Files and folders that take longest, the slowest first. All other files follow in their usual order.
+FIRST = (
+    "tests/vllm",
+    "tests/e2e",
+    "tests/app/fleet/test_sentinel.py",
+    "tests/loadtest",
+    "tests/worker_plugin",
+    "tests/lua/test_sync_property.py",
+    "tests/app/prompt",
+    "tests/app/routing",
+    "tests/app/background",
+    "tests/app",
+)
+
+#: At most so many processes: several tests measure times, and need cores that nobody else takes.
+MOST_PROCESSES = 6
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes ``-n auto`` means: one more than there are cores, because many tests wait.
+
+    0 means the process of pytest itself. It is enough for a single file, it shows output under ``-s``, and it suits
+    long tests: most of them measure, and some take the whole machine.
+    """
+    one_file = len(config.args) == 1 and ".py" in config.args[0]
+    if one_file or config.option.capture == "no" or runs_long_tests(config.option.markexpr):
+        return 0
+    return min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
+
+
+def runs_long_tests(marks: str) -> bool:
+    """Whether the expression of ``-m`` lets any test that is marked ``long`` run."""
+
+    def chosen(*names: str) -> bool:
+        def has(name: str, /, **_: object) -> bool:
+            return name in names
+
+        return Expression.compile(marks or "long").evaluate(has)
+
+    return chosen("long") or chosen("long", "vllm") or chosen("long", "in_turn")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One unit of work for each file, or for all files of one entry of ``TOGETHER``, in the order of the tests."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = unit_of
+    return scheduler
+
+
+def unit_of(nodeid: str) -> str:
+    """The name of the unit of work that a test belongs to."""
+    file = nodeid.partition("::")[0]
+    return next((group[0] for group in TOGETHER if file.startswith(group)), file)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The slowest first, as ``FIRST`` says. A run in one process keeps the usual order."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: next((at for at, name in enumerate(FIRST) if item.nodeid.startswith(name)), 99))
