@@ -13,10 +13,10 @@ from warmfleet.background.agreement import Agreement
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import NotFound, WarmfleetError
 from warmfleet.fleet.views import BadArtifact
+from warmfleet.pools.capabilities import token_capability
 from warmfleet.pools.fleet_view import MAX_SCHEMES, view_of
 from warmfleet.prompt.block_hashes import TEXT_SCHEME, Hasher
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS, Scheme, WireError
-from warmfleet.routing.token_handoff import ability
 from warmfleet.untrusted.tokenizer_trial import Refused
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Reader:
         identity, reference = self._identity(pool, bringers)
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
         keyed = [(w, key) for key, group in bringers.items() for w in group]
-        handoff = {w.worker_id: able for w, key in keyed if (able := ability(w, key)) is not None}
+        handoff = {w.worker_id: able for w, key in keyed if (able := token_capability(w, key)) is not None}
         known, hashers = identity or pool.view.identity, self._schemes(pool, exact, MAX_SCHEMES - text)
         pool.show(view_of(workers, known, hashers, text=text, reference=reference, handoff=handoff))
         self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from warmfleet.fleet import WorkerView
+    from warmfleet.pools.capabilities import TokenCapability
     from warmfleet.pools.lora_adapters import Adapter
     from warmfleet.prompt.block_hashes import Hasher
     from warmfleet.prompt.prompt_identity import Identity
-    from warmfleet.routing.token_handoff import Ability
 
 MAX_SCHEMES = 4  # what decide accepts
 
@@ -43,7 +43,7 @@ class View:
     models: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
     reference: WorkerView | None = None
-    handoff: Mapping[str, Ability] = field(default_factory=dict)
+    handoff: Mapping[str, TokenCapability] = field(default_factory=dict)
     max_model_len: int = MAX_MODEL_LEN
     limits: Mapping[str, int] = field(default_factory=dict)
     ids: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ def view_of(
     *,
     text: bool,
     reference: WorkerView | None = None,
-    handoff: Mapping[str, Ability] = MappingProxyType({}),
+    handoff: Mapping[str, TokenCapability] = MappingProxyType({}),
 ) -> View:
     """A View, with what the request path looks up often made ready."""
     adapters = adapters_of(workers)

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pool
-
 WINDOW_S = 60.0
 SLICES = 12
 LEAST_S = 1e-4  # of the first bucket; what is quicker counts as that
@@ -92,10 +89,3 @@ class Tail:
                     self.count -= count
                     old[bucket] = 0
         self._now, self._in_force_s = now, None
-
-
-def noted(pool: Pool, metrics: Metrics, seconds: float, *, streamed: bool) -> None:
-    """A request's first byte came after so long. streamed: of a plain answer that is its last."""
-    metrics.first_byte_seconds.labels(pool.tag).observe(seconds)
-    if streamed:
-        pool.tail.observe(seconds)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.fleet import Decision, Place, Queued, Renewal, new_reservation
-from warmfleet.pools import ttft_window as tail
 from warmfleet.pools.degraded import unbooked
 from warmfleet.pools.pool import NOT_READ
 from warmfleet.prompt import request as prompt
@@ -189,7 +188,9 @@ class Router:
             def first_byte(*, streams: bool) -> None:
                 call.started = True
                 waited_s, good = time.perf_counter() - call.began, answer.status < 400
-                tail.noted(pool, self._metrics, waited_s, streamed=streams and good)
+                self._metrics.first_byte_seconds.labels(pool.tag).observe(waited_s)
+                if streams and good:  # of a plain answer it is the last byte
+                    pool.tail.observe(waited_s)
                 self._metrics.requests.labels(call.endpoint, str(answer.status), trip.word).inc()
                 if streams and trip.tells_start and trip.reservation in pool.open:
                     self._spawn(self._started(trip))  # if it comes after the end, it changes nothing

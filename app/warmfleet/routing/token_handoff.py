@@ -11,12 +11,11 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from warmfleet.routing.json_splice import spliced
 
 if TYPE_CHECKING:
-    from warmfleet.fleet import WorkerView
     from warmfleet.metrics import Metrics
     from warmfleet.pools.fleet_view import View
     from warmfleet.pools.pool import Shape
@@ -31,24 +30,6 @@ PAUSE_S = 300.0  # a worker that refused ids and took the text gets none for thi
 CHECK_EVERY = 12  # one request of so many goes as text: what the engine counts in it shows a tokenizer that changed
 MAX_VIEW_AGE_S = 5.0  # of an older reading nobody knows whether the worker is still the one that announced it
 MAX_WORKERS = 4_096
-
-
-@dataclass(frozen=True, slots=True)
-class Ability:
-    """What a worker takes: ids of this identity, on these endpoints, of prompts shorter than ``limit_tokens``."""
-
-    identity_key: str
-    endpoints: frozenset[str]
-    limit_tokens: int
-
-
-def ability(worker: WorkerView, identity_key: str) -> Ability | None:
-    """By the facts that the worker's server announced; None if nothing may be handed to it."""
-    facts: dict[str, Any] = (worker.server or {}).get("facts") or {}
-    endpoints, limit = facts.get("token_handoff"), facts.get("max_model_len")
-    if worker.proof != "proven" or not worker.routable or facts.get("kv_connector") is not False:
-        return None
-    return Ability(identity_key, frozenset(endpoints), limit) if endpoints and limit else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,13 @@ from tests.app.replica import Replica, replica
 
 from warmfleet.fleet import LoadRow, WorkerView
 from warmfleet.metrics import Metrics
+from warmfleet.pools.capabilities import TokenCapability, token_capability
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.pool import Shape
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.prefix_trie import Prompt
 from warmfleet.routing import json_splice as splice
-from warmfleet.routing.token_handoff import CHECK_EVERY, NOTHING, Ability, Handoff, Offer, ability, offer
+from warmfleet.routing.token_handoff import CHECK_EVERY, NOTHING, Handoff, Offer, offer
 from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ FACTS: dict[str, Any] = {"token_handoff": ["completions", "chat"], "kv_connector
 
 def view(proof_: str = "proven", age_s: float = 0.0, *, routable: bool = True, **facts: Any) -> View:
     one = WorkerView("a.0", {}, {"facts": FACTS | facts}, LoadRow(), 0.0, routable, proof_, "http://a", ["m"])
-    able = ability(one, "key")
+    able = token_capability(one, "key")
     return View((one,), handoff={"a.0": able} if able else {}, read_at=time.monotonic() - age_s)
 
 
@@ -132,7 +133,9 @@ def test_it_can_be_turned_off() -> None:
         assert desk.body(Offer(made([1, 2]), "key"), "completions", b'{"prompt":"a"}', view(), "a.0") is None
     assert counts(metrics) == {}
     assert NOTHING.prompts == ()
-    assert ability(view().workers[0], "key") == Ability("key", frozenset({"completions", "chat"}), 4_096)
+    assert token_capability(view().workers[0], "key") == TokenCapability(
+        "key", frozenset({"completions", "chat"}), 4_096
+    )
 
 
 # ---------------------------------------------------------------- through a replica
