@@ -35,7 +35,7 @@ from warmfleet_loadtest.simulator.api import Served
 from warmfleet_loadtest.simulator.scheduler import Limits
 from warmfleet_loadtest.simulator.step_costs import StepCosts, load_costs
 from warmfleet_loadtest.stacks.processes import StackError
-from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 from warmfleet_loadtest.traces.trace import FIRST_TOKEN, TOKENS
 from warmfleet_loadtest.traces.workload import Mix, mixed
 from warmfleet_worker.protocol import wire
@@ -178,7 +178,7 @@ async def check(url: str, model: str, config: EngineConfig, mixes: Sequence[Mix]
     for mix in mixes:
         load = os.getloadavg()[0]
         real, client = await replay(mixed(mix), Target((url,), model))
-        engine = Engine(config, Identity.load(), Served((model,)))
+        engine = Engine(config, PromptTokenizer.load(), Served((model,)))
         await engine.start("127.0.0.1", 0)
         try:
             simulated, _client = await replay(mixed(mix), Target((f"http://127.0.0.1:{engine.port}",), model))

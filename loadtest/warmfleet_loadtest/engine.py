@@ -31,9 +31,9 @@ from warmfleet_loadtest.simulator.fcfs_scheduler import FcfsScheduler
 from warmfleet_loadtest.simulator.fleet_membership import Halves, Membership
 from warmfleet_loadtest.simulator.scheduler import Limits, Scheduler
 from warmfleet_loadtest.simulator.step_costs import PRESETS, StepCosts, load_costs
-from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.server_publisher import default_server_id, worker_url
+from warmfleet_worker.server_address import default_server_id, worker_url
 from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class EngineConfig:
 class Engine:
     """One engine with its port, its core and, in a fleet, its publishers. ``start``, ``stop``."""
 
-    def __init__(self, config: EngineConfig, identity: Identity, served: Served) -> None:
+    def __init__(self, config: EngineConfig, identity: PromptTokenizer, served: Served) -> None:
         self.tracker = Tracker()
         self.core = EngineCore(config.scheduler(self.tracker), config.costs)
         self.identity = identity
@@ -120,7 +120,7 @@ class Engine:
 
 async def serve(args: argparse.Namespace) -> None:
     """Run the engines that the command line asks for until SIGTERM or SIGINT, or until one of them breaks."""
-    identity = Identity.load(args.tokenizer)
+    identity = PromptTokenizer.load(args.tokenizer)
     config = engine_config(args)
     served = Served(tuple(args.model), args.api_key)
     artifacts = identity.artifacts() if args.redis else {}
@@ -159,7 +159,7 @@ def membership(args: argparse.Namespace, port: int, index: int) -> Membership:
     if args.count > 1:
         server_id = f"{server_id}-{index}"
     url = worker_url(args.redis, args.host, port)
-    return Membership(args.redis, args.fleet or args.model[0], tuple(args.model), server_id, url, bool(args.api_key))
+    return Membership(args.redis, args.fleet or args.model[0], tuple(args.model), server_id, url)
 
 
 def parser() -> argparse.ArgumentParser:

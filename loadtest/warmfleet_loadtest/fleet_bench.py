@@ -39,7 +39,7 @@ from warmfleet_loadtest.simulator.step_costs import load_costs
 from warmfleet_loadtest.stacks.fleets import Setup, others, ours, running
 from warmfleet_loadtest.stacks.peers import MODEL
 from warmfleet_loadtest.stacks.processes import StackError
-from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 from warmfleet_loadtest.traces.trace import DECODE_S, FIRST_TOKEN, PUBLIC, open_trace
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Out
 @cache
 def _speller() -> Callable[[Sequence[int]], str]:
     """Makes a text of as many tokens, by the engines' tokenizer: a word for each id."""
-    words = [word for _token_id, word in Identity.load().words]
+    words = [word for _token_id, word in PromptTokenizer.load().words]
     return lambda ids: "".join(words[one - FIRST_TOKEN] for one in ids)
 
 

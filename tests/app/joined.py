@@ -12,7 +12,7 @@ from tests.loadtest.engines import config, identity, running
 from warmfleet_loadtest.engine import Engine
 from warmfleet_loadtest.simulator.api import Served
 from warmfleet_loadtest.simulator.fleet_membership import Membership
-from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.app.replica import Replica
 
 
-class Announcing(Identity):
+class Announcing(PromptTokenizer):
     """The demo's identity, with other facts."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
@@ -28,8 +28,8 @@ class Announcing(Identity):
         self.__dict__.update(known.__dict__)
         self._facts = facts
 
-    def facts(self, max_model_len: int, *, api_key: bool = False) -> dict[str, Any]:
-        return super().facts(max_model_len, api_key=api_key) | dict(self._facts)
+    def facts(self, max_model_len: int) -> dict[str, Any]:
+        return super().facts(max_model_len) | dict(self._facts)
 
 
 async def proven(router: Replica) -> None:

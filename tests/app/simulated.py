@@ -16,7 +16,7 @@ from warmfleet_loadtest.simulator.api import Served
 from warmfleet_loadtest.simulator.fleet_membership import Membership
 from warmfleet_loadtest.simulator.scheduler import Limits
 from warmfleet_loadtest.simulator.step_costs import PRESETS
-from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def tokenizer_json(source: str, size: int) -> str:
     return str(made.to_str())
 
 
-def identity(kind: Kind = "right") -> Identity:
+def identity(kind: Kind = "right") -> PromptTokenizer:
     source = string.__file__ if kind == "tokenizer" else argparse.__file__
-    return Identity(tokenizer_json(source, 1_000), OTHER_TEMPLATE if kind == "template" else TEMPLATE)
+    return PromptTokenizer(tokenizer_json(source, 1_000), OTHER_TEMPLATE if kind == "template" else TEMPLATE)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet_loadtest.simulator.engine_core import load_of
 from warmfleet_loadtest.simulator.virtual_clock import VirtualEngine
-from warmfleet_worker.config import Load, PublisherConfig
+from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.engine import EngineConfig
     from warmfleet_loadtest.simulator.scheduler import Request
     from warmfleet_loadtest.simulator.virtual_clock import Clock, VirtualFleet
+    from warmfleet_worker.load import Load
 
 MODEL = "sim"
 SOON_S = wire.PROGRESS_FLUSH_SECONDS / 4  # as the publisher's thread waits when it is woken

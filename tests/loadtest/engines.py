@@ -11,7 +11,7 @@ from warmfleet_loadtest.engine import Engine, EngineConfig
 from warmfleet_loadtest.simulator.api import Served
 from warmfleet_loadtest.simulator.scheduler import Limits
 from warmfleet_loadtest.simulator.step_costs import PRESETS, StepCosts
-from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ DEMO = Served(("demo",))
 
 
 @cache
-def identity() -> Identity:
+def identity() -> PromptTokenizer:
     """The demo's tokenizer takes a third of a second to load."""
-    return Identity.load()
+    return PromptTokenizer.load()
 
 
 @dataclass(frozen=True)

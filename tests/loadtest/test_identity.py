@@ -12,7 +12,7 @@ from tests.loadtest.engines import identity
 
 from warmfleet.prompt.chat_template import ChatTemplate
 from warmfleet.prompt.messages import tool_schemas
-from warmfleet_loadtest.tokens.prompt_tokenizer import Identity, PromptError
+from warmfleet_loadtest.tokens.prompt_tokenizer import PromptError, PromptTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,7 +100,7 @@ def test_a_models_folder_replaces_tokenizer_and_template(tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_bytes(identity().artifacts()["tokenizer.json"])
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "model_max_length": 5}))
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{% if 0 %}{{ raise_exception('x') }}{% endif %}hi")
-    loaded = Identity.load(tmp_path)
+    loaded = PromptTokenizer.load(tmp_path)
     assert loaded.render({"messages": CHAT}) == "<s>hi"
     assert loaded.facts(100)["special_tokens"] == {"bos_token": "<s>"}
 
@@ -108,4 +108,4 @@ def test_a_models_folder_replaces_tokenizer_and_template(tmp_path: Path) -> None
 def test_a_template_that_fails_is_the_clients_problem() -> None:
     tokenizer = identity().artifacts()["tokenizer.json"].decode()
     with pytest.raises(PromptError, match="only users"):
-        Identity(tokenizer, "{{ raise_exception('only users') }}").render({"messages": CHAT})
+        PromptTokenizer(tokenizer, "{{ raise_exception('only users') }}").render({"messages": CHAT})

@@ -15,6 +15,7 @@ from warmfleet.fleet import Ask, Fleet, Renewal
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.worker_publisher import SnapshotRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -98,7 +99,7 @@ class World:
     async def snapshot(self, name: str, a: int, b: int) -> None:
         """One that nobody asked for; it may meet another one half-way."""
         if process := self._one(name, b):
-            process.publisher._snapshot_wanted = (None,)
+            process.publisher._snapshot_request = SnapshotRequest()
             process.publisher._snapshot = None
             process.round()
 

@@ -13,10 +13,10 @@ from redis.exceptions import RedisError
 from tests.lua.stream import SCHEME
 
 from warmfleet_worker import tracker, worker_publisher
-from warmfleet_worker.config import Due
+from warmfleet_worker.config import Due, PublisherConfig
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.stream import Refused, StreamGone
-from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +68,7 @@ class Process:
     @property
     def busy(self) -> bool:
         """A snapshot is wanted or under way."""
-        return self.running and (self.publisher._snapshot is not None or self.publisher._snapshot_wanted is not None)
+        return self.running and (self.publisher._snapshot is not None or self.publisher._snapshot_request is not None)
 
     def round(self, *, beat: bool = False, listen: bool = False) -> None:
         """What the thread does between two waits; heartbeat and command only if asked for."""
@@ -83,7 +83,7 @@ class Process:
             pass  # kept, and sent again in the next round
 
     def half_a_minute_passes(self) -> None:
-        if self.publisher._stale_since is not None:
-            self.publisher._stale_since -= 30
+        if self.publisher._loss_noticed_at is not None:
+            self.publisher._loss_noticed_at -= 30
         self.publisher._joined_at -= 30
-        self.publisher._rival.since -= 8  # twice that is a TTL: who lives has written in between
+        self.publisher._rival.first_read -= 8  # twice that is a TTL: who lives has written in between

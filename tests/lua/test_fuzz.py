@@ -16,7 +16,7 @@ from tests.lua.stream import Core, blocks, held
 
 from warmfleet.fleet import Ask, Fleet, connect
 from warmfleet.fleet.upkeep import Pace
-from warmfleet_worker.config import Command
+from warmfleet_worker.command import Command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

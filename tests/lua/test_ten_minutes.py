@@ -19,9 +19,10 @@ from tests.survival import WORKER, Survival
 from warmfleet.background.supervisor import stop
 from warmfleet.fleet import Flag, Fleet, connect
 from warmfleet.fleet.upkeep import Pace
+from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker
-from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

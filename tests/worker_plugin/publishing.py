@@ -13,8 +13,9 @@ from tests.conftest import poll
 
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import FleetUnavailable
+from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

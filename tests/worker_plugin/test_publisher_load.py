@@ -13,10 +13,9 @@ import pytest
 from tests.conftest import poll
 from tests.worker_plugin.publishing import WORKER, equal, hashes, publishing, stream, upkeep
 
-from warmfleet_worker.config import Recent
+from warmfleet_worker.load import Load, SmoothedLoad
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker
-from warmfleet_worker.worker_publisher import Load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,9 +122,9 @@ async def test_foreign_load_that_comes_and_goes_is_told_on_average(
 
 
 def test_what_there_was_lately_is_forgotten() -> None:
-    recent = Recent()
+    recent = SmoothedLoad()
     there = [Load(running=1, foreign_prefill_tokens=4_000 * (at < 40), speed_tps=50_000) for at in range(100)]
-    told = [recent.told(load, at / 4) for at, load in enumerate(there)]
+    told = [recent.smooth(load, at / 4) for at, load in enumerate(there)]
     assert [one.foreign_prefill_tokens for one in told[:40]] == [4_000] * 40
     after = [one.foreign_prefill_tokens for one in told[40:]]
     assert after == sorted(after, reverse=True)
@@ -136,15 +135,15 @@ def test_what_there_was_lately_is_forgotten() -> None:
 
 def test_an_idle_engine_does_not_look_saturated_by_what_there_was() -> None:
     """No more is remembered than it does in a second; one look weighs no more after a gap."""
-    recent = Recent()
+    recent = SmoothedLoad()
     for at in range(40):
-        recent.told(Load(foreign_prefill_tokens=80_000, speed_tps=8_000), at / 4)
-    after = recent.told(Load(speed_tps=8_000), 10.0).foreign_prefill_tokens
+        recent.smooth(Load(foreign_prefill_tokens=80_000, speed_tps=8_000), at / 4)
+    after = recent.smooth(Load(speed_tps=8_000), 10.0).foreign_prefill_tokens
     assert after == pytest.approx(8_000 * math.exp(-1 / 8), abs=2)
-    alone = Recent()
-    alone.told(Load(), 0.0)
-    assert alone.told(Load(foreign_prefill_tokens=4_000), 600.0).foreign_prefill_tokens == 4_000
-    assert alone.told(Load(), 600.25).foreign_prefill_tokens < 1_000
+    alone = SmoothedLoad()
+    alone.smooth(Load(), 0.0)
+    assert alone.smooth(Load(foreign_prefill_tokens=4_000), 600.0).foreign_prefill_tokens == 4_000
+    assert alone.smooth(Load(), 600.25).foreign_prefill_tokens < 1_000
 
 
 async def _foreign(fleet: Fleet) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from warmfleet_worker.protocol.redis_address import MAX_NODES, RedisAddressError, parse, with_ca
-from warmfleet_worker.server_publisher import redis_is_local
+from warmfleet_worker.server_address import redis_is_local
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,8 @@ import pytest
 from tests.conftest import poll
 
 from warmfleet_worker.protocol import artifacts, wire
-from warmfleet_worker.server_publisher import (
-    ServerConfig,
-    ServerPublisher,
-    UrlRefusedError,
-    default_server_id,
-    listens,
-    redis_is_local,
-    worker_url,
-)
+from warmfleet_worker.server_address import UrlRefusedError, default_server_id, listens, redis_is_local, worker_url
+from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,8 @@ from types import SimpleNamespace as Thing
 from typing import Any
 
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.speed_meter import SpeedMeter, finished_prefills, foreign_load, step_tokens
+from warmfleet_worker.speed_meter import SpeedMeter
+from warmfleet_worker.vllm_hooks.scheduler_work import finished_prefills, foreign_load, step_tokens
 
 OURS = "wf-" + "a" * 22
 

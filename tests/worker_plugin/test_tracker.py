@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from warmfleet_worker.tracker import Run, Tracker, Transitions, hash_of_key, track, untrack
+from warmfleet_worker.tracker import Run, Tracker, Transitions
+from warmfleet_worker.vllm_hooks.block_table import hash_of_key, track, untrack
 
 GROUP_0, GROUP_1 = b"\0\0\0\0", b"\0\0\0\1"
 

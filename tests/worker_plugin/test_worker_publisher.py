@@ -159,14 +159,6 @@ async def test_told_to_rejoin_it_begins_anew(fleet: Fleet, redis_url: str, model
             await equal(fleet, tracker)
 
 
-async def test_told_to_drain_it_says_so(fleet: Fleet, redis_url: str, model: str) -> None:
-    with publishing(redis_url, model, Tracker()) as publisher:
-        nonce = await poll(lambda: publisher._stream.nonce)
-        command = {"nonce": nonce, "applied": 1, "id": "c3", "do": "drain"}
-        await fleet.redis.set(fleet.keys.command(WORKER), json.dumps(command))
-        await poll(lambda: publisher.state.draining)
-
-
 async def test_a_lost_stream_is_joined_again(fleet: Fleet, redis_url: str, model: str) -> None:
     tracker = Tracker()
     tracker.stored(hashes(1_000))

@@ -1,8 +1,8 @@
-"""A plain Redis client whose connections go to wherever the master is now, as Sentinels or Cluster nodes tell.
+"""A plain Redis client whose connections always lead to the present master, which Sentinels or Cluster nodes name.
 
-redis-py's own Sentinel pool does the work: a connection asks when it connects, and when it meets a server that is no
-master any more it ends. All keys of a model are in one slot, so in a Cluster, too, there is one server to talk to:
-the same pool, asked ``CLUSTER SLOTS``. The routers have this in asyncio: ``warmfleet/fleet/failover.py``.
+redis-py's own Sentinel pool does the work: a connection asks for the master when it connects, and ends when its server
+is no master any more. All keys of a model are in one slot, so in a Cluster, too, one server has them all; there the
+same pool asks ``CLUSTER SLOTS``. The routers have the same in asyncio: ``warmfleet/fleet/failover.py``.
 """
 
 from __future__ import annotations
@@ -23,28 +23,34 @@ if TYPE_CHECKING:
 
 
 class Locator:
-    """Asks the nodes in turn, first the one that knew last. ``discover_master`` is what redis-py's pool calls."""
+    """Asks the nodes in turn for the master, beginning with the node that answered last.
+
+    redis-py's pool calls ``discover_master``.
+    """
 
     def __init__(self, address: RedisAddress, tag: str, nodes: Sequence[tuple[HostPort, redis.Redis]]) -> None:
         self._address = address
         self._tag = tag
         self._nodes = list(nodes)
-        self._known: tuple[float, HostPort] | None = None  # good until then
+        self._answer: tuple[float, HostPort] | None = None  # (good until, the master)
 
     def discover_master(self, _service: str) -> HostPort:
-        """Raises ConnectionError if no node ever knew. Takes twice ``node_timeout_s`` for each that is silent."""
-        if self._known and time.monotonic() < self._known[0]:
-            return self._known[1]
+        """The present master, or the last known one if no node answers.
+
+        Takes twice ``node_timeout_s`` for every silent node. Raises ConnectionError if no node has ever answered.
+        """
+        if self._answer and time.monotonic() < self._answer[0]:
+            return self._answer[1]
         try:
-            self._known = (time.monotonic() + ASK_AGAIN_SECONDS, self._ask())
+            self._answer = (time.monotonic() + ASK_AGAIN_SECONDS, self._ask())
         except redis.ConnectionError:
-            if self._known is None:
+            if self._answer is None:
                 raise
-            self._known = (time.monotonic() + LOOK_SECONDS, self._known[1])  # nobody says that it is another
-        return self._known[1]
+            self._answer = (time.monotonic() + LOOK_SECONDS, self._answer[1])
+        return self._answer[1]
 
     def _ask(self) -> HostPort:
-        why = "none of them knows"
+        why = "no node knows it"
         for node in list(self._nodes):
             (host, port), client = node
             try:
@@ -57,7 +63,7 @@ class Locator:
                 self._nodes.remove(node)
                 self._nodes.insert(0, node)
                 return found
-        raise redis.ConnectionError(f"nobody says where the Redis master is; {why}")
+        raise redis.ConnectionError(f"no node says where the Redis master is; {why}")
 
     def close(self) -> None:
         for _, client in self._nodes:
@@ -65,25 +71,25 @@ class Locator:
 
 
 class MasterPool(SentinelConnectionPool):
-    """Asks once a second, too: connections to a master that was ours end then."""
+    """Asks once a second, too, so that connections to a former master end."""
 
-    _look_at = 0.0
+    _next_look = 0.0
 
     def get_connection(self, *args: Any, **kwargs: Any) -> Any:
-        if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + LOOK_SECONDS
-            with suppress(redis.RedisError, OSError):  # the old answer stands
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_SECONDS
+            with suppress(redis.RedisError, OSError):  # the old answer stays valid
                 self.get_master_address()  # type: ignore[no-untyped-call]  # redis-py
         return super().get_connection(*args, **kwargs)
 
 
 class MasterConnection(SentinelManagedConnection):
-    """Ends when its server says that the slot is elsewhere; the next one asks anew."""
+    """Ends when its server says that the slot is elsewhere; the next connection asks anew."""
 
     def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().read_response(*args, **kwargs)
-        except (AskError, ClusterDownError) as error:  # AskError: MOVED is one, too
+        except (AskError, ClusterDownError) as error:  # redis-py's MovedError is an AskError
             self.disconnect()  # type: ignore[no-untyped-call]  # redis-py
             raise redis.ConnectionError(f"not the master of this slot: {error}") from error
 
@@ -93,7 +99,7 @@ class MasterTLSConnection(MasterConnection, SSLConnection):
 
 
 class MasterRedis(redis.Redis):
-    """Closes those that were asked with it."""
+    """Closes the clients of the Sentinels or Cluster nodes together with itself."""
 
     def close(self) -> None:
         super().close()
@@ -101,7 +107,10 @@ class MasterRedis(redis.Redis):
 
 
 def master_client(address: RedisAddress, tag: str, **options: Any) -> redis.Redis:
-    """A client of the master for keys with this hash tag. ``options``: of its connections; those in the URL win."""
+    """A client of the master that has the keys with this hash tag.
+
+    options: of its connections; options in the URL win.
+    """
     options |= dict(parse_url(address.url))  # type: ignore[no-untyped-call]  # redis-py
     base = options.pop("connection_class", None)
     for name in ("host", "port"):

@@ -1,22 +1,16 @@
-"""The API-server half: where this server is reached, and what a router needs to see its prompts as it does."""
+"""The thread that writes one API server's stream: where it is reached, and how it turns prompts into token ids."""
 
 from __future__ import annotations
 
-import hashlib
-import ipaddress
 import logging
-import os
-import socket
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
 
 from warmfleet_worker.protocol import artifacts, wire
-from warmfleet_worker.protocol.redis_address import parse
 from warmfleet_worker.stream import Outage, Refused, StreamGone, StreamWriter, connect
 
 if TYPE_CHECKING:
@@ -24,19 +18,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-YOUNG_SECONDS = 60.0  # a join or an artifact this young may be lost in a failover of Redis: nobody would ask for it
-READY_SECONDS = 120.0  # a server that does not listen by then is announced all the same: the probe will tell
-
-
-class UrlRefusedError(ValueError):
-    """Routers could not reach this server under the address it has."""
+YOUNG_SECONDS = 60.0  # a failover of Redis may lose a join or an artifact this young, and nobody would ask for it
+READY_SECONDS = 120.0  # a server that does not listen by then is announced all the same: the probe will find out
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What an API server says of itself when it joins. artifacts: content by name; ready: the server listens.
+    """What an API server announces when it joins.
 
-    adapters: name and path of the LoRA adapters that it serves now; it joins anew when they change.
+    model: the fleet's model tag. models: the names that it serves. artifacts: files by name, such as the tokenizer.
+    facts: settings that decide the token ids of a prompt. ready: tells whether the server listens. adapters: tells
+    name and path of the LoRA adapters that it serves now; the publisher joins again when they change.
     """
 
     redis_url: str
@@ -52,7 +44,10 @@ class ServerConfig:
 
 
 class ServerPublisher:
-    """Writes ``server:<server_id>`` from a daemon thread: artifacts, join, a heartbeat every 5 s, leave."""
+    """Writes the stream ``server:<server_id>`` from a daemon thread: a join, a heartbeat every 5 s, at last a leave.
+
+    Before the join it stores the artifacts, in chunks that are named by their digest.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         keys = wire.Keys(config.model)
@@ -74,7 +69,7 @@ class ServerPublisher:
         self._thread.start()
 
     def stop(self, timeout: float = 1.0) -> None:
-        """Say goodbye and end the thread; gives up after ``timeout`` seconds."""
+        """Say goodbye to the fleet and end the thread; gives up after ``timeout`` seconds."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -98,10 +93,11 @@ class ServerPublisher:
         self._leave()
 
     def _round(self) -> None:
+        """Join, if that is due, and send a heartbeat."""
         moved = self._stream.moved and time.monotonic() - self._joined_at < YOUNG_SECONDS
         if not self.joined or moved or dict(self.config.adapters()) != self._adapters:
             self._join()
-        self._stream.flush()  # what a failed round has left
+        self._stream.flush()  # entries that a failed round has left
         self._stream.put("heartbeat")
         self._stream.flush()
 
@@ -110,8 +106,8 @@ class ServerPublisher:
         self._adapters = dict(config.adapters())
         for name, content in config.artifacts.items():
             manifest[name], chunks = artifacts.split(content)
-            for sha256, piece in chunks.items():  # one call each: none is long
-                # SETNX: the one way to add without a right to overwrite
+            for sha256, piece in chunks.items():  # one call for each, so that no call is long
+                # SETNX adds without the right to overwrite
                 self._stream.client.setnx(self._keys.artifact(config.server_id, sha256), piece)
         self._stream.join(
             wire.dumps(
@@ -135,70 +131,5 @@ class ServerPublisher:
                 self._stream.put("leave")
                 self._stream.flush()
             except (RedisError, Refused, StreamGone, OSError) as error:
-                logger.info("warmfleet: no goodbye: %s", error)
+                logger.info("warmfleet: could not say goodbye: %s", error)
         self._stream.close()
-
-
-# ---------------------------------------------------------------- the address
-
-
-def default_server_id(argv: list[str]) -> str:
-    """A name that a restart keeps and that another server on the same host does not share."""
-    digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()[:8]
-    host = "".join(char if char.isalnum() or char in "._-" else "-" for char in socket.gethostname())
-    return wire.check_name(f"{host[:48] or 'host'}-{digest}")
-
-
-def worker_url(redis_url: str, host: str | None, port: int, *, tls: bool = False) -> str:
-    """The URL under which routers reach this server; ``host`` and ``port`` are what it is bound to.
-
-    WARMFLEET_WORKER_URL wins, then POD_IP, then the bound address, then the address that reaches Redis.
-    Raises UrlRefusedError for a loopback address while Redis is elsewhere, hence routers may be, too.
-    """
-    local = redis_is_local(redis_url)
-    given = os.environ.get("WARMFLEET_WORKER_URL")
-    if given:
-        address = urlsplit(given).hostname or ""
-        url = given.rstrip("/")
-    else:
-        if not port:
-            raise UrlRefusedError("the port is not known before it is bound: set WARMFLEET_WORKER_URL")
-        address = os.environ.get("POD_IP") or (host if host and not _is(host, "is_unspecified") else "")
-        address = address or ("127.0.0.1" if local else outgoing_address(redis_url))
-        url = f"http{'s' if tls else ''}://{f'[{address}]' if ':' in address else address}:{port}"
-    if _is(address, "is_unspecified") or (_is(address, "is_loopback") and not local):
-        raise UrlRefusedError(f"{url} means this machine only, but Redis is elsewhere: set WARMFLEET_WORKER_URL")
-    return url
-
-
-def redis_is_local(redis_url: str) -> bool:
-    """Redis is reached through a unix socket or loopback, so the routers are on this machine."""
-    return all(_is(host, "is_loopback") for host, _ in parse(redis_url).nodes)
-
-
-def outgoing_address(redis_url: str) -> str:
-    """This machine's address on the way to Redis. Sends nothing: it only asks the routing table."""
-    host, port = parse(redis_url).nodes[0]
-    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
-
-
-def listens(host: str | None, port: int) -> bool:
-    """Something accepts connections there."""
-    address = "127.0.0.1" if not host or _is(host, "is_unspecified") else host
-    try:
-        socket.create_connection((address, port), timeout=1).close()
-    except OSError:
-        return False
-    return True
-
-
-def _is(host: str, what: str) -> bool:
-    if host == "localhost":
-        return what == "is_loopback"
-    try:
-        return bool(getattr(ipaddress.ip_address(host.strip("[]")), what))
-    except ValueError:
-        return False  # a name: whoever configured it knows where it leads

@@ -10,30 +10,33 @@ from warmfleet_worker.protocol import wire
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from warmfleet_worker.tracker import Pick
+    from warmfleet_worker.tracker import PickHashes
 
 
 class Snapshot:
-    """Chunks are cut when they are needed: one pass over a million keys would hold the engine's GIL."""
+    """Makes its chunks when they are needed: one pass over a million keys would hold the engine's GIL for too long.
 
-    def __init__(self, keys: Sequence[bytes], pick: Pick, command: str | None) -> None:
+    command_id: of the fleet's command that asked for it; None if nobody did.
+    """
+
+    def __init__(self, keys: Sequence[bytes], pick: PickHashes, command_id: str | None) -> None:
         self.id = secrets.token_hex(4)
         self.digest = wire.Digest()
         self._keys = keys
         self._pick = pick
-        self._command = command
+        self._command_id = command_id
         self._position = 0
 
     @property
     def finished(self) -> bool:
-        """All chunks are out: ``end`` is next."""
+        """True if all chunks have been made, and ``end`` is next."""
         return self._position >= len(self._keys)
 
     def begin(self) -> str:
-        return wire.dumps({"snapshot": self.id, "command": self._command})
+        return wire.dumps({"snapshot": self.id, "command": self._command_id})
 
     def chunk(self) -> bytes:
-        """The next chunk; empty when none of the next keys belongs to the published group."""
+        """The next chunk; empty if none of its keys belongs to the published KV cache group."""
         keys = self._keys[self._position : self._position + wire.BATCH_BLOCKS]
         self._position += len(keys)
         packed = b"".join(self._pick(keys))

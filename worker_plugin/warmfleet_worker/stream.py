@@ -1,9 +1,9 @@
-"""One writer's Redis stream: numbered entries, sent in order, each at most once applied.
+"""One writer's Redis stream: numbered entries, sent in order, and each applied at most once.
 
-An entry keeps its number until Redis has answered for it, and the reader drops a number it has seen: after a broken
-connection the unanswered entries are sent again as they are, so that nothing is lost and nothing counts twice.
-What Redis refuses (full memory, read-only, no permission, busy) is kept and tried again, too; only an entry that was
-refused while a later one went through is lost, which the reader sees as a gap in the numbers.
+An entry keeps its number until Redis has answered it, and the reader drops a number that it has seen before. After a
+broken connection the unanswered entries are therefore sent again as they are: nothing is lost and nothing counts twice.
+An entry that Redis refuses (full memory, read-only, no permission, busy) is kept and tried again, too. Only an entry
+that was refused while a later one was written is lost; the reader sees the loss as a gap in the numbers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-BACKOFF_SECONDS = (0.1, 3.0)  # with jitter and the resync that may follow, less than one slow-path period
+BACKOFF_SECONDS = (0.1, 3.0)  # first and longest; with jitter and a resync shorter than one heartbeat period
 SOCKET_TIMEOUT_SECONDS = 2.0
-MAX_PENDING = 64  # entries made and not yet answered for
-BROKEN = ("WRONGTYPE", "The stream has exhausted")  # what Redis says of a key that no writer can use again
+MAX_PENDING = 64  # entries that Redis has not answered yet
+UNUSABLE_KEY = ("WRONGTYPE", "The stream has exhausted")  # errors of a key that no writer can use any more
 
 
 class StreamGone(Exception):  # noqa: N818 - not an error: Redis came back empty, or the fleet forgot this worker
-    """The stream does not exist any more, or something else does in its place: join again."""
+    """The stream is gone, or its key holds something that takes no entry: join again."""
 
 
 class Refused(Exception):  # noqa: N818 - the entry is kept, so nothing has gone wrong yet
-    """Redis answered with an error; what was not written is kept for the next try."""
+    """Redis answered with an error; the entries that were not written are kept for the next try."""
 
 
 def connect(url: str, tag: str = "") -> redis.Redis:
@@ -59,27 +59,27 @@ def connect(url: str, tag: str = "") -> redis.Redis:
 
 
 class Outage:
-    """Waits between tries, longer each time, and one log line when trouble begins and one when it ends."""
+    """Waits between tries, longer each time, and logs one line when an outage begins and one when it ends."""
 
     def __init__(self, stopping: threading.Event) -> None:
-        self.errors = 0  # ever
+        self.errors = 0  # since the start
         self._stopping = stopping
-        self._wait = 0.0  # seconds; 0: there is no trouble
+        self._wait = 0.0  # seconds; 0 while there is no outage
 
     def wait(self, error: Exception) -> None:
-        """Say what is wrong, if that is new, and wait; ends at once when stopping."""
+        """Log ``error`` if it begins an outage, and wait; returns at once when the publisher stops."""
         self.errors += 1
         if not self._wait:
             if isinstance(error, RedisError | Refused | OSError):
                 hint = " (see WARMFLEET_REDIS_CA)" if "CERTIFICATE" in str(error).upper() else ""
                 logger.warning("warmfleet: Redis is away or refuses: %s%s; will try again", error, hint)
-            else:  # must not happen, hence the traceback
+            else:  # a bug of ours, hence the traceback
                 logger.error("warmfleet: unexpected error; will try again", exc_info=error)
         self._wait = min(2 * self._wait or BACKOFF_SECONDS[0], BACKOFF_SECONDS[1])
         self._stopping.wait(self._wait * random.uniform(0.75, 1.25))
 
     def over(self) -> None:
-        """All is well."""
+        """A try has succeeded."""
         if self._wait:
             logger.info("warmfleet: Redis answers again")
         self._wait = 0.0
@@ -87,7 +87,7 @@ class Outage:
 
 @dataclass(slots=True)
 class Entry:
-    """One numbered stream entry. blocks: hashes in it that are lost if it is."""
+    """One numbered stream entry. blocks: the number of block hashes that are lost if the entry is."""
 
     number: int
     operation: str
@@ -96,53 +96,55 @@ class Entry:
 
 
 class StreamWriter:
-    """Writes ``key``; one thread only. ``nonce`` names this incarnation of the writer."""
+    """Writes the stream ``key``, from one thread only. ``nonce`` names the present incarnation of the writer.
+
+    hello: the key of the stream that tells routers of new streams, and the name under which it does.
+    """
 
     def __init__(self, client: redis.Redis, key: str, hello: tuple[str, str], maxlen: int) -> None:
         self.client = client
         self.key = key
         self.nonce = ""
         self.number = 0  # of the last entry made
-        self.joined = (0, 0)  # id of the join
+        self.joined = (0, 0)  # stream id of the join
         self.lost_entries = 0
         self.lost_blocks = 0
         self._hello_key, self._hello_name = hello
         self._maxlen = maxlen
         self._pending: list[Entry] = []
-        self._joined_at: object = None
+        self._joined_master: object = None  # the master that took the join
 
     @property
     def pending(self) -> int:
-        """Entries that wait for Redis."""
+        """The number of entries that Redis has not answered yet."""
         return len(self._pending)
 
     @property
     def moved(self) -> bool:
-        """Redis has failed over since the join, which may not have reached the new master."""
-        return self._joined_at != self._master()
+        """True if Redis has failed over since the join, which may not have reached the new master."""
+        return self._joined_master != self._master()
 
     def _master(self) -> object:
-        return getattr(self.client.connection_pool, "master_address", None)  # None: there is but one server
+        return getattr(self.client.connection_pool, "master_address", None)  # a single server has no such attribute
 
     def join(self, data: str) -> None:
-        """Begin a new incarnation. Raises RedisError when Redis is away or refuses: call again."""
+        """Begin a new incarnation. Raises RedisError when Redis is away or refuses; then call it again."""
         nonce, number = secrets.token_hex(8), self.number + 1
         pipeline = self.client.pipeline(transaction=False)
         fields = wire.entry(nonce, number, "join", data)
         pipeline.xadd(self.key, fields, maxlen=self._maxlen, approximate=True)  # type: ignore[arg-type]  # dict is invariant
         pipeline.xadd(self._hello_key, {b"s": self._hello_name}, maxlen=wire.HELLO_MAXLEN, approximate=True)
-        joined, _hint = pipeline.execute(
-            raise_on_error=False
-        )  # without the hint nobody takes notice: joined again then
+        # If the hint fails, no router reads the stream, and the publisher joins again after a while.
+        joined, _hint = pipeline.execute(raise_on_error=False)
         if isinstance(joined, RedisError):
             raise joined
         self.joined = wire.entry_id(joined)
-        self._pending.clear()  # of the incarnation that has just ended
-        self._joined_at = self._master()
+        self._pending.clear()  # entries of the incarnation that has just ended
+        self._joined_master = self._master()
         self.nonce, self.number = nonce, number
 
     def put(self, operation: str, data: bytes | str = b"", blocks: int = 0) -> None:
-        """Number an entry and keep it for ``flush``. The caller looks at ``pending``: it is bounded by MAX_PENDING."""
+        """Number an entry and keep it for ``flush``. The caller keeps ``pending`` below MAX_PENDING."""
         self.number += 1
         self._pending.append(Entry(self.number, operation, data, blocks))
 
@@ -151,9 +153,9 @@ class StreamWriter:
         self.number += 1
 
     def flush(self) -> None:
-        """Send everything pending in one pipeline.
+        """Send all pending entries in one pipeline.
 
-        Raises StreamGone, Refused, or RedisError when the connection fails: all pending entries are kept.
+        Raises StreamGone, Refused, or RedisError when the connection fails. Unwritten entries stay pending.
         """
         if not self._pending:
             return
@@ -164,12 +166,12 @@ class StreamWriter:
         self._settle(pipeline.execute(raise_on_error=False))
 
     def _settle(self, answers: Sequence[object]) -> None:
-        if any(answer is None or _no_stream(answer) for answer in answers):
+        if any(answer is None or _is_unusable(answer) for answer in answers):
             raise StreamGone(self.key)
         written = [not isinstance(answer, RedisError) for answer in answers]
         last = max((index for index, ok in enumerate(written) if ok), default=-1)
         for entry, ok in zip(self._pending[: last + 1], written, strict=False):
-            if not ok:  # overtaken by a later number: it can never be applied in order
+            if not ok:  # a later number was written, so this one can never be applied in order
                 self.lost_entries += 1
                 self.lost_blocks += entry.blocks
         del self._pending[: last + 1]
@@ -180,6 +182,9 @@ class StreamWriter:
         self.client.close()
 
 
-def _no_stream(answer: object) -> bool:
-    """What is there takes no entry any more, now or later. A join is refused, too, but its hint to routers is not."""
-    return isinstance(answer, RedisError) and any(broken in str(answer) for broken in BROKEN)
+def _is_unusable(answer: object) -> bool:
+    """True if the key takes no entry, now or later.
+
+    A join is refused there, too, but not its hint; the routers that follow the hint delete the key.
+    """
+    return isinstance(answer, RedisError) and any(text in str(answer) for text in UNUSABLE_KEY)

@@ -1,15 +1,15 @@
-"""What changes in an engine's block table, queued for the publisher.
+"""The changes of an engine's block table, queued for the publisher.
 
-The engine's thread calls the tracker at every appearance and disappearance of a block hash; the publisher's
-thread drains the queue and now and then copies the whole table. Two rules make the copy exact:
+The engine's thread notes every block hash that appears or disappears. The publisher's thread drains the queue, and
+for a snapshot it copies the whole table. Two rules make the copy exact:
 
 1. a change of the table and its record in the queue happen under one lock;
-2. ``cut`` copies the table and drops the queue under the same lock: every earlier change is in the copy,
-   every later one is in the queue.
+2. ``cut`` copies the table and empties the queue under the same lock, so that every earlier change is in the copy
+   and every later change is in the queue.
 
-Nothing else ever happens under that lock: no I/O, no loop, no log line. The copy is one C call, which would hold
-the GIL, hence the engine, for as long without a lock. The queue is bounded: when it is full, records are dropped
-and counted, and ``overflowed`` stays set until the next cut.
+Nothing else happens under that lock: no I/O, no loop, no log line. The copy is one C call, which would hold the GIL,
+and with it the engine, for as long without a lock. The queue is bounded: when it is full, records are dropped and
+counted, and ``overflowed`` stays set until the next cut.
 """
 
 from __future__ import annotations
@@ -23,24 +23,17 @@ from typing import TYPE_CHECKING, Any
 from warmfleet_worker.protocol.wire import BATCH_BLOCKS, HASH_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-#: Records that wait for the publisher: about 25 MB of keys at worst, minutes of an engine's work.
+    #: Turns keys of a block table into block hashes, and leaves out the keys that are not published.
+    PickHashes = Callable[[Iterable[bytes]], list[bytes]]
+
+#: Records that may wait for the publisher: about 25 MB of keys at most, minutes of an engine's work.
 QUEUE_RECORDS = 262_144
 
 
-def hash_of_key(group: int) -> Pick:
-    """How vLLM's table keys (32-byte digest + 4-byte group) become block hashes; keys of other groups are left out."""
-    suffix = group.to_bytes(4, "big", signed=False)
-
-    def pick(keys: Iterable[bytes]) -> list[bytes]:
-        return [key[-HASH_BYTES - 4 : -4] for key in keys if key[-4:] == suffix]
-
-    return pick
-
-
 def hash_itself(keys: Iterable[bytes]) -> list[bytes]:
-    """The pick of a table whose keys are 8-byte hashes already."""
+    """The ``PickHashes`` of a table whose keys are block hashes already."""
     return list(keys)
 
 
@@ -53,17 +46,17 @@ class Run:
 
 
 class Transitions:
-    """The queue between an engine's table and the publisher. For a table that somebody else owns; see Tracker."""
+    """The queue between an engine's table and the publisher. The table belongs to the engine; see also ``Tracker``."""
 
-    def __init__(self, pick: Pick = hash_itself, limit: int = QUEUE_RECORDS) -> None:
+    def __init__(self, pick: PickHashes = hash_itself, limit: int = QUEUE_RECORDS) -> None:
         self.lock = threading.Lock()
         self.table: Mapping[bytes, Any] = {}
         self.pick = pick
-        self.dropped = 0  # records lost to a full queue, ever
+        self.dropped = 0  # records lost to a full queue since the start
         self.overflowed = False
         self.limit = limit
         # A stored key as it is, a removed key as a 1-tuple (cheaper than any object), None for cleared.
-        # Always the same object: ``track`` holds on to it.
+        # The deque is never replaced: ``vllm_hooks.block_table.track`` keeps a reference to it.
         self.records: deque[bytes | tuple[bytes] | None] = deque()
 
     def note(self, record: bytes | tuple[bytes] | None) -> None:
@@ -86,13 +79,13 @@ class Transitions:
             self.note(None)
 
     def __len__(self) -> int:
-        """Records that wait."""
+        """The number of waiting records."""
         return len(self.records)
 
     # ------------------------------------------------ the publisher's side
 
     def drain(self, limit: int) -> Iterator[Run]:
-        """Take up to ``limit`` records off the queue, as runs in their order."""
+        """Take up to ``limit`` records off the queue and yield them as runs, in their order."""
         records = self.records
         taken = [records.popleft() for _ in range(min(limit, len(records)))]
         for kind, run in groupby(taken, type):
@@ -104,7 +97,7 @@ class Transitions:
                 yield Run("cleared")
 
     def cut(self) -> Sequence[bytes]:
-        """The table's keys now; everything queued so far is dropped, because it is contained."""
+        """The table's keys as they are now. Empties the queue, because the keys contain everything queued so far."""
         with self.lock:
             keys = list(self.table)
             self.records.clear()
@@ -118,9 +111,9 @@ class Transitions:
 
 
 class Tracker(Transitions):
-    """Transitions with a table of its own, for engines that report what they do (the simulator).
+    """Transitions with a table of its own, for an engine that calls ``stored`` and ``removed`` (the simulator does).
 
-    ``stored`` and ``removed`` take packed 8-byte hashes or an iterable of them; repetitions change nothing.
+    Both take packed 8-byte hashes or an iterable of hashes. A hash that is stored or removed twice counts once.
     """
 
     def __init__(self, limit: int = QUEUE_RECORDS) -> None:
@@ -147,68 +140,7 @@ class Tracker(Transitions):
         self.replace(self._held)
 
 
-def track(block_map: Any, transitions: Transitions, *, cleared: bool = False) -> None:
-    """Make this ``BlockHashToBlockMap`` of vLLM tell ``transitions`` when a hash appears or disappears.
-
-    Only 0 -> 1 and 1 -> 0 copies of a hash count. ``insert(key, block)`` and ``pop(key, block_id)`` of this one object
-    are replaced by closures, half the cost of a subclass; ``note`` is written out in both, because the engine's
-    scheduler runs them some hundred times per request. The class is the same in vLLM 0.28 to 0.33.
-    cleared: this map takes the place of one that was thrown away with all it held.
-    """
-    table, base_insert, base_pop = block_map._cache, block_map.insert, block_map.pop  # noqa: SLF001 - the table itself
-    records, append = transitions.records, transitions.records.append
-    acquire, release = transitions.lock.acquire, transitions.lock.release  # half the cost of ``with``
-    limit, overflow = transitions.limit, transitions.overflow
-
-    def insert(key: bytes, block: Any) -> None:
-        if key in table:
-            base_insert(key, block)
-            return
-        acquire()
-        try:
-            table[key] = block  # what the base does with a new key
-            if len(records) < limit:
-                append(key)
-            else:
-                overflow()
-        finally:
-            release()
-
-    def pop(key: bytes, block_id: int) -> Any:
-        acquire()
-        try:
-            block = base_pop(key, block_id)
-            if block is not None and key not in table:
-                if len(records) < limit:
-                    append((key,))
-                else:
-                    overflow()
-        finally:
-            release()
-        return block
-
-    with transitions.lock:
-        transitions.table = table
-        block_map.insert, block_map.pop, block_map.transitions = insert, pop, transitions
-        if cleared:
-            transitions.note(None)
-
-
-def untrack(block_map: Any) -> Transitions | None:
-    """Undo ``track``: the closures and the map hold each other. Returns the map's transitions, None if it had none."""
-    transitions: Transitions | None = vars(block_map).pop("transitions", None)
-    if transitions is not None:
-        del block_map.insert, block_map.pop
-    return transitions
-
-
 def _split(hashes: bytes | Iterable[bytes]) -> Iterable[bytes]:
     if isinstance(hashes, bytes):
         return [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
     return hashes
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Pick = Callable[[Iterable[bytes]], list[bytes]]

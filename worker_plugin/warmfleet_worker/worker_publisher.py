@@ -1,8 +1,8 @@
-"""The thread that writes one engine core's events into Redis: the other half of the protocol in lua/README.md.
+"""The thread that writes one engine core's stream into Redis. The protocol is tabled in lua/README.md.
 
-The engine's thread only ever appends to bounded queues (``Tracker``, ``progress``). Everything here runs in one
-daemon thread, and every wait, error and retry happens there. The thread shares the engine's GIL, so its work is
-paced: at most DRAIN_RECORDS or BURST_CHUNKS chunks between two round trips to Redis.
+The engine's thread only appends to bounded queues (``Transitions``, ``progress``). Everything else runs in one daemon
+thread, and every wait, error and retry happens there. That thread shares the GIL with the engine, so its work is paced:
+at most DRAIN_RECORDS changes or BURST_CHUNKS chunks between two round trips to Redis.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.config import Command, Due, Load, PublisherConfig, PublisherState, Recent, Rival
+from warmfleet_worker.command import Command, Rival
+from warmfleet_worker.config import Due, PublisherConfig, PublisherState
+from warmfleet_worker.load import Load, SmoothedLoad
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.snapshot import Snapshot
 from warmfleet_worker.stream import MAX_PENDING, Outage, StreamGone, StreamWriter, connect
@@ -24,26 +26,32 @@ if TYPE_CHECKING:
 
     from warmfleet_worker.tracker import Run, Transitions
 
-__all__ = ["Load", "PublisherConfig", "PublisherState", "WorkerPublisher"]
-
 logger = logging.getLogger("warmfleet")
 
-DRAIN_RECORDS = 4_096  # transitions made into entries between two round trips
+DRAIN_RECORDS = 4_096  # changes that become entries between two round trips
 BURST_CHUNKS = 32  # snapshot chunks (36 kB) in one round trip
 PROGRESS_QUEUE = 4_096
-SELF_RESYNC_SECONDS = 2 * wire.HEARTBEAT_SECONDS  # events were lost and nobody asked for a snapshot: send one
+SELF_RESYNC_SECONDS = 2 * wire.HEARTBEAT_SECONDS  # the fleet has so long to ask for a snapshot after a loss
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRequest:
+    """A snapshot is due; the fleet has asked for it if there is a command id."""
+
+    command_id: str | None = None
 
 
 class WorkerPublisher:
-    """Publishes what ``tracker`` sees and what ``load()`` says. ``start``, ``progress``, ``stop``; nothing blocks.
+    """Publishes the changes that ``transitions`` queues and the load that ``load()`` returns.
 
+    ``start``, ``progress`` and ``stop`` may be called from any thread; only ``stop`` waits, and no longer than asked.
     ``load`` is called in the publisher's thread.
     """
 
-    def __init__(self, config: PublisherConfig, tracker: Transitions, load: Callable[[], Load] = Load) -> None:
+    def __init__(self, config: PublisherConfig, transitions: Transitions, load: Callable[[], Load] = Load) -> None:
         keys = wire.Keys(config.model)
         self.config = config
-        self._tracker = tracker
+        self._transitions = transitions
         self._load = load
         self._command_key = keys.command(config.worker_id)
         self._stream = StreamWriter(
@@ -58,34 +66,37 @@ class WorkerPublisher:
         self._outage = Outage(self._stopping)
         self._thread = threading.Thread(target=self._run, name="warmfleet-publisher", daemon=True)
         self._state = PublisherState()
-        self._digest = wire.Digest()  # of everything published
-        self._evicted = 0
+        self._digest = wire.Digest()  # of the set of blocks that has been published
+        self._evicted_blocks = 0
         self._snapshot: Snapshot | None = None
-        self._runs: deque[Run] = deque()  # drained, not yet numbered
-        self._snapshot_wanted: tuple[str | None] | None = None  # (command id,)
-        self._stale_since: float | None = None  # events were lost: the index cannot equal the table
-        self._lost_seen, self._joined_at = 0, 0.0
-        self._obeyed: deque[str] = deque(maxlen=64)
-        self._told, self._due, self._rival, self._recent = Load(), Due(), Rival(), Recent()
+        self._drained: deque[Run] = deque()  # off the queue, not yet numbered
+        self._snapshot_request: SnapshotRequest | None = None
+        self._loss_noticed_at: float | None = None  # since then the index cannot equal the table
+        self._lost_entries_seen, self._joined_at = 0, 0.0
+        self._obeyed_ids: deque[str] = deque(maxlen=64)
+        self._reported_load, self._due, self._rival, self._smoothed_load = Load(), Due(), Rival(), SmoothedLoad()
 
     # ------------------------------------------------ any thread
 
     @property
     def state(self) -> PublisherState:
-        dropped = self._tracker.dropped + self._stream.lost_blocks
+        dropped = self._transitions.dropped + self._stream.lost_blocks
         return replace(self._state, number=self._stream.number, dropped=dropped, errors=self._outage.errors)
 
     def start(self) -> None:
         self._thread.start()
 
     def progress(self, reservation_id: str, cached_tokens: int, prompt_tokens: int) -> None:
-        """The prefill of a reservation is done: in Redis within 20 ms. Called by the engine's thread."""
+        """The prefill of this reservation is done. It is in Redis within 20 ms. Called by the engine's thread."""
         self._progress.append((reservation_id, cached_tokens, prompt_tokens))
         if not self._wake.is_set():
             self._wake.set()
 
     def stop(self, timeout: float = 1.0) -> None:
-        """Say goodbye and end the thread; gives up after ``timeout`` seconds (the fleet's TTL does the rest)."""
+        """Say goodbye to the fleet and end the thread.
+
+        Gives up after ``timeout`` seconds; the fleet then notices the missing heartbeats.
+        """
         self._stopping.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -114,20 +125,23 @@ class WorkerPublisher:
 
     def _wait(self) -> None:
         if self._wake.wait(self._due.next() - time.monotonic()) and not self._stopping.is_set():
-            time.sleep(wire.PROGRESS_FLUSH_SECONDS / 4)  # what else finishes prefill in the same engine steps
+            time.sleep(wire.PROGRESS_FLUSH_SECONDS / 4)  # prefills that end in the same engine steps come along
         self._wake.clear()
 
     def step(self, now: float) -> None:
-        """Everything that is due ``now`` (monotonic seconds). Of the thread, or of whoever has a clock of its own."""
+        """Do everything that is due ``now`` (monotonic seconds).
+
+        The thread calls it; tests and simulations that have a clock of their own call it instead of the thread.
+        """
         if not self._state.joined or (self._stream.moved and not self._state.acknowledged):
             self._join(now)
-        self._stream.flush()  # what a failed round has left
+        self._stream.flush()  # entries that a failed round has left
         prefilled = len(self._progress)
         self._notice_losses(now)
-        if self._snapshot_wanted is not None and self._snapshot is None:
-            self._begin(*self._snapshot_wanted)
+        if self._snapshot_request is not None and self._snapshot is None:
+            self._begin_snapshot(self._snapshot_request.command_id)
         if self._snapshot is None:
-            self._put_transitions()
+            self._put_changes()
         else:
             self._put_chunks(self._snapshot)
         self._put_progress(prefilled)
@@ -138,13 +152,13 @@ class WorkerPublisher:
         self._stream.flush()
         if now >= self._due.command and not self._stopping.is_set():
             self._read_command(now)
-        self._due.flush = now + (0.0 if self._more() else wire.FLUSH_SECONDS)
+        self._due.flush = now + (0.0 if self._has_more() else wire.FLUSH_SECONDS)
 
-    def _more(self) -> bool:
-        """Work is left that need not wait for the next period."""
+    def _has_more(self) -> bool:
+        """True if work is left that need not wait for the next period."""
         if self._snapshot is not None:
             return self._room() > 0
-        return bool(self._runs) or len(self._tracker) > DRAIN_RECORDS or self._snapshot_wanted is not None
+        return bool(self._drained) or len(self._transitions) > DRAIN_RECORDS or self._snapshot_request is not None
 
     def _update(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
@@ -152,30 +166,33 @@ class WorkerPublisher:
     # ------------------------------------------------ join
 
     def _join(self, now: float) -> None:
-        """Begin a new incarnation: its index is empty, so the table follows as a snapshot."""
+        """Begin a new incarnation. Its index is empty, so a snapshot of the table follows."""
         self._stream.join(self.config.join())
         self._update(joined=True, acknowledged=False, joins=self._state.joins + 1, applied=self._stream.number)
         self._digest, self._snapshot = wire.Digest(), None
-        if self._cut() and self._snapshot_wanted is None:
-            self._snapshot_wanted = (None,)
+        if self._cut() and self._snapshot_request is None:
+            self._snapshot_request = SnapshotRequest()
         self._due, self._joined_at, self._rival = Due(heartbeat=now, command=now), now, Rival()
         logger.info("warmfleet: %s joined %s", self.config.worker_id, self.config.model)
 
     # ------------------------------------------------ events
 
     def _put_progress(self, prefilled: int) -> None:
-        """Those done before the tracker was drained, so that a prompt's blocks are told before its prefill."""
-        told = [self._progress.popleft() for _ in range(prefilled)]
-        for start in range(0, prefilled, wire.PROGRESS_PER_ENTRY):
-            self._stream.put("progress", wire.dumps(told[start : start + wire.PROGRESS_PER_ENTRY]))
+        """Report the prefills that were done before the changes were drained.
 
-    def _put_transitions(self) -> None:
-        if not self._runs:
-            self._runs.extend(self._tracker.drain(DRAIN_RECORDS))
-        while self._runs:
-            while self._runs and self._stream.pending < MAX_PENDING:
-                self._put_run(self._runs.popleft())
-            if self._runs:
+        So the blocks of a prompt are always reported before its prefill.
+        """
+        done = [self._progress.popleft() for _ in range(prefilled)]
+        for start in range(0, prefilled, wire.PROGRESS_PER_ENTRY):
+            self._stream.put("progress", wire.dumps(done[start : start + wire.PROGRESS_PER_ENTRY]))
+
+    def _put_changes(self) -> None:
+        if not self._drained:
+            self._drained.extend(self._transitions.drain(DRAIN_RECORDS))
+        while self._drained:
+            while self._drained and self._stream.pending < MAX_PENDING:
+                self._put_run(self._drained.popleft())
+            if self._drained:
                 self._stream.flush()
 
     def _put_run(self, run: Run) -> None:
@@ -184,35 +201,35 @@ class WorkerPublisher:
             self._digest = wire.Digest()
         else:
             self._digest.add(run.packed, 1 if run.operation == "stored" else -1)
-        self._evicted += blocks if run.operation == "removed" else 0
+        self._evicted_blocks += blocks if run.operation == "removed" else 0
         self._stream.put(run.operation, run.packed, blocks)
 
     def _notice_losses(self, now: float) -> None:
-        """Lost transitions: leave a gap, so that the fleet asks for a snapshot; if nobody asks, send one anyway."""
+        """After a loss leave a gap in the numbers, so that the fleet asks for a snapshot; else send one unasked."""
         lost = self._stream.lost_entries
-        if (self._tracker.overflowed or lost > self._lost_seen) and self._stale_since is None:
-            logger.warning("warmfleet: block events were lost (%d so far): resync follows", self.state.dropped)
+        if (self._transitions.overflowed or lost > self._lost_entries_seen) and self._loss_noticed_at is None:
+            logger.warning("warmfleet: block events were lost (%d so far): a snapshot follows", self.state.dropped)
             self._stream.skip()
-            self._stale_since = now
-        self._lost_seen = lost
-        if self._stale_since is not None and now - self._stale_since > SELF_RESYNC_SECONDS:
-            self._snapshot_wanted = self._snapshot_wanted or (None,)
+            self._loss_noticed_at = now
+        self._lost_entries_seen = lost
+        if self._loss_noticed_at is not None and now - self._loss_noticed_at > SELF_RESYNC_SECONDS:
+            self._snapshot_request = self._snapshot_request or SnapshotRequest()
 
     # ------------------------------------------------ snapshot
 
     def _room(self) -> int:
-        """Entries that may still be sent before the fleet acknowledges more: MAXLEN must not eat a snapshot."""
+        """How many entries may be sent before the fleet acknowledges more. MAXLEN would cut off a snapshot's begin."""
         return wire.UNACKNOWLEDGED_ENTRIES - (self._stream.number - self._state.applied)
 
     def _cut(self) -> Sequence[bytes]:
-        """The whole table; whatever waited to be published is contained in it."""
-        self._runs.clear()
-        self._stale_since = None
-        return self._tracker.cut()
+        """The keys of the whole table. They contain all changes that waited to be published."""
+        self._drained.clear()
+        self._loss_noticed_at = None
+        return self._transitions.cut()
 
-    def _begin(self, command: str | None) -> None:
-        self._snapshot = Snapshot(self._cut(), self._tracker.pick, command)
-        self._snapshot_wanted = None
+    def _begin_snapshot(self, command_id: str | None) -> None:
+        self._snapshot = Snapshot(self._cut(), self._transitions.pick, command_id)
+        self._snapshot_request = None
         self._stream.put("begin", self._snapshot.begin())
         self._due.command = 0.0
 
@@ -235,13 +252,13 @@ class WorkerPublisher:
             return True
         if now < self._due.load:
             return False
-        self._due.after_look(now)
-        return self._recent.told(self._load(), now).differs_from(self._told)
+        self._due.after_load(now)
+        return self._smoothed_load.smooth(self._load(), now).differs_from(self._reported_load)
 
     def _put_heartbeat(self, now: float) -> None:
-        load = self._told = self._recent.told(self._load(), now)
-        # Without a digest nothing is compared: during a snapshot, and when it cannot tell that events were lost.
-        known = self._snapshot is None and self._snapshot_wanted is None and self._stale_since is None
+        load = self._reported_load = self._smoothed_load.smooth(self._load(), now)
+        # The fleet compares only a heartbeat with a digest. During a snapshot and after a loss there is no digest.
+        comparable = self._snapshot is None and self._snapshot_request is None and self._loss_noticed_at is None
         heartbeat = wire.Heartbeat(
             running=load.running,
             waiting=load.waiting,
@@ -249,11 +266,11 @@ class WorkerPublisher:
             foreign_prefill_tokens=load.foreign_prefill_tokens,
             foreign_decode_tokens=load.foreign_decode_tokens,
             speed_tps=load.speed_tps,
-            evicted=self._evicted,
-            digest=self._digest if known else None,
+            evicted=self._evicted_blocks,
+            digest=self._digest if comparable else None,
         )
         self._stream.put("heartbeat", heartbeat.encode())
-        self._evicted = 0
+        self._evicted_blocks = 0
         self._due.after_heartbeat(now)
 
     def _read_command(self, now: float) -> None:
@@ -265,34 +282,39 @@ class WorkerPublisher:
             logger.warning("warmfleet: %s: %s", self._command_key, error)
             return
         if command is None or command.nonce != self._stream.nonce:
-            self._not_taken(command, now)
+            self._not_acknowledged(command, now)
             return
         self._update(acknowledged=True, applied=command.applied)
-        if command.id and command.id not in self._obeyed:
+        if command.id and command.id not in self._obeyed_ids:
             self._obey(command.do, command.id)
 
-    def _not_taken(self, command: Command | None, now: float) -> None:
-        """The fleet has not read our join yet; another process joined later, alive or not; or Redis lost our join."""
+    def _not_acknowledged(self, command: Command | None, now: float) -> None:
+        """The command names another incarnation, or there is none. Wait, stop for good, or join again.
+
+        Either the fleet has not read our join yet, or another process joined after us (it may be alive or dead), or
+        Redis has lost our join.
+        """
         if command and command.joined > self._stream.joined:
-            if self._rival.writes(command, now):
+            if self._rival.is_alive(command, now):
                 reason = f"another process has joined as {self.config.worker_id}"
                 logger.error("warmfleet: %s: this engine is no longer reported. Give each server its own id", reason)
                 self._update(stopped=reason, joined=False)
                 return
-            if not self._rival.silent(now):
+            if not self._rival.had_time(now):
                 return
         elif not self._state.acknowledged and now - self._joined_at < wire.WORKER_TTL_SECONDS:
-            return  # else it was lost, or the hint to it
+            return  # later than that, the join or the hint to it was lost
         logger.warning("warmfleet: the join of %s was lost: joining again", self.config.worker_id)
         self._update(joined=False, acknowledged=False)
 
-    def _obey(self, do: str, command: str) -> None:
-        self._obeyed.append(command)
-        logger.info("warmfleet: told to %s", do)
+    def _obey(self, do: str, command_id: str) -> None:
+        self._obeyed_ids.append(command_id)
+        logger.info("warmfleet: the fleet asks this worker to %s", do)
         if do == "resync":
-            self._snapshot, self._snapshot_wanted = None, (command,)  # the one under way has failed
+            self._snapshot, self._snapshot_request = (
+                None,
+                SnapshotRequest(command_id),
+            )  # one under way has failed
         elif do == "rejoin":
-            self._snapshot_wanted = (command,)
+            self._snapshot_request = SnapshotRequest(command_id)
             self._update(joined=False, acknowledged=False)
-        elif do == "drain":
-            self._update(draining=True)

@@ -10,7 +10,7 @@ import orjson
 if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.ask import Ask, AskError
     from warmfleet_loadtest.simulator.scheduler import Output, Request
-    from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+    from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -35,7 +35,7 @@ def usage(ask: Ask, requests: list[Request]) -> dict[str, Any]:
 class Writer:
     """Writes the answers of one request."""
 
-    def __init__(self, ask: Ask, identity: Identity, requests: list[Request]) -> None:
+    def __init__(self, ask: Ask, identity: PromptTokenizer, requests: list[Request]) -> None:
         self.ask = ask
         self._identity = identity
         self._requests = requests

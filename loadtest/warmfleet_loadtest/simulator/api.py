@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.simulator.engine_core import EngineCore
     from warmfleet_loadtest.simulator.scheduler import Output, Request
-    from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+    from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 VERSION = "0.1.0-sim"
@@ -38,7 +38,7 @@ class Served:
 class Api:
     """Handlers of one engine."""
 
-    def __init__(self, core: EngineCore, identity: Identity, served: Served) -> None:
+    def __init__(self, core: EngineCore, identity: PromptTokenizer, served: Served) -> None:
         self.core = core
         self.identity = identity
         self.served = served

@@ -13,7 +13,7 @@ from warmfleet_loadtest.simulator.scheduler import Request
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptError
 
 if TYPE_CHECKING:
-    from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+    from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
 NATURAL_TOKENS = (24, 160)  # an answer's length where the client sets no exact one
 MAX_SEQUENCES = 1_024  # prompts x n of one request
@@ -54,7 +54,7 @@ class Ask:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
-    def requests(self, identity: Identity, max_model_len: int) -> list[Request]:
+    def requests(self, identity: PromptTokenizer, max_model_len: int) -> list[Request]:
         """One sequence per prompt and choice, named as vLLM names them. Raises AskError if one does not fit."""
         made = []
         for position, prompt in enumerate(self.prompts):
@@ -81,7 +81,7 @@ class Ask:
         return natural if self.max_tokens is None else min(natural, self.max_tokens)
 
 
-def parse(kind: str, raw: bytes, request_id: str | None, identity: Identity) -> Ask:
+def parse(kind: str, raw: bytes, request_id: str | None, identity: PromptTokenizer) -> Ask:
     """Read a body. Raises AskError."""
     try:
         body = orjson.loads(raw)
@@ -118,13 +118,13 @@ def parse(kind: str, raw: bytes, request_id: str | None, identity: Identity) -> 
     return ask
 
 
-def _chat(body: dict[str, Any], identity: Identity) -> list[list[int]]:
+def _chat(body: dict[str, Any], identity: PromptTokenizer) -> list[list[int]]:
     """Token ids that came along replace the messages, as in vLLM: not if these must be echoed."""
     given = _object(body, "kv_transfer_params").get("prompt_token_ids")
     return [identity.chat_ids(body) if given is None or body.get("echo") else _ids(given)]
 
 
-def _completion(body: dict[str, Any], identity: Identity) -> list[list[int]]:
+def _completion(body: dict[str, Any], identity: PromptTokenizer) -> list[list[int]]:
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return [identity.completion_ids(prompt)]

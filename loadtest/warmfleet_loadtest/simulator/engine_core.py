@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from warmfleet_worker.config import Load
+from warmfleet_worker.load import Load
 from warmfleet_worker.protocol.wire import reservation_of
 from warmfleet_worker.speed_meter import SpeedMeter
 

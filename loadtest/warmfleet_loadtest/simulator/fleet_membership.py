@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.simulator.engine_core import EngineCore
     from warmfleet_loadtest.simulator.scheduler import Request
-    from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+    from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
     from warmfleet_worker.tracker import Tracker
 
 
@@ -29,7 +29,6 @@ class Membership:
     models: tuple[str, ...]
     server_id: str
     url: str
-    api_key: bool = False
 
 
 class Halves:
@@ -40,7 +39,7 @@ class Halves:
         membership: Membership,
         core: EngineCore,
         tracker: Tracker,
-        identity: Identity,
+        identity: PromptTokenizer,
         artifacts: Mapping[str, bytes],
     ) -> None:
         scheduler = core.scheduler
@@ -65,7 +64,7 @@ class Halves:
                 models=membership.models,
                 version=f"sim {VERSION}",
                 artifacts=artifacts,
-                facts=identity.facts(scheduler.limits.max_model_len, api_key=membership.api_key),
+                facts=identity.facts(scheduler.limits.max_model_len),
             )
         )
 

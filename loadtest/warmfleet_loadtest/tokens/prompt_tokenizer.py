@@ -28,7 +28,7 @@ class PromptError(ValueError):
     """A prompt that cannot be made into token ids."""
 
 
-class Identity:
+class PromptTokenizer:
     """``tokenizer_json`` and ``template`` as text; ``special_tokens`` are what templates call bos_token and so on."""
 
     def __init__(self, tokenizer_json: str, template: str, special_tokens: dict[str, str] | None = None) -> None:
@@ -41,7 +41,7 @@ class Identity:
         self._render = environment.from_string(template).render
 
     @classmethod
-    def load(cls, folder: Path | None = None) -> Identity:
+    def load(cls, folder: Path | None = None) -> PromptTokenizer:
         """The demo's identity, or that of a model's folder. Raises FileNotFoundError, ModuleNotFoundError."""
         if folder is not None:
             config = folder / "tokenizer_config.json"
@@ -116,8 +116,8 @@ class Identity:
     def artifacts(self) -> dict[str, bytes]:
         return {"tokenizer.json": self.tokenizer.to_str().encode(), "chat_template.jinja": self.template.encode()}
 
-    def facts(self, max_model_len: int, *, api_key: bool = False) -> dict[str, Any]:
-        """The same names as the plugin announces for real vLLM."""
+    def facts(self, max_model_len: int) -> dict[str, Any]:
+        """The facts under the names that the plugin announces for real vLLM."""
         return {
             "max_model_len": max_model_len,
             "content_format": "string",
@@ -125,18 +125,12 @@ class Identity:
             "add_special_tokens": {"completions": True, "chat": False},
             "special_prefix_ids": self.completion_ids(""),
             "default_chat_template_kwargs": {},
-            "trust_request_chat_template": False,
             "same_template_with_tools": True,
             "exclude_tools_when_tool_choice_none": False,
-            "tool_parser": None,
-            "reasoning_parser": None,
-            "prompt_tokens_details": True,
-            "prefix_caching": True,
             "kv_connector": False,
             "multimodal": False,
             "placeholders": {},
             "renders": {"jinja": True, "render": True, "tokenize": True},
-            "api_key": api_key,
             "token_handoff": ["completions", "chat"],
         }
 

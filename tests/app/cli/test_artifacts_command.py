@@ -14,10 +14,11 @@ from warmfleet.__main__ import main
 from warmfleet.cli.artifacts import printable, whole
 from warmfleet.cli.command_error import CommandError
 from warmfleet.fleet import Fleet, connect
+from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
-from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

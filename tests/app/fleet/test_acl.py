@@ -21,10 +21,11 @@ from warmfleet.cli.parser import build_parser
 from warmfleet.fleet import Ask, Fleet, Renewal, connect
 from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS, WORKER_COMMANDS
 from warmfleet.prompt.block_hashes import Chain
+from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
-from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

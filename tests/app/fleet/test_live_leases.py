@@ -25,10 +25,11 @@ from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Ask, Fleet, connect
 from warmfleet.fleet.reservations import Spans
 from warmfleet.prompt.block_hashes import Chain
+from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
-from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

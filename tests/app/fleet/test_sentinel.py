@@ -19,10 +19,11 @@ from warmfleet.cli.parser import build_parser
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, Timeouts, connect
 from warmfleet_worker import stream
+from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
-from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.worker_publisher import WorkerPublisher
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from warmfleet.errors import BadArgument, FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import create_app
 from warmfleet.settings import Settings
+from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet_worker.tracker import Tracker
-from warmfleet_worker.worker_publisher import PublisherConfig, WorkerPublisher
+from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

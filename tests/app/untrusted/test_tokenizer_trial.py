@@ -27,7 +27,7 @@ from warmfleet.prompt.tokenizer import Encoder
 from warmfleet.untrusted import tokenizer_trial as trial
 from warmfleet.untrusted.render_process import Child
 from warmfleet.untrusted.tokenizer_trial import Encoders, Refused
-from warmfleet_loadtest.tokens.prompt_tokenizer import Identity
+from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -206,7 +206,7 @@ async def test_a_worker_with_such_a_tokenizer_is_routed_to_by_load(
     monkeypatch.setattr(view_reader, "LOAD_RETRY_S", 0.0)
     monkeypatch.setattr(probe, "IDENTITY_WAIT_S", 0.0)
     content = HOSTILE["eight times ten"][0]
-    monkeypatch.setattr(Identity, "artifacts", lambda _: {"tokenizer.json": content})
+    monkeypatch.setattr(PromptTokenizer, "artifacts", lambda _: {"tokenizer.json": content})
     async with simulated(valkey_url, model), replica(valkey_url, model, trust_templates=False) as router:
 
         async def routable() -> bool:

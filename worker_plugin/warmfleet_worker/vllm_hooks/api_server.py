@@ -1,4 +1,7 @@
-"""What vLLM's API server knows and a router needs: effective tokenizer, chat template, facts, address."""
+"""The API-server half of the plugin: it announces the address, the tokenizer, the chat template and the facts.
+
+Facts are settings of this server that a router must know to compute the token ids that the engine will see.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,45 @@ import contextlib
 import functools
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher, listens, worker_url
+from warmfleet_worker.server_address import listens, worker_url
+from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
+from warmfleet_worker.vllm_hooks.engine_core import model_tag
+from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
+from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: The modules that call ``init_app_state`` by their own name for it: that of vLLM 0.32, and that of earlier versions.
+SERVER_MODULES = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 
 
-def start_server_half(engine_client: Any, state: Any, redis_url: str, model: str) -> ServerPublisher | None:
-    """Announce this API server; of several API server processes of one server only the first does."""
+def hook_api_server(redis_url: str) -> None:
+    """Announce this process's API server, if it is one, when its state has been made."""
+    for module in loaded_server_modules():
+        if not first_time(module):
+            continue
+
+        async def init_app_state(original: Any, engine_client: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+            await original(engine_client, state, *args, **kwargs)
+            with swallow_errors("could not announce this API server"):
+                announce(engine_client, state, redis_url)
+
+        wrap(module, "init_app_state", init_app_state)
+
+
+def loaded_server_modules() -> Iterator[Any]:
+    """The server modules that this process has loaded. Only an API server has any, and it loads them before plugins."""
+    for name in SERVER_MODULES:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "build_and_serve"):
+            yield module
+
+
+def announce(engine_client: Any, state: Any, redis_url: str) -> ServerPublisher | None:
+    """Start the publisher of this API server. Of several API server processes of one server only the first has one."""
     from vllm.version import __version__
 
     args, vllm_config = state.args, engine_client.vllm_config
@@ -22,7 +57,7 @@ def start_server_half(engine_client: Any, state: Any, redis_url: str, model: str
     tokenizer = engine_client.renderer.get_tokenizer()
     config = ServerConfig(
         redis_url=redis_url,
-        model=model,
+        model=model_tag(vllm_config),
         server_id=os.environ["WARMFLEET_WORKER_ID"],
         url=worker_url(redis_url, args.host, 0 if args.uds else args.port, tls=bool(args.ssl_certfile)),
         models=tuple(path.name for path in state.openai_serving_models.base_model_paths),
@@ -39,7 +74,7 @@ def start_server_half(engine_client: Any, state: Any, redis_url: str, model: str
 
 
 def artifacts(tokenizer: Any, state: Any, model_config: Any) -> dict[str, bytes]:
-    """The tokenizer as vLLM has loaded it (not always the file's) and the chat template it would use."""
+    """The tokenizer as vLLM has loaded it (its file may differ) and the chat template that vLLM uses, by name."""
     found = {}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -51,30 +86,37 @@ def artifacts(tokenizer: Any, state: Any, model_config: Any) -> dict[str, bytes]
 
 
 def renders(state: Any) -> dict[str, bool]:
-    """How chats become prompts here. jinja: by the template (a tokenizer may bring one that the engine never uses);
-    render, tokenize: routes that tell the token ids of a chat. /tokenize knows nothing of harmony."""
+    """How this server makes a prompt of a chat.
+
+    jinja: it renders the chat template (some engines have a renderer of their own and never use the template).
+    render, tokenize: the server has an API route that answers with the token ids of a chat. The route /tokenize is
+    wrong for models with the harmony format, hence it is not offered for those.
+    """
     renderer = state.online_renderer
     harmony = bool(getattr(renderer, "use_harmony", False))
     jinja = type(renderer.renderer).__name__ == "HfRenderer" and not harmony
-    # The flag came with 0.30; before, the routes were always there.
+    # The flag came with vLLM 0.30; before that the routes were always there.
     return {"jinja": jinja, "render": bool(getattr(state.args, "enable_scale_out", True)), "tokenize": not harmony}
 
 
 def placeholders(model_config: Any) -> dict[str, str | None]:
-    """What stands for an image, a video, a sound in a prompt's text; None: the model puts its tokens elsewhere."""
+    """The text that stands for an image, a video or a sound in a prompt.
+
+    None: the model has no such text and puts the media's tokens elsewhere.
+    """
     found: dict[str, str | None] = {}
     if model_config.is_multimodal_model:
         from vllm.model_executor.model_loader import get_model_cls
 
         model = get_model_cls(model_config)
         for modality in ("image", "video", "audio"):
-            with contextlib.suppress(ValueError, NotImplementedError):  # not a modality of this model
+            with contextlib.suppress(ValueError, NotImplementedError):  # the model lacks this modality
                 found[modality] = model.get_placeholder_str(modality, 1)
     return found
 
 
 def chat_template(tokenizer: Any, state: Any, model_config: Any, tools: list[Any] | None) -> str | None:
-    """None if chats do not go by a jinja template here."""
+    """The chat template for requests with these tools, or None if this server renders chats without a template."""
     from vllm.renderers.hf import resolve_chat_template
 
     if not renders(state)["jinja"]:
@@ -85,7 +127,7 @@ def chat_template(tokenizer: Any, state: Any, model_config: Any, tools: list[Any
 
 
 def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
-    """What else decides the token ids of a prompt, and what the answers will tell."""
+    """The settings that decide the token ids of a prompt, and the forms in which this server takes prompts."""
     from vllm.renderers.hf import resolve_chat_template_content_format
 
     args, model_config = state.args, vllm_config.model_config
@@ -99,51 +141,48 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
         if renders(state)["jinja"]
         else "string",
         "special_tokens": {name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()},
-        # vLLM's defaults: completions add them, chats leave that to the template.
+        # vLLM's defaults: completions add special tokens, chats leave that to the template.
         "add_special_tokens": {"completions": True, "chat": False},
         "special_prefix_ids": list(tokenizer("").input_ids),
         "default_chat_template_kwargs": dict(renderer.default_chat_template_kwargs),
-        "trust_request_chat_template": bool(args.trust_request_chat_template),
         "same_template_with_tools": plain == chat_template(tokenizer, state, model_config, tools=[]),
         "exclude_tools_when_tool_choice_none": bool(args.exclude_tools_when_tool_choice_none),
-        "tool_parser": args.tool_call_parser,
-        "reasoning_parser": args.structured_outputs_config.reasoning_parser or None,
-        "prompt_tokens_details": bool(args.enable_prompt_tokens_details),
-        "prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
         "kv_connector": vllm_config.kv_transfer_config is not None,
         "multimodal": bool(model_config.is_multimodal_model),
         "placeholders": placeholders(model_config),
         "renders": renders(state),
-        "api_key": bool(args.api_key),
         "token_handoff": token_handoff(state, model_config),
     }
 
 
 def token_handoff(state: Any, model_config: Any) -> list[str]:
-    """The endpoints that take token ids in place of text, and do with them what they do with that text.
+    """The kinds of request (``completions``, ``chat``) that may carry token ids in place of text, with equal answers.
 
-    Looked up in this vLLM itself: completions have always had them, chats since 0.32.
+    Completions have always taken token ids, chats take them since vLLM 0.32. The code asks this vLLM itself.
     """
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.renderers import hf
 
-    if model_config.is_encoder_decoder:  # a text is the encoder's prompt there, ids would be the decoder's
+    if model_config.is_encoder_decoder:  # text would be the encoder's prompt, but ids would be the decoder's
         return []
-    able = []
+    takes_ids = []
     try:
         CompletionRequest(prompt=[0])
-        able.append("completions")
+        takes_ids.append("completions")
     except ValueError:
         pass
     renderer = state.online_renderer
-    # Only this renderer makes prompts of the announced template; with embeddings on it tokenises in another way.
+    # Only this renderer uses the announced template, and with prompt embeddings on it tokenises in another way.
     by_template = type(renderer.renderer) is hf.HfRenderer and not getattr(renderer, "use_harmony", False)
-    takes_ids = hasattr(sys.modules[type(renderer).__module__], "_reused_prompt_token_ids")
-    if by_template and takes_ids and not model_config.enable_prompt_embeds:
-        able.append("chat")
-    return able
+    reuses_ids = hasattr(sys.modules[type(renderer).__module__], "_reused_prompt_token_ids")
+    if by_template and reuses_ids and not model_config.enable_prompt_embeds:
+        takes_ids.append("chat")
+    return takes_ids
 
 
 def adapters(state: Any) -> dict[str, str]:
-    """LoRA adapters that are loaded now. ``list`` of a dict is one atomic call: requests load and unload them."""
+    """Path by name of the LoRA adapters that are loaded now.
+
+    Requests load and unload adapters meanwhile; ``list`` of a dict is one atomic call.
+    """
     return {name: lora.lora_path for name, lora in list(state.openai_serving_models.lora_requests.items())}

@@ -1,4 +1,4 @@
-"""What vLLM's engine core knows: its block table, its scheme, its load. Made by ``plugin`` for every Scheduler."""
+"""The engine-core half of the plugin: it reports the block table, the load and the speed of one vLLM Scheduler."""
 
 from __future__ import annotations
 
@@ -9,81 +9,139 @@ import threading
 import time
 from typing import Any
 
-from warmfleet_worker import speed_meter
+from warmfleet_worker.config import PublisherConfig
+from warmfleet_worker.load import Load
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.tracker import Transitions, hash_of_key, track
-from warmfleet_worker.vllm_hooks.swallow_errors import guarded
-from warmfleet_worker.worker_publisher import Load, PublisherConfig, WorkerPublisher
+from warmfleet_worker.speed_meter import SpeedMeter
+from warmfleet_worker.tracker import Transitions
+from warmfleet_worker.vllm_hooks.block_table import hash_of_key, track
+from warmfleet_worker.vllm_hooks.scheduler_work import finished_prefills, foreign_load, step_tokens
+from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
+from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
+from warmfleet_worker.worker_publisher import WorkerPublisher
 
 logger = logging.getLogger("vllm.warmfleet")
 
 
-class Core:
-    """One Scheduler's reporter. ``scheduled`` and ``done`` run on the engine's thread; ``load`` does not."""
+def hook_scheduler(redis_url: str) -> None:
+    """Give every Scheduler of this process a ``SchedulerReporter``, and let its steps pass by the reporter."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if not first_time(Scheduler):
+        return
+    # By id of the scheduler. Normally a process has one scheduler, which lives as long as the process.
+    reporters: dict[int, SchedulerReporter] = {}
+
+    def init(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scheduler, *args, **kwargs)
+        with swallow_errors("could not start the publisher"):
+            reporters[id(scheduler)] = reporter = SchedulerReporter(scheduler, redis_url)
+            reporter.start()
+
+    def schedule(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(scheduler, *args, **kwargs)
+        reporter = reporters.get(id(scheduler))
+        if reporter is not None:
+            reporter.scheduled(output)
+        return output
+
+    def update_from_output(original: Any, scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(scheduler, scheduler_output, *args, **kwargs)
+        reporter = reporters.get(id(scheduler))
+        if reporter is not None:
+            reporter.done(scheduler_output, outputs)
+        return outputs
+
+    def shutdown(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        reporter = reporters.pop(id(scheduler), None)
+        if reporter is not None:
+            with swallow_errors("could not say goodbye"):
+                reporter.stop()
+        return original(scheduler, *args, **kwargs)
+
+    wrap(Scheduler, "__init__", init)
+    wrap(Scheduler, "schedule", schedule)
+    wrap(Scheduler, "update_from_output", update_from_output)
+    wrap(Scheduler, "shutdown", shutdown)
+
+
+class SchedulerReporter:
+    """Reports one Scheduler. ``scheduled`` and ``done`` run on the engine's thread, ``load`` on the publisher's."""
 
     def __init__(self, scheduler: Any, redis_url: str) -> None:
         self._scheduler = scheduler
-        self._speed = speed_meter.SpeedMeter()
-        self._broken = self._load_broken = False
+        self._speed = SpeedMeter()
+        self._steps_unreadable = self._load_unreadable = False
         group, block_tokens, closed = full_attention_group(scheduler)
         self.transitions = Transitions(hash_of_key(group))
         track(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block, self.transitions)
         self._publisher: WorkerPublisher | None = None
-        self._join = functools.partial(publisher_config, scheduler.vllm_config, redis_url, block_tokens, closed)
+        self._make_config = functools.partial(publisher_config, scheduler.vllm_config, redis_url, block_tokens, closed)
         self._stopping = threading.Event()
 
     def start(self) -> None:
-        threading.Thread(target=self._start, name="warmfleet-start", daemon=True).start()
+        """Start the publisher as soon as this engine's hash scheme is known, in a thread of its own."""
+        threading.Thread(target=self._start_publisher, name="warmfleet-start", daemon=True).start()
 
-    def _start(self) -> None:
-        """The engine core makes its NONE_HASH only after its Scheduler: wait for it, then join."""
+    def _start_publisher(self) -> None:
+        """The engine core makes its NONE_HASH, a part of the scheme, only after its Scheduler: wait for it."""
         from vllm.v1.core import kv_cache_utils
 
-        with guarded("could not start the publisher"):
+        with swallow_errors("could not start the publisher"):
             cache = self._scheduler.vllm_config.cache_config
             while cache.enable_prefix_caching and not hasattr(kv_cache_utils, "NONE_HASH"):
                 if self._stopping.wait(0.05):
                     return
-            self._publisher = WorkerPublisher(self._join(), self.transitions, self.load)
+            self._publisher = WorkerPublisher(self._make_config(), self.transitions, self.load)
             self._publisher.start()
 
     def stop(self) -> None:
+        """Say goodbye to the fleet; takes a second at most."""
         self._stopping.set()
         if self._publisher is not None:
             self._publisher.stop(1.0)
 
     def scheduled(self, output: Any) -> None:
+        """A step begins."""
         self._speed.scheduled(id(output), time.monotonic())
 
     def done(self, scheduler_output: Any, outputs: Any) -> None:
-        """A step's result: its speed, and whose prefill it has finished. Errors end this part of the reports."""
+        """A step has its result: measure its speed, and report the prefills that it has finished.
+
+        After the first error no further step is read, so that a changed vLLM does not fill the log.
+        """
         publisher = self._publisher
-        if self._broken or publisher is None:
+        if self._steps_unreadable or publisher is None:
             return
-        self._broken = True  # until we get to the end
-        with guarded("could not read a step's result"):
-            prefill, decode = speed_meter.step_tokens(scheduler_output)
+        self._steps_unreadable = True  # unless the end of this block is reached
+        with swallow_errors("could not read a step's result"):
+            prefill, decode = step_tokens(scheduler_output)
             self._speed.done(id(scheduler_output), time.monotonic(), prefill, decode)
-            for reservation, cached_tokens, prompt_tokens in speed_meter.finished_prefills(outputs):
-                publisher.progress(reservation, cached_tokens, prompt_tokens)
-            self._broken = False
+            for reservation_id, cached_tokens, prompt_tokens in finished_prefills(outputs):
+                publisher.progress(reservation_id, cached_tokens, prompt_tokens)
+            self._steps_unreadable = False
 
     def load(self) -> Load:
-        """Read in the publisher's thread: ``list`` of a dict is one atomic call."""
-        if not self._load_broken:
-            self._load_broken = True  # until we get to the end
-            with guarded("could not read the scheduler's load"):
+        """What the engine is doing now; zeros after the first error, for the heartbeat must go on.
+
+        It runs beside the engine's thread: ``list`` of a dict is one atomic call.
+        """
+        if not self._load_unreadable:
+            self._load_unreadable = True  # unless the end of this block is reached
+            with swallow_errors("could not read the scheduler's load"):
                 running, waiting = self._scheduler.get_request_counts()
-                prefill, decode = speed_meter.foreign_load(list(self._scheduler.requests.values()))
-                self._load_broken = False
+                prefill, decode = foreign_load(list(self._scheduler.requests.values()))
+                self._load_unreadable = False
                 return Load(running, waiting, prefill, decode, self._speed.speed_tps)
-        return Load()  # the heartbeat goes on: the engine is alive
+        return Load()
 
 
 def full_attention_group(scheduler: Any) -> tuple[int, int, bool]:
-    """(group number, tokens in a block, prefix-closed?) of the KV group that routers match.
+    """(group number, tokens in a block, prefix-closed?) of the KV cache group that routers match prompts with.
 
-    Sliding-window, Mamba and other groups forget the middle of a prompt; only full attention holds whole prefixes.
+    Only full attention keeps whole prefixes: sliding-window, Mamba and other groups forget the middle of a prompt.
+    A block set is prefix-closed if every held block's predecessors are held, too; that is certain only where nothing
+    else (another group, a KV connector) takes part. Raises RuntimeError for a model without such a group.
     """
     manager = scheduler.kv_cache_manager
     groups = manager.kv_cache_config.kv_cache_groups
@@ -105,6 +163,7 @@ def is_full_attention(spec: Any) -> bool:
 
 
 def publisher_config(vllm_config: Any, redis_url: str, block_tokens: int, closed: bool) -> PublisherConfig:
+    """What this engine core announces; ``register`` has seen to it that WARMFLEET_WORKER_ID is set."""
     from vllm.version import __version__
 
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
@@ -124,11 +183,11 @@ def publisher_config(vllm_config: Any, redis_url: str, block_tokens: int, closed
 
 
 def scheme_of(vllm_config: Any, block_tokens: int) -> wire.Scheme:
-    """How this engine hashes. Without prefix caching it has no NONE_HASH: then nothing is ever stored."""
+    """How this engine hashes. Without prefix caching it has no NONE_HASH, and never stores a block."""
     from vllm.v1.core import kv_cache_utils
 
-    tagged = hasattr(kv_cache_utils, "to_event_extra_keys")  # came with the tags, in vLLM 0.31
-    lookahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)  # 0.33 with EAGLE: routers cannot follow
+    tagged = hasattr(kv_cache_utils, "to_event_extra_keys")  # came together with tagged extra keys, in vLLM 0.31
+    lookahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)  # 0.33 with EAGLE: routers cannot compute it
     return wire.Scheme(
         algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
         none_hash=bytes(getattr(kv_cache_utils, "NONE_HASH", bytes(32))),
@@ -138,7 +197,7 @@ def scheme_of(vllm_config: Any, block_tokens: int) -> wire.Scheme:
 
 
 def model_tag(vllm_config: Any) -> str:
-    """WARMFLEET_MODEL, else the first served model name; raises WireError if that cannot be a name."""
+    """The fleet to join: WARMFLEET_MODEL, else the first served model name. Raises WireError if it is no name."""
     served = vllm_config.model_config.served_model_name
     name = os.environ.get("WARMFLEET_MODEL") or (served if isinstance(served, str) else served[0]).strip("/")
     try:

@@ -8,27 +8,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-logger = logging.getLogger("vllm.warmfleet")  # below vllm's logger: its handlers and format apply
+logger = logging.getLogger("vllm.warmfleet")  # below vLLM's logger: its handlers and its format apply
 
 
-def guarded(what: str) -> AbstractContextManager[None]:
-    """Log and swallow any exception.
+def swallow_errors(failure: str) -> AbstractContextManager[None]:
+    """A context that logs every exception, as ``failure`` ("could not ..."), and ends it.
 
-    Why so broad: vLLM calls plugins and the scheduler unguarded, so anything raised here would end the engine. Not
-    being reported to the fleet is the lesser evil, and the log says so.
+    It catches so broadly because vLLM calls plugins and the scheduler without a guard: an exception of ours would end
+    the engine. An engine that serves and is missing in the fleet is the lesser evil, and the log says so.
     """
-    return _Guard(what)
+    return _SwallowErrors(failure)
 
 
-class _Guard:
-    def __init__(self, what: str) -> None:
-        self.what = what
+class _SwallowErrors:
+    """A class, because ``contextlib.contextmanager`` costs more and ``done`` enters it at every engine step."""
+
+    def __init__(self, failure: str) -> None:
+        self.failure = failure
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> bool:
         if isinstance(error, Exception):
-            logger.error("warmfleet: %s: this engine is not, or not fully, reported", self.what, exc_info=error)
+            logger.error("warmfleet: %s: this engine is not, or not fully, reported", self.failure, exc_info=error)
             return True
         return False

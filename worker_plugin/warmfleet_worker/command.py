@@ -1,0 +1,64 @@
+"""What the fleet writes to a worker: an acknowledgement, perhaps a command, and signs of a rival process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from warmfleet_worker.protocol import wire
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The fleet's message to the process that holds this worker_id.
+
+    nonce, joined: the incarnation that the fleet knows, and the stream id of its join. applied: the number of the last
+    entry that the fleet has applied. id, do: a command, or None and "None".
+    """
+
+    nonce: str
+    applied: int
+    id: str | None
+    do: str
+    joined: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def parse(cls, raw: object) -> Command:
+        """Raises ValueError for anything but a command."""
+        try:
+            value = json.loads(raw)  # type: ignore[arg-type]  # a TypeError is caught below
+            identity = value.get("id")
+            joined = wire.entry_id(value.get("joined", "0-0"))
+            command_id = identity and str(identity)
+            return cls(str(value["nonce"]), int(value["applied"]), command_id, str(value.get("do")), joined)
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"not a command: {error}") from error
+
+
+@dataclass(slots=True)
+class Rival:
+    """Another process that joined under our name after us. It may be dead, and only its join may have come late.
+
+    The difference shows in its ``applied`` number: a living process writes at least a heartbeat every
+    HEARTBEAT_SECONDS, so its number goes on moving.
+    """
+
+    nonce: str = ""
+    first_read: float = 0.0  # when we first read of it, monotonic seconds
+    applied: int = 0
+    last_read: float = 0.0
+
+    def is_alive(self, command: Command, now: float) -> bool:
+        """True if its number moved later than a heartbeat's time after we first read of it.
+
+        By then everything that a dead process had sent has been applied.
+        """
+        if command.nonce != self.nonce:
+            self.nonce, self.first_read, self.applied, self.last_read = command.nonce, now, command.applied, now
+        late = self.last_read - self.first_read >= wire.HEARTBEAT_SECONDS
+        moved, self.applied, self.last_read = command.applied != self.applied, command.applied, now
+        return moved and late
+
+    def had_time(self, now: float) -> bool:
+        """True if it has had a whole TTL to write."""
+        return now - self.first_read >= wire.WORKER_TTL_SECONDS

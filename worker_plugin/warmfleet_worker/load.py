@@ -1,0 +1,58 @@
+"""The load of an engine, as its heartbeat reports it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+LOAD_CHECK_SECONDS = 0.25  # between two looks at the load
+SMALL_TOKENS = 256  # a smaller change of foreign load is never reported before its heartbeat
+MEAN_SECONDS = 2.0  # the time constant of the mean; 1 and 4 s were measured and are worse
+REMEMBERED_WORK_SECONDS = 1.0  # the mean is at most this much of the engine's work, or an idle engine looks saturated
+ASSUMED_TPS = 10_000  # tokens per second of an engine that has not been measured yet
+LEAST_TOKENS = 32  # a smaller mean counts as nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine is doing now.
+
+    running, waiting: requests. foreign_prefill_tokens: tokens that foreign requests have still to compute.
+    foreign_decode_tokens: context tokens of decoding foreign requests. speed_tps: prefill tokens per second, 0 while
+    not measured. A foreign request is one that no router of the fleet has sent.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    foreign_prefill_tokens: int = 0
+    foreign_decode_tokens: int = 0
+    speed_tps: int = 0
+
+    def differs_from(self, reported: Load) -> bool:
+        """Foreign load has moved, since it was ``reported``, by a tenth or more and by more than SMALL_TOKENS."""
+        pairs = (
+            (reported.foreign_prefill_tokens, self.foreign_prefill_tokens),
+            (reported.foreign_decode_tokens, self.foreign_decode_tokens),
+        )
+        return any(abs(now - before) > max(before // 10, SMALL_TOKENS) for before, now in pairs)
+
+
+class SmoothedLoad:
+    """Raises foreign prefill to its recent mean, where that is more than the present amount.
+
+    Most foreign prompts begin and end between two looks, and more of them will come to this engine, because their
+    clients do not ask the fleet. That work cannot go to another engine; the fleet's own requests can, and should.
+    """
+
+    def __init__(self) -> None:
+        self._mean, self._at = 0.0, -math.inf
+
+    def smooth(self, load: Load, now: float) -> Load:
+        """``load`` as it is ``now`` (monotonic seconds), with its foreign prefill smoothed. Call it at every look."""
+        tokens = load.foreign_prefill_tokens
+        # After a gap without looks the past keeps the weight of two looks: nothing is known of the gap.
+        kept = math.exp(-min(now - self._at, 2 * LOAD_CHECK_SECONDS) / MEAN_SECONDS)
+        most = REMEMBERED_WORK_SECONDS * (load.speed_tps or ASSUMED_TPS)
+        self._mean, self._at = min(kept * self._mean + (1 - kept) * tokens, most), now
+        mean = int(self._mean) if self._mean >= LEAST_TOKENS else 0
+        return replace(load, foreign_prefill_tokens=max(tokens, mean))

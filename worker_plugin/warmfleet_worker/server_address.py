@@ -1,0 +1,87 @@
+"""The name of an API server, and the address under which routers reach it."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import socket
+from urllib.parse import urlsplit
+
+from warmfleet_worker.protocol import wire
+from warmfleet_worker.protocol.redis_address import parse
+
+
+class UrlRefusedError(ValueError):
+    """Routers could not reach this server under the address that it has."""
+
+
+def default_server_id(argv: list[str]) -> str:
+    """A name that stays the same over a restart and differs from that of another server on the same host."""
+    digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()[:8]
+    host = "".join(char if char.isalnum() or char in "._-" else "-" for char in socket.gethostname())
+    return wire.check_name(f"{host[:48] or 'host'}-{digest}")
+
+
+def worker_url(redis_url: str, host: str | None, port: int, *, tls: bool = False) -> str:
+    """The URL under which routers reach this server; ``host`` and ``port`` are what it is bound to.
+
+    WARMFLEET_WORKER_URL wins, then POD_IP, then the bound address, then the address that reaches Redis.
+    Raises UrlRefusedError for a loopback address while Redis is on another machine: routers may be there, too.
+    """
+    local = redis_is_local(redis_url)
+    given = os.environ.get("WARMFLEET_WORKER_URL")
+    if given:
+        address = urlsplit(given).hostname or ""
+        url = given.rstrip("/")
+    else:
+        if not port:
+            raise UrlRefusedError("the port is not known before it is bound: set WARMFLEET_WORKER_URL")
+        address = os.environ.get("POD_IP") or (host if host and not _is_unspecified(host) else "")
+        address = address or ("127.0.0.1" if local else outgoing_address(redis_url))
+        url = f"http{'s' if tls else ''}://{f'[{address}]' if ':' in address else address}:{port}"
+    if _is_unspecified(address) or (_is_loopback(address) and not local):
+        raise UrlRefusedError(f"{url} means this machine only, but Redis is elsewhere: set WARMFLEET_WORKER_URL")
+    return url
+
+
+def redis_is_local(redis_url: str) -> bool:
+    """True if Redis is reached through a unix socket or loopback; then the routers are on this machine, too."""
+    return all(_is_loopback(host) for host, _ in parse(redis_url).nodes)
+
+
+def outgoing_address(redis_url: str) -> str:
+    """This machine's address on the way to Redis. A connected UDP socket sends nothing; the routing table decides."""
+    host, port = parse(redis_url).nodes[0]
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def listens(host: str | None, port: int) -> bool:
+    """True if something accepts connections at that bound address."""
+    address = "127.0.0.1" if not host or _is_unspecified(host) else host
+    try:
+        socket.create_connection((address, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is_unspecified(host: str) -> bool:
+    address = _ip_address(host)
+    return address is not None and address.is_unspecified
+
+
+def _is_loopback(host: str) -> bool:
+    address = _ip_address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a host name: the operator who set it knows where it leads."""
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
