@@ -60,7 +60,7 @@ class Replica:
         await TruthWatch(self.pools, self.metrics).look()
         view = self.pool.view
         for worker in view.workers:  # whoever is due: as a round of probes finds out, without sending any
-            self.prober._first["x"] = 0.0
+            self.prober._first_seen["x"] = 0.0
             self.prober._due("x", view, worker)
         status.models(self.pools)
         shown = json.dumps(await status.workers(self.pool), ensure_ascii=False, allow_nan=False).encode()

@@ -15,7 +15,7 @@ from tests.lua.world import World
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram
 
-from warmfleet.background import announced as brought
+from warmfleet.background import announced
 from warmfleet.prompt import tokenizer as encoder
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet_worker.protocol import artifacts, wire
@@ -200,7 +200,7 @@ async def _brought(store: aioredis.Redis, fleet: Fleet, seed: int, cases: int) -
             one, *others = replica.pool.view.workers
             assert [worker.routable for worker in others] == [True, True]
             if one.server and one.server["artifacts"]:
-                built = replica.identities.known(brought.key(one)) is not None
+                built = replica.identities.known(announced.identity_key(one)) is not None
                 assert built != (replica.refused == before + 1), f"seed {seed}, case {number}: built, or counted"
         assert cases / 5 < replica.refused < cases * 0.9, "some are no identities, some are, after all"
 

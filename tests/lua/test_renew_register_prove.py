@@ -257,11 +257,11 @@ async def test_one_replica_warms_and_its_word_ends_it(world: World) -> None:
             assert await world.fleet.prove("w1.0", "n1", proof, "", owner=owner) == "TAKEN"
     assert (await world.fleet.workers())[0].proof == "warming"
     assert await world.fleet.prove("w1.0", "n1", "proven", "", owner="a") == "OK"
-    assert (await world.row(1)).routable
+    assert (await world.fleet.workers())[0].routable
     assert (await world.fleet.counts())["proof_warming"] == 1
     for owner in ("a", "b"):
         assert await warms(world, owner) == "TAKEN", "once for an incarnation"
-    assert (await world.row(1)).routable
+    assert (await world.fleet.workers())[0].routable
 
 
 async def test_a_warming_whose_time_is_over_is_everybodys_but_its_owners(world: World) -> None:

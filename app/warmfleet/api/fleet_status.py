@@ -75,6 +75,7 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
         "worker_id": worker.worker_id,
         "url": worker.url,
         "models": worker.models,
+        "state": worker.state,
         "routable": worker.routable,
         "proof": worker.proof,
         "reason": worker.record.get("reason", ""),

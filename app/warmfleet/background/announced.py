@@ -1,4 +1,4 @@
-"""What workers bring to tell how a prompt becomes token ids, and who brought something else than most of its model."""
+"""The files and facts that workers bring, by which prompts become token ids; and which workers bring other ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
 
-MAX_SERVERS = 8  # that are asked for the same files
-#: What an identity is built of; whatever else a worker may bring is not read.
+MAX_SERVERS = 8  # API servers that are asked in turn for the same files
+#: The files that an identity is built of. Other files that a worker brings are not read.
 FILES = ("tokenizer.json", "chat_template.jinja")
 #: Of a server's facts, those that decide token ids. The others (limits, parsers, keys) may differ within a fleet.
 TOKEN_FACTS = (
@@ -29,38 +29,41 @@ TOKEN_FACTS = (
 )
 
 
-def key(worker: WorkerView) -> str:
-    """Two workers with equal keys see every prompt alike, whatever adapters they serve."""
-    return hashlib.sha256(dumps(_parts(worker)).encode()).hexdigest()
+def identity_key(worker: WorkerView) -> str:
+    """A digest of the files and facts. Workers with equal keys make equal token ids, whatever adapters they serve."""
+    return hashlib.sha256(dumps(_identity_of(worker)).encode()).hexdigest()
 
 
-def groups(workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
-    """key -> workers, of those that brought anything. What most brought comes first; of ties, what the first did."""
-    found: dict[str, list[WorkerView]] = {}
+def by_identity(workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
+    """Identity key -> the workers that brought it, the most frequent key first; of ties, the first worker's.
+
+    A worker that brought no files is in no group.
+    """
+    groups: dict[str, list[WorkerView]] = {}
     for worker in workers:
         if worker.server and worker.server.get("artifacts"):
-            found.setdefault(key(worker), []).append(worker)
-    return dict(sorted(found.items(), key=lambda one: -len(one[1])))
+            groups.setdefault(identity_key(worker), []).append(worker)
+    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
 def differences(worker: WorkerView, other: WorkerView) -> list[str]:
-    """The files and facts in which they differ, by name. Adapters do not count: each has hashes of its own."""
-    ours, theirs = _parts(worker), _parts(other)
+    """The names of the files and facts in which they differ. Adapters do not count: each has hashes of its own."""
+    ours, theirs = _identity_of(worker), _identity_of(other)
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 def in_words(workers: Sequence[WorkerView]) -> str:
-    """The digest of what these brought and those of its files, for a person to compare."""
+    """The identity key of these workers, which share it, with the digests of its files: for a person to compare."""
     artifacts = (workers[0].server or {})["artifacts"]
     files = (f"{name} {str(entry.get('sha256'))[:12]}" for name, entry in sorted(artifacts.items()))
-    return f"{key(workers[0])[:12]} ({', '.join(files)})"
+    return f"{identity_key(workers[0])[:12]} ({', '.join(files)})"
 
 
-def _parts(worker: WorkerView) -> dict[str, Any]:
+def _identity_of(worker: WorkerView) -> dict[str, Any]:
     facts = _facts(worker)
     artifacts = (worker.server or {}).get("artifacts") or {}
-    shas = {name: entry.get("sha256") for name, entry in artifacts.items()}
-    return {name: facts[name] for name in TOKEN_FACTS if name in facts} | shas
+    digests = {name: entry.get("sha256") for name, entry in artifacts.items()}
+    return {name: facts[name] for name in TOKEN_FACTS if name in facts} | digests
 
 
 def _facts(worker: WorkerView) -> Mapping[str, Any]:

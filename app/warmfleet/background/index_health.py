@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet import Truth
-from warmfleet.protocol.wire import WORKER_TTL_SECONDS
+from warmfleet.fleet.worker_state import heard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,5 +68,5 @@ def _alive(pool: Pool, truth: Truth) -> list[WorkerTruth]:
     return [
         worker
         for worker_id, worker in truth.workers.items()
-        if (age := ages.get(worker_id)) is not None and (age <= WORKER_TTL_SECONDS or worker.lag_batches)
+        if (age := ages.get(worker_id)) is not None and (heard(age) or worker.lag_batches)
     ]

@@ -40,7 +40,7 @@ SILENT = ("slow", "failed")  # it did not answer: is it still who it was?
 FILL = 0.5  # share of its cache that is filled at most: more would evict what came first
 
 
-class Warmer:
+class Prewarmer:
     """``takes`` a worker that was just proved, or leaves it. Prefixes are sent one after the other."""
 
     def __init__(self, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
@@ -52,7 +52,7 @@ class Warmer:
     async def takes(self, pool: Pool, worker: WorkerView) -> bool:
         """True: it is being warmed, and will be proven after that. Raises FleetUnavailable."""
         limit = self._settings.warm_prefixes
-        if not limit or worker.proof not in ("pending", "url") or len(self._running) >= AT_ONCE:
+        if not limit or not worker.state.unproved or len(self._running) >= AT_ONCE:
             return False
         fresh = await current(pool, worker)
         nodes = pool.uses.most_used(limit)

@@ -79,7 +79,7 @@ class Question:
     hashes: tuple[bytes, ...]
 
 
-class SelfTest:
+class Probe:
     """``run`` asks one worker; everything it needs to know is in the pool's view."""
 
     def __init__(self, upstream: Upstream, settings: Settings) -> None:

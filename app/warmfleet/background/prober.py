@@ -1,7 +1,8 @@
-"""When a worker is tested and what becomes of it: at join, once in a while, and at once when it is suspected.
+"""When a worker is probed, and what becomes of it: after it joined, once in a while, and soon after it was suspected.
 
-Only a failed test downgrades a worker. What requests show (``lua/apply.lua``) makes it suspected and nothing worse:
-whoever sends requests can make tests happen, as many as the waits here allow, and no more.
+Only a failed probe downgrades a worker. Answers and streams that differ from what was expected (``lua/apply.lua``) make
+it suspected and nothing worse: a client that sends odd requests can cause probes, and no more than the pauses here
+allow.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from warmfleet.background import announced as brought
-from warmfleet.background.prewarm import Warmer
-from warmfleet.background.probe import Result, SelfTest
+from warmfleet.background import announced
+from warmfleet.background.prewarm import Prewarmer
+from warmfleet.background.probe import Probe, Result
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import WarmfleetError
-from warmfleet.fleet import Flag, WorkerView
-from warmfleet.protocol.wire import WORKER_TTL_SECONDS
+from warmfleet.fleet import WorkerState, WorkerView
 
 if TYPE_CHECKING:
     from warmfleet.engines.upstream import Upstream
@@ -30,77 +30,81 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.prober")
 
 AT_ONCE = 8  # probes of one replica: at most as many tiny requests, and as many of Redis's connections
-BACKOFF_S = 5.0, 60.0  # after a failure, doubled
-SOON_S = 1.0  # after a first probe that learned nothing: until it is proven a worker is routed by load only
-SUSPECTED_S = 5.0, 600.0  # after a result, before a suspicion is looked into; doubled while suspicions prove wrong
-IDENTITY_WAIT_S = 5.0  # a join waits so long for a tokenizer that loads; then its scheme alone is tested
-SPREAD = 1.2  # of the interval between replicas: mostly one of them comes first
-URGENCY = {"pending": 0, "url": 2, "identity": 2, "proven": 3}
+BACKOFF_S = 5.0, 60.0  # after a failed probe; doubled after each further one, from the first figure to the second
+SOON_S = 1.0  # after a first probe that learned nothing: until a worker is proven it is routed by load only
+SUSPECTED_S = 5.0, 600.0  # after a result, before a suspicion is probed; doubled while suspicions prove wrong
+IDENTITY_WAIT_S = 5.0  # a new worker waits so long for a tokenizer that loads; then only its scheme is tested
+SPREAD = 1.2  # how much the intervals of replicas differ at most: mostly one replica is due first
+#: The states in which a probe can be due, the most urgent first.
+URGENCY = {
+    WorkerState.PENDING: 0,
+    WorkerState.SUSPECTED: 1,
+    WorkerState.UNREACHABLE: 2,
+    WorkerState.LOAD_ONLY: 2,
+    WorkerState.PROVEN: 3,
+}
 
 
 class Prober:
-    """Tests who is due. Two replicas may test the same worker: harmless; the first result ends the reason for it."""
+    """Probes the workers that are due. Two replicas may probe one worker at a time; only the first result counts."""
 
     def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
         self._pools = pools
-        self._selftest = SelfTest(upstream, settings)
-        self.warmer = Warmer(upstream, settings, metrics)
+        self._worker_probe = Probe(upstream, settings)
+        self.prewarmer = Prewarmer(upstream, settings, metrics)
         self._settings = settings
         self._metrics = metrics
         self._interval_s = settings.probe_interval_s * random.uniform(1.0, SPREAD)
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._next: dict[str, tuple[float, float]] = {}  # worker and identity -> when again, the wait after that
-        self._first: dict[str, float] = {}  # when it was first seen here
+        #: Per incarnation (see ``_incarnation``): when the next probe may begin, and the pause after that one.
+        self._next: dict[str, tuple[float, float]] = {}
+        self._first_seen: dict[str, float] = {}  # per incarnation, monotonic seconds
 
     async def round(self) -> None:
-        """Start a probe for every worker that needs one, the most urgent first; does not wait for them."""
+        """Start a probe of every worker that is due, the most urgent first; does not wait for their results."""
         now, seen = time.monotonic(), set[str]()
         due: list[tuple[float, str, Pool, WorkerView]] = []
         for pool in self._pools.all:
             for worker in pool.view.workers:
-                name = _name(pool, worker)
+                name = _incarnation(pool, worker)
                 seen.add(name)
-                self._first.setdefault(name, now)
-                late = self._next.get(name, (0.0, 0.0))[0] <= now
-                if name not in self._running and late and self._due(name, pool.view, worker):
-                    urgency = 1 if worker.record.get("suspect") else URGENCY[worker.proof]
-                    due.append((urgency + random.random(), name, pool, worker))
+                self._first_seen.setdefault(name, now)
+                rested = self._next.get(name, (0.0, 0.0))[0] <= now
+                if name not in self._running and rested and self._due(name, pool.view, worker):
+                    due.append((URGENCY[worker.state] + random.random(), name, pool, worker))
         for _, name, pool, worker in sorted(due)[: AT_ONCE - len(self._running)]:
             self._running[name] = asyncio.ensure_future(self._probe(name, pool, worker))
         self._next = {name: value for name, value in self._next.items() if name in seen}
-        self._first = {name: value for name, value in self._first.items() if name in seen}
+        self._first_seen = {name: value for name, value in self._first_seen.items() if name in seen}
 
     async def close(self) -> None:
         await stop(list(self._running.values()))
-        await self.warmer.close()
+        await self.prewarmer.close()
 
-    # ------------------------------------------------ who is due
+    # ------------------------------------------------ which workers are due
 
     def _due(self, name: str, view: View, worker: WorkerView) -> bool:
-        alive = worker.heartbeat_age_s is not None and worker.heartbeat_age_s <= WORKER_TTL_SECONDS
-        if not alive or not worker.load.flags & Flag.SERVER or worker.server is None:
-            return False
+        if worker.state not in URGENCY or worker.server is None:
+            return False  # silent, half there, being drained, being warmed, or without a plugin
         record, ready = worker.record, _identity_ready(view)
         age = worker.probed_age_s if worker.probed_age_s is not None else float("inf")
         tries = int(record.get("tries") or 0)
-        if worker.proof == "warming":
-            return False  # somebody is at it
-        if worker.proof == "pending":
+        if worker.state is WorkerState.PENDING:
             hopeless = view.identity is None and view.reference is None and not self._settings.tokenizer
-            return ready or hopeless or time.monotonic() - self._first[name] >= IDENTITY_WAIT_S
-        if worker.proof == "url":
+            return ready or hopeless or time.monotonic() - self._first_seen[name] >= IDENTITY_WAIT_S
+        if worker.state is WorkerState.UNREACHABLE:
             return age >= _backoff(BACKOFF_S, tries - 1)
         differs = _differs(view, worker)
         if differs:
             return record.get("reason") != differs
         if not ready:
             return False  # nothing could be learned
-        if worker.proof == "identity":
+        if worker.state is WorkerState.LOAD_ONLY:
             return record.get("cause") in ("differs", "untested") or age >= _backoff(BACKOFF_S, tries - 1)
-        if record.get("suspect"):
+        if worker.state is WorkerState.SUSPECTED:
             return age >= _backoff(SUSPECTED_S, tries)
         if self._settings.tokenizer and name not in self._next:
-            return True  # proven against what workers bring, perhaps; not against what is in use here
+            return True  # it may have been proven against the tokenizer that workers bring, not against ours
         return 0 < self._interval_s <= age
 
     # ------------------------------------------------ one probe
@@ -108,11 +112,11 @@ class Prober:
     async def _probe(self, name: str, pool: Pool, worker: WorkerView) -> None:
         proven = False
         try:
-            result = await self._test(pool, worker)
+            result = await self._result(pool, worker)
             self._metrics.probes.labels(result.proof or "none").inc()
             proven = result.proof == "proven"
-            if not (proven and await self.warmer.takes(pool, worker)):
-                await self._tell(pool, worker, result)
+            if not (proven and await self.prewarmer.takes(pool, worker)):
+                await self._record(pool, worker, result)
         except WarmfleetError as error:
             logger.info("probe of %s: %s", worker.worker_id, error)
         finally:
@@ -121,57 +125,59 @@ class Prober:
             self._next[name] = time.monotonic() + wait, again
             del self._running[name]
 
-    async def _test(self, pool: Pool, worker: WorkerView) -> Result:
-        """What is to be recorded; an empty proof: nothing."""
+    async def _result(self, pool: Pool, worker: WorkerView) -> Result:
+        """The result to record; with an empty proof, nothing is recorded."""
         differs, ready = _differs(pool.view, worker), _identity_ready(pool.view)
-        if differs and worker.proof in ("proven", "identity"):
+        proved_before = not worker.state.unproved
+        if differs and proved_before:
             return Result("identity", "differs", differs)
         texts = ready and not differs
-        result = await self._selftest.run(pool, worker, texts=texts)
+        result = await self._worker_probe.run(pool, worker, texts=texts)
         if result.proof == "identity" and result.cause in ("text", "chat", "tokens"):
-            result = await self._selftest.run(pool, worker, texts=texts)  # two texts, not one
-        if worker.proof not in ("pending", "url"):
+            result = await self._worker_probe.run(pool, worker, texts=texts)  # only a second failure counts
+        if proved_before:
             return Result("", result.cause, result.reason) if result.proof == "url" else result
         if result.proof == "" and result.cause:  # its URL answers, and nothing more is known
             return Result("identity", result.cause, result.reason)
         if differs and result.proof != "url":
             return Result("identity", "differs", differs)
         comes = self._settings.tokenizer or "tokenizer.json" in ((worker.server or {}).get("artifacts") or {})
-        if result.proof == "proven" and not texts and comes:  # else only engines tell its ids, and they are right
+        # Without a tokenizer to come, only engines tell their token ids, and those are right.
+        if result.proof == "proven" and not texts and comes:
             return Result("identity", "untested", "no tokenizer is loaded here yet to test its text with")
         return result
 
-    async def _tell(self, pool: Pool, worker: WorkerView, result: Result) -> None:
-        """A failure counts for nothing if another replica's result came first."""
-        nonce, cause, told = str(worker.record.get("nonce")), result.cause, ""
+    async def _record(self, pool: Pool, worker: WorkerView, result: Result) -> None:
+        """Write the result to Redis and log it. A failure is dropped if another replica's result came first."""
+        nonce, cause, answer = str(worker.record.get("nonce")), result.cause, ""
         if result.proof:
             probed_ms = int(worker.record.get("probed") or 0)
-            told = await pool.fleet.prove(worker.worker_id, nonce, result.proof, result.reason, cause, probed_ms)
-        if told in ("STALE", "TAKEN"):
+            answer = await pool.fleet.prove(worker.worker_id, nonce, result.proof, result.reason, cause, probed_ms)
+        if answer in ("STALE", "TAKEN"):
             return
         same = result.proof == worker.proof and cause == (worker.record.get("cause") or "")
         harmless = result.proof in ("proven", "") or cause == "untested"
         level = logging.DEBUG if same else logging.INFO if harmless else logging.WARNING
         logger.log(level, "worker %s at %s: %s %s", worker.worker_id, worker.url, result.proof, result.reason)
-        if told == "DOWNGRADED":
+        if answer == "DOWNGRADED":
             self._metrics.downgrades.labels(cause).inc()
 
 
-def _name(pool: Pool, worker: WorkerView) -> str:
-    """One incarnation under one identity: with another one everything is to be tested anew."""
-    known = pool.view.identity.key if pool.view.identity else ""
-    return f"{pool.tag} {worker.worker_id} {worker.record.get('nonce')} {known}"
+def _incarnation(pool: Pool, worker: WorkerView) -> str:
+    """One incarnation of a worker under one identity of its model: with another identity, all is probed anew."""
+    identity = pool.view.identity.key if pool.view.identity else ""
+    return f"{pool.tag} {worker.worker_id} {worker.record.get('nonce')} {identity}"
 
 
 def _identity_ready(view: View) -> bool:
-    """What most workers bring is loaded here; or what the settings name."""
-    known = view.identity
-    return known is not None and (view.reference is None or known.key == brought.key(view.reference))
+    """The identity that most workers bring, or that the settings name, is loaded here."""
+    identity = view.identity
+    return identity is not None and (view.reference is None or identity.key == announced.identity_key(view.reference))
 
 
 def _differs(view: View, worker: WorkerView) -> str:
-    """Why its prompts are others than the fleet's, by what it brought; empty if they are not."""
-    names = brought.differences(worker, view.reference) if view.reference else []
+    """Why prompts have other token ids at this worker, judged by the files it brought; empty if they have not."""
+    names = announced.differences(worker, view.reference) if view.reference else []
     return f"its {' and '.join(names)} differ{'s' if len(names) == 1 else ''} from the fleet's" if names else ""
 
 

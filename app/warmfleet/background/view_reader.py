@@ -8,15 +8,16 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.background import announced as brought
+from warmfleet.background import announced
 from warmfleet.background.agreement import Agreement
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import NotFound, WarmfleetError
 from warmfleet.fleet.views import BadArtifact
+from warmfleet.fleet.worker_state import METRIC_LABELS, UNROUTABLE, heard
 from warmfleet.pools.capabilities import token_capability
 from warmfleet.pools.fleet_view import MAX_SCHEMES, view_of
 from warmfleet.prompt.block_hashes import TEXT_SCHEME, Hasher
-from warmfleet.protocol.wire import WORKER_TTL_SECONDS, Scheme, WireError
+from warmfleet.protocol.wire import Scheme, WireError
 from warmfleet.untrusted.tokenizer_trial import Refused
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ class Reader:
 
     async def _refresh(self, pool: Pool) -> None:
         workers = await pool.fleet.workers()
-        alive = [w for w in workers if w.heartbeat_age_s is not None and w.heartbeat_age_s <= WORKER_TTL_SECONDS]
+        alive = [w for w in workers if heard(w.heartbeat_age_s)]
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
-        bringers = brought.groups(alive)
+        bringers = announced.by_identity(alive)
         identity, reference = self._identity(pool, bringers)
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
         keyed = [(w, key) for key, group in bringers.items() for w in group]
@@ -100,7 +101,7 @@ class Reader:
             return known, None
         bringers = dict(sorted(bringers.items(), key=lambda one: one[0] in self._unreadable))
         self._agreement.look(
-            pool.tag, "identity", {brought.in_words(workers): _ids(workers) for workers in bringers.values()}
+            pool.tag, "identity", {announced.in_words(workers): _ids(workers) for workers in bringers.values()}
         )
         if not bringers:
             return None, None
@@ -140,8 +141,8 @@ class Reader:
         """From the first of these whose files are there: whoever announces the same may have brought none."""
         failure: WarmfleetError | None = None
         servers = {str(one.record["server_id"]): one.server or {} for one in workers}
-        for server_id, server in list(servers.items())[: brought.MAX_SERVERS]:
-            files = {name: entry for name, entry in server["artifacts"].items() if name in brought.FILES}
+        for server_id, server in list(servers.items())[: announced.MAX_SERVERS]:
+            files = {name: entry for name, entry in server["artifacts"].items() if name in announced.FILES}
             try:
                 artifacts = {name: await pool.fleet.artifact(server_id, entry) for name, entry in files.items()}
             except (NotFound, BadArtifact) as error:
@@ -153,11 +154,9 @@ class Reader:
             raise failure
 
     def _count_workers(self) -> None:
-        states: Counter[str] = Counter()
-        for pool in self._pools.all:
-            states.update(w.proof if w.routable or w.proof == "warming" else "unroutable" for w in pool.view.workers)
-        for state in ("proven", "identity", "approximate", "warming", "unroutable"):
-            self._metrics.workers.labels(state).set(states[state])
+        counted = Counter(METRIC_LABELS.get(w.state, UNROUTABLE) for pool in self._pools.all for w in pool.view.workers)
+        for label in {*METRIC_LABELS.values(), UNROUTABLE}:
+            self._metrics.workers.labels(label).set(counted[label])
         self._metrics.unreadable_records.set(sum(pool.fleet.records.unreadable for pool in self._pools.all))
 
     async def close(self) -> None:

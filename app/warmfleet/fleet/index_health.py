@@ -74,7 +74,7 @@ class Truths(ScriptClient):
             workers={
                 worker.worker_id: _worker(worker.record.get("truth") or {}, lags.get(worker.worker_id, (0, 0)), now_ms)
                 for worker in workers
-                if worker.proof != "approximate"
+                if not worker.approximate
             },
         )
 

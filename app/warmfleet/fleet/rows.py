@@ -62,12 +62,6 @@ class LoadRow:
     def unpack(cls, packed: bytes) -> LoadRow:
         return cls(*_ROW.unpack_from(packed))
 
-    @property
-    def routable(self) -> bool:
-        """Both halves live and nothing against it. Whether it is alive says ``alive``, not the row."""
-        wanted = Flag.SERVER | Flag.URL
-        return self.flags & (wanted | Flag.DRAINING | Flag.HOSTILE) == wanted
-
 
 @dataclass(frozen=True, slots=True)
 class Lease:

@@ -11,8 +11,9 @@ from warmfleet.errors import BadRequest, NotFound
 from warmfleet.fleet.client import ScriptClient, redis_errors
 from warmfleet.fleet.records import Records
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
+from warmfleet.fleet.worker_state import WorkerState, proof_of, state_of
 from warmfleet.protocol import artifacts
-from warmfleet.protocol.wire import WORKER_TTL_SECONDS, WireError
+from warmfleet.protocol.wire import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
@@ -50,10 +51,13 @@ class Memory:
 
 @dataclass(slots=True)
 class WorkerView:
-    """One worker. ``routable`` = a decision may choose it now; ``heartbeat_age_s`` is None when it is not alive.
+    """One worker, as one reading found it.
 
-    ``record``, ``server``: every field that anybody reads is of its type (``records``). ``server`` is the record of its
-    API server; None for approximate workers and while that half is missing.
+    ``record`` and ``server`` were checked by ``records``: every field that is read later has its type. ``server`` is
+    the record of its API server; None for approximate workers and while that half is missing. ``heartbeat_age_s`` is
+    None if the worker said goodbye or was never heard. ``proof`` is the result of the last probe, or "approximate"
+    where there is none; whether requests may go there is for ``state`` to say. ``probed_age_s`` counts from that
+    result; None if there is none, or the clock stepped back.
     """
 
     worker_id: str
@@ -61,11 +65,21 @@ class WorkerView:
     server: dict[str, Any] | None
     load: LoadRow
     heartbeat_age_s: float | None
-    routable: bool
+    state: WorkerState
     proof: str
     url: str
     models: list[str]
-    probed_age_s: float | None = None  # since the last result of a probe; None: never, or the clock stepped back
+    probed_age_s: float | None = None
+
+    @property
+    def routable(self) -> bool:
+        """A decision may choose it now."""
+        return self.state.routable
+
+    @property
+    def approximate(self) -> bool:
+        """It has no plugin: a replica registered it and checks its health."""
+        return bool(self.load.flags & Flag.APPROXIMATE)
 
 
 class Views(ScriptClient):
@@ -219,16 +233,9 @@ def _view(
         server=server,
         load=load,
         heartbeat_age_s=age,
-        routable=load.routable and url != "" and age is not None and age <= WORKER_TTL_SECONDS,
-        proof="approximate" if approximate else _proof(record, now),
+        state=state_of(load.flags, record, url, age, now),
+        proof="approximate" if approximate else proof_of(record, now),
         url=url,
         models=list(source.get("models") or []),
         probed_age_s=None if probed is None or probed / 1000 > now else now - probed / 1000,
     )
-
-
-def _proof(record: Mapping[str, Any], now: float) -> str:
-    """Whose warming was not ended in time is to be tested again: the replica that warmed it is gone."""
-    proof = str(record.get("proof", "pending"))
-    over = proof == "warming" and now >= (record.get("warming") or {}).get("ends", 0) / 1000
-    return "pending" if over else proof

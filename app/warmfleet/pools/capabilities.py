@@ -25,6 +25,6 @@ def token_capability(worker: WorkerView, identity_key: str) -> TokenCapability |
     """
     facts: dict[str, Any] = (worker.server or {}).get("facts") or {}
     endpoints, limit = facts.get("token_handoff"), facts.get("max_model_len")
-    if worker.proof != "proven" or not worker.routable or facts.get("kv_connector") is not False:
+    if not worker.state.matched or facts.get("kv_connector") is not False:
         return None  # with a KV connector the field that carries the ids steers transfers
     return TokenCapability(identity_key, frozenset(endpoints), limit) if endpoints and limit else None

@@ -133,7 +133,7 @@ def unbooked(reservation: str, worker: WorkerView, prompt_tokens: int) -> Decisi
         flagged=True,
         cost_s=0.0,
         wait_tokens=0,
-        approximate=worker.proof == "approximate",
+        approximate=worker.approximate,
         prefill_tokens=0,
         decode_tokens=0,
     )

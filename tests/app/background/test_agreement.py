@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.background.view_reader import Reader
-from warmfleet.fleet import Flag, LoadRow, WorkerView
+from warmfleet.fleet import Flag, LoadRow, WorkerState, WorkerView
 from warmfleet.fleet.records import Records
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import Fallback
@@ -26,7 +26,7 @@ def worker(name: str, tokenizer: str, block_tokens: int = 16) -> WorkerView:
     record = {"server_id": name, "scheme": scheme.as_dict()}
     server = {"artifacts": {"tokenizer.json": {"sha256": tokenizer}}, "facts": {}}
     load = LoadRow(flags=Flag.SERVER, scheme=scheme.scheme_id)
-    return WorkerView(f"{name}.0", record, server, load, 1.0, True, "proven", f"http://{name}", ["m"])
+    return WorkerView(f"{name}.0", record, server, load, 1.0, WorkerState.PROVEN, "proven", f"http://{name}", ["m"])
 
 
 class Fixed:

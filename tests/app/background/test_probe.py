@@ -14,7 +14,7 @@ from tests.app.simulated import identity as simulated_identity
 from tests.conftest import poll
 
 from warmfleet.background import prober as probe
-from warmfleet.background.probe import WRONG, Result, SelfTest
+from warmfleet.background.probe import WRONG, Probe, Result
 from warmfleet.fleet import Flag
 from warmfleet.prompt import tokenizer as encoder
 
@@ -186,9 +186,9 @@ async def test_a_probe_that_learns_nothing_changes_nothing(
 
 async def test_few_probes_at_once(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "AT_ONCE", 2)
-    run, under_way, most = SelfTest.run, 0, 0
+    run, under_way, most = Probe.run, 0, 0
 
-    async def counted(self: SelfTest, pool: Pool, worker: WorkerView, *, texts: bool) -> Result:
+    async def counted(self: Probe, pool: Pool, worker: WorkerView, *, texts: bool) -> Result:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
@@ -197,7 +197,7 @@ async def test_few_probes_at_once(valkey_url: str, model: str, monkeypatch: pyte
         finally:
             under_way -= 1
 
-    monkeypatch.setattr(SelfTest, "run", counted)
+    monkeypatch.setattr(Probe, "run", counted)
     async with AsyncExitStack() as stack:
         for number in range(5):
             await stack.enter_async_context(simulated(valkey_url, model, f"e{number}"))

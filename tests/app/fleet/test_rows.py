@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmfleet.fleet import Flag, Lease, LoadRow
+from warmfleet.fleet import Lease, LoadRow
 
 U32, I32 = st.integers(0, 2**32 - 1), st.integers(-(2**31), 2**31 - 1)
 
@@ -34,10 +34,3 @@ def test_the_layout_is_what_the_readme_says() -> None:
     )
     lease = Lease(1, 2, 3, 4, 5, 6, 1, "ab", (b"12345678",))
     assert lease.pack() == bytes.fromhex("".join(f"{n:08x}" for n in range(1, 7))) + b"\x01\x02ab12345678"
-
-
-def test_routable() -> None:
-    ready = Flag.SERVER | Flag.URL
-    assert LoadRow(flags=ready).routable
-    for flags in (Flag.SERVER, Flag.URL, ready | Flag.DRAINING, ready | Flag.HOSTILE):
-        assert not LoadRow(flags=flags).routable

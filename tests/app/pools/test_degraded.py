@@ -16,7 +16,7 @@ from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Fleet, LoadRow, WorkerView
+from warmfleet.fleet import Fleet, LoadRow, WorkerState, WorkerView
 from warmfleet.pools import degraded as fallback_module
 from warmfleet.pools.degraded import LAST_KNOWN_S, LOOK_S, Fallback, LastKnown
 from warmfleet.pools.fleet_view import View
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 def worker(name: str, *, routable: bool = True) -> WorkerView:
-    return WorkerView(name, {}, None, LoadRow(), 0.0, routable, "proven", f"http://{name}", [])
+    state = WorkerState.PROVEN if routable else WorkerState.PENDING
+    return WorkerView(name, {}, None, LoadRow(), 0.0, state, "proven", f"http://{name}", [])
 
 
 WORKERS = [worker(f"w{n}") for n in range(8)]

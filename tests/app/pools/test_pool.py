@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from warmfleet.fleet import LoadRow, WorkerView
+from warmfleet.fleet import LoadRow, WorkerState, WorkerView
 from warmfleet.pools import pool as pool_module
 from warmfleet.pools.degraded import Fallback
 from warmfleet.pools.fleet_view import View, view_of
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 
 def worker(routable: bool) -> WorkerView:
-    return WorkerView("a.0", {}, {"url": "http://a"}, LoadRow(), 0.0, routable, "proven", "http://a", ["m"])
+    return WorkerView("a.0", {}, {"url": "http://a"}, LoadRow(), 0.0, state(routable), "proven", "http://a", ["m"])
+
+
+def state(routable: bool) -> WorkerState:
+    return WorkerState.PROVEN if routable else WorkerState.PENDING
 
 
 def pools() -> Pools:
@@ -36,13 +40,14 @@ def pools() -> Pools:
 
 def serving(name: str, loras: object, *, routable: bool = True) -> WorkerView:
     server = {"facts": {"loras": loras}}
-    return WorkerView(name, {}, server, LoadRow(), 0.0, routable, "proven", f"http://{name}", ["m"])
+    return WorkerView(name, {}, server, LoadRow(), 0.0, state(routable), "proven", f"http://{name}", ["m"])
 
 
 def test_an_adapter_belongs_to_the_workers_that_serve_it() -> None:
     workers = [serving("a", {"one": "/x", "two": "/y"}), serving("b", {"one": "/x"}), serving("c", {"one": "/z"})]
     assert adapters_of(workers) == {"one": Adapter("/x", ("c",)), "two": Adapter("/y", ("b", "c"))}
-    other = WorkerView("d", {}, None, LoadRow(), 0.0, True, "approximate", "http://d", ["m", "two"])  # it says so
+    stock = WorkerState.APPROXIMATE
+    other = WorkerView("d", {}, None, LoadRow(), 0.0, stock, "approximate", "http://d", ["m", "two"])  # it says so
     assert adapters_of([*workers, other])["two"].lacking == ("b", "c")
     assert adapters_of([serving("a", None), serving("b", {"m": "/base"}), worker(True)]) == {}
 

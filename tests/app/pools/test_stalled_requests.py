@@ -15,6 +15,7 @@ from tests.conftest import poll
 from warmfleet.background.stock_engines import worker_id
 from warmfleet.errors import UpstreamGone
 from warmfleet.fleet import Flag, LoadRow, WorkerView
+from warmfleet.fleet.worker_state import state_of
 from warmfleet.pools import stalled_requests as silence
 from warmfleet.pools.stalled_requests import GAP_S, GRACE_S, QUIET_S, Tries
 
@@ -28,7 +29,8 @@ FROZEN, LEFT, WELL = 20.0, None, 1.0  # seconds since the last heartbeat
 
 
 def worker(name: str, age_s: float | None, flags: int = Flag.SERVER) -> WorkerView:
-    return WorkerView(name, {}, None, LoadRow(flags=flags), age_s, True, "proven", f"http://{name}", [])
+    state = state_of(flags, {}, f"http://{name}", age_s, 0.0)
+    return WorkerView(name, {}, None, LoadRow(flags=flags), age_s, state, "proven", f"http://{name}", [])
 
 
 async def never() -> aiohttp.ClientResponse:

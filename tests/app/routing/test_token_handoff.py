@@ -14,7 +14,7 @@ from tests.app.background.test_prober import caching, proof, worker
 from tests.app.engine import Engine, Seen, answer_well, engine, reply
 from tests.app.replica import Replica, replica
 
-from warmfleet.fleet import LoadRow, WorkerView
+from warmfleet.fleet import LoadRow, WorkerState, WorkerView
 from warmfleet.metrics import Metrics
 from warmfleet.pools.capabilities import TokenCapability, token_capability
 from warmfleet.pools.fleet_view import View
@@ -37,7 +37,9 @@ FACTS: dict[str, Any] = {"token_handoff": ["completions", "chat"], "kv_connector
 
 
 def view(proof_: str = "proven", age_s: float = 0.0, *, routable: bool = True, **facts: Any) -> View:
-    one = WorkerView("a.0", {}, {"facts": FACTS | facts}, LoadRow(), 0.0, routable, proof_, "http://a", ["m"])
+    proved = {"proven": WorkerState.PROVEN, "identity": WorkerState.LOAD_ONLY, "approximate": WorkerState.APPROXIMATE}
+    state = proved.get(proof_, WorkerState.PENDING) if routable else WorkerState.SILENT
+    one = WorkerView("a.0", {}, {"facts": FACTS | facts}, LoadRow(), 0.0, state, proof_, "http://a", ["m"])
     able = token_capability(one, "key")
     return View((one,), handoff={"a.0": able} if able else {}, read_at=time.monotonic() - age_s)
 

@@ -1,0 +1,200 @@
+"""The life of a worker: its states, what moves it from one to the next, and how its state is read from Redis.
+
+A worker's state has two layers. Its *standing* says what is known of its identity: unproved, proved, or found wrong.
+A *hold* keeps it from taking requests whatever its standing is: nobody hears it, its API server is missing, its stream
+is broken, or the operator drains it. While a hold lasts, the standing underneath stays, and may change; when the last
+hold ends, the worker is where its standing says. ``app/docs/worker-life.md`` draws both tables.
+
+Redis keeps no state by name. ``state_of`` derives it from the flags of the load row, which ``decide`` goes by, the age
+of the last heartbeat, and the record. Every reader in Python goes by the state and by nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from warmfleet.fleet.rows import Flag
+from warmfleet.protocol.wire import WORKER_TTL_SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+
+class WorkerState(StrEnum):
+    """The value is the word that ``/workers`` and ``warmfleet workers`` show."""
+
+    # Standings
+    GONE = "gone"  # Redis knows nothing of it: it never joined, or it was forgotten
+    PENDING = "pending"  # it joined, and no probe has told anything yet
+    WARMING = "warming"  # the probe passed; a replica sends it the most used prefixes before it takes requests
+    PROVEN = "proven"  # its identity is right: its blocks may be matched
+    SUSPECTED = "suspected"  # proven, but an answer or its stream was not as expected: a probe is due
+    LOAD_ONLY = "load-only"  # its identity is wrong or untested: it takes requests, its blocks are never matched
+    UNREACHABLE = "unreachable"  # its URL is missing or did not answer the probe
+    APPROXIMATE = "approximate"  # a stock engine without the plugin: only what was sent to it is known
+    # Holds
+    SILENT = "silent"  # no heartbeat for a TTL, or it said goodbye; its entries in the index stay
+    JOINING = "joining"  # one half only: its API server has not been heard, or not for a TTL
+    HOSTILE = "hostile"  # its stream broke the rules: it must join anew
+    DRAINING = "draining"  # the operator lets it finish what it has
+
+    @property
+    def routable(self) -> bool:
+        """A decision may choose it."""
+        return self in ROUTABLE
+
+    @property
+    def matched(self) -> bool:
+        """The block hashes of its engine are known to be those that routers compute."""
+        return self in (WorkerState.PROVEN, WorkerState.SUSPECTED)
+
+    @property
+    def unproved(self) -> bool:
+        """No probe has passed: until one does, it takes no requests."""
+        return self in UNPROVED
+
+    @property
+    def alive(self) -> bool:
+        """Both halves of it are heard, whatever else holds it."""
+        return self not in (WorkerState.GONE, WorkerState.SILENT, WorkerState.JOINING)
+
+
+ROUTABLE = frozenset({WorkerState.PROVEN, WorkerState.SUSPECTED, WorkerState.LOAD_ONLY, WorkerState.APPROXIMATE})
+#: A hold hides the standing, and of several holds the first in this list is the state.
+HOLDS = (WorkerState.SILENT, WorkerState.JOINING, WorkerState.HOSTILE, WorkerState.DRAINING)
+
+
+class Event(StrEnum):
+    """What moves a worker; the value is the sentence in the drawing."""
+
+    CORE_JOINS = "its engine core joins"
+    SERVER_JOINS = "a new process of its API server joins"
+    REGISTERED = "a replica finds the stock engine healthy"
+    PROBE_PASSES = "a probe passes"
+    IDENTITY_FAILS = "a probe finds another identity, or cannot test it"
+    URL_FAILS = "a probe gets no answer at its URL"
+    WARMING_BEGINS = "a probe passes and a replica warms it"
+    WARMING_ENDS = "it is warm, or warming is given up"
+    WARMING_STALLS = "it does not answer while it is warmed"
+    WARMING_EXPIRES = "the replica that warms it is gone"
+    SUSPICION = "answers or blocks differ from what was expected"
+    FORGOTTEN = "it was silent for ten minutes"
+    FALLS_SILENT = "no heartbeat for a TTL, goodbye, or a failed health check"
+    HEARD = "it is heard again"
+    STREAM_BREAKS = "its stream breaks the rules"
+    SERVER_LOST = "its API server says goodbye or is silent for a TTL"
+    SERVER_HEARD = "its API server is heard"
+    DRAIN = "warmfleet drain"
+    UNDRAIN = "warmfleet drain --undo"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of standing, from each of ``before``. by: the script that makes it. reason: why it is right."""
+
+    before: tuple[WorkerState, ...]
+    event: Event
+    after: WorkerState
+    by: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A state that hides the standing from ``begins`` to ``ends``. by: the scripts that set it and take it back."""
+
+    state: WorkerState
+    begins: Event
+    ends: Event
+    by: str
+    reason: str
+
+
+_W, _E = WorkerState, Event
+#: The standings of a worker with the plugin, and those of them in which the result of a probe is recorded.
+JOINED = (_W.PENDING, _W.WARMING, _W.PROVEN, _W.SUSPECTED, _W.LOAD_ONLY, _W.UNREACHABLE)
+PROBED = (_W.PENDING, _W.PROVEN, _W.SUSPECTED, _W.LOAD_ONLY, _W.UNREACHABLE)
+UNPROVED = (_W.PENDING, _W.UNREACHABLE)
+CHANGES: tuple[Change, ...] = (
+    Change((_W.GONE,), _E.CORE_JOINS, _W.PENDING, "apply_control", "a new worker has an empty index"),
+    Change(JOINED, _E.CORE_JOINS, _W.PENDING, "apply_control", "a restarted engine has an empty cache, and a new slot"),
+    Change(JOINED, _E.SERVER_JOINS, _W.PENDING, "apply_server", "another process at its URL has proved nothing"),
+    Change(PROBED, _E.PROBE_PASSES, _W.PROVEN, "prove", "its blocks came as the router had computed them"),
+    Change(PROBED, _E.IDENTITY_FAILS, _W.LOAD_ONLY, "prove", "a match would be wrong, an answer is not"),
+    Change(UNPROVED, _E.URL_FAILS, _W.UNREACHABLE, "prove", "requests that are sent there would fail"),
+    Change(UNPROVED, _E.WARMING_BEGINS, _W.WARMING, "prove", "a cold worker would compute shared prefixes again"),
+    Change((_W.WARMING,), _E.WARMING_ENDS, _W.PROVEN, "prove", "the probe had passed before"),
+    Change((_W.WARMING,), _E.WARMING_STALLS, _W.PENDING, "prove", "an engine that does not answer is probed again"),
+    Change((_W.WARMING,), _E.WARMING_EXPIRES, _W.PENDING, "prove", "another replica takes over from one that died"),
+    Change(
+        (_W.PROVEN,), _E.SUSPICION, _W.SUSPECTED, "apply", "clients can cause suspicions, so only a probe downgrades"
+    ),
+    Change((_W.GONE,), _E.REGISTERED, _W.APPROXIMATE, "register", "an engine without the plugin cannot join by itself"),
+    Change(
+        (*JOINED, _W.APPROXIMATE), _E.FORGOTTEN, _W.GONE, "forget", "its slot is retired, its entries are collected"
+    ),
+)
+HELD: tuple[Hold, ...] = (
+    Hold(_W.SILENT, _E.FALLS_SILENT, _E.HEARD, "apply, apply_control, register", "a short outage keeps its entries"),
+    Hold(_W.JOINING, _E.SERVER_LOST, _E.SERVER_HEARD, "apply_server, tick", "only the API server takes requests"),
+    Hold(_W.HOSTILE, _E.STREAM_BREAKS, _E.CORE_JOINS, "apply_control", "nothing of a broken stream can be believed"),
+    Hold(_W.DRAINING, _E.DRAIN, _E.UNDRAIN, "drain", "requests that run there finish, no other is sent there"),
+)
+#: The label of the metric ``warmfleet_workers``; all other states count as UNROUTABLE.
+METRIC_LABELS: Mapping[WorkerState, str] = {
+    _W.PROVEN: "proven",
+    _W.SUSPECTED: "proven",
+    _W.LOAD_ONLY: "identity",
+    _W.APPROXIMATE: "approximate",
+    _W.WARMING: "warming",
+    _W.DRAINING: "draining",
+}
+UNROUTABLE = "unroutable"
+
+
+def heard(heartbeat_age_s: float | None) -> bool:
+    """A heartbeat came within the TTL. heartbeat_age_s: None if the worker said goodbye or was never heard."""
+    return heartbeat_age_s is not None and heartbeat_age_s <= WORKER_TTL_SECONDS
+
+
+def state_of(flags: int, record: Mapping[str, Any], url: str, heartbeat_age_s: float | None, now: float) -> WorkerState:
+    """The state of a worker that has a load row. flags: of that row. now: Redis' clock, in seconds.
+
+    Where the row and the record differ for a moment, the row decides: ``decide`` reads nothing else.
+    """
+    if not heard(heartbeat_age_s):
+        return WorkerState.SILENT
+    if not flags & Flag.SERVER:
+        return WorkerState.JOINING
+    if flags & Flag.HOSTILE:
+        return WorkerState.HOSTILE
+    if flags & Flag.DRAINING:
+        return WorkerState.DRAINING
+    return _standing(flags, record, url, now)
+
+
+def _standing(flags: int, record: Mapping[str, Any], url: str, now: float) -> WorkerState:
+    if flags & Flag.URL:
+        if not url:
+            return WorkerState.UNREACHABLE  # the record of its API server cannot be read
+        if flags & Flag.APPROXIMATE:
+            return WorkerState.APPROXIMATE
+        if not flags & Flag.PROVEN:
+            return WorkerState.LOAD_ONLY
+        return WorkerState.SUSPECTED if record.get("suspect") else WorkerState.PROVEN
+    proof = proof_of(record, now)
+    unproved = {"warming": WorkerState.WARMING, "url": WorkerState.UNREACHABLE}
+    return unproved.get(proof, WorkerState.PENDING)
+
+
+def proof_of(record: Mapping[str, Any], now: float) -> str:
+    """What the last probe said: ``pending`` (nothing yet), ``proven``, ``identity``, ``url``, or ``warming``.
+
+    A warming whose lease is over counts as ``pending``: the replica that had it is gone.
+    """
+    proof = str(record.get("proof", "pending"))
+    over = proof == "warming" and now >= (record.get("warming") or {}).get("ends", 0) / 1000
+    return "pending" if over else proof
