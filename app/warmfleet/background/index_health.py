@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet import Truth
-from warmfleet.fleet.worker_state import heard
+from warmfleet.fleet.worker.state import heard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from warmfleet.background.agreement import Agreement
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import NotFound, WarmfleetError
 from warmfleet.fleet.views import BadArtifact
-from warmfleet.fleet.worker_state import METRIC_LABELS, UNROUTABLE, heard
+from warmfleet.fleet.worker.state import METRIC_LABELS, UNROUTABLE, heard
 from warmfleet.pools.capabilities import token_capability
 from warmfleet.pools.fleet_view import MAX_SCHEMES, view_of
 from warmfleet.prompt.block_hashes import TEXT_SCHEME, Hasher

@@ -21,7 +21,7 @@ from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.switches import Switches
 from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
 from warmfleet.fleet.views import Memory, Views, WorkerView
-from warmfleet.fleet.worker_state import WorkerState
+from warmfleet.fleet.worker.state import WorkerState
 
 
 class Fleet(Queue, Views, Truths, Upkeep, Approvals, Switches):

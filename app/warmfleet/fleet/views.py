@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from warmfleet.errors import BadRequest, NotFound
 from warmfleet.fleet.client import ScriptClient, redis_errors
-from warmfleet.fleet.records import Records
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
-from warmfleet.fleet.worker_state import WorkerState, proof_of, state_of
+from warmfleet.fleet.worker.records import Records
+from warmfleet.fleet.worker.state import WorkerState, proof_of, state_of
 from warmfleet.protocol import artifacts
 from warmfleet.protocol.wire import WireError
 

@@ -14,7 +14,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from warmfleet.errors import UpstreamGone
-from warmfleet.fleet.worker_state import heard
+from warmfleet.fleet.worker.state import heard
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:

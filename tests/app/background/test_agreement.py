@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.background.view_reader import Reader
 from warmfleet.fleet import Flag, LoadRow, WorkerState, WorkerView
-from warmfleet.fleet.records import Records
+from warmfleet.fleet.worker.records import Records
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import Fallback
 from warmfleet.pools.pool import Pool, Pools

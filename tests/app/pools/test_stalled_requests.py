@@ -15,7 +15,7 @@ from tests.conftest import poll
 from warmfleet.background.stock_engines import worker_id
 from warmfleet.errors import UpstreamGone
 from warmfleet.fleet import Flag, LoadRow, WorkerView
-from warmfleet.fleet.worker_state import state_of
+from warmfleet.fleet.worker.state import state_of
 from warmfleet.pools import stalled_requests as silence
 from warmfleet.pools.stalled_requests import GAP_S, GRACE_S, QUIET_S, Tries
 
