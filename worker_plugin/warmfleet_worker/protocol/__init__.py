@@ -1,4 +1,5 @@
-"""The words that plugin and router share: keys, encodings, hashes, addresses. Standard library only.
+"""The protocol between plugin and router: Redis keys, stream entries, block hashes, artifacts, Redis addresses.
 
-The router's package links to this folder (``warmfleet/protocol``), so each wheel carries its own copy.
+It needs the standard library only. The router's package has a link to this folder (``warmfleet/protocol``), so that
+each wheel carries a copy of its own. Inside, imports are therefore relative.
 """

@@ -1,4 +1,8 @@
-"""Tokenizers, templates and facts that workers bring: cut into content-addressed chunks, and put together again."""
+"""Artifacts: the tokenizer and the chat template that an API server stores in Redis for the routers.
+
+The content is compressed and cut into chunks, each stored under its own SHA-256. A server's join holds a manifest with
+one entry per artifact: digest and size of the content, and the digests of its chunks.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ from .wire import WireError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-CHUNK_BYTES = 65_536  # no single call moves more than this
+CHUNK_BYTES = 65_536  # so that no single call to Redis moves more
 
 
 def split(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What a join's manifest says of ``content``, and its chunks by name: slices of one zlib stream."""
+    """(the manifest's entry for ``content``, its chunks by their digest). The chunks are slices of one zlib stream."""
     packed = zlib.compress(content, 6)
     pieces = [packed[start : start + CHUNK_BYTES] for start in range(0, len(packed), CHUNK_BYTES)]
     chunks = {hashlib.sha256(piece).hexdigest(): piece for piece in pieces}
@@ -25,9 +29,10 @@ def split(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def join(entry: dict[str, Any], pieces: Sequence[bytes], max_bytes: int) -> bytes:
-    """The content of an artifact again; raises WireError for anything but exactly what ``entry`` promises.
+    """The content of an artifact, put together from its chunks.
 
-    Never holds more than ``max_bytes`` of content, whatever the compressed bytes would expand to.
+    Raises WireError if chunks or content differ from the manifest's ``entry``. Holds ``max_bytes`` of content at most,
+    however much the compressed bytes would expand to.
     """
     size = int(entry["bytes"])
     if not 0 <= size <= max_bytes:

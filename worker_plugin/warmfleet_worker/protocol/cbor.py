@@ -1,4 +1,4 @@
-"""Canonical CBOR of what a block hash is made of, as vLLM's ``sha256_cbor`` writes it. A leaf: stdlib only."""
+"""Canonical CBOR of the values that a block hash is made of, byte for byte as vLLM's ``sha256_cbor`` writes it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 
 def head(major: int, value: int) -> bytes:
+    """The first bytes of an item: its major type (in the upper three bits) and its length or value below 2**32."""
     if value < 24:
         return bytes((major | value,))
     if value < 0x100:
@@ -20,11 +21,12 @@ _SMALL_INTS = tuple(head(0, n) for n in range(65_536))
 
 
 def integer(value: int) -> bytes:
+    """A token id. The table saves the time of most of them."""
     return _SMALL_INTS[value] if value < 65_536 else struct.pack(">BI", 26, value)
 
 
 def encode(value: Any) -> bytes:
-    """None, str, bytes, int (not negative) and tuples of these."""
+    """Encode None, str, bytes, an int from 0 on, or a tuple of such values."""
     if value is None:
         return b"\xf6"
     if isinstance(value, bytes):

@@ -4,8 +4,8 @@
     redis+sentinel://host1:26379,host2:26379/service/0   rediss+sentinel:// is TLS to the Sentinels, too
     redis+cluster://host1:6379,host2:6379                rediss+cluster:// likewise
 
-User, password and options belong to the data servers; ``?sentinel_username=`` and ``sentinel_password=`` to the
-Sentinels. A leaf like ``wire``: stdlib only, shared with the routers, never asks anybody anything.
+User, password and options are those of the data servers; the options ``sentinel_username`` and ``sentinel_password``
+are those of the Sentinels. This module only reads the URL and a node's answer; it opens no connection.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLUSTER_SLOTS = 16_384
 DEFAULT_PORTS = {"single": 6379, "sentinel": 26379, "cluster": 6379}
 FILE_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 ASK_AGAIN_SECONDS = 0.05  # an answer is good for this long: a lost master costs one question, not one per connection
-LOOK_SECONDS = 1.0  # between two questions while all is well: a planned failover leaves the old master answering
+LOOK_SECONDS = 1.0  # between two questions while all is well: after a planned failover the old master still answers
 _NODE = re.compile(r"(\[[^\]@/]+\]|[^:\[\]/@\s]+)(?::(\d{1,5}))?\Z")
 
 
@@ -35,9 +35,11 @@ class RedisAddressError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """url: as redis-py understands it; of Sentinel and Cluster its address is only a placeholder.
+    """Where Redis is.
 
-    nodes: whom to ask where the master is; of a single server its address, none for a unix socket.
+    url: as redis-py understands it; with Sentinels or a Cluster the address in it is only a placeholder.
+    nodes: the Sentinels or Cluster nodes to ask for the master; else the single server, or nothing for a unix socket.
+    service: the name under which Sentinels know the master.
     """
 
     kind: Kind
@@ -53,20 +55,20 @@ class RedisAddress:
 
     @property
     def node_timeout_s(self) -> float:
-        """A Sentinel or node that does not answer within this is passed over."""
+        """A Sentinel or Cluster node that does not answer within this time is passed over."""
         return 1.0 if self.tls else 0.3
 
     @property
     def question(self) -> tuple[str, ...]:
-        """What to ask a node."""
+        """The Redis command that asks a node for the master."""
         if self.kind == "sentinel":
             return ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)
         return ("CLUSTER", "SLOTS")
 
     def master_in(self, answer: Any, tag: str, asked: str) -> HostPort | None:
-        """The master in a node's raw answer, for the keys with this hash tag; None if it knows none.
+        """The master that a node's raw answer names for the keys with this hash tag; None if it names none.
 
-        asked: the host that answered; a node that does not know its own name means itself by an empty one.
+        asked: the host that answered; a node that does not know its own name writes an empty one.
         """
         if self.kind == "sentinel":
             return (_text(answer[0]), int(answer[1])) if answer else None
@@ -78,7 +80,7 @@ class RedisAddress:
 
 
 def parse(url: str) -> RedisAddress:
-    """Raises RedisAddressError. Reads no file, but looks whether those named are there."""
+    """Read a Redis URL. Certificate files that it names must exist. Raises RedisAddressError."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -115,9 +117,9 @@ def parse(url: str) -> RedisAddress:
 
 
 def with_ca(url: str, ca_file: str) -> str:
-    """``url`` with ``ca_file`` (PEM) as the authority that Redis' certificate must come from; "" changes nothing.
+    """``url`` with ``ca_file`` (PEM) as the authority that must have signed Redis' certificate; "" changes nothing.
 
-    An ``ssl_ca_certs`` in the URL wins. Raises RedisAddressError for a URL without TLS: the data would go in clear.
+    An ``ssl_ca_certs`` in the URL wins. Raises RedisAddressError for a URL without TLS, for data would go unencrypted.
     """
     if not ca_file:
         return url
@@ -146,7 +148,7 @@ def _nodes(hosts: str, default_port: int) -> tuple[HostPort, ...]:
 
 
 def _path(kind: Kind, path: str) -> tuple[str, int]:
-    """(service, database) in the path of a Sentinel's or Cluster's URL."""
+    """(service, database) from the path of a Sentinel or Cluster URL."""
     first, _, second = path.strip("/").partition("/")
     if kind == "sentinel":
         if not first or not (second or "0").isdecimal():

@@ -1,6 +1,6 @@
-"""The wire format shared by routers and workers: names, keys, stream entries, schemes, block hashes.
+"""The wire format between workers and routers: names, Redis keys, stream entries, schemes, block hashes.
 
-A leaf: stdlib only; plugin, simulator and router import it. It is the contract: a change of meaning raises ``SCHEMA``.
+Plugin, simulator and router import it. Any change of meaning raises ``SCHEMA``, and the scripts refuse other schemas.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 SCHEMA = 1
-HASH_BYTES = 8
-BATCH_BLOCKS = 128  # blocks in one entry: 0.3-0.45 ms of cold Redis per apply call
-PROGRESS_PER_ENTRY = 64
-FLUSH_SECONDS = 0.1
-PROGRESS_FLUSH_SECONDS = 0.02
+HASH_BYTES = 8  # of a block hash: the last bytes of vLLM's digest
+BATCH_BLOCKS = 128  # block hashes in one entry: 0.3-0.45 ms of cold Redis per apply call
+PROGRESS_PER_ENTRY = 64  # finished prefills in one entry
+FLUSH_SECONDS = 0.1  # between two batches of block changes
+PROGRESS_FLUSH_SECONDS = 0.02  # a finished prefill is reported within this time
 HEARTBEAT_SECONDS = 5.0
-WORKER_TTL_SECONDS = 15.0
-HELLO_MAXLEN = 4_096
-SERVER_MAXLEN = 64
-UNACKNOWLEDGED_ENTRIES = 256  # the plugin never runs further ahead of `applied` while it sends a snapshot
-RESERVATION_PREFIX = "wf-"  # reservation id = this + 22 url-safe characters
+WORKER_TTL_SECONDS = 15.0  # a worker without a heartbeat for this time is not routable
+HELLO_MAXLEN = 4_096  # entries that the stream ``hello`` keeps
+SERVER_MAXLEN = 64  # entries that a server's stream keeps
+UNACKNOWLEDGED_ENTRIES = 256  # a snapshot runs at most so many entries ahead of the last applied one
+RESERVATION_PREFIX = "wf-"  # a reservation id is this and 22 url-safe characters
 RESERVATION_LENGTH = len(RESERVATION_PREFIX) + 22
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
-# The engine's own id of a request of ours: [child_]kind-<reservation>.<the client's id>...; vLLM's first child is 0_.
+# The engine's own id of a request from a router: [child_]kind-<reservation id>.<the client's id>... A request for
+# several answers has several children; vLLM numbers them from 0.
 _ENGINE_REQUEST_ID = re.compile(r"(?:(\d+)_)?(?:[a-z]+-)?(wf-[A-Za-z0-9_-]{22})\.")
 
 
@@ -50,7 +51,10 @@ def check_name(name: str) -> str:
 
 
 def model_tag(model: str) -> str:
-    """The part between the braces of every key: the base model's name (``/`` as ``~``), with an optional ``#pool``."""
+    """The part of every key between the braces: the base model's name with ``~`` for ``/``, and an optional ``#pool``.
+
+    Raises WireError if a part of ``model`` is not a name.
+    """
     base, _, pool = model.partition("#")
     for part in [*base.split("/"), *([pool] if pool else [])]:
         check_name(part)
@@ -58,14 +62,14 @@ def model_tag(model: str) -> str:
 
 
 class Keys:
-    """Names of every Redis key of one model. All share one hash tag, hence one cluster slot."""
+    """The names of all Redis keys of one model. They share one hash tag, hence one slot of a Redis Cluster."""
 
     def __init__(self, model: str) -> None:
         self.tag = model_tag(model)
         self.prefix = f"wf:{{{self.tag}}}:"
 
     def __getattr__(self, name: str) -> str:
-        """The single keys (``alive``, ``load``, ``leases`` ...): see lua/README.md for the table."""
+        """The keys in SINGLE_KEYS (``alive``, ``load``, ``leases`` ...); lua/README.md has a table of them."""
         if name not in SINGLE_KEYS:
             raise AttributeError(name)
         return self.prefix + name
@@ -105,48 +109,51 @@ SINGLE_KEYS = frozenset(
 
 
 def events_maxlen(capacity_blocks: int) -> int:
-    """Entries an events stream keeps: two full snapshots and some slack."""
+    """The number of entries that an events stream keeps: two full snapshots and some more."""
     return 2 * -(-capacity_blocks // BATCH_BLOCKS) + 1_024
 
 
 def worker_id_of(server_id: str, rank: int) -> str:
-    """One engine core (a data-parallel rank) is a worker of its own."""
+    """The worker_id of one engine core: each data-parallel rank of a server is a worker of its own."""
     return check_name(f"{server_id}.{rank}")
 
 
 # ---------------------------------------------------------------- stream entries
 
-#: Operations on ``events:<worker_id>``. On ``server:<server_id>`` only join, heartbeat and leave.
+#: The operations on ``events:<worker_id>``. A stream ``server:<server_id>`` has only join, heartbeat and leave.
 OPERATIONS = ("join", "stored", "removed", "cleared", "heartbeat", "progress", "begin", "chunk", "end", "leave")
 
 
 def entry(nonce: str, batch: int, operation: str, data: bytes | str = b"") -> dict[bytes, bytes]:
-    """Fields of one stream entry, in the order in which the scripts expect them."""
+    """The fields of one stream entry, in the order that the scripts expect.
+
+    nonce: names the writer's incarnation. batch: the entry's number. data: JSON or packed block hashes.
+    """
     payload = data.encode() if isinstance(data, str) else data
     return {b"n": nonce.encode(), b"b": b"%d" % batch, b"o": operation.encode(), b"d": payload}
 
 
 def dumps(value: Any) -> str:
-    """Compact canonical JSON: the same value always gives the same bytes."""
+    """Compact JSON with sorted keys: equal values always give equal bytes."""
     return json.dumps(value, separators=(",", ":"), sort_keys=True)
 
 
 def entry_id(text: bytes | str) -> tuple[int, int]:
-    """A stream id as numbers, which compare as Redis orders them."""
+    """A Redis stream id as two numbers, which compare in the order of the stream."""
     ms, _, sequence = (text.decode() if isinstance(text, bytes) else text).partition("-")
     return int(ms), int(sequence)
 
 
 @dataclass(slots=True)
 class Digest:
-    """Count and two sums (mod 2**32) over a set of 8-byte hashes: 12 bytes that tell two sets apart."""
+    """A summary of a set of block hashes, to compare two sets with: their count and two sums modulo 2**32."""
 
     count: int = 0
     high: int = 0
     low: int = 0
 
     def add(self, packed: bytes, sign: int = 1) -> None:
-        """Add (or with ``sign=-1`` take away) packed 8-byte hashes. Each must be a real change."""
+        """Add packed hashes that are not in the set, or with ``sign=-1`` remove hashes that are."""
         words = struct.unpack(f">{len(packed) // 4}I", packed)
         self.count += sign * (len(words) // 2)
         self.high = (self.high + sign * sum(words[0::2])) % 2**32
@@ -158,11 +165,11 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What an engine core says of itself every HEARTBEAT_SECONDS.
+    """The report of an engine core, at least every HEARTBEAT_SECONDS.
 
-    running, waiting: requests. blocks: held hashes. foreign_*: tokens of requests that are not the fleet's.
-    speed_tps: prefill tokens per busy second, 0 = not measured. evicted: blocks evicted since the last heartbeat.
-    digest: of everything published; None while a snapshot is under way.
+    running, waiting: numbers of requests. blocks: number of held block hashes. foreign_*: tokens of requests that no
+    router has sent. speed_tps: prefill tokens per busy second, 0 = not measured. evicted: blocks evicted since the last
+    heartbeat. digest: of the published block set; None while a snapshot is under way and after lost events.
     """
 
     running: int
@@ -181,9 +188,9 @@ class Heartbeat:
 
 
 def reservation_of(request_id: str) -> tuple[str, int] | None:
-    """The reservation id in an engine's own request id and the number of the ``n`` > 1 child (0: first or only).
+    """(reservation id, number of the child) in an engine's own request id; None if no router sent the request.
 
-    None: not a request of this fleet.
+    A request for several answers (``n`` > 1) has several children; an only child is number 0.
     """
     match = _ENGINE_REQUEST_ID.match(request_id)
     return (match[2], int(match[1] or 0)) if match else None
@@ -192,17 +199,17 @@ def reservation_of(request_id: str) -> tuple[str, int] | None:
 # ---------------------------------------------------------------- schemes and block hashes
 
 
-#: vLLM's ``--prefix-caching-hash-algo`` and the bytes of its digests: SHA-256 or XXH3-128 of pickle or canonical CBOR.
+#: Digest length by vLLM's ``--prefix-caching-hash-algo``: SHA-256 or XXH3-128, of pickle bytes or canonical CBOR.
 DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How an engine hashes: everything a router needs to compute the same block hashes.
+    """How an engine hashes blocks. A router that has it computes the same block hashes.
 
-    algorithm: a key of DIGEST_BYTES.
-    none_hash: the parent of a first block. block_tokens: tokens in a block.
-    extra_keys: ``tagged`` (vLLM 0.31 and later) or ``plain`` (0.28 to 0.30).
+    algorithm: a key of DIGEST_BYTES. none_hash: stands for the hash before a prompt's first block.
+    block_tokens: tokens in a block. extra_keys: the form of salts and LoRA names in a hash, ``tagged`` (since vLLM
+    0.31) or ``plain`` (0.28 to 0.30).
     """
 
     algorithm: str
@@ -232,20 +239,20 @@ class Scheme:
             raise WireError(f"malformed scheme: {error}") from error
         if scheme.algorithm not in DIGEST_BYTES or scheme.extra_keys not in ("tagged", "plain"):
             raise WireError(f"unknown scheme {scheme.algorithm}/{scheme.extra_keys}")
-        lengths = (DIGEST_BYTES[scheme.algorithm], 32)  # vLLM 0.28 takes 32 random bytes for any algorithm
+        lengths = (DIGEST_BYTES[scheme.algorithm], 32)  # vLLM 0.28 takes 32 random bytes, whatever the algorithm
         if not 1 <= scheme.block_tokens <= 4_096 or len(scheme.none_hash) not in lengths:
             raise WireError(f"scheme out of range: block_tokens 1..4096, none_hash one of {lengths} bytes")
         return scheme
 
     @cached_property
     def scheme_id(self) -> int:
-        """31 bits of a digest of the scheme: what the scripts compare."""
+        """31 bits of a digest of the scheme, by which the scripts compare schemes."""
         digest = hashlib.sha256(dumps(self.as_dict()).encode()).digest()
         return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
 
 
 def default_none_hash(algorithm: str, seed: str = "vllm-none-hash") -> bytes:
-    """NONE_HASH of vLLM >= 0.29 (``init_none_hash``): the hash of its seed string."""
+    """vLLM's NONE_HASH since 0.29 (``init_none_hash``): the hash of a seed string."""
     if algorithm == "sha256":
         return hashlib.sha256(pickle.dumps(seed, protocol=5)).digest()
     return hashlib.sha256(cbor.encode(seed)).digest()
@@ -259,11 +266,11 @@ def chain_hashes(
     lora: tuple[str, str] | None = None,
     new: Callable[[bytes], Any] = hashlib.sha256,
 ) -> list[bytes]:
-    """Whole hashes of every full block of ``token_ids``, as vLLM's ``hash_block_tokens`` computes them.
+    """The digest of every full block of ``token_ids``, as vLLM's ``hash_block_tokens`` computes it.
 
-    parent: the last hash before these tokens (None: a new prompt). salt counts in a prompt's first block only.
-    lora: (name, path) of the adapter, in every block. new: makes a hash; of the xxhash algorithms XXH3-128, which
-    the standard library lacks.
+    parent: the digest of the block before these tokens; None at the begin of a prompt. salt: enters the first block of
+    a prompt only. lora: (name, path) of the adapter, which enters every block. new: makes a hash object; for the xxhash
+    algorithms the caller passes XXH3-128, which the standard library lacks.
     """
     previous = parent or scheme.none_hash
     size = scheme.block_tokens
@@ -277,11 +284,12 @@ def chain_hashes(
 
 
 def pack_hashes(hashes: Iterable[bytes]) -> bytes:
-    """The last 8 bytes of every digest, concatenated: what vLLM's KV events carry and Redis holds."""
+    """The block hashes of these digests, concatenated: the last 8 bytes of each, as in vLLM's KV events."""
     return b"".join([digest[-HASH_BYTES:] for digest in hashes])
 
 
 def extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -> tuple[Any, ...] | None:
+    """Salt and adapter as they enter a block's hash; None if there is neither."""
     tagged = scheme.extra_keys == "tagged"
     keys: list[Any] = [] if lora is None else [("lora", *lora) if tagged else lora[0]]
     if salt is not None:
@@ -290,7 +298,8 @@ def extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -
 
 
 def _pickle_payload(parent: bytes, tokens: tuple[int, ...], extra: tuple[Any, ...] | None) -> bytes:
-    # Not exact for an adapter named by the very letter that is its path or the salt: pickle writes one object once.
+    # pickle writes an object that occurs twice only once. So this is not exact if an adapter's name is a single letter
+    # that is also its path or the salt.
     return pickle.dumps((parent, tokens, extra), protocol=5)
 
 
