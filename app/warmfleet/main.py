@@ -27,7 +27,9 @@ from warmfleet.background.prober import Prober
 from warmfleet.background.stock_engines import StaticWorkers
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.background.view_reader import Reader
-from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, Addresses, Upstream
+from warmfleet.engines.allowed_addresses import Addresses
+from warmfleet.engines.engine_client import EngineClient
+from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fleet import Fleet, QueueLimits, Timeouts, connect
 from warmfleet.metrics import Metrics
@@ -40,6 +42,7 @@ from warmfleet.prompt.request import PATHS
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 from warmfleet.routing.decision_log import DecisionLog
+from warmfleet.routing.engine_tokenizer import Asker
 from warmfleet.routing.router import Router
 from warmfleet.settings import Settings, policies, unknown_variables
 from warmfleet.untrusted.template_approval import Templates
@@ -71,8 +74,9 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
     pools = Pools([_pool(tag, settings) for tag in settings.models])
     addresses = Addresses(settings.worker_addresses, settings.static_workers)
     upstream = Upstream(addresses, CONNECT_TIMEOUT_S, metrics.retries.labels("same").inc)
+    engine_client = EngineClient(addresses, CONNECT_TIMEOUT_S)
     log = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
-    router = Router(pools, upstream, settings, metrics, log)
+    router = Router(pools, upstream, Asker(engine_client, settings, metrics), settings, metrics, log)
     small = SmallEndpoints(router, settings, metrics, health)
 
     @asynccontextmanager
@@ -84,12 +88,13 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
             stack.callback(log.close)
             await upstream.open()
             stack.push_async_callback(upstream.close)
+            stack.push_async_callback(engine_client.close)
             executor = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
             templates = Templates(metrics, trust_all=settings.trust_templates, approved=settings.approved_templates)
             stack.push_async_callback(templates.close)
             identities = Identities(executor, Trie(settings.trie_bytes), templates)
             stack.push_async_callback(_drain, router)
-            await stack.enter_async_context(_background(pools, upstream, identities, settings, metrics))
+            await stack.enter_async_context(_background(pools, engine_client, identities, settings, metrics))
             yield
 
     handlers = {WarmfleetError: api.error_response, HTTPException: api.not_found}
@@ -162,10 +167,10 @@ def _pool(tag: str, settings: Settings) -> Pool:
 
 @asynccontextmanager
 async def _background(
-    pools: Pools, upstream: Upstream, identities: Identities, settings: Settings, metrics: Metrics
+    pools: Pools, engine_client: EngineClient, identities: Identities, settings: Settings, metrics: Metrics
 ) -> AsyncIterator[None]:
     reader = Reader(pools, identities, settings, metrics)
-    prober = Prober(pools, upstream, settings, metrics)
+    prober = Prober(pools, engine_client, settings, metrics)
     work: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
         ("apply", upkeep.APPLY_INTERVAL_S, partial(upkeep.apply, pools, metrics)),
         ("view", settings.view_interval_s, reader.refresh),
@@ -175,13 +180,13 @@ async def _background(
         ("probe", settings.view_interval_s, prober.round),
         ("renew", upkeep.RENEW_INTERVAL_S, partial(upkeep.renew, pools, metrics)),
         ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),
-        ("check", outage_checks.CHECK_INTERVAL_S, HealthChecks(pools, upstream, metrics).round),
+        ("check", outage_checks.CHECK_INTERVAL_S, HealthChecks(pools, engine_client, metrics).round),
         ("clear", CLEAR_INTERVAL_S, partial(upkeep.clear, pools)),
         ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
     ]
     work += [("alarm", ALARM_GAP_S, partial(_alarm, pool, reader, prober)) for pool in pools.all]
     if settings.static_workers:
-        static = StaticWorkers(pools, upstream, settings)
+        static = StaticWorkers(pools, engine_client, settings)
         work.append(("health", stock_engines.HEALTH_INTERVAL_S, static.round))
     tasks = [asyncio.create_task(supervise(name, seconds, call, metrics), name=name) for name, seconds, call in work]
     try:

@@ -12,7 +12,8 @@ from warmfleet.api import fleet_status as status
 from warmfleet.background.index_health import TruthWatch
 from warmfleet.background.prober import Prober
 from warmfleet.background.view_reader import Reader
-from warmfleet.engines.upstream import Addresses, Upstream
+from warmfleet.engines.allowed_addresses import Addresses
+from warmfleet.engines.engine_client import EngineClient
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import Fallback
@@ -42,8 +43,8 @@ class Replica:
         self.pools = Pools([self.pool])
         self.identities = Identities(executor, Trie(2**20), Templates(self.metrics, trust_all=True))
         self.reader = Reader(self.pools, self.identities, Settings(), self.metrics)
-        self.upstream = Upstream(Addresses((), ()), 1.0)
-        self.prober = Prober(self.pools, self.upstream, Settings(), self.metrics)
+        self.client = EngineClient(Addresses((), ()), 1.0)
+        self.prober = Prober(self.pools, self.client, Settings(), self.metrics)
 
     async def applied(self) -> None:
         empty = 0
@@ -100,10 +101,9 @@ class Replica:
 async def one_replica(fleet: Fleet) -> AsyncIterator[Replica]:
     with ThreadPoolExecutor(2) as executor:
         made = Replica(fleet, executor)
-        await made.upstream.open()
         try:
             yield made
         finally:
-            await made.upstream.close()
+            await made.client.close()
             await made.reader.close()
             await made.identities.templates.close()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from warmfleet.errors import WarmfleetError
 
 if TYPE_CHECKING:
-    from warmfleet.engines.upstream import Upstream
+    from warmfleet.engines.engine_client import EngineClient
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools
 
@@ -28,9 +28,9 @@ UNREAD_S = 3.0  # no reading of the fleet for so long: Redis is away
 class HealthChecks:
     """GET /health of every API server, only while its heartbeats cannot be heard."""
 
-    def __init__(self, pools: Pools, upstream: Upstream, metrics: Metrics) -> None:
+    def __init__(self, pools: Pools, client: EngineClient, metrics: Metrics) -> None:
         self._pools = pools
-        self._upstream = upstream
+        self._client = client
         self._pass_over_s = CHECK_INTERVAL_S + 2 * CHECK_TIMEOUT_S  # until the next round has ended
         self._metrics = metrics
         self._silent: dict[str, frozenset[str]] = {}  # tag -> URLs that did not answer
@@ -52,7 +52,7 @@ class HealthChecks:
         async def answers(url: str) -> bool:
             async with gate:
                 try:
-                    status, _ = await self._upstream.get(url, "/health", {}, CHECK_TIMEOUT_S)
+                    status, _ = await self._client.get(url, "/health", {}, CHECK_TIMEOUT_S)
                 except WarmfleetError:
                     return False
                 return status < 500  # an engine that is no vLLM may not know /health, but it is there

@@ -22,7 +22,7 @@ from warmfleet.prompt.prefix_trie import whole
 from warmfleet.prompt.request import PATHS
 
 if TYPE_CHECKING:
-    from warmfleet.engines.upstream import Upstream
+    from warmfleet.engines.engine_client import EngineClient
     from warmfleet.fleet import WorkerView
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool
@@ -43,8 +43,8 @@ FILL = 0.5  # share of its cache that is filled at most: more would evict what c
 class Prewarmer:
     """``takes`` a worker that was just proved, or leaves it. Prefixes are sent one after the other."""
 
-    def __init__(self, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
-        self._upstream = upstream
+    def __init__(self, client: EngineClient, settings: Settings, metrics: Metrics) -> None:
+        self._client = client
         self._settings = settings
         self._metrics = metrics
         self._running: set[asyncio.Task[None]] = set()
@@ -109,7 +109,7 @@ class Prewarmer:
                 return "lost"
             headers = headers_for(pool, worker, self._settings) | {"X-Request-Id": "unbooked.warming"}
             async with asyncio.timeout(PROMPT_S):
-                status, _ = await self._upstream.ask(worker.url, PATHS["completions"], body, headers)
+                status, _ = await self._client.post(worker.url, PATHS["completions"], body, headers)
             if status >= 500:
                 return "failed"
             if status == 200:

@@ -27,7 +27,7 @@ from warmfleet.protocol.wire import HASH_BYTES, Scheme, WireError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from warmfleet.engines.upstream import Upstream
+    from warmfleet.engines.engine_client import EngineClient
     from warmfleet.pools.pool import Pool
     from warmfleet.prompt.request import Endpoint
     from warmfleet.settings import Settings
@@ -82,8 +82,8 @@ class Question:
 class Probe:
     """``run`` asks one worker; everything it needs to know is in the pool's view."""
 
-    def __init__(self, upstream: Upstream, settings: Settings) -> None:
-        self._upstream = upstream
+    def __init__(self, client: EngineClient, settings: Settings) -> None:
+        self._client = client
         self._settings = settings
 
     async def run(self, pool: Pool, worker: WorkerView, *, texts: bool) -> Result:
@@ -144,7 +144,7 @@ class Probe:
                     headers["X-Request-Id"] = f"{reservation if booked else 'unbooked'}.probe"
                     body = orjson.dumps(question.body | {"max_tokens": 1, "temperature": 0})
                     path = prompt.PATHS[ENDPOINTS[question.part]]
-                    status, text = await self._upstream.ask(worker.url, path, body, headers)
+                    status, text = await self._client.post(worker.url, path, body, headers)
                     if status in (401, 403):
                         return Result("identity", "key", f"it answered {status}: set WARMFLEET_WORKER_API_KEY"), []
                     if status == 200:

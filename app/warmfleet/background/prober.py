@@ -21,7 +21,7 @@ from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import WorkerState, WorkerView
 
 if TYPE_CHECKING:
-    from warmfleet.engines.upstream import Upstream
+    from warmfleet.engines.engine_client import EngineClient
     from warmfleet.metrics import Metrics
     from warmfleet.pools.fleet_view import View
     from warmfleet.pools.pool import Pool, Pools
@@ -48,10 +48,10 @@ URGENCY = {
 class Prober:
     """Probes the workers that are due. Two replicas may probe one worker at a time; only the first result counts."""
 
-    def __init__(self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, pools: Pools, client: EngineClient, settings: Settings, metrics: Metrics) -> None:
         self._pools = pools
-        self._worker_probe = Probe(upstream, settings)
-        self.prewarmer = Prewarmer(upstream, settings, metrics)
+        self._worker_probe = Probe(client, settings)
+        self.prewarmer = Prewarmer(client, settings, metrics)
         self._settings = settings
         self._metrics = metrics
         self._interval_s = settings.probe_interval_s * random.uniform(1.0, SPREAD)

@@ -17,7 +17,7 @@ from warmfleet.prompt.block_hashes import TEXT_SCHEME
 from warmfleet.protocol.wire import Scheme, default_none_hash
 
 if TYPE_CHECKING:
-    from warmfleet.engines.upstream import Upstream
+    from warmfleet.engines.engine_client import EngineClient
     from warmfleet.pools.pool import Pool, Pools
     from warmfleet.settings import Settings
 
@@ -46,9 +46,9 @@ class Known:
 class StaticWorkers:
     """One check of each engine per round; the registration is its heartbeat."""
 
-    def __init__(self, pools: Pools, upstream: Upstream, settings: Settings) -> None:
+    def __init__(self, pools: Pools, client: EngineClient, settings: Settings) -> None:
         self._pools = pools
-        self._upstream = upstream
+        self._client = client
         self._settings = settings
         self._known: dict[str, Known] = {}
 
@@ -81,7 +81,7 @@ class StaticWorkers:
         headers = {}
         if self._settings.worker_api_key:
             headers["Authorization"] = f"Bearer {self._settings.worker_api_key}"
-        status, body = await self._upstream.get(url, "/v1/models", headers, CHECK_TIMEOUT_S)
+        status, body = await self._client.get(url, "/v1/models", headers, CHECK_TIMEOUT_S)
         if status != 200:
             raise ValueError(f"/v1/models answered {status}")
         models = [str(entry["id"]) for entry in orjson.loads(body)["data"]]
@@ -107,7 +107,7 @@ class StaticWorkers:
         """Its hashes need only agree among routers: without a tokenizer they are over the text."""
         block_tokens, capacity = 16, MIRROR_CHECKPOINTS
         try:
-            status, page = await self._upstream.get(url, "/metrics", headers, CHECK_TIMEOUT_S)
+            status, page = await self._client.get(url, "/metrics", headers, CHECK_TIMEOUT_S)
         except WarmfleetError:
             status, page = 0, b""
         if status == 200:

@@ -1,17 +1,14 @@
 """The only module that speaks HTTP to engines on the request path: bytes out, bytes back, none of them read.
 
-Addresses that workers announce are checked twice: literal ones here, names when they are resolved, so that neither a
-forged join nor a name that changes its address sends requests outside the allowed ranges. Redirects are not followed.
+Redirects are not followed, and only allowed addresses are connected to (``allowed_addresses``).
 """
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -20,9 +17,11 @@ from yarl import URL
 from warmfleet.errors import UpstreamError, UpstreamGone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from aiohttp import AddrInfoType
+
+    from warmfleet.engines.allowed_addresses import Addresses
 
 #: What is raised before a byte of the request has left.
 NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -31,48 +30,8 @@ KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: ours must go firs
 DNS_CACHE_S = 10
 MAX_ADDRESSES = 4_096
 READ_BUFFER_BYTES = 65_536
-SMALL_ANSWER_BYTES = 1_048_576
 #: A machine that vanished is noticed after 25 s. (A frozen process is not: its kernel answers. See ``silence``.)
 TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
-
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-
-class Addresses:
-    """Where requests may be sent: the ranges of the settings, and the hosts the operator named."""
-
-    def __init__(self, ranges: Sequence[str], named_urls: Sequence[str] = ()) -> None:
-        self._ranges: list[Network] = [ipaddress.ip_network(text, strict=False) for text in ranges]
-        self._named = {(urlsplit(url).hostname or "").lower() for url in named_urls}
-
-    def named(self, host: str) -> bool:
-        """The settings name this host."""
-        return host.lower() in self._named
-
-    def allows(self, host: str) -> bool:
-        """A literal address in a range, or a host from the settings."""
-        if self.named(host):
-            return True
-        address = ipaddress.ip_address(host)
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
-            address = address.ipv4_mapped
-        return any(address in network for network in self._ranges)
-
-    def check(self, url: str) -> None:
-        """Raise UpstreamError unless it is http(s) and, if its host is a literal address, that one is allowed."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UpstreamError(f"{url!r} is not an http address")
-        try:
-            allowed = self.allows(parts.hostname)
-        except ValueError:
-            if not any(letter.isalpha() for letter in parts.hostname.lower().removeprefix("0x")):
-                raise UpstreamError(
-                    f"{url!r}: not a canonical address"
-                ) from None  # 127.1, 2130706433: no resolver sees it
-            return  # a name: the resolver decides
-        if not allowed:
-            raise UpstreamError(f"{parts.hostname} is outside WARMFLEET_WORKER_ADDRESSES")
 
 
 class CheckedResolver(AbstractResolver):
@@ -86,12 +45,8 @@ class CheckedResolver(AbstractResolver):
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
         found = await self._resolver.resolve(host, port, family)
-        if self._addresses.named(host):
-            return found
-        allowed = [entry for entry in found if self._addresses.allows(entry["host"])]
-        if not allowed:
-            raise OSError(f"no address of {host} is inside WARMFLEET_WORKER_ADDRESSES")
-        return allowed
+        allowed = self._addresses.allowed_of(host, [entry["host"] for entry in found])
+        return [entry for entry in found if entry["host"] in allowed]
 
     async def close(self) -> None:
         await self._resolver.close()
@@ -150,29 +105,6 @@ class Upstream:
                     self._on_stale()
         raise AssertionError("unreachable")
 
-    async def ask(
-        self, base: str, path: str, body: bytes, headers: Mapping[str, str], limit_bytes: int = SMALL_ANSWER_BYTES
-    ) -> tuple[int, bytes]:
-        """Status and body of a small answer; a larger one is cut off, a piece after its limit. Raises as ``post``."""
-        answer = await self.post(base, path, body, headers)
-        try:
-            with upstream_errors():
-                text = b""
-                while len(text) < limit_bytes and (piece := await answer.content.read(SMALL_ANSWER_BYTES)):
-                    text += piece
-            return answer.status, text
-        finally:
-            answer.close()
-
-    async def get(self, base: str, path: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
-        """Status and body (at most 8 MB) of a small answer. Raises UpstreamError."""
-        with upstream_errors():
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with self._session.get(
-                self._url(base, path), headers=headers, allow_redirects=False, timeout=timeout
-            ) as answer:
-                return answer.status, await answer.content.read(8_388_608)
-
     async def close(self) -> None:
         await self._session.close()
 
@@ -188,7 +120,7 @@ class Upstream:
 
 @contextmanager
 def upstream_errors(*, sent_before: bool = False) -> Iterator[None]:
-    """Translate what the client library raises: UpstreamGone before the answer, used around whole calls.
+    """Translate what the HTTP library raises: UpstreamGone before the answer, used around whole calls.
 
     sent_before: this worker was sent the same request already, so it is never ``refused``.
     """

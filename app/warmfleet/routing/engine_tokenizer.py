@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from warmfleet.engines.upstream import SMALL_ANSWER_BYTES
+from warmfleet.engines.engine_client import SMALL_ANSWER_BYTES
 from warmfleet.errors import UpstreamError
 from warmfleet.prompt.request import is_ids
 
 if TYPE_CHECKING:
-    from warmfleet.engines.upstream import Upstream
+    from warmfleet.engines.engine_client import EngineClient
     from warmfleet.fleet import WorkerView
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Shape
@@ -45,8 +45,8 @@ NOT_TOKENIZE = frozenset({"documents", "reasoning_effort"})
 class Asker:
     """One for a replica. Remembers only who did not answer lately."""
 
-    def __init__(self, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
-        self._upstream = upstream
+    def __init__(self, client: EngineClient, settings: Settings, metrics: Metrics) -> None:
+        self._client = client
         self._settings = settings
         self._metrics = metrics
         self._in_flight = 0
@@ -111,7 +111,7 @@ class Asker:
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S + S_PER_BYTE * size):
                 limit = SMALL_ANSWER_BYTES + ANSWER_BYTES_PER_BYTE * size
-                status, body = await self._upstream.ask(worker.url, path, call.body, headers, limit)
+                status, body = await self._client.post(worker.url, path, call.body, headers, limit)
             ids = orjson.loads(body)[name] if status == 200 else []
         except (UpstreamError, TimeoutError, ValueError, KeyError, TypeError):
             pass

@@ -19,7 +19,6 @@ from warmfleet.prompt.request import PATHS
 from warmfleet.routing.admission_queue import Waiting
 from warmfleet.routing.call import Trip
 from warmfleet.routing.decision_log import DecisionLog
-from warmfleet.routing.engine_tokenizer import Asker
 from warmfleet.routing.explain_header import answer_headers, told_of
 from warmfleet.routing.relay import Answer, relay
 from warmfleet.routing.tenants import Tenancy
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools, Shape
     from warmfleet.routing.call import Call
+    from warmfleet.routing.engine_tokenizer import Asker
     from warmfleet.settings import Settings
 
 logger = logging.getLogger("warmfleet.routing.router")
@@ -48,7 +48,13 @@ class Router:
     """Serves calls. One for a replica; holds nothing that another replica needs."""
 
     def __init__(
-        self, pools: Pools, upstream: Upstream, settings: Settings, metrics: Metrics, log: DecisionLog | None = None
+        self,
+        pools: Pools,
+        upstream: Upstream,
+        asker: Asker,
+        settings: Settings,
+        metrics: Metrics,
+        log: DecisionLog | None = None,
     ) -> None:
         self.pools = pools
         self._log = log or DecisionLog("", 0.0, metrics)
@@ -56,7 +62,7 @@ class Router:
         self._upstream = upstream
         self._settings = settings
         self._metrics = metrics
-        self._asker = Asker(upstream, settings, metrics)
+        self._asker = asker
         self._handoff = Handoff(metrics, enabled=settings.token_handoff)
         self._settling: set[asyncio.Task[None]] = set()
         self._waiting = Waiting(settings, metrics)

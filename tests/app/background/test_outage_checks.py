@@ -13,7 +13,8 @@ from tests.app.replica import replica
 from tests.conftest import poll, server, valkey_binary
 
 from warmfleet.background.outage_checks import HealthChecks
-from warmfleet.engines.upstream import Addresses, Upstream
+from warmfleet.engines.allowed_addresses import Addresses
+from warmfleet.engines.engine_client import EngineClient
 from warmfleet.fleet import Fleet, connect
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import Fallback
@@ -69,9 +70,8 @@ async def test_nobody_is_asked_while_heartbeats_are_heard(valkey_url: str, model
     async with engine(model) as one:
         await fleet.register("w.0", {"scheme_id": 7, "url": one.url, "models": [model]}, 10, healthy=True)
         pool.show(view_of(await fleet.workers(), None, (), text=True))
-        upstream = Upstream(Addresses(("127.0.0.0/8",), ()), 1.0)
-        await upstream.open()
-        checks = HealthChecks(Pools([pool]), upstream, metrics)
+        client = EngineClient(Addresses(("127.0.0.0/8",), ()), 1.0)
+        checks = HealthChecks(Pools([pool]), client, metrics)
         asked = metrics.health_checks.labels("answered")._value
         await checks.round()
         assert asked.get() == 0
@@ -79,5 +79,5 @@ async def test_nobody_is_asked_while_heartbeats_are_heard(valkey_url: str, model
         await checks.round()
         assert asked.get() == 1
         assert not pool.suspects()
-        await upstream.close()
+        await client.close()
     await fleet.close()

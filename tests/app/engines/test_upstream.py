@@ -10,7 +10,8 @@ from tests.app.engine import Engine, Seen, engine, reset
 from tests.app.replica import replica
 
 from warmfleet.background.stock_engines import worker_id
-from warmfleet.engines.upstream import TCP_OPTIONS, Addresses, Upstream
+from warmfleet.engines.allowed_addresses import Addresses
+from warmfleet.engines.upstream import TCP_OPTIONS, Upstream
 from warmfleet.errors import UpstreamError, UpstreamGone
 from warmfleet.pools import fleet_view as view
 from warmfleet.prompt.request import TOKEN_BYTES

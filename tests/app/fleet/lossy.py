@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from tests.conftest import PATIENT
 
 from warmfleet.background import upkeep
-from warmfleet.engines.upstream import Addresses, Upstream
+from warmfleet.engines.allowed_addresses import Addresses
+from warmfleet.engines.engine_client import EngineClient
+from warmfleet.engines.upstream import Upstream
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.reservations import Spans
@@ -19,6 +21,7 @@ from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import Fallback
 from warmfleet.pools.pool import Pool, Pools, Shape
 from warmfleet.routing.call import Call, Trip
+from warmfleet.routing.engine_tokenizer import Asker
 from warmfleet.routing.router import Router
 from warmfleet.settings import Settings
 
@@ -92,7 +95,9 @@ class Replica:
         self.fleet.fates, self.fleet.late, self.fleet.asked, self.fleet.foretold = deque(), late, {}, {}
         self.metrics, self.pool = Metrics(), Pool(model, self.fleet, Fallback(0.0), policy)
         self.pools = Pools([self.pool])
-        self.router = Router(self.pools, Upstream(Addresses((), ()), 1.0), Settings(), self.metrics)
+        addresses, settings = Addresses((), ()), Settings()
+        asker = Asker(EngineClient(addresses, 1.0), settings, self.metrics)
+        self.router = Router(self.pools, Upstream(addresses, 1.0), asker, settings, self.metrics)
         self.trips: list[Trip] = []
 
     async def decide(self, ask: Ask) -> Trip:

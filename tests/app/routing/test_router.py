@@ -12,13 +12,16 @@ from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engi
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
-from warmfleet.engines.upstream import Addresses, Upstream
+from warmfleet.engines.allowed_addresses import Addresses
+from warmfleet.engines.engine_client import EngineClient
+from warmfleet.engines.upstream import Upstream
 from warmfleet.fleet import Fleet
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import Fallback
 from warmfleet.pools.fleet_view import view_of
 from warmfleet.pools.pool import Pool, Pools
 from warmfleet.routing.call import Call
+from warmfleet.routing.engine_tokenizer import Asker
 from warmfleet.routing.router import Router
 from warmfleet.settings import Settings
 
@@ -266,9 +269,11 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
         settings = Settings(redis_url=valkey_url, models=(model,), decide_timeout_s=1.0)
         pool = Pool(model, SlowFleet(router.fleet.redis, model), Fallback(1.0))
         pool.show(view_of([], None, [], text=False))
-        client = Upstream(Addresses(settings.worker_addresses), 1.0)
+        addresses, metrics = Addresses(settings.worker_addresses), Metrics()
+        client = Upstream(addresses, 1.0)
         await client.open()
-        served = Router(Pools([pool]), client, settings, Metrics())
+        asker = Asker(EngineClient(addresses, 1.0), settings, metrics)
+        served = Router(Pools([pool]), client, asker, settings, metrics)
         body = json.dumps({"model": model, "prompt": PROMPT}).encode()
         task = asyncio.create_task(served.serve(Call("completions", body, "id", {}, send)))
         await poll(lambda: upstream.seen, what="the engine has the request")

@@ -1,0 +1,61 @@
+"""Where a replica may send requests: the address ranges of the settings, and the hosts that the operator named.
+
+Workers announce their own URLs, so a URL is checked twice: here if its host is a literal address, and again when a name
+was resolved. Neither a forged join nor a name that changes its address then sends requests outside the ranges.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from warmfleet.errors import UpstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class Addresses:
+    """The ranges of ``WARMFLEET_WORKER_ADDRESSES``, and the hosts of ``named_urls``, which are always allowed."""
+
+    def __init__(self, ranges: Sequence[str], named_urls: Sequence[str] = ()) -> None:
+        self._ranges: list[Network] = [ipaddress.ip_network(text, strict=False) for text in ranges]
+        self._named = {(urlsplit(url).hostname or "").lower() for url in named_urls}
+
+    def named(self, host: str) -> bool:
+        """The settings name this host."""
+        return host.lower() in self._named
+
+    def allows(self, host: str) -> bool:
+        """The settings name this host, or it is a literal address in a range. Raises ValueError for other names."""
+        if self.named(host):
+            return True
+        address = ipaddress.ip_address(host)
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+            address = address.ipv4_mapped
+        return any(address in network for network in self._ranges)
+
+    def check(self, url: str) -> None:
+        """Raise UpstreamError unless the URL is http(s) and its host a name or an allowed literal address."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UpstreamError(f"{url!r} is not an http address")
+        try:
+            allowed = self.allows(parts.hostname)
+        except ValueError:
+            if not any(letter.isalpha() for letter in parts.hostname.lower().removeprefix("0x")):
+                # 127.1 and 2130706433 are addresses that connect, though no resolver sees them.
+                raise UpstreamError(f"{url!r}: not a canonical address") from None
+            return  # a name: its addresses are checked when it is resolved
+        if not allowed:
+            raise UpstreamError(f"{parts.hostname} is outside WARMFLEET_WORKER_ADDRESSES")
+
+    def allowed_of(self, host: str, resolved: Iterable[str]) -> list[str]:
+        """Those of the resolved addresses of ``host`` that may be connected to. Raises OSError if there are none."""
+        allowed = list(resolved) if self.named(host) else [address for address in resolved if self.allows(address)]
+        if not allowed:
+            raise OSError(f"no address of {host} is inside WARMFLEET_WORKER_ADDRESSES")
+        return allowed

@@ -1,0 +1,160 @@
+"""Small calls to engines besides requests: health, metrics, probes, prewarming, token ids. Answers are read whole.
+
+Requests of clients go through ``upstream``, which is quicker and passes bytes on as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ipaddress
+import socket
+import ssl
+import time
+from contextlib import aclosing, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, cast
+
+import httpx
+from tenacity import retry, retry_if_exception_type, stop_after_attempt
+
+from warmfleet.errors import UpstreamError, UpstreamGone
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator, Mapping
+
+    from warmfleet.engines.allowed_addresses import Addresses
+
+KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: ours must go first
+RESOLVED_FOR_S = 10.0
+MAX_NAMES = 4_096
+MAX_PAGE_BYTES = 8_388_608  # of an answer to GET: the metrics of a large engine are some 200 kB
+SMALL_ANSWER_BYTES = 1_048_576
+CONNECT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout)
+
+
+class DeadConnection(httpx.NetworkError):
+    """A connection that an earlier call left open was closed by the engine before this request reached it."""
+
+
+class EngineClient:
+    """One pool of connections for all small calls. No redirects, no cookies, no proxy of the environment."""
+
+    def __init__(self, addresses: Addresses, connect_timeout_s: float) -> None:
+        self._addresses = addresses
+        self._timeouts = httpx.Timeout(None, connect=connect_timeout_s).as_dict()
+        self._resolved: dict[tuple[str, int], tuple[float, list[str]]] = {}
+        self._transport = httpx.AsyncHTTPTransport(
+            verify=ssl.create_default_context(),
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
+        )
+
+    async def get(self, base: str, path: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
+        """Status and body of an answer; a body is cut off behind MAX_PAGE_BYTES. Raises UpstreamError."""
+        with _engine_errors():
+            async with asyncio.timeout(timeout_s):
+                return await self._call("GET", _joined(base, path), b"", headers, MAX_PAGE_BYTES)
+
+    async def post(
+        self, base: str, path: str, body: bytes, headers: Mapping[str, str], limit_bytes: int = SMALL_ANSWER_BYTES
+    ) -> tuple[int, bytes]:
+        """Status and body of an answer; a body is cut off behind its limit. Raises UpstreamError.
+
+        The caller limits the time, for it may send several requests within one limit.
+        """
+        with _engine_errors():
+            return await self._call("POST", _joined(base, path), body, headers, limit_bytes)
+
+    async def close(self) -> None:
+        await self._transport.aclose()
+
+    async def _call(
+        self, method: str, address: str, body: bytes, headers: Mapping[str, str], limit_bytes: int
+    ) -> tuple[int, bytes]:
+        """Try the addresses of the URL's host in turn until one takes the connection."""
+        self._addresses.check(address)
+        url = httpx.URL(address)
+        request = httpx.Request(method, url, content=body, headers=dict(headers))
+        if url.userinfo and "Authorization" not in request.headers:
+            request.headers["Authorization"] = f"Basic {base64.b64encode(_decoded_userinfo(url)).decode()}"
+        *others, last = await self._resolve(url)
+        for host in others:
+            with suppress(*CONNECT_ERRORS):
+                return await self._exchange(request, host, limit_bytes)
+        return await self._exchange(request, last, limit_bytes)
+
+    async def _resolve(self, url: httpx.URL) -> list[str]:
+        """The addresses to connect to, at least one. Raises OSError if none is allowed or the name is unknown."""
+        host, port = url.raw_host.decode("ascii"), url.port or (443 if url.scheme == "https" else 80)
+        if _is_literal(host):
+            return self._addresses.allowed_of(host, [host])
+        until, found = self._resolved.get((host, port), (0.0, []))
+        if time.monotonic() >= until:
+            loop = asyncio.get_running_loop()
+            entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found = list(dict.fromkeys(str(address[0]) for *_, address in entries))
+            if len(self._resolved) >= MAX_NAMES:
+                self._resolved.clear()
+            self._resolved[host, port] = time.monotonic() + RESOLVED_FOR_S, found
+        return self._addresses.allowed_of(host, found)
+
+    @retry(retry=retry_if_exception_type(DeadConnection), stop=stop_after_attempt(2), reraise=True)
+    async def _exchange(self, request: httpx.Request, host: str, limit_bytes: int) -> tuple[int, bytes]:
+        """Send the request to this address; the name in the URL stays in the Host header and the TLS handshake."""
+        connected = False
+
+        async def trace(event: str, _info: Mapping[str, Any]) -> None:
+            nonlocal connected
+            connected = connected or event == "connection.connect_tcp.complete"
+
+        sent = httpx.Request(
+            request.method,
+            request.url.copy_with(host=host),
+            headers=request.headers,
+            content=request.content,
+            extensions={"timeout": self._timeouts, "trace": trace, "sni_hostname": request.url.raw_host.decode()},
+        )
+        try:
+            answer = await self._transport.handle_async_request(sent)
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+            if connected:
+                raise
+            raise DeadConnection(str(error)) from error
+        try:
+            body = bytearray()
+            async with aclosing(cast("AsyncGenerator[bytes]", answer.aiter_raw())) as pieces:
+                async for piece in pieces:
+                    body += piece
+                    if len(body) >= limit_bytes:
+                        break
+            return answer.status_code, bytes(body)
+        finally:
+            await answer.aclose()
+
+
+@contextmanager
+def _engine_errors() -> Iterator[None]:
+    """Translate what the HTTP library raises: UpstreamGone if the engine does not answer, else UpstreamError."""
+    try:
+        yield
+    except (httpx.TransportError, OSError, TimeoutError) as error:
+        refused = isinstance(error, CONNECT_ERRORS)
+        raise UpstreamGone(f"The worker does not answer: {type(error).__name__}", refused=refused) from error
+    except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ValueError) as error:
+        raise UpstreamError(f"The worker's answer cannot be read: {type(error).__name__}") from error
+
+
+def _joined(base: str, path: str) -> str:
+    return base.rstrip("/") + path
+
+
+def _decoded_userinfo(url: httpx.URL) -> bytes:
+    return f"{url.username}:{url.password}".encode()
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
