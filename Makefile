@@ -22,7 +22,7 @@ RUN_STAMP := $(VENV)/.run-ready
 DEV_STAMP := $(VENV)/.dev-ready
 CHECKOV_STAMP := .venv-checkov/.ready
 
-.PHONY: help run test check format lock bench loadtest deps vllm checkov clean
+.PHONY: help run test nightly check format lock bench loadtest deps vllm checkov clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ run: $(RUN_STAMP) ## start a store, four simulated engines and two routers behin
 test: deps $(DEV_STAMP) ## run every test, or those that ARGS names; installs whatever they need
 	@for target in $$($(PYTHON) tests/needs.py $(ARGS)); do $(MAKE) --no-print-directory $$target; done
 	@STRICT_TOOLS=1 $(PY) -m pytest -n auto $(ARGS)
+
+nightly: ## run every test, the long ones too (hours)
+	@$(MAKE) --no-print-directory test ARGS="-m 'long or not long' $(ARGS)"
 
 check: deps $(DEV_STAMP) ## format, lint, types, import rules, Lua
 	@$(VENV)/bin/ruff format --check $(SOURCES)

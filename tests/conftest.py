@@ -36,10 +36,19 @@ PATIENT = Timeouts(request_s=10, upkeep_s=10)  # a test machine may be busy; a t
 
 SERVERS = ("valkey", "redis7")
 
+OTHER_SERVER = pytest.mark.long(
+    minutes=25,
+    shows="slow tests that run on both Valkey and Redis 7.0: the half of their cases that the default run leaves out",
+    selects="-m 'long and in_turn'",
+)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tests marked ``in_turn`` each case runs on one of the two servers, in turn; on the other in the long run."""
+    """Let each case of a test that is marked ``in_turn`` run on one of the two servers, in turn.
+
+    On the other server the case is a long test.
+    """
     cases: dict[tuple[str, str], int] = {}
     for item in items:
         if not item.get_closest_marker("in_turn") or item.get_closest_marker("long"):
@@ -47,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name, _, rest = item.nodeid.partition("[")
         for number, one in enumerate(SERVERS):
             if one in rest and cases.setdefault((name, rest.replace(one, "")), len(cases)) % 2 != number:
-                item.add_marker(pytest.mark.long)
+                item.add_marker(OTHER_SERVER)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

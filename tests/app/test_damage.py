@@ -250,14 +250,14 @@ async def test_what_cannot_be_read_gives_way(store: aioredis.Redis, fleet: Fleet
         assert await replica.asked() == {"exact", "prefix"}
 
 
-@pytest.mark.long
+@pytest.mark.long(minutes=5, shows="120,000 joins with anything at all in any field: no other worker notices")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 22))
 async def test_many_more_damaged_joins_harm_nobody_else(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
     await _besiege(store, fleet, seed, 250)
 
 
-@pytest.mark.long
+@pytest.mark.long(minutes=4, shows="2,000 damaged tokenizer and template files: no other worker notices")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 6))
 async def test_whatever_a_worker_brings_harms_nobody_else(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
 
-CHANGES = ("template", "tokenizer", "seed", pytest.param("algorithm", marks=pytest.mark.long))
+LONG = pytest.mark.long(
+    minutes=1,
+    shows=("a worker whose hash algorithm changes is found out, as one with another template, tokenizer or seed is"),
+)
+CHANGES = ("template", "tokenizer", "seed", pytest.param("algorithm", marks=LONG))
 RESULTS = ("proven", "identity", "none")
 CAUSES = {"template": ["chat"], "tokenizer": ["text", "chat"], "seed": ["tokens"], "algorithm": ["tokens"]}
 
@@ -177,13 +181,19 @@ async def test_no_tenant_talks_a_worker_down(valkey_url: str, model: str) -> Non
     await no_tenant_talks_a_worker_down(valkey_url, model, 8)
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=2,
+    shows="23 tricks of a tenant, 200 requests each, on simulated engines: no worker is suspected",
+)
 @pytest.mark.timeout(900)
 async def test_no_tenant_talks_a_worker_down_with_200_requests(valkey_url: str, model: str) -> None:
     await no_tenant_talks_a_worker_down(valkey_url, model, 200)
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=2,
+    shows=("six clients turn the cache over all the time: a right worker is left alone, and a wrong one is found out"),
+)
 @pytest.mark.parametrize("kind", ["right", "seed"])
 async def test_a_load_that_evicts_all_the_time_downgrades_nobody_and_hides_nobody(
     valkey_url: str, model: str, kind: Kind, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,10 @@ from warmfleet_loadtest.traces.trace import generate
 LATE_MS = 10.0
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=1,
+    shows="the virtual clock of the benchmarks gives the figures of real processes (needs a quiet machine)",
+)
 def test_both_clocks_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Needs a quiet machine: over HTTP the engines sleep, but routers, store and client compute."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

@@ -22,7 +22,12 @@ async def test_a_hot_prefix_does_not_stay_on_one_engine(url: str) -> None:
     assert told["share_of_busiest"] < 0.6
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=1,
+    shows=(
+        "on the virtual clock, a prefix that gets 60 % of the traffic spreads over engines, and contracts afterwards"
+    ),
+)
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_hot_prefix_spreads_and_contracts(url: str, seed: int) -> None:
     told = (await hot(url, replace(EIGHT, seed=seed))).figures
@@ -33,7 +38,7 @@ async def test_a_hot_prefix_spreads_and_contracts(url: str, seed: int) -> None:
     assert told["holders_end"] <= told["holders"] / 2
 
 
-@pytest.mark.long
+@pytest.mark.long(minutes=1, shows="on the virtual clock, engines with speeds 1:1:2:4 get work in these proportions")
 @pytest.mark.parametrize("seed", range(3))
 async def test_speeds_are_learned_and_work_follows_them(url: str, seed: int) -> None:
     told = (await speeds(url, replace(EIGHT, seed=seed))).figures
@@ -43,7 +48,10 @@ async def test_speeds_are_learned_and_work_follows_them(url: str, seed: int) -> 
     assert told["busy_max_over_mean"] < 1.4  # the fast finish sooner, so they get more than their share
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=1,
+    shows="on the virtual clock, load that other clients put on engines is taken into account",
+)
 async def test_load_past_the_fleet_is_as_good_as_known(url: str) -> None:
     """Seeds together: one run's P99 rests on ten requests."""
     runs = [(await foreign(url, replace(EIGHT, seed=seed))).figures for seed in range(3)]
@@ -52,7 +60,7 @@ async def test_load_past_the_fleet_is_as_good_as_known(url: str) -> None:
     assert p99["no"] > 1.15 * p99["booked"], "else nothing was to be known"
 
 
-@pytest.mark.long
+@pytest.mark.long(minutes=1, shows="on the virtual clock, an engine that joins is not overrun")
 async def test_an_engine_joins_without_a_stampede(url: str) -> None:
     """Seeds together: the P99 of twenty seconds rests on four requests."""
     runs = [(await join(url, replace(EIGHT, seed=seed))).figures for seed in range(3)]
@@ -62,7 +70,7 @@ async def test_an_engine_joins_without_a_stampede(url: str) -> None:
     assert mean["ttft_p99_after_s"] < 1.25 * mean["ttft_p99_before_s"]
 
 
-@pytest.mark.long
+@pytest.mark.long(minutes=1, shows="on the virtual clock, work and evictions are even over the engines at every load")
 @pytest.mark.parametrize("utilisation", [0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
 async def test_work_and_evictions_are_even_at_every_load(url: str, utilisation: float) -> None:
     small = engine(WORKLOADS["generated"].costs, 512)

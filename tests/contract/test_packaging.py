@@ -213,6 +213,7 @@ NOT_IMPORTED = {
 NOT_DECLARED = {
     "hiredis": "declared as redis[hiredis]",
     "warmfleet-loadtest": "the router starts simulated engines where they are installed, and does without them",
+    "gevent": "Locust is built on it, and loadtest/locustfile.py runs inside Locust",
     "vllm": "the plugin's host, and the engine of tests/vllm",
     "safetensors": "tests/vllm/test_handoff.py runs where vLLM is installed",
 }

@@ -24,7 +24,17 @@ from warmfleet_loadtest.measuring.figures import quantile
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.long(
+        minutes=4,
+        shows=(
+            "real processes: an engine that joins a busy fleet gets no more than its share; a prefix in 60 "
+            "% of the requests gets the holders that its load needs, and loses them again; a replica is "
+            "killed while it warms an engine"
+        ),
+    ),
+    pytest.mark.timeout(600),
+]
 
 JOINED = "sim-new"
 FIRST_S, END_S = 5.0, 45.0

@@ -99,7 +99,13 @@ def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
         yield running
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=6,
+    shows=(
+        "60 kills of replicas and engines at random moments under load: no other request fails, and "
+        "nothing stays booked"
+    ),
+)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_kills_at_random(many: Stack, seed: int) -> None:

@@ -17,7 +17,13 @@ from warmfleet_loadtest.measuring.figures import quantile
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long(
+    minutes=7,
+    shows=(
+        "four simulated engines get 1.5 times the load that they can serve, two tenants at 10:1, and short "
+        "prompts beside prompts of 100,000 tokens; a replica is killed while requests wait"
+    ),
+)
 
 ENGINES = ["--count", "4", "--step-time", "trace", "--blocks", "2048"]  # 1,250 tokens of prefill a second each
 CAPACITY = 4 * 1_250

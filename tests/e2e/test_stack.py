@@ -83,7 +83,10 @@ def test_an_engine_killed_in_mid_stream_leaves_no_load_and_others_serve_on(
     assert stack.children.newly_dead() == [victim]
 
 
-@pytest.mark.long  # 17 s of silence
+@pytest.mark.long(
+    minutes=1,
+    shows="an engine that freezes holds no request for ever, and is taken back once it goes on",
+)
 def test_a_frozen_engine_holds_nobody_for_ever(stack: Stack, stream: Callable[..., Stream]) -> None:
     wait_for_no_load(stack)
     client = stream(stack.address, LONG)

@@ -38,6 +38,12 @@ class Guard:
 
 GUARDS = [Guard(**row) for row in tomllib.loads(Path(__file__).with_name("guards.toml").read_text())["guard"]]
 NAMES = [f"{at + 1}: {guard.case}" for at, guard in enumerate(GUARDS)]
+LONG = pytest.mark.long(
+    minutes=18,
+    shows=(
+        "every protection in guards.toml is taken away once, in a copy of the sources: the test that it names must fail"
+    ),
+)
 
 #: What must never make the index lie; each has a guard at least.
 CASES = {
@@ -93,7 +99,7 @@ def test_every_case_has_a_guard() -> None:
     assert sorted(CASES - {guard.case for guard in GUARDS}) == []
 
 
-@pytest.mark.long
+@LONG
 @pytest.mark.timeout(3600)
 def test_all_are_green_with_their_guards(tmp_path: Path) -> None:
     copy(tmp_path)
@@ -101,7 +107,7 @@ def test_all_are_green_with_their_guards(tmp_path: Path) -> None:
     assert status == 0, output[-4000:]
 
 
-@pytest.mark.long
+@LONG
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("guard", GUARDS, ids=NAMES)
 def test_without_its_guard_it_is_red(tmp_path: Path, guard: Guard) -> None:

@@ -93,7 +93,7 @@ def growing_sessions(path: Path) -> Path:
     return path
 
 
-@pytest.mark.long  # downloads 70 MB once
+@pytest.mark.long(minutes=3, shows="a trace through vllm-router and SMG, which are downloaded and installed (70 MB)")
 @pytest.mark.usefixtures("generated")
 def test_routers_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What vllm-router learns from the engines' events it routes by: more hits than by the number of requests."""
@@ -109,7 +109,7 @@ def test_routers_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert {run["imbalance"] < 3 for run in runs.values()} == {True}
 
 
-@pytest.mark.long
+@pytest.mark.long(minutes=1, shows="a benchmark that is ended by a signal leaves no process behind")
 @pytest.mark.usefixtures("generated")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_bench_that_is_ended_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
@@ -125,7 +125,7 @@ def test_a_bench_that_is_ended_leaves_no_process(tmp_path: Path, number: signal.
     assert psutil.wait_procs(children, 10)[1] == []
 
 
-@pytest.mark.long  # makes an environment
+@pytest.mark.long(minutes=1, shows="the message of a benchmark that cannot install other routers")
 def test_without_a_registry_the_message_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "FOLDER", tmp_path / "peers")
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):

@@ -179,7 +179,7 @@ async def test_malformed_entries_stop_no_stream(own_url: str, seed: int) -> None
     await besiege(own_url, 50_000, seed)  # on each of two servers
 
 
-@pytest.mark.long
+@pytest.mark.long(minutes=15, shows="2,000,000 malformed entries of streams stop no stream")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 12))
 async def test_many_more_malformed_entries_stop_no_stream(own_url: str, seed: int) -> None:

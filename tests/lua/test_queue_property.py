@@ -152,7 +152,10 @@ async def test_the_queue_keeps_its_order_and_its_bounds(request: Any, which: str
     await run(request.getfixturevalue(which), steps)
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=9,
+    shows="the order of the queue equals that of a second implementation, over 3,000 random histories",
+)
 @settings(max_examples=1_500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEPS, min_size=20, max_size=80))
 @pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])

@@ -187,7 +187,10 @@ def test_the_index_equals_the_tables(lab: Lab) -> None:
     assert explore(lab, 200, 50) >= 10_000  # on each of two servers
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=40,
+    shows="the stateful test of the index protocol with sixteen times the steps of the default run",
+)
 @pytest.mark.timeout(7200)
 def test_the_index_equals_the_tables_for_long(lab: Lab) -> None:
     assert explore(lab, 4_000, 80) >= 320_000

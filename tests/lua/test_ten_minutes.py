@@ -44,9 +44,13 @@ class Span:
 
 SECONDS = Span(3.0, 0.1, 0.005, Pace(min_gap_ms=0, ttl_ms=2_000, forget_ms=3_000, short_ms=300))
 MINUTES = Span(600.0, wire.HEARTBEAT_SECONDS, 0.1, Pace())
+LONG = pytest.mark.long(
+    minutes=40,
+    shows="ten minutes without a router, and ten minutes at 95 % of maxmemory, on both servers",
+)
 SPANS = [
     pytest.param(SECONDS, id="seconds"),
-    pytest.param(MINUTES, id="minutes", marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
+    pytest.param(MINUTES, id="minutes", marks=[LONG, pytest.mark.timeout(1200)]),
 ]
 
 

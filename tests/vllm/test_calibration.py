@@ -19,7 +19,13 @@ from warmfleet_loadtest import calibrate
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long(
+        minutes=30,
+        shows="the simulator is as fast as the real vLLM that it was fitted to (needs a quiet machine)",
+    ),
+]
 
 BLOCKS, MAX_MODEL_LEN = 1_024, 8_192
 

@@ -144,7 +144,13 @@ config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8
 """
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=2,
+    shows=(
+        "real vLLM gives the same answers with and without token hand-off: 120 requests with parsers, "
+        "tools in the template and LoRA"
+    ),
+)
 async def test_nor_with_parsers_tools_in_the_template_and_adapters(vllm_store: str, tmp_path: Path) -> None:
     template, adapter, tag = tmp_path / "template.jinja", tmp_path / "adapter", f"{TAG}#parsers"
     template.write_text(TEMPLATE)

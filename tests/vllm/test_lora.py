@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long(
+        minutes=2,
+        shows=(
+            "two real engines with adapters and salts: each request goes to the right engine, its "
+            "prediction is exact, and it never matches blocks of anybody else"
+        ),
+    ),
+    pytest.mark.timeout(600),
+]
 
 LAYERS, HIDDEN, RANK = 2, 64, 8  # of models/tiny
 ADAPTERS = {"vllm-a": ("one", "two"), "vllm-b": ("one",)}

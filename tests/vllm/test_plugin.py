@@ -243,7 +243,10 @@ def test_without_a_url_the_plugin_is_inactive() -> None:
     assert "warmfleet: inactive: WARMFLEET_REDIS_URL is not set" in done.stderr
 
 
-@pytest.mark.long  # an engine's start takes 20 s
+@pytest.mark.long(
+    minutes=1,
+    shows="a real engine says goodbye when it stops, and is a new incarnation after its restart",
+)
 async def test_it_says_goodbye_and_a_restart_is_a_new_incarnation(reported: Reported, vllm_fleet: Fleet) -> None:
     engine, keys = reported.engine, vllm_fleet.keys
     await asyncio.to_thread(engine.complete, words(300, 1))

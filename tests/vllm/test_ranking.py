@@ -24,7 +24,13 @@ from warmfleet_loadtest.traces.workload import Mix, mixed
 if TYPE_CHECKING:
     from warmfleet_loadtest.measuring.client import Reply
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long(
+        minutes=36,
+        shows="the policies rank on two real engines under mixed load as they do in the simulator",
+    ),
+]
 
 POLICIES = ("cost", "least_loaded", "round_robin")
 ROUNDS = 6

@@ -16,7 +16,16 @@ from warmfleet.cli.local.stack import Plan, Stack
 if TYPE_CHECKING:
     from tests.vllm.engine import VllmEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long(
+        minutes=2,
+        shows=(
+            "vLLM without the plugin, started with `up --worker`: the later turns of a conversation stay "
+            "on their engine, and move when it dies"
+        ),
+    ),
+]
 
 KEY = "sk-only-the-fleet-knows"
 

@@ -146,7 +146,10 @@ async def test_the_engine_never_notices(model: str, hows: Sequence[str]) -> None
     await together(model, hows, OUTAGE_SECONDS)
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=5,
+    shows="the thread of an engine does not notice a minute of trouble with Redis, in eight ways",
+)
 @pytest.mark.parametrize("hows", TROUBLES, ids=["away", "refusing"])
 async def test_the_engine_never_notices_for_a_minute(model: str, hows: Sequence[str]) -> None:
     await together(model, hows, 60.0)

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 WORDS = ("water", "river", "stone", "paper", "light", "table", "green", "sound", "house", "north")
 HOT = " ".join(random.Random(5).choices(WORDS, k=700))  # 4,000 characters
 
+LONG = pytest.mark.long(
+    minutes=1,
+    shows=(
+        "a joining worker is given the prefixes in use, or starts cold in time: with the feature off, with "
+        "two replicas, an engine that never answers, a replica that dies, and a worker that is needed"
+    ),
+)
+
 
 async def view(router: Replica, server: str) -> WorkerView | None:
     return next((one for one in await router.fleet.workers() if one.record["server_id"] == server), None)
@@ -146,14 +154,14 @@ async def test_the_first_request_of_a_joining_worker_finds_the_prefix_of_its_ten
         await starts(fleet, model, valkey_url, warm=True)
 
 
-@pytest.mark.long
+@LONG
 @pytest.mark.parametrize("prefixes", [3, 0], ids=["on", "off"])
 async def test_the_first_request_finds_the_prefix_if_that_is_wanted(valkey_url: str, model: str, prefixes: int) -> None:
     async with busy(valkey_url, model, warm_prefixes=prefixes) as fleet:
         await starts(fleet, model, valkey_url, warm=prefixes > 0)
 
 
-@pytest.mark.long
+@LONG
 async def test_of_two_replicas_one_warms_and_nobody_routes_meanwhile(valkey_url: str, model: str) -> None:
     async with busy(valkey_url, model, replicas=2) as fleet:
         routers = fleet.routers
@@ -179,7 +187,7 @@ async def test_of_two_replicas_one_warms_and_nobody_routes_meanwhile(valkey_url:
         assert sorted(done) == [0, 1]
 
 
-@pytest.mark.long
+@LONG
 async def test_a_worker_that_never_answers_starts_cold_and_leaves_nothing(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +205,7 @@ async def test_a_worker_that_never_answers_starts_cold_and_leaves_nothing(
         assert (one.load.in_flight, one.load.foreign_prefill_tokens) == (0, 0)
 
 
-@pytest.mark.long
+@LONG
 async def test_the_only_worker_is_not_kept_waiting(valkey_url: str, model: str) -> None:
     """Neither when it comes, nor when the others leave while it is warmed."""
     async with busy(valkey_url, model) as fleet:
@@ -218,7 +226,7 @@ async def test_the_only_worker_is_not_kept_waiting(valkey_url: str, model: str) 
             assert not ears.warmed
 
 
-@pytest.mark.long
+@LONG
 async def test_when_the_replica_that_warms_is_gone_another_proves_it_and_does_not_warm_again(
     valkey_url: str, model: str
 ) -> None:

@@ -195,7 +195,13 @@ async def struck(fleet: Living, strike: Callable[[], Any], what: str) -> None:
     print(f"{what}: equal again after {took_s:.2f} s, {await fleet.counted('rebuilt')} booked anew")
 
 
-@pytest.mark.long  # by default: tests/app/fleet/test_sentinel.py, with a few leases
+# Without the mark: tests/app/fleet/test_sentinel.py, with a few leases.
+@pytest.mark.long(
+    minutes=1,
+    shows=(
+        "failover of Redis with 2,000 live leases of four replicas: the load is right again within 5 s and one renewal"
+    ),
+)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("behind", [True, False], ids=["behind", "in step"])
 @pytest.mark.parametrize("size", [SMALL, FULL], ids=["200", "2000"])
@@ -211,11 +217,20 @@ async def test_a_failover(model: str, monkeypatch: pytest.MonkeyPatch, size: Siz
             assert (await fleet.counted("rebuilt") >= size.leases // 2) == behind
 
 
+EMPTY = pytest.mark.long(
+    minutes=1,
+    shows=(
+        "Redis comes back empty under 2,000 live leases of four replicas: the load is right again within 5 "
+        "s and one renewal"
+    ),
+)
+
+
 @pytest.mark.parametrize(
     "size",
     [
         pytest.param(SMALL, id="200"),
-        pytest.param(FULL, id="2000", marks=[pytest.mark.long, pytest.mark.timeout(300)]),
+        pytest.param(FULL, id="2000", marks=[EMPTY, pytest.mark.timeout(300)]),
     ],
 )
 async def test_a_store_that_comes_back_empty(model: str, monkeypatch: pytest.MonkeyPatch, size: Size) -> None:

@@ -25,10 +25,12 @@ from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
+LONG = pytest.mark.long(minutes=1, shows="a master of Redis that freezes under load is replaced, as a killed one is")
+
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="frozen", marks=pytest.mark.long)],
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="frozen", marks=LONG)],
 )
 async def test_a_failover_under_load(model: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)

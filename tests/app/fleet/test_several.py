@@ -106,7 +106,13 @@ async def test_a_request_that_ends_while_it_is_renewed(valkey_url: str, monkeypa
         monkeypatch.undo()
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=15,
+    shows=(
+        "three replicas take random steps under every policy while commands are lost, repeated and late: "
+        "the load is the sum of the open leases, and decisions are as if taken one after another"
+    ),
+)
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])
 @pytest.mark.parametrize("policy", POLICIES)

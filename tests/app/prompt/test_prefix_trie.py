@@ -96,7 +96,13 @@ def test_with_it_is_as_without_it(any_encoder: Encoder, grid: int) -> None:
     compare(any_encoder, 320, seed=grid, grid=grid, limit_bytes=400_000)
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=2,
+    shows=(
+        "52,000 prompts of conversations that grow, are edited and truncated, with five kinds of "
+        "tokenizer: token ids and hashes are the same with the prefix trie as without it"
+    ),
+)
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("seed", range(4))
 def test_with_it_is_as_without_it_at_length(any_encoder: Encoder, seed: int) -> None:

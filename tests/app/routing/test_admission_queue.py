@@ -205,7 +205,7 @@ async def test_a_poll_that_takes_long_is_not_made_at_once_again(
     assert 2 <= asked <= took_s / (0.01 * (1 + PAUSES)) + 2
 
 
-@pytest.mark.long
+@pytest.mark.long(minutes=1, shows="requests that wait when Redis dies go to the last known workers")
 async def test_who_waits_when_redis_dies_goes_by_what_is_known(model: str) -> None:
     with server(valkey_binary()) as url:
         async with crowded(url, model, decide_timeout_s=0.5) as router:
@@ -219,7 +219,7 @@ async def test_who_waits_when_redis_dies_goes_by_what_is_known(model: str) -> No
             assert await router.metric("warmfleet_queued{") == 0
 
 
-@pytest.mark.long
+@pytest.mark.long(minutes=1, shows="requests that wait at a replica that stops are served")
 async def test_who_waits_when_a_replica_stops_is_served(valkey_url: str, model: str, lasting: None) -> None:
     async with aiohttp.ClientSession() as client:
 

@@ -132,7 +132,7 @@ async def test_random_decisions_of_all_policies_come_out_as_they_were(world: Wor
         await check(redis_url, [one | {"now_ms": (one["now_ms"] + 300) % 2**32} for one in records])
 
 
-@pytest.mark.long
+@pytest.mark.long(minutes=1, shows="4,000 random decisions are logged and replayed with the same result")
 async def test_thousands_of_random_decisions(world: World, redis_url: str) -> None:
     for seed in range(2, 6):
         await check(redis_url, await logged(world, 1_000, seed))

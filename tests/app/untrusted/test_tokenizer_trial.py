@@ -141,7 +141,7 @@ async def test_what_would_end_or_stall_a_replica_is_refused(encoders: Encoders) 
         assert reason in str(await refusal(encoders, content))
 
 
-@pytest.mark.long
+@pytest.mark.long(minutes=1, shows="tokenizers that are too slow are refused as fatal ones are")
 async def test_so_is_what_takes_long(encoders: Encoders) -> None:
     for content, reason in SLOW.values():
         assert reason in str(await refusal(encoders, content))

@@ -27,7 +27,17 @@ if TYPE_CHECKING:
 
     from tests.asks import Ask
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long(
+        minutes=2,
+        shows=(
+            "360 random requests through three real engines: the token ids that they report and the blocks "
+            "in their tables are those of the router"
+        ),
+    ),
+    pytest.mark.timeout(900),
+]
 
 REQUESTS = 120
 CONTEXT_TOKENS = 4_096

