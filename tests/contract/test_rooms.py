@@ -22,8 +22,7 @@ def layers() -> list[set[str]]:
     """The rooms that the contract allows to import each other downwards, from the top to the bottom."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (contract,) = (one for one in contracts if one["type"] == "layers" and one["containers"] == ["warmfleet"])
-    names = [{name.strip() for name in layer.split("|")} for layer in contract["layers"]]
-    return [layer for layer in names if layer != {"(per_model)"}]
+    return [{name.strip() for name in layer.split("|")} for layer in contract["layers"]]
 
 
 def picture() -> list[str]:
@@ -56,7 +55,7 @@ def test_the_picture_has_an_arrow_from_every_layer_to_the_next() -> None:
 
 def test_every_folder_and_module_of_the_router_has_its_place() -> None:
     on_disk = {path.stem for path in ROUTER.glob("*.py")} | {path.parent.name for path in ROUTER.glob("*/__init__.py")}
-    assert set.union(*layers()) == on_disk - {"__init__", "per_model"}
+    assert set.union(*layers()) == on_disk - {"__init__"}
 
 
 @pytest.mark.parametrize("folder", folders_with_code(), ids=lambda folder: str(folder.relative_to(ROOT)))

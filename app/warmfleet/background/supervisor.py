@@ -7,43 +7,63 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
+
 from warmfleet.errors import WarmfleetError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
 
+    from tenacity import RetryCallState
+
     from warmfleet.metrics import Metrics
 
 logger = logging.getLogger("warmfleet.background.supervisor")
 
-BACKOFF_S = 0.2, 5.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0  # the wait after a failed round doubles from the first to the last
 LOG_EVERY_S = 10.0
-STOP_AGAIN_S = 0.2
+CANCEL_AGAIN_S = 0.2
 
 
 async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics) -> None:
-    """Run ``work`` every ``interval_s``, for ever; after a failure wait longer, up to 5 s."""
-    backoff, logged_at = BACKOFF_S[0], -LOG_EVERY_S
+    """Run ``work`` every ``interval_s`` seconds until cancelled; a failed round is tried again after a shorter wait."""
+    rounds = AsyncRetrying(
+        retry=retry_if_exception_type(Exception),  # a task must outlive every failure of its rounds
+        wait=wait_exponential(FIRST_RETRY_S, max=LAST_RETRY_S),
+        before_sleep=_FailureReport(name, metrics),
+    )
     while True:
-        try:
-            await work()
-        except Exception as error:  # a background task must outlive whatever one of its rounds meets
-            metrics.task_failures.labels(name).inc()
-            if time.monotonic() - logged_at >= LOG_EVERY_S:
-                logged_at = time.monotonic()
-                known = isinstance(error, WarmfleetError)
-                logger.warning("%s failed, again in %.1f s: %s", name, backoff, error, exc_info=not known)
-            await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, BACKOFF_S[1])
-        else:
-            backoff = BACKOFF_S[0]
-            await asyncio.sleep(interval_s)
+        async for attempt in rounds:
+            with attempt:
+                await work()
+        await asyncio.sleep(interval_s)
+
+
+class _FailureReport:
+    """Counts every failure of one task; logs one line in LOG_EVERY_S at most."""
+
+    def __init__(self, name: str, metrics: Metrics) -> None:
+        self._name = name
+        self._failures = metrics.task_failures.labels(name)
+        self._logged_at = -LOG_EVERY_S
+
+    def __call__(self, state: RetryCallState) -> None:
+        self._failures.inc()
+        if time.monotonic() - self._logged_at < LOG_EVERY_S:
+            return
+        self._logged_at = time.monotonic()
+        error = state.outcome.exception() if state.outcome is not None else None
+        trace = None if isinstance(error, WarmfleetError) else error  # a failure that we foresaw needs no stack trace
+        logger.warning("%s failed, again in %.1f s: %s", self._name, state.upcoming_sleep, error, exc_info=trace)
 
 
 async def stop(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel ``tasks`` and return when all have ended. One cancellation may get lost inside a library's wait_for."""
-    waiting = set(tasks)
-    while waiting:
-        for task in waiting:
+    """Cancel ``tasks`` and return when all have ended.
+
+    A task is cancelled again every CANCEL_AGAIN_S: a library's ``wait_for`` may swallow one cancellation.
+    """
+    running = set(tasks)
+    while running:
+        for task in running:
             task.cancel()
-        _, waiting = await asyncio.wait(waiting, timeout=STOP_AGAIN_S)
+        _, running = await asyncio.wait(running, timeout=CANCEL_AGAIN_S)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
+from tenacity import RetryError, Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from warmfleet.cli.client import admin_headers
 from warmfleet.cli.command_error import CommandError
@@ -220,12 +221,25 @@ class Stack:
     def _wait(self, members: Sequence[Member], path: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for member in members:
-            while not _answers(member.url + path):
-                self._check_alive([member])
-                if time.monotonic() > deadline:
-                    tail = member.child.tail() if member.child else ""
-                    raise CommandError(f"{member.name} does not answer {path} after {seconds:.0f} s:\n{tail}")
-                time.sleep(POLL_SECONDS)
+            left_s = max(0.0, deadline - time.monotonic())
+            until_it_answers = Retrying(
+                retry=retry_if_result(lambda answers: not answers),
+                wait=wait_fixed(POLL_SECONDS),
+                stop=stop_after_delay(left_s),
+            )
+            try:
+                until_it_answers(self._answers, member, path)
+            except RetryError as error:
+                tail = member.child.tail() if member.child else ""
+                raise CommandError(f"{member.name} does not answer {path} after {seconds:.0f} s:\n{tail}") from error
+
+    def _answers(self, member: Member, path: str) -> bool:
+        """The member answers 200 at ``path``. Raises CommandError if its process has ended."""
+        self._check_alive([member])
+        try:
+            return httpx.get(member.url + path, timeout=2).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
 
     def _check_alive(self, members: Sequence[Member]) -> None:
         for member in members:
@@ -236,13 +250,6 @@ class Stack:
 def usable(worker: dict[str, Any]) -> bool:
     """A worker of ``GET /workers`` that gets requests with its cache known."""
     return bool(worker["routable"]) and worker["proof"] in ("proven", "approximate")
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=2).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
 
 
 def _list(members: Sequence[Member]) -> str:

@@ -6,11 +6,11 @@ import asyncio
 import importlib
 import os
 import shutil
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_fixed
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.children import POLL_SECONDS
@@ -45,11 +45,16 @@ def start_store(children: Children) -> str:
     argv += ["--maxmemory-policy", "noeviction", "--maxmemory", MAX_MEMORY]
     child = children.start("store", argv)
     url = f"unix://{socket}"
-    deadline = time.monotonic() + START_SECONDS
-    while not _answers(url):
-        if not child.alive or time.monotonic() > deadline:
-            raise CommandError(f"the embedded store did not start ({child.ending}):\n{child.tail()}")
-        time.sleep(POLL_SECONDS)
+    until_it_answers = Retrying(
+        retry=retry_if_exception(lambda error: child.alive and isinstance(error, RedisError | OSError)),
+        wait=wait_fixed(POLL_SECONDS),
+        stop=stop_after_delay(START_SECONDS),
+        reraise=True,
+    )
+    try:
+        until_it_answers(lambda: asyncio.run(_ping(url)))
+    except (RedisError, OSError) as error:
+        raise CommandError(f"the embedded store did not start ({child.ending}):\n{child.tail()}") from error
     return url
 
 
@@ -64,13 +69,6 @@ def check_store(url: str) -> str:
         text = f"the store named by --redis or WARMFLEET_REDIS_URL does not answer a PING: {error}"
         raise CommandError(text) from error
     return complete
-
-
-def _answers(url: str) -> bool:
-    with suppress(RedisError, OSError):
-        asyncio.run(_ping(url))
-        return True
-    return False
 
 
 async def _ping(url: str) -> None:
