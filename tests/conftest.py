@@ -59,8 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(OTHER_SERVER)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say at the end how many tests were skipped because a tool is missing."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Below pytest's own summary, say how many tests were skipped because a tool is missing."""
+    yield
     skipped = terminalreporter.stats.get("skipped", [])
     if summary := skipped_summary([report.longrepr[-1] for report in skipped]):
         terminalreporter.write_line(summary, yellow=True)

@@ -1,9 +1,9 @@
-"""Build ``.venv-vllm`` (real vLLM 0.32 for the CPU, with the plugin) and ``models/``. Run again: does what is missing.
+"""Build ``.venv-vllm`` (real vLLM 0.32 for the CPU, with the plugin) and ``models/``, as far as they are missing.
 
     python3.11 tests/vllm/setup.py
 
-About a minute, 190 MB of downloads and 1.8 GB of disk. vLLM pins versions of what the router wants newer, hence an
-environment of its own. torch comes without a hash, so that pip takes the CPU build where one is at hand.
+It takes about a minute, 190 MB of downloads and 1.8 GB of disk. vLLM pins older versions of packages that the router
+uses, so it has an environment of its own. torch is installed without a hash, so that pip may choose its CPU build.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MODELS: dict[str, list[str]] = {
 }
 
 
-def say(what: str) -> None:
-    print(f"vllm: {what}", flush=True)
+def say(text: str) -> None:
+    print(f"vllm: {text}", flush=True)
 
 
 def pip(*arguments: str) -> None:
@@ -45,7 +45,7 @@ def pip(*arguments: str) -> None:
 
 
 def digest(*paths: Path) -> str:
-    """Of the contents: a checkout's times say nothing."""
+    """SHA-256 of the files' contents. Times of files change with every checkout."""
     found = hashlib.sha256()
     for path in paths:
         found.update(path.read_bytes())
@@ -74,7 +74,7 @@ def install_vllm() -> None:
 
 def install_plugin() -> None:
     say("installing the plugin")
-    shutil.rmtree(PLUGIN / "build", ignore_errors=True)  # an earlier build's files would come along
+    shutil.rmtree(PLUGIN / "build", ignore_errors=True)  # setuptools would pack files of an earlier build
     pip("--no-deps", "--force-reinstall", str(PLUGIN))
 
 

@@ -1,4 +1,4 @@
-"""A streaming chat client that measures: worker, matched and cached tokens, time to first token. For ``demo``."""
+"""The chat client of ``demo``: it streams answers and notes worker, matched and cached tokens, time to first token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 if TYPE_CHECKING:
     import random
 
-#: Made-up subjects are enough: what counts is that the tokens are those of plain words.
+#: Words for made-up prompts. Each is about one token.
 SUBJECTS = """
 river stone market letter winter garden engine signal harbor copper theory method cloud bridge paper window
 morning forest number station history question answer pattern island summer music kitchen journey village
@@ -24,7 +24,10 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer. matched_tokens: what the router predicted; cached_tokens: what the engine says it did not compute."""
+    """One answer, read to its end.
+
+    The router predicted ``matched_tokens``. The engine itself counted ``cached_tokens``: those it did not compute.
+    """
 
     worker: str
     matched_tokens: int
@@ -39,7 +42,7 @@ class Answer:
 
 
 class Chat:
-    """Streams chat completions of one model. Raises httpx.HTTPError for anything but an answer."""
+    """Streams chat completions of one model. Its methods raise httpx.HTTPError for an error or a lost connection."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -49,7 +52,7 @@ class Chat:
         await self._http.aclose()
 
     async def send(self, url: str, messages: Messages, max_tokens: int = 16) -> Answer:
-        """One request to a replica, or to an engine directly, read to its end."""
+        """Send one request to a replica or to an engine, and read its answer to the end."""
         body = {"model": self._model, "messages": messages, "max_tokens": max_tokens, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         started, first = time.perf_counter(), 0.0
@@ -79,18 +82,18 @@ class Chat:
         )
 
     async def get(self, url: str) -> Any:
-        """JSON of a replica's endpoint."""
+        """The JSON that a replica answers to a GET."""
         return (await self._http.get(url)).raise_for_status().json()
 
     async def explain(self, url: str, messages: Messages) -> dict[str, dict[str, Any]]:
-        """Every worker's row of ``POST /explain`` for these messages."""
+        """Worker id -> its row in the answer of ``POST /explain`` for these messages."""
         body = {"model": self._model, "messages": messages}
         answer = (await self._http.post(f"{url}/explain", json=body)).raise_for_status().json()
         return {row["worker_id"]: row for row in answer["candidates"]}
 
 
 def words(rng: random.Random, count: int) -> str:
-    """Text of about ``count`` tokens that nobody sent before."""
+    """Random text of about ``count`` tokens, so that no engine has it in its cache."""
     return " ".join(rng.choices(WORDS, k=count))
 
 

@@ -1,4 +1,4 @@
-"""Child processes of a stack: started in groups of their own, watched, stopped in reverse order."""
+"""Child processes of a local stack: each leads a process group, and they are stopped in reverse order."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from warmfleet.cli.local import watchdog
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-POLL_SECONDS = 0.02  # for starts and ends that nothing announces within a time limit
+POLL_SECONDS = 0.02  # between two looks at a process that is starting or ending
 
 
 @dataclass
 class Child:
-    """One process and the file that its output goes to. ``reported``: its end has been told."""
+    """One process and the file with its output. ``reported``: its end needs no (further) line to the user."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -45,7 +45,7 @@ class Child:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def tail(self, lines: int = 12) -> str:
-        """The last lines of its output."""
+        """The last lines of the process's output."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 
@@ -53,7 +53,8 @@ class Child:
 class Children:
     """Every process of one stack. Leaving the ``with`` block stops them all; so does the death of this process.
 
-    Each child leads a session of its own: Ctrl-C in the terminal reaches only us, and we stop them in order.
+    Each child leads a session of its own, so Ctrl-C in the terminal reaches only this process, which then stops the
+    children in order.
     """
 
     def __init__(self, logs: Path | None = None) -> None:
@@ -79,7 +80,7 @@ class Children:
     def start(
         self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None, stop_seconds: float = 5.0
     ) -> Child:
-        """Start one process; ``env`` is added to ours. Raises CommandError if it cannot be run at all."""
+        """Start a process with ``env`` added to our environment. Raises CommandError if it cannot be started."""
         log = self.logs / f"{name}.log"
         with log.open("ab") as out:
             try:
@@ -95,17 +96,19 @@ class Children:
                 raise CommandError(f"{name} cannot be started: {error}") from error
         child = Child(name, process, log, stop_seconds)
         self._started.append(child)
-        if not self._tell(f"+{process.pid}"):
-            raise CommandError("the watchdog process is gone: nothing would clean up after us")
+        if not self._notify_watchdog(f"+{process.pid}"):
+            raise CommandError(
+                "the watchdog process is gone: nothing would stop the other processes if this command were killed"
+            )
         return child
 
     def stop(self, child: Child) -> None:
-        """SIGTERM, then SIGKILL after ``stop_seconds``; to the whole group, for engines that have children."""
+        """Send SIGTERM to the child's process group, and SIGKILL after ``stop_seconds``."""
         self._end([child])
 
     def close(self) -> None:
-        """Stop everything, what was started last first, and remove the private folder."""
-        # one kind after the other (routers, engines, store), each kind at once
+        """Stop all processes in the reverse order of their start, and remove the private folder."""
+        # Routers stop before engines and engines before the store; processes of one kind stop at the same time.
         kinds: dict[str, list[Child]] = {}
         for child in reversed(self._started):
             kinds.setdefault(child.name.rstrip("0123456789"), []).append(child)
@@ -115,10 +118,10 @@ class Children:
         if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
             self._watchdog.stdin.close()
         self._watchdog.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)  # the watchdog did, if it was still there
+        shutil.rmtree(self.folder, ignore_errors=True)  # the watchdog has done so, unless it was killed
 
     def newly_dead(self) -> list[Child]:
-        """Children that ended since the last call, without being asked to."""
+        """Children that ended by themselves since the last call."""
         dead = [child for child in self._started if not child.reported and not child.alive]
         for child in dead:
             child.reported = True
@@ -131,14 +134,14 @@ class Children:
             deadline = time.monotonic() + child.stop_seconds
             while child.alive and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
-            # also what outlived its leader: vLLM's engine core is a child of the API server
+            # The whole group, because vLLM's engine core may outlive the API server that started it.
             watchdog.signal_group(child.process.pid, signal.SIGKILL)
             child.process.wait()
             child.reported = True
-            self._tell(f"-{child.process.pid}")
+            self._notify_watchdog(f"-{child.process.pid}")
 
-    def _tell(self, line: str) -> bool:
-        """One line to the watchdog; False if it is gone."""
+    def _notify_watchdog(self, line: str) -> bool:
+        """Send one line to the watchdog. False if the watchdog is gone."""
         if self._watchdog.stdin is None:
             return False
         try:

@@ -1,4 +1,4 @@
-"""How engines are started, and what is asked of engines that run already."""
+"""Command lines of the engines that a local stack starts, and the models of engines that already run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ _NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._/-]")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Engines to start. kind: ``sim`` or ``vllm``. model: served name (sim) or folder (vllm).
+    """The engines to start.
 
-    step_time (sim): name of a preset or a factor. blocks: size of the cache, 0 = the engine's default.
+    ``kind`` is ``sim`` or ``vllm``. ``model`` is the served name of simulated engines, or the folder of vLLM's model.
+    ``step_time``, for simulated engines, names a preset or is a factor. ``blocks`` is the size of the cache; 0 leaves
+    the engine's default.
     """
 
     count: int = 4
@@ -39,7 +41,7 @@ class EngineOptions:
 
     @property
     def served_name(self) -> str:
-        """The name that requests give in ``model``."""
+        """The name by which requests ask for the model."""
         return Path(self.model or TINY_MODEL).name if self.kind == "vllm" else self.model or "demo"
 
 
@@ -50,7 +52,7 @@ def require_simulator() -> None:
 
 
 def engine_command(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple[list[str], dict[str, str]]:
-    """The command line of one engine and what to add to its environment. Raises CommandError if it is not installed."""
+    """The command line of one engine, and variables for its environment. Raises CommandError if vLLM is missing."""
     if options.kind == "vllm":
         return _vllm(options, name, port, redis_url)
     argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--model", options.served_name]
@@ -58,12 +60,12 @@ def engine_command(options: EngineOptions, name: str, port: int, redis_url: str)
         argv += ["--step-time", options.step_time]
     if options.blocks:
         argv += ["--blocks", str(options.blocks)]
-    # not as an argument: process lists would show a password in it
+    # The store's URL may hold a password, and process lists show arguments.
     return argv, {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_WORKER_ID": name}
 
 
 def demo_template_sha256() -> str:
-    """The digest of the chat template that simulated engines bring."""
+    """SHA-256 of the chat template that simulated engines publish."""
     content = resources.files("warmfleet_loadtest").joinpath("data/chat_template.jinja").read_text(encoding="utf-8")
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -96,7 +98,7 @@ def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple
 
 
 def discover(urls: tuple[str, ...], api_key: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(served names, model tags) of engines that run already. Raises CommandError if one does not answer."""
+    """(served names, model tags) of engines that already run. Raises CommandError if an engine does not answer."""
     names: dict[str, None] = {}
     for url in urls:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -108,7 +110,9 @@ def discover(urls: tuple[str, ...], api_key: str) -> tuple[tuple[str, ...], tupl
             raise CommandError(f"--worker {url} wants an API key: set WARMFLEET_WORKER_API_KEY")
         try:
             models = answer.raise_for_status().json()["data"]
-            names |= {str(model["id"]): None for model in models if not model.get("parent")}  # a parent: an adapter
+            names |= {
+                str(model["id"]): None for model in models if not model.get("parent")
+            }  # an adapter names its parent
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise CommandError(f"--worker {url} is no OpenAI server: {error}") from error
     if not names:
@@ -117,5 +121,5 @@ def discover(urls: tuple[str, ...], api_key: str) -> tuple[tuple[str, ...], tupl
 
 
 def _tag(name: str) -> str:
-    """A served name as a model tag: a local path, say, has characters that keys may not have."""
+    """A served name as a model tag: characters that keys must not contain (those of a path, say) become hyphens."""
     return _NOT_IN_A_TAG.sub("-", name).strip("/")

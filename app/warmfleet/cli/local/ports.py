@@ -8,26 +8,29 @@ from warmfleet.cli.command_error import CommandError
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
+    """A port that is free now; another process may take it before it is used."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def claim_shared(host: str, port: int) -> socket.socket:
-    """Bind ``host:port`` (0: any) with SO_REUSEPORT and keep it without listening; CommandError if it is taken.
+    """Bind ``host:port`` (0: any free port) for several replicas. Raises CommandError if the port is taken.
 
-    The bound socket gets no connections (it does not listen) but keeps the port ours while replicas come and go.
+    The returned socket does not listen and gets no connections. It keeps the port ours while replicas come and go.
     """
     if not hasattr(socket, "SO_REUSEPORT"):
         raise CommandError("several replicas behind one port need SO_REUSEPORT, which this platform does not have")
     if port:
-        listen(host, port).close()  # bound alone first: another stack would share the port with us unnoticed
+        listen(host, port).close()  # without SO_REUSEPORT first: else we would share the port of another stack
     return listen(host, port, shared=True)
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A socket bound to ``host:port``. shared: several processes may bind it, the kernel spreads new connections."""
+    """A socket bound to ``host:port``. Raises CommandError.
+
+    With ``shared``, several processes may bind the port, and the kernel spreads new connections over them.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

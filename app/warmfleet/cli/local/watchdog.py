@@ -1,8 +1,8 @@
-"""Stops what a stack started when the stack itself is killed. Run as a script, with nothing but the standard library.
+"""Stops the processes of a stack whose own process was killed. A script that needs only the standard library.
 
-It reads ``+<process group>`` and ``-<process group>`` lines from its standard input. The other end of that pipe is held
-by the stack alone, so end of file means that the stack is gone, whatever ended it: the groups still listed get SIGTERM,
-after GRACE_SECONDS SIGKILL, and the stack's private folder is removed.
+It reads ``+<process group>`` and ``-<process group>`` lines from its standard input. The stack alone holds the other
+end of that pipe, so end of file means that the stack is gone. The groups still listed then get SIGTERM and, after
+GRACE_SECONDS, SIGKILL; the stack's private folder is removed.
 """
 
 import os
@@ -12,11 +12,11 @@ import sys
 import time
 
 GRACE_SECONDS = 5.0
-POLL_SECONDS = 0.05  # a group has no handle to wait for, only its own processes have
+POLL_SECONDS = 0.05  # a process group of others cannot be waited for
 
 
 def signal_group(group: int, number: int) -> bool:
-    """Send a signal to a process group; False if there is no such group any more."""
+    """Send a signal to a process group. False if the group is gone."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):
@@ -25,7 +25,7 @@ def signal_group(group: int, number: int) -> bool:
 
 
 def stop_groups(groups: set[int], grace_seconds: float = GRACE_SECONDS) -> None:
-    """SIGTERM to every group, SIGKILL to those that are still there after ``grace_seconds``."""
+    """Send SIGTERM to every group, and SIGKILL to those still there after ``grace_seconds``."""
     left = {group for group in groups if signal_group(group, signal.SIGTERM)}
     deadline = time.monotonic() + grace_seconds
     while left and time.monotonic() < deadline:
@@ -36,7 +36,7 @@ def stop_groups(groups: set[int], grace_seconds: float = GRACE_SECONDS) -> None:
 
 
 def main(folder: str) -> None:
-    """Follow the stack until its pipe closes, then clean up behind it."""
+    """Follow the stack until its pipe closes, then stop its processes and remove ``folder``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Processes of a stack end when it ends, whichever way."""
+"""The processes of a stack end with it, also when it is killed."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_leaving_the_block_stops_them_and_removes_the_folder() -> None:
     assert not children.folder.exists()
 
 
-def test_one_that_ignores_sigterm_is_killed() -> None:
+def test_a_child_that_ignores_sigterm_is_killed() -> None:
     with Children() as children:
         child = children.start("stubborn-1", STUBBORN, stop_seconds=0.2)
         until(lambda: "up" in child.tail())
         children.stop(child)
         assert child.ending == "killed by SIGKILL"
-        assert children.newly_dead() == [], "it was asked to"
+        assert children.newly_dead() == [], "it was stopped on purpose"
 
 
 def test_the_children_of_a_child_end_with_it() -> None:
@@ -69,7 +69,7 @@ def test_the_children_of_a_child_end_with_it() -> None:
     until(lambda: not alive(grandchild.pid))
 
 
-def test_one_that_dies_is_told_once() -> None:
+def test_a_child_that_dies_is_reported_once() -> None:
     with Children() as children:
         child = children.start("sleeper-1", SLEEP)
         os.kill(child.process.pid, signal.SIGKILL)
@@ -79,14 +79,14 @@ def test_one_that_dies_is_told_once() -> None:
         assert children.newly_dead() == []
 
 
-def test_what_cannot_be_run_is_said() -> None:
+def test_a_program_that_cannot_be_started_is_named() -> None:
     with Children() as children, pytest.raises(CommandError, match="missing-1 cannot be started"):
         children.start("missing-1", ["/nonexistent/program"])
 
 
 def test_without_its_watchdog_a_stack_starts_nothing_more() -> None:
     with Children() as children:
-        # the youngest: other tests' stacks may run beside this one
+        # The youngest, because stacks of other tests may run beside this one.
         watchdog = max(
             (one for one in psutil.Process().children() if "watchdog.py" in " ".join(one.cmdline())),
             key=lambda one: one.create_time(),
@@ -117,7 +117,7 @@ time.sleep(600)
 
 
 def test_a_killed_owner_takes_them_along() -> None:
-    """SIGKILL leaves the owner no time; its watchdog sees the pipe close. Stubborn ones get five seconds."""
+    """After SIGKILL of the owner its watchdog sees the pipe close. Children that ignore SIGTERM get five seconds."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     script = OWNER.format(command=STUBBORN)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as owner:

@@ -1,4 +1,4 @@
-"""Engines of `warmfleet up`: those that run already, and the commands that start others."""
+"""Engines of `warmfleet up`: those that already run, and the command lines that start others."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class TestOwnEngines:
             ((200, {"data": []}), "serve no model"),
         ],
     )
-    def test_one_that_is_none_is_named(self, answer: tuple[int, Any], words: str) -> None:
+    def test_a_server_that_is_no_engine_is_refused_with_the_reason(self, answer: tuple[int, Any], words: str) -> None:
         with replica({"/v1/models": answer}) as (url, _), pytest.raises(CommandError, match=words):
             discover((url,), "")
 
-    def test_one_that_does_not_answer_stops_up_at_once(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_engine_that_does_not_answer_stops_up_at_once(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["up", "--port", "0", "--worker", f"http://127.0.0.1:{ports.free_port()}/"]) == 2
         assert "does not answer" in capsys.readouterr().err
 
@@ -47,7 +47,7 @@ class TestEngineCommands:
         argv, environment = engine_command(EngineOptions(step_time="2", blocks=64), "sim-1", 9, "redis://:pw@h/0")
         assert "pw" not in " ".join(argv)
         assert environment["WARMFLEET_REDIS_URL"] == "redis://:pw@h/0"
-        read = engine.parser().parse_args(argv[3:])  # the engine itself understands it
+        read = engine.parser().parse_args(argv[3:])  # the engine's own parser accepts it
         assert (read.step_time, read.blocks, read.port) == ("2", 64, 9)
 
     def test_missing_vllm_is_said_with_the_way_to_get_it(self) -> None:
