@@ -18,7 +18,7 @@ local PREFIX, WORKER, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]),
 local FIELD = "events:" .. WORKER
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
 local ROW, JSON_BYTES = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 4096
-local SLOT, FLAGS, SERVER, CLOSED, HOSTILE = 5, 6, 1, 32, 128 -- of the row; three flags
+local SLOT, FLAGS, SERVER, DRAINING, CLOSED, HOSTILE = 5, 6, 1, 8, 32, 128 -- of the row; four flags
 
 local call = redis.call
 local clock = call("TIME")
@@ -68,6 +68,7 @@ local function join(data, time, nonce, batch, id)
   if record then drop_shadow(record) end
   local server_ms = tonumber(call("ZSCORE", ALIVE_SERVERS, fresh.server_id) or "-1")
   local flags = (server_ms >= now - TTL_MS and SERVER or 0) + (fresh.closed and CLOSED or 0)
+  if row then flags = flags + bit.band(row[FLAGS], DRAINING) end -- the operator's, so only the operator ends it
   local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- never used twice: an old lease has another epoch
   row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0, 0, 0 }
   record, command, last = fresh, { joined = id }, batch -- the writer compares: who reads a later one was replaced

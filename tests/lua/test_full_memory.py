@@ -86,6 +86,7 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
         "apply_control": lambda: fleet.apply("t.0"),
         "apply_server": lambda: fleet.apply_server("s"),
         "collect": fleet.collect,
+        "drain": lambda: fleet.drain("s.0", draining=True),
         "forget": lambda: fleet.forget("w2.0"),
         "prove": lambda: fleet.prove("s.0", "n1", "proven", ""),
         "register": lambda: fleet.register("plain", {"scheme_id": 1}, 10, healthy=True),

@@ -76,6 +76,7 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
         "url": worker.url,
         "models": worker.models,
         "state": worker.state,
+        "draining": worker.draining,
         "routable": worker.routable,
         "proof": worker.proof,
         "reason": worker.record.get("reason", ""),

@@ -103,6 +103,8 @@ class Prewarmer:
             body = _body(pool, worker, node)
             if body is None or node.tokens > room - sum(sent):
                 continue
+            if _drained(pool, worker):
+                return "lost"  # to the operator: nothing more is sent there
             if not _others(pool, worker):
                 return "needed"  # there is nobody else: a cold worker is better than none
             if await self._lease(pool, worker, owner) != "OK":
@@ -123,6 +125,10 @@ class Prewarmer:
 def _others(pool: Pool, worker: WorkerView) -> bool:
     """Somebody else serves the model meanwhile."""
     return any(one.routable and one.worker_id != worker.worker_id for one in pool.view.workers)
+
+
+def _drained(pool: Pool, worker: WorkerView) -> bool:
+    return any(one.worker_id == worker.worker_id and one.draining for one in pool.view.workers)
 
 
 def _empty(worker: WorkerView) -> bool:

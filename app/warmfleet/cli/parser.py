@@ -18,6 +18,7 @@ Warmfleet sends each request to the vLLM engine whose KV cache already holds its
   warmfleet serve                     one router replica, configured by the environment
   warmfleet demo                      shows what prefix-aware routing gains, then exits
   warmfleet workers                   the engines of a running fleet
+  warmfleet drain WORKER              send an engine no new requests, and let it finish
   warmfleet explain --message "Hi"    why a request would go where
   warmfleet replay FILE               decisions of a log, made again, and by other policies
   warmfleet policy NAME               place requests by another policy, on all replicas at once
@@ -58,6 +59,21 @@ Lists the engines that a replica knows: state, load, cache, age of the last hear
 examples:
   warmfleet workers
   warmfleet workers --url http://router:8080 --json
+"""
+
+DRAIN = """\
+Takes engines out of rotation: no replica sends them a new request, what runs there finishes, and `warmfleet workers`
+shows them as draining with the requests that are left. A drain outlives restarts of the engine, of replicas and of
+Redis; it ends with --undo, or once Warmfleet has heard nothing of the engine for ten minutes. Stock engines without the
+plugin can be drained, too.
+
+examples:
+  warmfleet drain gpu1.0 --model Qwen/Qwen3-8B           one engine core, by its name in `warmfleet workers`
+  warmfleet drain gpu1 --model Qwen/Qwen3-8B --wait      all cores of a server; returns when nothing runs there
+  warmfleet drain gpu1 --model Qwen/Qwen3-8B --undo      back into rotation
+
+This talks to Redis, and needs a user that may write there: `admin` or `router` of `warmfleet acl`. A replica that
+cannot reach Redis goes by what it read last, at most WARMFLEET_VIEW_INTERVAL_S before its way to Redis broke.
 """
 
 EXPLAIN = """\
@@ -145,6 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
     _demo(_command(commands, "demo", "show and check what routing gains", DEMO))
     workers = _command(commands, "workers", "list the engines of a running fleet", WORKERS)
     workers.add_argument("--json", action="store_true", help="print what the replica answered, unchanged")
+    _drain(_command(commands, "drain", "send engines no new requests, and let them finish", DRAIN))
     explain = _command(commands, "explain", "why a request would go where", EXPLAIN)
     explain.add_argument("file", nargs="?", help="request body as JSON, - for standard input")
     explain.add_argument("--message", help="a chat request with this one user message")
@@ -227,6 +244,20 @@ def _artifacts(parser: argparse.ArgumentParser) -> None:
     actions = ("list", "show", "approve", "revoke")
     parser.add_argument("action", nargs="?", choices=actions, default="list", help="default: list")
     parser.add_argument("sha256", nargs="*", metavar="SHA256", help="of a template, or its first 12 or more hex digits")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        action="append",
+        default=[],
+        help="model tag; repeatable (default: WARMFLEET_MODELS)",
+    )
+    _store(parser)
+
+
+def _drain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workers", nargs="+", metavar="WORKER", help="name of an engine core, or of its server for all")
+    parser.add_argument("--undo", action="store_true", help="send them requests again")
+    parser.add_argument("--wait", action="store_true", help="return when no request runs there any more")
     parser.add_argument(
         "--model",
         metavar="MODEL",

@@ -16,8 +16,8 @@ HEADER = (
 )  # fmt: skip
 
 SUSPECT = {
-    "prompt": "an engine's count of prompt tokens was another: a probe is due",
-    "blocks": "blocks of prompts did not appear in its stream: a probe is due",
+    "prompt": "it counted other prompt tokens than the router: a probe is due",
+    "blocks": "its stream did not report the blocks of prompts: a probe is due",
 }
 
 
@@ -31,9 +31,10 @@ def run(options: argparse.Namespace) -> int:
 def render(answer: dict[str, Any]) -> str:
     """One table per model.
 
-    PREFILL, DECODE: tokens booked by open requests. SEEN: age of the last heartbeat. LAG: entries that nobody applied,
-    and the age of the oldest. DIGEST: age of the last one compared. HEALED: of the divergences found, and the cause of
-    the open one. RESYNCS: snapshots taken over, by cause.
+    STATE: see app/docs/worker-life.md. PROOF: the result of the last probe. PREFILL, DECODE: tokens booked by open
+    requests. SEEN: age of the last heartbeat. LAG: entries of the worker's stream that are not applied yet, and the age
+    of the oldest. DIGEST: time since the worker's digest was last compared with the index. HEALED: how many of the
+    divergences that were found are mended, and the cause of the open one. RESYNCS: snapshots taken over, by cause.
     """
     parts = []
     for model in answer["models"]:
@@ -47,8 +48,11 @@ def render(answer: dict[str, Any]) -> str:
         body = table(HEADER, [_row(worker) for worker in model["workers"]]) if model["workers"] else "no workers"
         reasons = [f"{worker['worker_id']}: {worker['reason']}" for worker in model["workers"] if worker["reason"]]
         reasons += [
-            f"{one['worker_id']}: suspected, {SUSPECT[one['suspect']]}" for one in model["workers"] if one["suspect"]
+            f"{worker['worker_id']}: suspected, {SUSPECT[worker['suspect']]}"
+            for worker in model["workers"]
+            if worker["suspect"]
         ]
+        reasons += [_draining(worker) for worker in model["workers"] if worker["draining"]]
         parts.append("\n".join([title, body, *reasons]))
     return "\n\n".join(parts)
 
@@ -58,7 +62,7 @@ def _row(worker: dict[str, Any]) -> tuple[object, ...]:
     return (
         worker["worker_id"],
         worker["url"] or "-",
-        "routable" if worker["routable"] else "not routable",
+        worker["state"],
         worker["proof"],
         load["slot"],
         load["blocks"],
@@ -70,6 +74,11 @@ def _row(worker: dict[str, Any]) -> tuple[object, ...]:
         _age(age),
         *_truth(worker["truth"]),
     )
+
+
+def _draining(worker: dict[str, Any]) -> str:
+    left = worker["load"]["in_flight"]
+    return f"{worker['worker_id']}: draining, {left} requests left; `warmfleet drain --undo` ends this"
 
 
 def _truth(truth: dict[str, Any] | None) -> tuple[str, ...]:
@@ -85,7 +94,7 @@ def _age(seconds: float | None) -> str:
 
 
 def _ttft(ttft: dict[str, Any]) -> str:
-    """Of the streamed answers that the asked replica gave in the last minute."""
+    """The times to first token of streamed answers that this replica gave in the last minute."""
     spread = ", ".join(f"{name} {ttft[name.lower() + '_s']:.3f} s" for name in ("P50", "P90", "P99"))
     aim = f"; objective {ttft['objective_s']:g} s, in force {ttft['in_force_s']:.3f} s" if ttft["objective_s"] else ""
     return f"time to first token of {ttft['requests']:.0f} streams, last minute, this replica: {spread}{aim}"

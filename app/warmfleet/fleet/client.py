@@ -46,6 +46,7 @@ SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
         "apply_server": "servers workers load alive_servers cursor counts",
         "prove": "workers load counts",
         "register": "workers load alive next_slot retired",
+        "drain": "load",
         "forget": "workers servers load alive alive_servers cursor batch digest resync retired",
         "collect": "retired",
         "lag": "cursor",

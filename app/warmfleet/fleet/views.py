@@ -77,13 +77,18 @@ class WorkerView:
         return self.state.routable
 
     @property
+    def draining(self) -> bool:
+        """The operator drains it, whatever else its state is: a drained worker may also be silent."""
+        return bool(self.load.flags & Flag.DRAINING)
+
+    @property
     def approximate(self) -> bool:
         """It has no plugin: a replica registered it and checks its health."""
         return bool(self.load.flags & Flag.APPROXIMATE)
 
 
 class Views(ScriptClient):
-    """Reads only, but for probes, ``prove`` and ``register``: what a router finds out about a worker."""
+    """What a router finds out about workers, and writes down of it: ``prove``, ``register``; and ``drain``."""
 
     def __init__(self, redis: aioredis.Redis, model: str, timeouts: Timeouts | None = None) -> None:
         super().__init__(redis, model, timeouts)
@@ -212,6 +217,13 @@ class Views(ScriptClient):
         """Register, or keep alive, an approximate worker; returns its slot. record: scheme_id, url, models, ..."""
         packed = json.dumps(record, separators=(",", ":"))
         return int(await self.keep("register", worker_id, packed, capacity_checkpoints, int(healthy)))
+
+    async def drain(self, worker_id: str, *, draining: bool) -> bool:
+        """Send no new request to a worker, or send them again; what runs there goes on. False if it is not known.
+
+        For the operator: no replica calls this. Raises FleetUnavailable.
+        """
+        return bool(await self.keep("drain", worker_id, int(draining)))
 
 
 def _view(

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet import Decision
@@ -49,8 +50,13 @@ class LastKnown:
         before, self._last = self._last, view
         if any(worker.routable for worker in view.workers):
             self._with_any = view
-        elif before is self._with_any or view.read_at - before.read_at > LAST_KNOWN_S:
+            return
+        if before is self._with_any or view.read_at - before.read_at > LAST_KNOWN_S:
             self._none_since = view.read_at
+        drained = {worker.worker_id for worker in view.workers if worker.draining}
+        if drained:  # workers are remembered over an outage, but a drain is an order
+            others = tuple(worker for worker in self._with_any.workers if worker.worker_id not in drained)
+            self._with_any = replace(self._with_any, workers=others)
 
     @property
     def workers(self) -> Sequence[WorkerView]:

@@ -163,6 +163,8 @@ class Router:
     async def _without_redis(self, trip: Trip, shape: Shape, exclude: tuple[str, ...], reason: str) -> Decision:
         pool = trip.pool
         key = shape.prefix or trip.reservation.encode()
+        if reason == "no_worker":
+            await pool.last_known.look()  # the operator may have drained the last one since the last reading
         worker = pool.fallback.choose(pool.last_known.workers, key, exclude)
         if worker is None and reason != "no_worker" and not trip.spared:
             await pool.last_known.look()  # who joined since the last reading: only decisions may be too slow

@@ -53,6 +53,8 @@ TRUTH = {
 WORKER = {
     "worker_id": "sim-1.0",
     "url": "http://127.0.0.1:9",
+    "state": "unreachable",
+    "draining": True,
     "routable": False,
     "proof": "url",
     "reason": "it does not answer",
@@ -118,7 +120,7 @@ def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
         assert (process.stderr.read(), process.wait(30)) == (b"", 141)
 
 
-@pytest.mark.parametrize("command", ["", "up", "serve", "demo", "workers", "explain", "acl"])
+@pytest.mark.parametrize("command", ["", "up", "serve", "demo", "workers", "drain", "explain", "acl"])
 def test_help_of_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])
@@ -146,7 +148,9 @@ class TestWorkers:
         printed = capsys.readouterr().out
         assert "the store does not answer" in printed
         assert "sim-1.0: it does not answer" in printed
-        assert "sim-1.0: suspected, an engine's count of prompt tokens was another" in printed
+        assert "sim-1.0: suspected, it counted other prompt tokens than the router" in printed
+        assert re.search(r"^sim-1\.0 .* unreachable +url ", printed, re.MULTILINE)
+        assert re.search(r"^sim-1\.0: draining, \d+ requests left", printed, re.MULTILINE)
         assert "never" in printed
         assert "14" in printed, "booked and foreign tokens together"
         assert re.search(r"17, 1\.2 s +never +2 of 3, gap +gap 2 join 1$", printed, re.MULTILINE)

@@ -1,0 +1,121 @@
+"""``warmfleet drain``: an engine gets no new request and finishes what it has; or it is put back into rotation."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from warmfleet.cli.command_error import CommandError
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Fleet, WorkerState, connect
+from warmfleet.protocol.redis_address import RedisAddressError, with_ca
+from warmfleet.protocol.wire import WireError, model_tag
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import AsyncIterator, Sequence
+
+    from warmfleet.fleet import WorkerView
+
+TIMEOUT_S = 2.0
+POLL_S = 0.5
+#: A worker has finished when nothing was seen there for so long: a replica that could not reach Redis when the drain
+#: began learns of it at its next reading of the fleet.
+QUIET_S = 3.0
+
+
+def run(options: argparse.Namespace) -> int:
+    """Drain, or undo it; 0. Raises CommandError with a sentence for the operator."""
+    models = options.model or [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
+    if not models:
+        raise CommandError("name the model with --model, or all of a router in WARMFLEET_MODELS")
+    if options.undo and options.wait:
+        raise CommandError("--wait waits for requests to finish, --undo sends new ones: choose one of them")
+    asyncio.run(_run(options.workers, options.redis, models, undo=options.undo, wait=options.wait))
+    return 0
+
+
+async def _run(names: Sequence[str], url: str, models: Sequence[str], *, undo: bool, wait: bool) -> None:
+    async with _fleets(url, models) as fleets:
+        chosen = await _chosen(names, fleets)
+        for fleet, worker in chosen:
+            if not await fleet.drain(worker.worker_id, draining=not undo):
+                raise CommandError(f"{worker.worker_id} has just been forgotten: nothing runs there")
+            done = "is back in rotation" if undo else "gets no new requests"
+            print(f"{worker.worker_id} {done}; {_left(worker)}", flush=True)
+        if wait:
+            await asyncio.gather(*[_finished(fleet, worker.worker_id) for fleet, worker in chosen])
+
+
+@asynccontextmanager
+async def _fleets(url: str, models: Sequence[str]) -> AsyncIterator[list[Fleet]]:
+    fleets: list[Fleet] = []
+    try:
+        complete = with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))
+        fleets += [Fleet(connect(complete, model_tag(model), timeout_s=TIMEOUT_S), model) for model in models]
+        yield fleets
+    except (RedisAddressError, WireError) as error:
+        raise CommandError(str(error)) from error
+    finally:
+        for fleet in fleets:
+            await fleet.close()
+
+
+async def _chosen(names: Sequence[str], fleets: Sequence[Fleet]) -> list[tuple[Fleet, WorkerView]]:
+    """The workers of these names; the name of a server stands for all its engine cores."""
+    known = [(fleet, worker) for fleet in fleets for worker in await fleet.workers()]
+    chosen: list[tuple[Fleet, WorkerView]] = []
+    for name in names:
+        found = [(fleet, one) for fleet, one in known if name in (one.worker_id, str(one.record.get("server_id", "")))]
+        if not found:
+            workers = ", ".join(worker.worker_id for _, worker in known) or "none"
+            raise CommandError(f"no worker is called {name!r}; known are: {workers}")
+        chosen += [one for one in found if one not in chosen]
+    return chosen
+
+
+async def _finished(fleet: Fleet, worker_id: str) -> None:
+    """Return when nothing runs at this worker; prints how much is left whenever that changes.
+
+    Redis may be away meanwhile. Raises CommandError if the drain ends before the requests do.
+    """
+    loop, printed, quiet_since = asyncio.get_running_loop(), "", float("inf")
+    while True:
+        await asyncio.sleep(POLL_S)
+        try:
+            worker = next((one for one in await fleet.workers() if one.worker_id == worker_id), None)
+        except FleetUnavailable:
+            left, quiet_since = "Redis does not answer, asking again", float("inf")
+        else:
+            if worker is None:
+                print(f"{worker_id}: it is gone")
+                return
+            if not worker.draining:
+                raise CommandError(f"{worker_id} is no longer drained: an operator undid it, or Redis has lost it")
+            left = _left(worker)
+            quiet_since = min(quiet_since, loop.time()) if _idle(worker) else float("inf")
+        if loop.time() - quiet_since >= QUIET_S:
+            print(f"{worker_id}: nothing runs there any more", flush=True)
+            return
+        if left != printed:
+            print(f"{worker_id}: {left}", flush=True)
+            printed = left
+
+
+def _idle(worker: WorkerView) -> bool:
+    return worker.load.in_flight <= 0 and not _foreign_tokens(worker)
+
+
+def _left(worker: WorkerView) -> str:
+    foreign = _foreign_tokens(worker)
+    direct = f", and {foreign} tokens of requests that no replica has booked" if foreign else ""
+    return f"{worker.load.in_flight} requests in flight{direct}"
+
+
+def _foreign_tokens(worker: WorkerView) -> int:
+    """Tokens of requests that were sent past the routers, or by a router that could not reach Redis."""
+    if worker.state is WorkerState.SILENT:
+        return 0  # its last report is old, and nothing will mend it
+    return worker.load.foreign_prefill_tokens + worker.load.foreign_decode_tokens

@@ -1,0 +1,279 @@
+"""A worker's life: the tables against their drawing, and against a real Redis in which a worker lives it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.lua.stream import Core
+from tests.lua.test_apply_server import Server
+
+from warmfleet.fleet import Flag, WorkerState
+from warmfleet.fleet.worker import state as life
+from warmfleet.fleet.worker.state import CHANGES, HELD, HOLDS, JOINED, PROBED, ROUTABLE, Event, state_of
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+    from warmfleet.fleet import Fleet
+
+DRAWING = (Path(__file__).parents[3] / "app/docs/worker-life.md").read_text()
+GROUPS = {"joined": JOINED, "probed": PROBED}
+READY = Flag.SERVER | Flag.URL | Flag.PROVEN
+URL = "http://10.0.0.7:8000"
+OLD_MS = 60_000
+STEPS = 1_500
+#: Events that end what has been reached so far: they come less often than the others.
+SETBACKS = {Event.CORE_JOINS, Event.SERVER_JOINS, *(hold.begins for hold in HELD)}
+PROBES = {Event.PROBE_PASSES, Event.IDENTITY_FAILS, Event.URL_FAILS, Event.WARMING_BEGINS}
+
+
+# ---------------------------------------------------------------- the drawing
+
+
+def drawn(section: str) -> set[tuple[str, str, str]]:
+    """(before, event, after) of each arrow, groups written out."""
+    text = DRAWING.partition(f"## {section}\n")[2].partition("```mermaid")[2].partition("```")[0]
+    arrows = re.findall(r"^ +(\w+) --> (\w+) : (.*)$", text, re.MULTILINE)
+    assert len(arrows) == len(text.strip().splitlines()) - 1, "each line is an arrow"
+    return {
+        (one, event, after.replace("_", "-"))
+        for before, after, event in arrows
+        for one in GROUPS.get(before, (before.replace("_", "-"),))
+    }
+
+
+def test_the_drawing_has_every_change() -> None:
+    assert drawn("Standings") == {(one, made.event, made.after) for made in CHANGES for one in made.before}
+
+
+def test_the_drawing_has_every_hold() -> None:
+    begun = {("standing", hold.begins, hold.state) for hold in HELD}
+    assert drawn("Holds") == begun | {(hold.state, hold.ends, "standing") for hold in HELD}
+
+
+def test_the_table_of_states_is_whole() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| (standing|hold) \| (yes|no) \|", DRAWING, re.MULTILINE)
+    assert [word for word, _, _ in rows] == [state.value for state in WorkerState]
+    assert [word for word, layer, _ in rows if layer == "hold"] == list(HOLDS) == [hold.state for hold in HELD]
+    assert {word for word, _, requests in rows if requests == "yes"} == ROUTABLE
+
+
+def test_every_event_moves_something() -> None:
+    moving = {made.event for made in CHANGES} | {event for hold in HELD for event in (hold.begins, hold.ends)}
+    assert moving == set(Event)
+
+
+# ---------------------------------------------------------------- reading it
+
+
+@pytest.mark.parametrize(
+    ("flags", "record", "age_s", "wanted"),
+    [
+        (READY, {}, 0.0, "proven"),
+        (READY, {"suspect": "prompt"}, 0.0, "suspected"),
+        (READY & ~Flag.PROVEN, {"proof": "identity"}, 0.0, "load-only"),
+        (Flag.SERVER, {}, 0.0, "pending"),
+        (Flag.SERVER, {"proof": "proven"}, 0.0, "pending"),
+        (Flag.SERVER, {"proof": "url"}, 0.0, "unreachable"),
+        (Flag.SERVER, {"proof": "warming", "warming": {"owner": "a", "ends": 2_000}}, 0.0, "warming"),
+        (Flag.SERVER, {"proof": "warming", "warming": {"owner": "a", "ends": 1_000}}, 0.0, "pending"),
+        (Flag.SERVER | Flag.URL | Flag.APPROXIMATE, {}, 0.0, "approximate"),
+        (Flag.URL | Flag.PROVEN, {}, 0.0, "joining"),
+        (READY | Flag.DRAINING, {"suspect": "blocks"}, 0.0, "draining"),
+        (READY | Flag.HOSTILE | Flag.DRAINING, {}, 0.0, "hostile"),
+        (READY | Flag.HOSTILE, {}, 15.1, "silent"),
+        (READY, {}, None, "silent"),
+        (READY, {}, 15.0, "proven"),
+    ],
+)
+def test_a_state_is_read_from_the_row_the_record_and_the_heartbeat(
+    flags: int, record: dict[str, Any], age_s: float | None, wanted: str
+) -> None:
+    assert state_of(flags, record, URL, age_s, 1.0) == wanted
+
+
+def test_nobody_is_sent_to_a_worker_without_a_url() -> None:
+    assert state_of(READY, {}, "", 0.0, 1.0) is WorkerState.UNREACHABLE
+
+
+# ---------------------------------------------------------------- living it
+
+
+class Life:
+    """One worker with the plugin in a real store, and what the tables say of it: its standing and its holds."""
+
+    def __init__(self, store: aioredis.Redis, fleet: Fleet) -> None:
+        self.store, self.fleet = store, fleet
+        self.core, self.server = Core(store, fleet), Server(store, fleet)
+        self.standing, self.holds = WorkerState.GONE, {WorkerState.JOINING}
+        self.warmed = False  # an incarnation is warmed once
+        self.serial, self.server_known = 0, False
+
+    @property
+    def expected(self) -> WorkerState:
+        if self.standing is WorkerState.GONE:
+            return self.standing
+        return next((hold for hold in HOLDS if hold in self.holds), self.standing)
+
+    async def state(self) -> WorkerState:
+        views = {view.worker_id: view for view in await self.fleet.workers()}
+        view = views.get(self.core.worker_id)
+        return view.state if view else WorkerState.GONE
+
+    def possible(self) -> list[Event]:
+        """The events that can come now."""
+        found = {made.event for made in CHANGES if self.standing in made.before} - {Event.REGISTERED}
+        found |= {Event.SERVER_JOINS, Event.SERVER_HEARD, Event.SERVER_LOST}
+        if self.standing is not WorkerState.GONE:
+            found |= {event for hold in HELD for event in (hold.begins, hold.ends)}
+        if self.holds:
+            found -= PROBES  # only a worker that nothing holds is probed
+        if self.warmed:
+            found.discard(Event.WARMING_BEGINS)
+        if not self.server_known:
+            found -= {Event.SERVER_HEARD, Event.SERVER_LOST}
+        if WorkerState.HOSTILE in self.holds:
+            found.discard(Event.HEARD)  # nothing of its stream counts until it joins anew
+        return sorted(found)
+
+    async def happen(self, event: Event) -> None:
+        await getattr(self, f"_{event.name.lower()}")()
+        for made in CHANGES:
+            if made.event is event and self.standing in made.before:
+                self.standing = made.after
+                break
+        for hold in HELD:
+            if event is hold.begins:
+                self.holds.add(hold.state)
+            if event is hold.ends:
+                self.holds.discard(hold.state)
+        if event is Event.CORE_JOINS:
+            self.holds.discard(WorkerState.SILENT)
+        if event is Event.SERVER_JOINS:
+            self.holds.discard(WorkerState.JOINING)
+        if event is Event.FORGOTTEN:
+            self.holds, self.server_known = {WorkerState.JOINING}, False  # its API server has no other worker
+
+    async def _prove(self, proof: str, owner: str = "") -> None:
+        nonce = (await self.core.record())["nonce"]
+        assert await self.fleet.prove(self.core.worker_id, nonce, proof, "", owner=owner) in ("OK", "DOWNGRADED")
+
+    async def _core_joins(self) -> None:
+        self.serial, self.warmed = self.serial + 1, False
+        await self.core.join(f"n{self.serial}")
+        await self.core.applied()
+
+    async def _server_joins(self) -> None:
+        self.serial, self.server_known = self.serial + 1, True
+        await self.server.join(f"m{self.serial}")
+        await self.server.applied()
+
+    async def _probe_passes(self) -> None:
+        await self._prove("proven")
+
+    async def _identity_fails(self) -> None:
+        await self._prove("identity")
+
+    async def _url_fails(self) -> None:
+        await self._prove("url")
+
+    async def _warming_begins(self) -> None:
+        nonce, self.warmed = (await self.core.record())["nonce"], True
+        assert await self.fleet.warming(self.core.worker_id, nonce, "a", 60_000) == "OK"
+
+    async def _warming_ends(self) -> None:
+        await self._prove("proven", "a")
+
+    async def _warming_stalls(self) -> None:
+        await self._prove("pending", "a")
+
+    async def _warming_expires(self) -> None:
+        await self._rewrite(warming={"owner": "a", "ends": 1})
+
+    async def _suspicion(self) -> None:
+        await self._rewrite(suspect="prompt")  # tests/lua/test_suspicion.py says when `apply` does
+
+    async def _rewrite(self, **fields: Any) -> None:
+        name, record = self.core.worker_id, await self.core.record()
+        await cast("Any", self.store.hset(self.fleet.keys.workers, name, json.dumps(record | fields)))
+
+    async def _forgotten(self) -> None:
+        assert await self.fleet.forget(self.core.worker_id)
+
+    async def _falls_silent(self) -> None:
+        if self.serial % 2 and WorkerState.HOSTILE not in self.holds:
+            await self.core.send("leave")
+            await self.core.applied()
+        else:
+            now_ms = (await self.store.time())[0] * 1000
+            await self.store.zadd(self.fleet.keys.alive, {self.core.worker_id: now_ms - OLD_MS})
+
+    async def _heard(self) -> None:
+        await self.core.heartbeat()
+        await self.core.applied()
+
+    async def _stream_breaks(self) -> None:
+        await self.store.unlink(self.core.stream)
+        await self.store.set(self.core.stream, "no stream")
+        await self.core.applied()
+
+    async def _server_lost(self) -> None:
+        await self.server.send("leave")
+        await self.server.applied()
+
+    async def _server_heard(self) -> None:
+        await self.server.send("heartbeat")
+        await self.server.applied()
+
+    async def _drain(self) -> None:
+        await self.fleet.drain(self.core.worker_id, draining=True)
+
+    async def _undrain(self) -> None:
+        await self.fleet.drain(self.core.worker_id, draining=False)
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_a_worker_lives_as_the_tables_say(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
+    lived, rng, path, seen = Life(store, fleet), random.Random(seed), list[str](), set[tuple[str, str]]()
+    for _ in range(STEPS):
+        possible = lived.possible()
+        new = [event for event in possible if (lived.expected, event) not in seen]
+        weights = [1 if event is Event.FORGOTTEN else 2 if event in SETBACKS else 12 for event in possible]
+        event = rng.choice(new) if new and rng.random() < 0.25 else rng.choices(possible, weights)[0]
+        path.append(f"{lived.expected} - {event.name}")
+        seen |= {(lived.standing, event), (lived.expected, event)}
+        await lived.happen(event)
+        assert await lived.state() == lived.expected, str(path[-14:])
+    changes = {(before, made.event) for made in CHANGES for before in made.before if before != "approximate"}
+    holds = {(hold.state, hold.ends) for hold in HELD}
+    assert (changes | holds) - seen == {(WorkerState.GONE, Event.REGISTERED)}, "what no step has tried"
+
+
+async def test_a_stock_engine_lives_as_the_tables_say(store: aioredis.Redis, fleet: Fleet) -> None:
+    async def checked(*, healthy: bool) -> WorkerState:
+        await fleet.register("stock", {"scheme_id": 1, "url": URL, "models": ["m"]}, 100, healthy)
+        (view,) = await fleet.workers()
+        assert view.approximate
+        return view.state
+
+    assert await checked(healthy=True) == "approximate"
+    assert await checked(healthy=False) == "silent"
+    assert await checked(healthy=True) == "approximate"
+    await fleet.drain("stock", draining=True)
+    assert await checked(healthy=True) == "draining", "its heartbeat takes nothing back"
+    assert await checked(healthy=False) == "silent"
+    assert await checked(healthy=True) == "draining"
+    await fleet.drain("stock", draining=False)
+    assert await checked(healthy=True) == "approximate"
+    assert await fleet.forget("stock")
+    assert await fleet.workers() == []
+
+
+def test_only_what_is_alive_is_counted_as_such() -> None:
+    assert [state.value for state in WorkerState if not state.alive] == ["gone", "silent", "joining"]
+    assert set(life.METRIC_LABELS) >= ROUTABLE
