@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 import redis
 from tests.e2e.streams import Stream
+from tests.topology import until
 
 from warmfleet.cli.demo import BLOCKS
 from warmfleet.cli.local.engines import EngineOptions
@@ -20,36 +21,43 @@ if TYPE_CHECKING:
     from warmfleet.cli.local.stack import Member
 
 
-#: With every core taken a decision falls back after the default 50 ms; what is tested here is not that.
+#: A decision that takes longer than the default of 50 ms falls back, and the machine of a test may be busy.
 PATIENT = {"WARMFLEET_DECIDE_TIMEOUT_S": "2"}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def patience() -> Iterator[None]:
-    """Every replica of these tests waits for its decisions."""
+@contextmanager
+def patient() -> Iterator[None]:
+    """Every process that is started meanwhile waits longer for its decisions."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in PATIENT.items():
             patch.setenv(name, value)
         yield
 
 
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    """Replicas that these tests start wait longer for their decisions."""
+    with patient():
+        yield
+
+
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    """Four engines and two replicas for the whole session: for tests that leave them as they were."""
-    with Stack(Plan(engines=EngineOptions(count=4, blocks=BLOCKS))) as running:
+    """Four engines and two replicas for the whole session, for tests that leave them as they were."""
+    with patient(), Stack(Plan(engines=EngineOptions(count=4, blocks=BLOCKS))) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def fragile_stack() -> Iterator[Stack]:
-    """Three engines and two replicas for tests that kill one of them each."""
-    with Stack(Plan(engines=EngineOptions(count=3))) as running:
+    """Three engines and two replicas for the tests of one file that kill one of them each."""
+    with patient(), Stack(Plan(engines=EngineOptions(count=3))) as running:
         yield running
 
 
 @pytest.fixture
 def stream() -> Iterator[Callable[..., Stream]]:
-    """Starts clients in processes of their own, each reading one long streamed answer; kills what is left of them."""
+    """Starts client processes, each of which reads one long streamed answer; kills those that are left."""
     opened: list[Stream] = []
 
     def start(url: str, prompt: str = "Tell me a long story.", max_tokens: int = 2_000) -> Stream:
@@ -57,35 +65,26 @@ def stream() -> Iterator[Callable[..., Stream]]:
         return opened[-1]
 
     yield start
-    for one in opened:
-        one.kill()
-
-
-def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
-    """Poll ``true``; fails the test after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds} s: {what}")
-        time.sleep(0.05)
+    for client in opened:
+        client.kill()
 
 
 def load(stack: Stack) -> int:
-    """Everything booked in the whole fleet: tokens and requests. -1 while no replica answers."""
+    """The sum of all tokens and requests that are booked in the fleet; -1 while no replica answers."""
     workers = stack.workers()
     parts = ("prefill_tokens", "decode_tokens", "in_flight")
     return sum(worker["load"][part] for worker in workers for part in parts) if workers else -1
 
 
 def left_of_requests(stack: Stack) -> list[str]:
-    """Keys that are there only while requests are: leases, what they make, their chains."""
+    """The keys in Redis that exist only while requests run: leases, the blocks they will make, their chains."""
     with redis.Redis.from_url(stack.redis_url) as store:
         kinds = {key: key.partition(b"}:")[2].partition(b":")[0] for key in store.scan_iter("wf:*", count=1_000)}
     return sorted(repr(key) for key, kind in kinds.items() if kind in (b"lease", b"leases", b"x", b"c"))
 
 
 def wait_for_no_load(stack: Stack, seconds: float = 15.0) -> None:
-    wait_until(lambda: load(stack) == 0, seconds, "no load left in the fleet")
+    until(lambda: load(stack) == 0, "no load left in the fleet", seconds)
 
 
 def chat(url: str, messages: list[dict[str, str]], model: str = "demo") -> httpx.Response:
@@ -97,7 +96,7 @@ def chat(url: str, messages: list[dict[str, str]], model: str = "demo") -> httpx
 
 
 def engine_of(stack: Stack, worker_id: str) -> Member:
-    """The engine whose worker this is."""
+    """The engine that runs this worker."""
     [url] = [worker["url"] for worker in stack.workers() if worker["worker_id"] == worker_id]
     [engine] = [engine for engine in stack.engines if engine.url == url]
     return engine

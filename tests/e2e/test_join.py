@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.e2e.conftest import wait_for_no_load, wait_until
+from tests.e2e.conftest import wait_for_no_load
 from tests.e2e.traffic import Sent, Traffic, get
+from tests.topology import until
 
 from warmfleet.background.prewarm import LEASE_S
 from warmfleet.cli.local import stack as stack_module
@@ -176,14 +177,14 @@ def test_a_replica_killed_while_it_warms_an_engine_leaves_it_routable_soon(monke
                 line.startswith("warmfleet_warmed_tokens_total ") and float(line.split()[1]) > 0 for line in lines
             )
 
-        wait_until(lambda: any(map(warming, stack.replicas)), 60, "a replica warms it")
+        until(lambda: any(map(warming, stack.replicas)), "a replica warms it", 60)
         assert (state(stack)["proof"], state(stack)["routable"]) == ("warming", False)
         [owner] = [one for one in stack.replicas if warming(one)]
         assert owner.child is not None
         owner.child.process.send_signal(signal.SIGKILL)
         owner.child.process.wait()
         began = time.monotonic()
-        wait_until(lambda: state(stack).get("routable", False), LEASE_S + 10, "it is routable")
+        until(lambda: state(stack).get("routable", False), "it is routable", LEASE_S + 10)
         print(f"\nroutable {time.monotonic() - began:.1f} s after the replica that warmed it was killed")
         assert state(stack)["proof"] == "proven"
         wait_for_no_load(stack, 45)

@@ -12,7 +12,8 @@ import pytest
 import redis
 from tests.conftest import poll
 from tests.e2e.clients import Clients
-from tests.e2e.conftest import chat, engine_of, left_of_requests, load, wait_for_no_load, wait_until
+from tests.e2e.conftest import chat, engine_of, left_of_requests, load, wait_for_no_load
+from tests.topology import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +59,7 @@ def test_both_replicas_answer_behind_one_address(stack: Stack) -> None:
 def test_a_client_killed_in_mid_stream_leaves_no_load(stack: Stack, stream: Callable[..., Stream]) -> None:
     wait_for_no_load(stack)
     clients = [stream(replica.url) for replica in stack.replicas]
-    wait_until(lambda: load(stack) > 0, 5, "the streams' load is booked")
+    until(lambda: load(stack) > 0, "the streams' load is booked", 5)
     for client in clients:
         client.kill()
     wait_for_no_load(stack)
@@ -106,7 +107,7 @@ def test_a_frozen_engine_holds_nobody_for_ever(stack: Stack, stream: Callable[..
         wait_for_no_load(stack)
     finally:
         frozen.process.send_signal(signal.SIGCONT)
-    wait_until(lambda: all(worker["routable"] for worker in stack.workers()), 15, "it is taken back once it goes on")
+    until(lambda: all(worker["routable"] for worker in stack.workers()), "it is taken back once it goes on", 15)
 
 
 async def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
@@ -129,7 +130,7 @@ async def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
     assert clients.failures == []
     assert load(stack) > 0, "nobody could have given that load back yet"
     a_minute_passes(stack)
-    wait_until(lambda: load(stack) == 0 and not left_of_requests(stack), 20, "the dead replica's leases expire")
+    until(lambda: load(stack) == 0 and not left_of_requests(stack), "the dead replica's leases expire", 20)
 
 
 def a_minute_passes(stack: Stack) -> None:

@@ -17,7 +17,8 @@ import httpx
 import psutil
 import pytest
 from tests.conftest import poll, server, valkey_binary
-from tests.e2e.conftest import PATIENT, chat, wait_until
+from tests.e2e.conftest import PATIENT, chat
+from tests.topology import until
 
 from warmfleet.cli.local.ports import free_port
 from warmfleet.fleet import Fleet, connect
@@ -119,7 +120,7 @@ def test_a_killed_up_takes_everything_it_started_with_it() -> None:
         [folder] = {Path(one.cmdline()[-1]) for one in command.started if "watchdog.py" in " ".join(one.cmdline())}
         assert folder.is_dir()
         command.process.kill()
-        wait_until(lambda: command.running() == [], 15, "the children of a killed `up` end")
+        until(lambda: command.running() == [], "the children of a killed `up` end", 15)
         assert not folder.exists()
 
 
@@ -174,7 +175,7 @@ def stock_engine(api_key: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
             return False
 
     try:
-        wait_until(healthy, 60, "a stock engine starts")
+        until(healthy, "a stock engine starts", 60)
         yield process, url
     finally:
         process.kill()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from tests.e2e.conftest import wait_until
+from tests.topology import until
 from tests.vllm.engine import SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import PATIENT_SECONDS
 
@@ -77,9 +77,8 @@ def test_later_turns_stay_and_move_without_an_error_when_the_engine_dies(monkeyp
                 talk.append(user(40, 900 + n))
                 worker, _ = turn(stack.replicas[n % 2].url, talk)
                 assert worker != homes[0]
-            wait_until(lambda: sum(w["routable"] for w in stack.workers()) == 1, 20, "the dead engine is seen as such")
-            wait_until(
+            until(lambda: sum(w["routable"] for w in stack.workers()) == 1, "the dead engine is seen as such", 20)
+            until(
                 lambda: not any(w["load"]["in_flight"] + w["load"]["prefill_tokens"] for w in stack.workers()),
-                10,
                 "no load left",
             )

@@ -42,7 +42,7 @@ async def two(
         async def proven() -> bool:
             return await router.metric('warmfleet_workers{state="proven"}') == 2
 
-        await poll(proven, 20, "both are proven")
+        await poll(proven, 60, "both are proven")
         if not bare:
             await router.exact()
         yield router, [one, other]
