@@ -1,16 +1,16 @@
 """Chat and RAG users for Locust, against any OpenAI-compatible address: `locust -f loadtest/locustfile.py -H URL`.
 
-Chat users hold conversations: each turn sends everything said so far, so only its end is new. RAG users ask about a
-few shared documents. A user's turns follow each other (closed loop within a session); users are paced, so the rate
-does not sink when the server slows down (close to open loop) until a turn takes longer than its pace.
+Chat users hold conversations: each turn sends the whole conversation so far, so only its end is new. RAG users ask
+questions about a few shared documents. A user waits for each answer (closed loop within a session). Users are paced, so
+that a slower server does not lower the rate (close to an open loop) until a turn takes longer than its pace.
 
-Every request opens a connection of its own: an L4 balancer then spreads the turns of one conversation over replicas.
-A request whose connection breaks is sent again, as the OpenAI clients do, at most twice. That is never hidden: it is
-counted, with its time, as ``retried`` (nothing had come) or ``cut`` (the stream had begun). Any HTTP error is a
-failure at once. Rows of type TTFT are times to the first token, in ms.
+Every request opens a connection of its own, so that a TCP balancer spreads the turns of one conversation over replicas.
+A request whose connection breaks is sent again, as the OpenAI clients do, at most twice. Each break is counted with its
+time, as ``retried`` (no byte had come) or ``cut`` (the stream had begun). Any HTTP error is a failure at once. Rows of
+type TTFT are times to the first token, in ms.
 
-WARMFLEET_LOADTEST_SUMMARY: file that gets the counts as JSON at the end. WARMFLEET_LOADTEST_PACE_S: pace of a user.
-SIGUSR1 ends a run in order, as the end of ``--run-time`` does: users finish their last request.
+WARMFLEET_LOADTEST_SUMMARY: a file that gets the counts as JSON at the end. WARMFLEET_LOADTEST_PACE_S: seconds between
+the begins of a user's turns. SIGUSR1 ends a run as the end of ``--run-time`` does: users finish their last request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from locust import User, constant_pacing, events, task
 PACE_S = float(os.environ.get("WARMFLEET_LOADTEST_PACE_S", "2"))
 TIMEOUT_S = 60
 TRIES = 3
-TURNS = 6  # of a conversation; then the user begins another
+TURNS = 6  # after so many turns the user begins another conversation
 DOCUMENTS = 8
 DOCUMENT_WORDS = 1_200
 ANSWER_TOKENS = 96
@@ -45,7 +45,7 @@ class Refused(Exception):  # noqa: N818  # a result of a load test, not a fault 
 
 
 class Broken(Exception):  # noqa: N818  # same
-    """The connection broke. ``kind``: ``retried`` if nothing had come, ``cut`` if the stream had begun."""
+    """The connection broke. kind: ``retried`` if no byte had come, ``cut`` if the stream had begun."""
 
     def __init__(self, kind: str, reason: BaseException) -> None:
         super().__init__(f"{kind}: {reason!r}")
@@ -54,7 +54,7 @@ class Broken(Exception):  # noqa: N818  # same
 
 @dataclass
 class Tally:
-    """What Locust's own statistics have no column for."""
+    """Counts for which Locust's own statistics have no column."""
 
     workers: Counter[str] = field(default_factory=Counter)
     reservations: Counter[str] = field(default_factory=Counter)
@@ -105,7 +105,7 @@ events.quitting.add_listener(_write_summary)  # type: ignore[no-untyped-call]
 
 
 class OpenAIUser(User):
-    """A user that streams chat completions and measures them. ``kind`` names it in the statistics."""
+    """A user that streams chat completions and measures them. kind: its name in the statistics."""
 
     abstract = True
     wait_time = constant_pacing(PACE_S)
@@ -117,7 +117,7 @@ class OpenAIUser(User):
         self.model = self._first_model()
 
     def _first_model(self) -> str:
-        """As patient as a request: a replica may be killed just as a user arrives."""
+        """The first served model. Tries as often as a request does, for a replica may be killed just now."""
         for left in reversed(range(TRIES)):
             connection = self._connect()
             try:
@@ -132,7 +132,7 @@ class OpenAIUser(User):
         raise AssertionError("unreachable")
 
     def ask(self, messages: list[dict[str, str]]) -> str:
-        """The whole answer, or an empty string after a failure (which Locust then counts)."""
+        """The whole answer, or an empty string after a failure, which is counted."""
         body = {"model": self.model, "messages": messages, "max_tokens": ANSWER_TOKENS, "stream": True}
         began, answer = time.perf_counter(), ""
         failure: Exception | None = None
@@ -150,7 +150,7 @@ class OpenAIUser(User):
         return answer
 
     def _once(self, body: bytes, began: float) -> str:
-        """One try. Raises Broken, Refused."""
+        """The answer of one try. Raises Broken, Refused."""
         connection, kind = self._connect(), "retried"
         pieces: list[str] = []
         try:
@@ -189,7 +189,7 @@ class OpenAIUser(User):
 
 
 class ChatUser(OpenAIUser):
-    """Conversations behind one shared system prompt; each turn adds a question and, next time, its answer."""
+    """Conversations that share one system prompt. Each turn adds a question, and the next turn its answer, too."""
 
     weight = 3
     kind = "chat"

@@ -1,14 +1,14 @@
-"""Fit the simulator's step times to a real vLLM, and check them on a load that was not used for the fit.
+"""Fit the simulator's step times to a real vLLM, and check them on a load that the fit has not used.
 
     python -m warmfleet_loadtest.calibrate measure --url http://127.0.0.1:8000 --model small --out samples.json
     python -m warmfleet_loadtest.calibrate fit samples.json --out costs.json
     python -m warmfleet_loadtest.calibrate check --url http://127.0.0.1:8000 --model small --costs costs.json
 
-``measure`` sends prompts of many lengths, alone, cold and with cached prefixes, then groups of decoding streams.
-``fit`` solves for non-negative coefficients with the smallest relative error. It is not tuned to a mixed load: on a
-busy machine that would make the machine's contention a property of the engine. ``check`` runs mixed loads on the real
-engine and on the simulator over HTTP and compares the quantiles of TTFT; believe it only where ``load_average`` says
-that nothing else ran (the simulator sleeps where vLLM computes, so contention slows only one of them).
+``measure`` sends prompts of many lengths one at a time, cold and with cached prefixes, and then groups of decoding
+streams. ``fit`` finds the non-negative coefficients with the smallest relative error. It does not look at a mixed load,
+for on a busy machine it would take the machine's contention for a property of the engine. ``check`` runs mixed loads
+over HTTP on the real engine and on the simulator and compares the quantiles of TTFT. Believe its result only if
+``load_average`` shows that nothing else ran: the simulator sleeps where vLLM computes, so contention slows only vLLM.
 Start vLLM with a cache that holds everything (no evictions) and with --enable-prompt-tokens-details.
 """
 
@@ -53,8 +53,8 @@ NAMES = tuple(field.name for field in fields(StepCosts))
 TOLERANCE = 0.15
 
 
-class Bench:
-    """Measurements on one engine. All prompts are new unless a prefix is wanted."""
+class Measurements:
+    """Measurements on one engine. Every prompt is new, but for a wanted prefix."""
 
     def __init__(self, client: Client, url: str, seed: int) -> None:
         self._client = client
@@ -65,7 +65,7 @@ class Bench:
         return [FIRST_TOKEN + int(self._random.random() * TOKENS) for _ in range(count)]
 
     async def alone(self, cached: int, new: int) -> float:
-        """TTFT in seconds of ``new`` tokens after a cached prefix, the engine being idle otherwise."""
+        """The TTFT in seconds of ``new`` tokens after a cached prefix, on an otherwise idle engine."""
         prefix = self.tokens(cached)
         if cached:
             await self._send([*prefix, *self.tokens(1)], 1)
@@ -73,9 +73,9 @@ class Bench:
         return quartile([reply.ttft_s for reply in replies])
 
     async def decode(self, streams: int, context: int) -> float:
-        """Seconds between tokens while ``streams`` requests of ``context`` tokens decode, their prompts being cached.
+        """The seconds between tokens while ``streams`` requests of ``context`` tokens decode. Their prompts are cached.
 
-        From two lengths of the same answers: chunks may arrive together, so the time of one says nothing.
+        It is computed from two lengths of the same answers, because several chunks may arrive together.
         """
         prompts = [self.tokens(context) for _ in range(streams)]
         await self._slowest(prompts, 1)
@@ -97,18 +97,18 @@ class Bench:
 
 
 def quartile(seconds: Sequence[float]) -> float:
-    """The lower one: whatever disturbs a measurement makes it longer."""
+    """The lower quartile, because a disturbed measurement is always too long."""
     return quantile(sorted(seconds), 0.25)
 
 
 async def measure(url: str, model: str, seed: int) -> dict[str, Any]:
-    """Samples for ``fit``."""
+    """The samples for ``fit``."""
     async with Client(model) as client:
-        bench = Bench(client, url, seed)
-        await bench.alone(0, 2_016)  # warm up
-        prefill = [[0, new, await bench.alone(0, new)] for new in COLD_TOKENS]
-        prefill += [[cached, new, await bench.alone(cached, new)] for cached, new in CACHED_TOKENS]
-        decode = [[streams, context, await bench.decode(streams, context)] for streams, context in STREAMS]
+        measurements = Measurements(client, url, seed)
+        await measurements.alone(0, 2_016)  # warm up
+        prefill = [[0, new, await measurements.alone(0, new)] for new in COLD_TOKENS]
+        prefill += [[cached, new, await measurements.alone(cached, new)] for cached, new in CACHED_TOKENS]
+        decode = [[streams, context, await measurements.decode(streams, context)] for streams, context in STREAMS]
     return {"prefill": prefill, "decode": decode, "load_average": os.getloadavg()[0]}
 
 
@@ -116,7 +116,7 @@ async def measure(url: str, model: str, seed: int) -> dict[str, Any]:
 
 
 def fit(samples: dict[str, Any], limits: Limits) -> StepCosts:
-    """Non-negative least squares of the relative errors. Raises ValueError for samples that cannot be times."""
+    """The non-negative costs with the least squares of relative errors. Raises ValueError if a sample is not positive."""
     rows, seconds = [], []
     for cached, new, ttft in samples["prefill"]:
         held = cached // limits.block_tokens * limits.block_tokens
@@ -135,7 +135,7 @@ def fit(samples: dict[str, Any], limits: Limits) -> StepCosts:
 
 
 def _prefill_row(held: int, tokens: int, step_tokens: int) -> np.ndarray[Any, Any]:
-    """How often each coefficient counts in the TTFT of one prompt. The request overhead is one unknown at first."""
+    """How often each coefficient counts in the TTFT of one prompt."""
     work = dict.fromkeys(NAMES, 0.0)
     work["request_s"], work["request_token_s"] = 1.0, float(tokens)
     done = held
@@ -149,7 +149,7 @@ def _prefill_row(held: int, tokens: int, step_tokens: int) -> np.ndarray[Any, An
 
 
 def non_negative(matrix: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Least squares with coefficients >= 0: the most negative one is set to zero until none is."""
+    """Least squares with coefficients from 0 on: the most negative one is set to 0 until none is negative."""
     active = [column for column in range(matrix.shape[1]) if np.any(matrix[:, column])]
     while True:
         scale = np.linalg.norm(matrix[:, active], axis=0)
@@ -170,9 +170,9 @@ def _config(costs: StepCosts, limits: Limits, blocks: int) -> EngineConfig:
 
 
 async def check(url: str, model: str, config: EngineConfig, mixes: Sequence[Mix]) -> list[dict[str, Any]]:
-    """One line per mix: quantiles of TTFT on the real engine and on the simulator, both over HTTP.
+    """One line per mix, with quantiles of TTFT on the real engine and on the simulator, both over HTTP.
 
-    Raises StackError if one of them answers nothing.
+    Raises StackError if the real engine or the simulator answers no request.
     """
     lines = []
     for mix in mixes:
@@ -215,7 +215,7 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--model", required=True)
             command.add_argument("--seed", type=int, default=1 if name == "measure" else 100)
         if name == "check":
-            command.add_argument("--costs", required=True, help="what fit wrote, or a preset")
+            command.add_argument("--costs", required=True, help="the file that fit wrote, or a preset")
             command.add_argument("--rate", type=float, action="append", help="requests per second of the mixed load")
             command.add_argument("--seconds", type=float, default=90.0, help="of each mixed load")
         else:
@@ -229,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0; 1 if a check is off by more than TOLERANCE; 2 wrong arguments, or nothing could be measured."""
+    """Exit codes: 0 done; 1 a check is off by more than TOLERANCE; 2 wrong arguments, or nothing could be measured."""
     args = parser().parse_args(argv)
     try:
         return _command(args)

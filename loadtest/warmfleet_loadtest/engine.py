@@ -1,8 +1,8 @@
-"""Simulated vLLM engines: real tokens, real block hashes, a real prefix cache, and step times instead of a model.
+"""Simulated vLLM engines: tokens, block hashes and prefix cache are real, modelled step times replace the model.
 
-    python -m warmfleet_loadtest.engine --port 8001                       # one stock engine
+    python -m warmfleet_loadtest.engine --port 8001                       # one engine without the plugin
     python -m warmfleet_loadtest.engine --count 4 --port 8001 \\
-        --redis unix:///tmp/store.sock                                    # four that join a fleet by themselves
+        --redis unix:///tmp/store.sock                                    # four engines that join a fleet
     python -m warmfleet_loadtest.engine --step-time fit.json --blocks 4096    # step times from a calibration
 
 Then: curl http://127.0.0.1:8001/v1/completions -H 'content-type: application/json' \\
@@ -41,12 +41,15 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.simulator.kv_events import KvEvents
 
-STOP_SECONDS = 2.0  # for open requests, when asked to stop
+STOP_SECONDS = 2.0  # so long open requests may take when the engine stops
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """One engine but for its place in the fleet. mode: ``step`` (vLLM's scheduler) or ``fcfs`` (simple models)."""
+    """An engine's settings, without its place in a fleet.
+
+    mode: ``step`` for vLLM's scheduler, ``fcfs`` for one prefill at a time. fcfs_decode_s: seconds per token then.
+    """
 
     scheme: wire.Scheme
     limits: Limits
@@ -63,12 +66,12 @@ class EngineConfig:
 
 
 class Engine:
-    """One engine with its port, its core and, in a fleet, its publishers. ``start``, ``stop``."""
+    """One engine with its port, its core and, in a fleet, its publishers."""
 
-    def __init__(self, config: EngineConfig, identity: PromptTokenizer, served: Served) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: PromptTokenizer, served: Served) -> None:
         self.tracker = Tracker()
         self.core = EngineCore(config.scheduler(self.tracker), config.costs)
-        self.identity = identity
+        self.tokenizer = tokenizer
         self.served = served
         self.port = 0
         self.halves: Halves | None = None
@@ -77,8 +80,8 @@ class Engine:
         self._steps: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> None:
-        """Listen (port 0: any free one) and run. Raises OSError if the port is taken."""
-        app = Api(self.core, self.identity, self.served).app()
+        """Listen (0: on any free port) and run the core. Raises OSError if the port is taken."""
+        app = Api(self.core, self.tokenizer, self.served).app()
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS, keepalive_timeout=5.0
         )
@@ -89,23 +92,22 @@ class Engine:
         self._steps = asyncio.create_task(self.core.run())
 
     def join(self, membership: Membership, artifacts: Mapping[str, bytes]) -> None:
-        """Publish to a fleet's Redis, from threads."""
-        self.halves = Halves(membership, self.core, self.tracker, self.identity, artifacts)
+        """Join a fleet: start the publishers, which have threads of their own."""
+        self.halves = Halves(membership, self.core, self.tracker, self.tokenizer, artifacts)
         self.core.progress = self.halves.progress
         self.halves.start()
 
     def publish_kv_events(self) -> int:
-        """Publish vLLM's KV events over ZMQ; returns the port."""
-        from warmfleet_loadtest.simulator.kv_events import (
-            KvEvents,  # needs pyzmq and msgpack, of the development environment
-        )
+        """Publish vLLM's KV events over ZMQ. Returns the port."""
+        # Imported here, because it needs pyzmq and msgpack, which only the development environment has.
+        from warmfleet_loadtest.simulator.kv_events import KvEvents
 
         self.kv_events = KvEvents(self.core.scheduler)
         self.core.stepped = self.kv_events.publish
         return self.kv_events.port
 
     async def stop(self) -> None:
-        """Leave the fleet, then let open requests end for STOP_SECONDS."""
+        """Leave the fleet, then give open requests STOP_SECONDS to end."""
         if self.halves is not None:
             await asyncio.to_thread(self.halves.stop)
         if self._runner is not None:
@@ -119,12 +121,12 @@ class Engine:
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Run the engines that the command line asks for until SIGTERM or SIGINT, or until one of them breaks."""
-    identity = PromptTokenizer.load(args.tokenizer)
+    """Run the engines of the command line until SIGTERM or SIGINT. Raises OSError if an engine cannot listen."""
+    tokenizer = PromptTokenizer.load(args.tokenizer)
     config = engine_config(args)
     served = Served(tuple(args.model), args.api_key)
-    artifacts = identity.artifacts() if args.redis else {}
-    engines = [Engine(config, identity, served) for _ in range(args.count)]
+    artifacts = tokenizer.artifacts() if args.redis else {}
+    engines = [Engine(config, tokenizer, served) for _ in range(args.count)]
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -143,7 +145,7 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Raises ValueError for settings that make no engine."""
+    """The settings of the command line. Raises ValueError if no engine can have them."""
     scheme = wire.Scheme(args.hash_algo, wire.default_none_hash(args.hash_algo), args.block_size)
     length = args.max_model_len or min(32_768, (args.blocks - 1) * args.block_size)
     limits = Limits(args.max_num_batched_tokens, args.max_num_seqs, length, args.block_size)
@@ -154,7 +156,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def membership(args: argparse.Namespace, port: int, index: int) -> Membership:
-    """Raises UrlRefusedError for an address that routers could not reach."""
+    """How the engine with this port joins. Raises UrlRefusedError for an address that routers could not reach."""
     server_id = args.worker_id or default_server_id([*sys.argv, str(args.port or port)])
     if args.count > 1:
         server_id = f"{server_id}-{index}"
@@ -175,10 +177,12 @@ def parser() -> argparse.ArgumentParser:
     place.add_argument("--count", type=int, default=1, help="engines in this process, on consecutive ports")
     place.add_argument("--model", action="append", metavar="NAME", help="served name; may be repeated (default demo)")
     place.add_argument("--api-key", help="refuse /v1 requests without this bearer token")
-    fleet = made.add_argument_group("fleet (without --redis: a stock engine that publishes nothing)")
+    fleet = made.add_argument_group("fleet (without --redis the engine publishes nothing)")
     fleet.add_argument("--redis", metavar="URL", default=env("WARMFLEET_REDIS_URL"), help="$WARMFLEET_REDIS_URL")
     fleet.add_argument("--fleet", metavar="TAG", default=env("WARMFLEET_MODEL"), help="model tag in Redis (--model)")
-    fleet.add_argument("--worker-id", metavar="ID", default=env("WARMFLEET_WORKER_ID"), help="-0, -1... with --count")
+    fleet.add_argument(
+        "--worker-id", metavar="ID", default=env("WARMFLEET_WORKER_ID"), help="--count appends -0, -1, ..."
+    )
     fleet.add_argument("--kv-events", action="store_true", help="publish vLLM's KV events over ZMQ, on a free port")
     cache = made.add_argument_group("cache and scheduler, in vLLM's words")
     cache.add_argument("--blocks", type=int, default=4_096, help="--num-gpu-blocks-override (default %(default)s)")
@@ -192,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
     time.add_argument(
         "--step-time", default="demo", help=f"preset ({names}), a factor or a JSON file of calibrate (default demo)"
     )
-    time.add_argument("--time-scale", type=float, default=1.0, help="everything takes this much longer")
+    time.add_argument("--time-scale", type=float, default=1.0, help="all times are multiplied by this")
     time.add_argument(
         "--mode", choices=("step", "fcfs"), default="step", help="fcfs: one prefill at a time, free decode"
     )
@@ -208,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.model = args.model or ["demo"]
     if args.kv_events and args.redis:
-        parser().error("--kv-events is for an engine without --redis: one of them listens to the cache")
+        parser().error("--kv-events is for an engine without --redis: only one publisher can listen to the cache")
     try:
         engine_config(args)
         uvloop.run(serve(args))

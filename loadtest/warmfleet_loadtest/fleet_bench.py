@@ -1,4 +1,4 @@
-"""A trace through whole fleets over HTTP: every policy, any number of replicas, routers of others beside them.
+"""Play a trace through whole fleets over HTTP: every policy, any number of replicas, and routers of other projects.
 
     make -s bench NAME=trace                                                    # cost, one replica: 2.5 minutes
     make -s bench NAME=trace TRACE=agents POLICY=cost,session REPLICAS=1,4      # four fleets, 6 minutes each
@@ -7,12 +7,13 @@
     make -s bench NAME=trace ARGS="--rows 300 --policy cost,least_loaded"       # a first look: 30 s
 
 Requests arrive at the trace's own times, divided by --speed, whether or not earlier ones are answered (TRACE=agents:
-a session's next request waits for the answer). TTFT is in trace seconds (wall seconds x --speed), from when a request
-was due; the first tenth of the requests warms up. The last line of standard output is one JSON object: for one fleet
-`mean_ttft`, `p50_ttft`, `p90_ttft`, `p99_ttft`, `hit_ratio`, `imbalance` (computed tokens of the busiest engine over
-the mean), `failed`, ...; for several the same under `runs`. With several seeds `ci95` holds the half widths of 95 %
-intervals. A seed names other tokens and session keys, hence other hashes; the arrivals are the trace's. Plots and all
-figures go to --out. Exit codes: 0 every request was answered, 1 one was not or a fleet did not start, 2 wrong usage.
+a session's next request waits for its previous answer). TTFT is in trace seconds (wall seconds x --speed), from when a
+request was due; the first tenth of the requests warms up. The last line of standard output is one JSON object. For one
+fleet it has `mean_ttft`, `p50_ttft`, `p90_ttft`, `p99_ttft`, `hit_ratio`, `imbalance` (computed tokens of the busiest
+engine over the mean), `failed` and others; for several fleets each has these under `runs`. With several seeds `ci95`
+holds the half widths of 95 % intervals. Each seed has other tokens and session keys, hence other hashes; the arrivals
+are always those of the trace. Plots and all figures go to --out. Exit codes: 0 every request was answered, 1 a request
+failed or a fleet did not start, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all runs have in common. trace: a name or a file; rows: its first so many requests.
+    """The settings of all runs.
 
-    speed: trace seconds a second; skip: share of the requests that warms up; texts: prompts are sent as texts, also to
-    those who take token ids.
+    trace: a name or a file. rows: only the first so many requests are played. speed: trace seconds per second.
+    skip: the share of the requests that warms up. texts: prompts are sent as texts, also to fleets that take token ids.
     """
 
     setup: Setup
@@ -68,7 +69,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One fleet, one seed. ttft: sorted, in trace seconds, without the warm-up."""
+    """The outcome of one fleet with one seed. ttft: sorted, in trace seconds, without the warm-up."""
 
     figures: dict[str, Any]
     health: dict[str, Any]
@@ -77,7 +78,7 @@ class Outcome:
 
 
 def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Outcome:
-    """Raises StackError if the fleet does not start, or a process of it ends on the way."""
+    """Play the trace through a fresh fleet. Raises StackError if it does not start or loses a process."""
     with running(fleet, bench.setup) as up:
         progress = Progress(label, len(trace.arrivals))
         before, began = _cpu_s(up), time.monotonic()
@@ -86,7 +87,7 @@ def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Out
         try:
             replies, watch, samples = uvloop.run(_drive(trace, target, up.engines, progress))
         except StackError:
-            up.processes.check()  # says more, if a process has ended
+            up.processes.check()  # raises a better error if a process has ended
             raise
         wall_s = time.monotonic() - began
         cpu_s = {kind: seconds - before.get(kind, 0.0) for kind, seconds in _cpu_s(up).items()}
@@ -102,7 +103,7 @@ def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Out
 
 @cache
 def _speller() -> Callable[[Sequence[int]], str]:
-    """Makes a text of as many tokens, by the engines' tokenizer: a word for each id."""
+    """A function from token ids to a text of as many tokens for the engines' tokenizer: a word for each id."""
     words = [word for _token_id, word in PromptTokenizer.load().words]
     return lambda ids: "".join(words[one - FIRST_TOKEN] for one in ids)
 
@@ -121,7 +122,7 @@ def _cpu_s(up: Running) -> dict[str, float]:
 
 
 def run(fleets: Sequence[Fleet], bench: Bench, seeds: int, out: Path) -> dict[str, Any]:
-    """All fleets with the first seed, then all with the next, so that a change of the machine meets all alike."""
+    """Play all fleets with the first seed, then all with the next: so a slow hour of the machine hits all alike."""
     outcomes: dict[str, list[Outcome]] = {fleet.name: [] for fleet in fleets}
     broken: dict[str, str] = {}
     for seed in range(seeds):
@@ -139,7 +140,7 @@ def run(fleets: Sequence[Fleet], bench: Bench, seeds: int, out: Path) -> dict[st
             print(f"{label}: {json.dumps(outcomes[fleet.name][-1].figures)}", file=sys.stderr, flush=True)
             try:
                 _save(out, fleets, outcomes, bench.speed)
-            except OSError as error:  # pictures are no reason to lose what is still to be measured
+            except OSError as error:  # go on, for the figures of the other fleets matter more than pictures
                 print(f"error: not saved: {error}", file=sys.stderr, flush=True)
     runs = [_entry(fleet, outcomes[fleet.name], broken.get(fleet.name)) for fleet in fleets]
     about = {"trace": trace.name, "rows": len(trace.arrivals), "speed": bench.speed, "mode": bench.setup.mode}
@@ -162,7 +163,7 @@ def _entry(fleet: Fleet, outcomes: Sequence[Outcome], error: str | None) -> dict
 
 
 def _save(folder: Path, fleets: Sequence[Fleet], outcomes: dict[str, list[Outcome]], speed: float) -> None:
-    """What there is so far; plots are of the first seed. Raises OSError."""
+    """Write all figures so far, and plots of the first seed. Raises OSError."""
     first = {fleet.name: outcomes[fleet.name][0] for fleet in fleets if outcomes[fleet.name]}
     save_plots(
         folder,
@@ -178,7 +179,7 @@ COLUMNS = ("mean_ttft", "p50_ttft", "p90_ttft", "p99_ttft", "hit_ratio", "imbala
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """One line per fleet, in Markdown; ± where there are several seeds."""
+    """A Markdown table with one line per fleet, and ± with several seeds."""
     rows = []
     for entry in runs:
         margins = entry.get("ci95", {})
@@ -200,25 +201,27 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--trace", default=env("TRACE") or "conversation", help="conversation, agents or a file ($TRACE)")
     made.add_argument("--policy", default=env("POLICY"), help="policies joined by commas, or all ($POLICY; cost)")
     made.add_argument("--replicas", default=env("REPLICAS") or "1", help="numbers joined by commas ($REPLICAS; 1)")
-    made.add_argument("--fleet", default=env("FLEET") or "", help="fleets that are no policy of ours ($FLEET)")
+    made.add_argument("--fleet", default=env("FLEET") or "", help="other fleets, such as smg:4,session-sticky ($FLEET)")
     made.add_argument("--seeds", type=int, default=env("SEEDS") or "1", help="runs of each fleet ($SEEDS; 1)")
-    made.add_argument("--rows", type=int, help="first so many requests (all: 2400; agents: 2955)")
+    made.add_argument("--rows", type=int, help="play only the first requests (2400; agents: 2955)")
     made.add_argument("--speed", type=float, help="trace seconds per second: the load (6; agents: 4)")
-    made.add_argument("--skip", type=float, default=0.1, help="share that warms up (default %(default)s)")
+    made.add_argument(
+        "--skip", type=float, default=0.1, help="share of the requests that warms up (default %(default)s)"
+    )
     made.add_argument("--engines", type=int, default=8)
     made.add_argument("--blocks", type=int, help="of 16 tokens, per engine (1953; agents: 1024)")
     made.add_argument("--engine-mode", choices=("fcfs", "step"), default="fcfs", help="default %(default)s")
     made.add_argument("--step-time", help="preset, factor or file of calibrate (by trace and mode)")
     made.add_argument("--prompts", choices=("ids", "text"), default="ids", help="smg always gets texts")
-    made.add_argument("--no-haproxy", action="store_true", help="the client takes a router at random")
+    made.add_argument("--no-haproxy", action="store_true", help="the client chooses a router at random")
     made.add_argument("--out", type=Path, default=Path("out/trace"), help="plots, figures.json (default %(default)s)")
     return made
 
 
 def bench_of(args: argparse.Namespace) -> Bench:
-    """What is not said depends on the trace; one that is not public is taken for a conversation.
+    """The settings of the command line. Defaults depend on the trace; a trace of one's own has the conversation's.
 
-    Raises ValueError or OSError, also for a trace that only its end makes unfit.
+    Reads the whole trace, so that a fault near its end is found before the first run. Raises ValueError, OSError.
     """
     usual = PUBLIC.get(args.trace, PUBLIC["conversation"])
     rows = usual.rows if args.rows is None else args.rows
@@ -236,7 +239,7 @@ def bench_of(args: argparse.Namespace) -> Bench:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: see the top."""
+    """The exit codes are in the module's docstring."""
     args = parser().parse_args(argv)
     try:
         fleets = others(args.fleet)

@@ -1,12 +1,13 @@
 """`make loadtest`: a local fleet behind haproxy, driven by Locust while one replica is killed and one is added.
 
-Starts a store, four simulated engines, three router replicas and haproxy; runs loadtest/locustfile.py; at 35 % of
-the time SIGKILLs one replica, at 50 % starts a new one; leaves an HTML report; stops everything.
+It starts a store, four simulated engines, three router replicas and haproxy, and runs loadtest/locustfile.py. At 35 %
+of the time it kills one replica (SIGKILL), at 50 % it starts a new one. At the end it writes an HTML report and stops
+everything.
 
-Passes when no request failed. A SIGKILL cuts the streams that ran through the killed replica: an L4 balancer cannot
-mend that, so clients send such a request again, as the OpenAI clients do for broken connections. These are counted,
-printed, and allowed only within KILL_WINDOW_S after the kill: a break at any other time is a failure of the run.
-Answers that were routed without a decision (the store was too slow) are printed as a warning, with their times.
+The run passes if no request has failed. A SIGKILL cuts the streams that ran through the killed replica. A TCP balancer
+cannot mend that, so clients send such a request again, as the OpenAI clients do after a broken connection. Broken
+connections are counted and printed, and are allowed only within KILL_WINDOW_S after the kill: at any other time they
+fail the run. Answers that were routed without a decision (the store was too slow) are printed as a warning.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from warmfleet_loadtest.stacks.locust_stack import LocustStack
 from warmfleet_loadtest.stacks.processes import StackError, end_on_signals
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
-KILL_AT, ADD_AT = 0.35, 0.5  # of the duration
-# A fallback answers correctly but says nothing about the shared decision: above this share the run measured little.
-# Not a target. Chosen after runs on a crowded 2-core machine had 0 to 6 %, where the store waited for a CPU longer than
-# the routers wait for it.
+KILL_AT, ADD_AT = 0.35, 0.5  # share of the duration
+# A fallback is a correct answer that was routed without the shared decision. With more of them than this share the run
+# has measured little. Runs on a crowded 2-core machine had 0 to 6 %: there the store waited for a CPU longer than the
+# routers wait for the store.
 FALLBACK_SHARE = 0.2
-KILL_WINDOW_S = 3.0  # two health checks (1 s), then what was in flight has been sent again
-FINISH_S = 30  # users may finish their last request
+KILL_WINDOW_S = 3.0  # two health checks (1 s each), and time to send the cut requests again
+FINISH_S = 30  # so long users may take to finish their last request
 TRAFFIC = "replica-4"
 POLL_S = 0.2
-TRAFFIC_S = 60  # on a busy machine the added replica may be up only after the end of the duration
+TRAFFIC_S = 60  # on a busy machine the added replica may get its first request only after the duration
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the driver did and saw beside Locust: Unix times, sessions per replica, Locust's own exit status."""
+    """The driver's part of a run: Unix times of kill and start, connections per replica, Locust's exit status."""
 
     killed_at: float
     added_at: float
@@ -50,7 +51,7 @@ class Run:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0: no failures; 1: failures; 2: the run could not be made."""
+    """Exit codes: 0 no failures, 1 failures, 2 the run could not be made."""
     options = _parser().parse_args(argv)
     try:
         options.report.parent.mkdir(parents=True, exist_ok=True)
@@ -72,14 +73,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def drive(stack: LocustStack, options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Run]:
-    """Run Locust against the stack, with one kill and one start on the way. Raises StackError if Locust breaks."""
+    """Run Locust against the stack; meanwhile kill one replica and start one. Raises StackError if Locust breaks."""
     target = folder / "summary.json"
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", stack.url, "--headless"]
     command += ["--users", str(options.users), "--spawn-rate", str(max(1, options.users / 5))]
     command += ["--stop-timeout", str(FINISH_S)]
     command += ["--html", str(options.report), "--only-summary", "--loglevel", "WARNING"]
     locust = stack.spawn("client", "locust", command, {"WARMFLEET_LOADTEST_SUMMARY": str(target)})
-    stack.wait("locust", lambda: any(stack.sessions().values()))  # it imports for some seconds before it sends anything
+    stack.wait("locust", lambda: any(stack.sessions().values()))  # it takes seconds to import its modules
     began = time.monotonic()
     stack.sleep_until(began + KILL_AT * options.duration)
     killed_at = time.time()
@@ -95,7 +96,7 @@ def drive(stack: LocustStack, options: argparse.Namespace, folder: Path) -> tupl
         stack.sleep_until(time.monotonic() + POLL_S)
     locust.send_signal(signal.SIGUSR1)
     try:
-        status = locust.wait(timeout=FINISH_S + 60)  # it writes its report at the end
+        status = locust.wait(timeout=FINISH_S + 60)  # time to write its report
     except subprocess.TimeoutExpired as error:
         raise StackError(f"Locust did not end:\n{stack.tail('locust')}") from error
     if not target.exists():
@@ -104,7 +105,7 @@ def drive(stack: LocustStack, options: argparse.Namespace, folder: Path) -> tupl
 
 
 def verdict(summary: dict[str, Any], run: Run) -> list[str]:
-    """Everything that makes this run fail; empty if it passed."""
+    """The reasons why this run has failed; empty if it has passed."""
     problems = [f"request failed: {error}" for error in summary["errors"]]
     failures = sum(row["failures"] for row in summary["rows"].values())
     if failures:
@@ -126,7 +127,7 @@ def verdict(summary: dict[str, Any], run: Run) -> list[str]:
 
 
 def describe(summary: dict[str, Any], run: Run) -> str:
-    """The run in a few lines."""
+    """A summary of the run in a few lines."""
     lines = [f"{'':10}{'requests':>9}{'failures':>9}{'mean ms':>9}{'p50':>8}{'p95':>8}"]
     for name, row in sorted(summary["rows"].items()):
         figures = f"{row['mean_ms']:>9.0f}{row['p50_ms'] or 0:>8.0f}{row['p95_ms'] or 0:>8.0f}"

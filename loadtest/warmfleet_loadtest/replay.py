@@ -3,10 +3,11 @@
     python -m warmfleet_loadtest.replay --base-url http://127.0.0.1:8080 --model sim --rows 600 --speed 6
     python -m warmfleet_loadtest.replay --trace my.jsonl.xz --base-url http://a:8080 --base-url http://b:8080 --seeds 3
 
-Requests arrive at the trace's own times divided by --speed, whether or not earlier ones are answered; in agent traces
-a session's next request waits for the answer before. With several base URLs each request takes one at random. Times
-are wall times; "trace seconds" are these times --speed. Without --trace: $TRACE, the shared conversation trace where
-it is found, else a generated one of the same shape. The first --skip of the requests warm up and are not counted.
+Requests arrive at the trace's own times divided by --speed, whether or not earlier ones are answered; in agents' traces
+a session's next request waits for its previous answer. With several base URLs each request goes to a random one. Times
+are wall times; "trace seconds" are wall times multiplied by --speed. Without --trace the tool takes $TRACE, else the
+conversation trace if its file is found, else a generated trace of the same shape. The first --skip of the requests
+warm up and are not counted.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where and how fast. speed: trace seconds a second.
+    """The servers of a replay, and its speed.
 
-    balance: which URL a request takes: ``random``, ``session`` or ``least`` (see Balance).
-    spell: what is sent for token ids, these themselves or a text.
+    speed: trace seconds per second. seed: for random URLs and session keys. balance: ``random``, ``session`` or
+    ``least`` (see ``Balance``). spell: makes the prompt that is sent of token ids; it may be a text.
     """
 
     urls: tuple[str, ...]
@@ -53,7 +54,7 @@ class Target:
 
 
 class Balance:
-    """The client's own balancer: any URL, the one that a session's key names, or the one with the fewest requests."""
+    """The client's own balancer: a random URL, one by the session's key, or the URL with the fewest open requests."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -61,7 +62,7 @@ class Balance:
         self._under_way = dict.fromkeys(target.urls, 0)
 
     def take(self, session: str) -> str:
-        """A URL; give it back."""
+        """A URL for a request of this session. Give it back when the request is answered."""
         urls = self._target.urls
         if self._target.balance == "session":
             taken = urls[zlib.crc32(session.encode()) % len(urls)]
@@ -77,9 +78,9 @@ class Balance:
 
 
 async def replay(
-    trace: Trace, target: Target, heard: Callable[[Reply], None] = lambda _reply: None
+    trace: Trace, target: Target, on_reply: Callable[[Reply], None] = lambda _reply: None
 ) -> tuple[list[Reply], dict[str, float]]:
-    """All replies in the order of the trace, and how the client itself did. heard: called with each reply."""
+    """(all replies in the order of the trace, the client's own health). on_reply: called with each reply."""
     balance = Balance(target)
     replies: list[Reply | None] = [None] * len(trace.arrivals)
     sessions: dict[int, list[int]] = {}
@@ -101,14 +102,14 @@ async def replay(
                 reply = await client.complete(url, prompt, arrival.output_tokens, late_s, session)
                 balance.give_back(url)
                 replies[index] = reply
-                heard(reply)
+                on_reply(reply)
 
         await asyncio.gather(*(play(indices) for indices in sessions.values()))
         return [reply for reply in replies if reply is not None], watch.report()
 
 
 def summary(replies: Sequence[Reply], speed: float = 1.0, skip: float = 0.1) -> dict[str, Any]:
-    """The figures of a replay; wall seconds, and mean TTFT in trace seconds as well."""
+    """The figures of a replay in wall seconds, and the mean TTFT in trace seconds, too."""
     counted = after_warm_up(replies, skip)
     good = [reply for reply in counted if reply.error is None]
     ttft = sorted(reply.ttft_s for reply in good)
@@ -147,10 +148,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", default="sim", help="served name (default %(default)s)")
     made.add_argument("--api-key", help="bearer token")
     made.add_argument("--trace", metavar="FILE", help="conversation, agents or a .jsonl.xz file ($TRACE)")
-    made.add_argument("--rows", type=int, help="first so many requests (default: all; 600 if generated)")
+    made.add_argument("--rows", type=int, help="play only the first requests (default: all; 600 if generated)")
     made.add_argument("--speed", type=float, default=6.0, help="trace seconds per second (default %(default)s)")
     made.add_argument("--seeds", type=int, default=1, help="repetitions, each with other tokens (default %(default)s)")
-    made.add_argument("--skip", type=float, default=0.1, help="share that warms up (default %(default)s)")
+    made.add_argument(
+        "--skip", type=float, default=0.1, help="share of the requests that warms up (default %(default)s)"
+    )
     made.add_argument("--json", action="store_true", help="print JSON only")
     return made
 
@@ -163,7 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: dict[str, dict[str, Any]] = {}
     for seed in range(args.seeds):
         try:
-            trace = open_trace(args.trace, args.rows, seed)  # other tokens: engines still hold those of the seed before
+            trace = open_trace(
+                args.trace, args.rows, seed
+            )  # other tokens than with the previous seed, which engines still hold
         except (OSError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

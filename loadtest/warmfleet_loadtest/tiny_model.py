@@ -2,9 +2,9 @@
 
     python -m warmfleet_loadtest.tiny_model OUT [--kind llama3]
 
-Needs torch, transformers and tokenizers (vLLM's own environment has them). Weights come from a fixed seed and the
-byte-level BPE is trained on the Python standard library: the same interpreter always makes the same model. What it
-says is nonsense; its tokens, blocks, hashes and cache are real.
+It needs torch, transformers and tokenizers (vLLM's own environment has them). The weights come from a fixed seed, and
+the byte-level BPE is trained on the Python standard library, so the same interpreter always makes the same model. Its
+answers are nonsense; its tokens, blocks, hashes and cache are real.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of the network: ``tiny`` (0.6 M parameters) for correctness, ``small`` (6.6 M) to see prefill take time."""
+    """The size of the network. The default has 0.6 M parameters; 8 layers of 256 have 6.6 M, with slower prefill."""
 
     layers: int = 2
     hidden: int = 64
@@ -38,7 +38,7 @@ class Shape:
 
 
 def train_tokenizer(vocabulary: int) -> Any:
-    """Byte-level BPE over the modules of the standard library; about 4 s."""
+    """A byte-level BPE, trained on the modules of the standard library. Takes about 4 s."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -72,7 +72,7 @@ def save_tokenizer(folder: Path, shape: Shape) -> None:
 
 
 def save_network(folder: Path, shape: Shape, kind: str) -> int:
-    """Returns the number of parameters."""
+    """Write a network with random weights. Returns the number of its parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -104,7 +104,12 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to write into; made if missing")
     parser.add_argument("--layers", type=int, default=Shape.layers, help="8 for small (default %(default)s)")
     parser.add_argument("--hidden", type=int, default=Shape.hidden, help="256 for small (default %(default)s)")
-    parser.add_argument("--kind", choices=["chatml", *tiny_kinds.KINDS], default="chatml", help="of the tokenizer")
+    parser.add_argument(
+        "--kind",
+        choices=["chatml", *tiny_kinds.KINDS],
+        default="chatml",
+        help="kind of tokenizer (default %(default)s)",
+    )
     args = parser.parse_args()
     shape = Shape(layers=args.layers, hidden=args.hidden)
     args.out.mkdir(parents=True, exist_ok=True)

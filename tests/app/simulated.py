@@ -73,8 +73,8 @@ class Simulated:
     def become(self, kind: Kind) -> None:
         """As a changed file and a restart of its tokenizer, or an engine started anew with the same record, would."""
         now = identity(kind)
-        self.engine.identity.__dict__.clear()
-        self.engine.identity.__dict__.update(now.__dict__)
+        self.engine.tokenizer.__dict__.clear()
+        self.engine.tokenizer.__dict__.update(now.__dict__)
         scheme = SCHEMES.get(kind, SCHEME)
         scheduler = self.engine.core.scheduler
         scheduler.scheme, scheduler.limits = scheme, Limits(max_model_len=4_096, block_tokens=scheme.block_tokens)

@@ -232,13 +232,13 @@ async def test_whoever_finds_a_prompt_that_is_seen_differently_here_makes_a_few_
     monkeypatch.setattr(probe, "BACKOFF_S", (0.1, 60.0))
     async with simulated(valkey_url, model) as worker, replica(valkey_url, model, token_handoff=False) as router:
         await proven(router)
-        plain = worker.engine.identity.chat_ids
+        plain = worker.engine.tokenizer.chat_ids
 
         def quirk(body: Body) -> list[int]:
             ids = plain(body)
             return [*ids, 7] if "quirk" in str(body) else ids
 
-        monkeypatch.setattr(worker.engine.identity, "chat_ids", quirk)
+        monkeypatch.setattr(worker.engine.tokenizer, "chat_ids", quirk)
         quirky = chatting(model=model, max_tokens=16, stop=["quirk"])
         begun = time.monotonic()
         while time.monotonic() < begun + 3.2:

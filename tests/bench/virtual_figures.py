@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from tests.bench.virtual_fleet import Played
 
-    from warmfleet_loadtest.simulator.virtual_clock import Served
+    from warmfleet_loadtest.simulator.virtual_clock import Answered
 
 
 def figures(played: Played, skip: float = 0.1) -> dict[str, float]:
@@ -43,7 +43,7 @@ def figures(played: Played, skip: float = 0.1) -> dict[str, float]:
     }
 
 
-def tails(served: Sequence[Served]) -> dict[str, float]:
+def tails(served: Sequence[Answered]) -> dict[str, float]:
     """Virtual seconds; 0 of none."""
     ttft = sorted(one.ttft_s for one in served)
     return {f"ttft_p{q}_s": quantile(ttft, q / 100) for q in (50, 90, 99)}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.engine import EngineConfig
     from warmfleet_loadtest.simulator.scheduler import Request
-    from warmfleet_loadtest.simulator.virtual_clock import Served
+    from warmfleet_loadtest.simulator.virtual_clock import Answered
     from warmfleet_loadtest.traces.trace import Arrival, Trace
 
     Watch = Callable[["Cluster", float], Awaitable[None]]
@@ -64,7 +64,7 @@ class Plan:
 class Played:
     """What a run left: requests in the order of their first tokens, the cluster, CPU seconds (with the store's)."""
 
-    served: list[Served]
+    served: list[Answered]
     cluster: Cluster
     cpu_s: float
 

@@ -24,7 +24,7 @@ from warmfleet_loadtest.traces.trace import Trace
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
-    from warmfleet_loadtest.simulator.virtual_clock import Served
+    from warmfleet_loadtest.simulator.virtual_clock import Answered
 
 COSTS = WORKLOADS["generated"].costs
 ONE = engine(COSTS, 1_024)
@@ -156,17 +156,17 @@ async def join(url: str, plan: Plan, seconds: float = 80.0) -> Told:
     return Told(told, {"share of the joiner": shares, "p90 TTFT, s": _over_time(played.served, seconds)})
 
 
-def _shares(served: Sequence[Served], number: int, seconds: float) -> list[tuple[float, float]]:
+def _shares(served: Sequence[Answered], number: int, seconds: float) -> list[tuple[float, float]]:
     """Of the requests that arrived in each bin, those that engine ``number`` got."""
     bins = _bins(served, seconds)
     return [(at, statistics.fmean(one.engine == number for one in found) if found else 0.0) for at, found in bins]
 
 
-def _over_time(served: Sequence[Served], seconds: float) -> list[tuple[float, float]]:
+def _over_time(served: Sequence[Answered], seconds: float) -> list[tuple[float, float]]:
     return [(at, tails(found)["ttft_p90_s"]) for at, found in _bins(served, seconds)]
 
 
-def _bins(served: Sequence[Served], seconds: float) -> list[tuple[float, list[Served]]]:
+def _bins(served: Sequence[Answered], seconds: float) -> list[tuple[float, list[Answered]]]:
     starts = [number * BIN_S for number in range(int(seconds / BIN_S))]
     return [(at, [one for one in served if at <= one.at_s < at + BIN_S]) for at in starts]
 

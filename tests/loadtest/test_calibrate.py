@@ -63,7 +63,7 @@ async def test_intervals_are_right_however_chunks_arrive() -> None:
     scheme = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 32)
     config = EngineConfig(scheme, LIMITS, 1_024, StepCosts(0.004, 0.0))
     async with running(config) as up, Client("demo") as client:
-        bench = calibrate.Bench(client, up.url, 0)
+        bench = calibrate.Measurements(client, up.url, 0)
         assert [await bench.decode(streams, 64) for streams in (1, 4)] == pytest.approx([0.004, 0.004], rel=0.25)
 
 

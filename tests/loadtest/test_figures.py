@@ -69,7 +69,7 @@ def test_a_table_in_markdown() -> None:
 
 
 async def test_an_engine_that_does_not_answer_cannot_be_sampled() -> None:
-    with pytest.raises(StackError, match=r"does not tell its counters: ClientConnectorError"):
+    with pytest.raises(StackError, match=r"does not answer with its counters: ClientConnectorError"):
         async with sampled(["http://127.0.0.1:9"]):
             pytest.fail("the block is not entered")
 

@@ -1,6 +1,7 @@
-"""The measuring client: streams answers, notes when the first byte came, and watches itself.
+"""The measuring client: it streams answers, notes when the first byte came, and watches itself.
 
-A client that cannot keep up measures itself. So it reports its own CPU share and how late its event loop was.
+The figures of a client that cannot keep up are its own, not the fleet's. So it reports its CPU share and how late its
+event loop was.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ LAG_PERIOD = 0.05  # seconds between looks at the loop's clock
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer. Seconds since it was sent, to its first and last byte (late_s: sent after it was due); tokens.
+    """One answer.
 
-    error: None if all went well.
+    ttft_s, total_s: from sending the request to the first and the last byte. late_s: from when the request was due to
+    its sending. worker, reservation: from the router's headers; empty without a Warmfleet router. error: None if all
+    went well.
     """
 
     ttft_s: float
@@ -35,12 +38,12 @@ class Reply:
     worker: str = ""
     late_s: float = 0.0
     error: str | None = None
-    reservation: str = ""  # what the router says of its booking; empty: no router of ours
+    reservation: str = ""
 
 
 @dataclass(slots=True)
 class SelfWatch:
-    """The client's own health. cpu_share: of one core; lag: lateness of its event loop."""
+    """The client's own health while the block runs: its share of one core, and how late its event loop is."""
 
     lags_s: list[float] = field(default_factory=list)
     _task: asyncio.Task[None] | None = None
@@ -97,9 +100,9 @@ class Client:
     async def complete(
         self, url: str, prompt: list[int] | str, output_tokens: int, late_s: float = 0.0, session: str = ""
     ) -> Reply:
-        """Stream exactly ``output_tokens`` tokens; what the server or the network does wrong is the answer's error.
+        """Stream exactly ``output_tokens`` tokens. Faults of server and network are in the reply's ``error``.
 
-        late_s: how late this is, for the answer; session: the key to send, if any.
+        late_s: copied into the reply. session: the session key to send, if any.
         """
         body = {
             "model": self.model,
@@ -145,7 +148,7 @@ class Client:
 
 
 def _usage(raw: bytes) -> dict[str, Any]:
-    """The usage of the last event that has one; empty if it cannot be read."""
+    """The last usage in a stream of events; empty if there is none or it cannot be read."""
     at = raw.rfind(b'"usage":{')
     if at < 0:
         return {}

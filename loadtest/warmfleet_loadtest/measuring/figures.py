@@ -1,4 +1,7 @@
-"""Figures of a run, in trace seconds, and their means over seeds with the interval that holds the mean at 95 %."""
+"""The figures of a run, in trace seconds, and their means over several seeds with 95 % intervals.
+
+A trace second is a second of the trace's own time; a replay at speed 6 plays six of them per second.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ if TYPE_CHECKING:
 
 #: Student's t, two-sided 95 %, by degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-LATE_SHARE, CPU_SHARE = 0.05, 0.8  # beyond these a run measured its client
+LATE_SHARE, CPU_SHARE = 0.05, 0.8  # a client above these limits has measured itself
 
 
 def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, skip: float) -> dict[str, Any]:
-    """speed: trace seconds a second; TTFT: from when a request was due.
+    """The figures of one run. TTFT counts from when a request was due.
 
-    Of the requests that warm up (``skip``, a share) only the failed and the undecided count; of what the engines did
-    all counts.
+    speed: trace seconds per second. skip: the share of the requests that warms up; of these only failures and requests
+    without a decision count. The engines' counters include the warm-up.
     """
     counted = after_warm_up(replies, skip)
     ttft = due_ttft(counted, speed)
@@ -47,32 +50,32 @@ def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, s
 
 
 def after_warm_up(replies: Sequence[Reply], skip: float) -> Sequence[Reply]:
-    """Without the first ``skip`` (a share) of them."""
+    """The replies without the first ones, ``skip`` being their share."""
     return replies[int(skip * len(replies)) :]
 
 
 def hit_ratio(replies: Iterable[Reply]) -> float:
-    """Share of all prompt tokens that engines found in their caches; 0 of none. A failed request has no tokens."""
+    """The share of all prompt tokens that engines found in their caches; 0 without any tokens."""
     tokens = [(reply.prompt_tokens, reply.cached_tokens) for reply in replies]
     prompt = sum(whole for whole, _ in tokens)
     return sum(cached for _, cached in tokens) / prompt if prompt else 0.0
 
 
 def failures(replies: Iterable[Reply]) -> tuple[int, list[str]]:
-    """How many failed, and the three most frequent errors."""
+    """(number of failed requests, the three most frequent errors)."""
     errors = Counter(reply.error for reply in replies if reply.error is not None)
     return sum(errors.values()), [text for text, _ in errors.most_common(3)]
 
 
 def due_ttft(replies: Sequence[Reply], speed: float) -> list[float]:
-    """Sorted, in trace seconds from when each request was due."""
+    """The sorted TTFT of all answered requests, in trace seconds from when each was due."""
     return sorted(speed * (reply.ttft_s + reply.late_s) for reply in replies if reply.error is None)
 
 
 def health(
     replies: Sequence[Reply], watch: dict[str, float], speed: float, cpu_s: dict[str, float], wall_s: float
 ) -> dict[str, Any]:
-    """How the client itself did, and what every kind of process used. Lateness in trace seconds, like TTFT."""
+    """The client's own health, and the CPU time of every kind of process. Lateness is in trace seconds, as TTFT is."""
     late = sorted(speed * reply.late_s for reply in replies)
     ttft = due_ttft(replies, speed)
     late_p99, mean = quantile(late, 0.99), statistics.fmean(ttft) if ttft else 0.0
@@ -86,7 +89,10 @@ def health(
 
 
 def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means of all numbers; counts of requests are sums. ci95: ± this, where there are several seeds."""
+    """The means of all numbers over the runs; numbers of requests are summed up.
+
+    With several seeds ``ci95`` has the half width of the 95 % interval of each number.
+    """
     names = [name for name, value in runs[0].items() if isinstance(value, int | float) and not isinstance(value, bool)]
     result: dict[str, Any] = {name: round(statistics.fmean(run[name] for run in runs), 4) for name in names}
     for name in ("failed", "undecided", "requests"):
@@ -97,23 +103,23 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Of the interval that holds the mean of what these (two at least) are drawn from, at 95 %."""
+    """Half the width of the 95 % interval of a mean, from at least two values (Student's t)."""
     freedom = len(values) - 1
-    factor = T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.7 / freedom  # at most 0.01 too much
+    factor = T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.7 / freedom  # at most 0.01 too large
     return factor * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values; 0 of none."""
+    """The quantile of sorted values; 0 without values."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def over_mean(values: Sequence[float], nothing: float = 0.0) -> float:
-    """The largest over the mean; ``nothing`` where there is none."""
+    """The largest value over the mean; ``nothing`` if the values sum up to 0."""
     return max(values) * len(values) / sum(values) if sum(values) else nothing
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table, from its head and its rows of cells."""
+    """A Markdown table of a head and rows of cells."""
     lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

@@ -1,4 +1,4 @@
-"""Pictures of a bench: TTFT's distribution per fleet, hit ratio over time, load of every engine over time."""
+"""The pictures of a bench: distribution of TTFT per fleet, hit ratio over time, load of every engine over time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.measuring.sampling import Sample
 
-WINDOW = 10  # samples that a hit ratio is taken over
-COLUMNS = 3
+WINDOW = 10  # samples from which a hit ratio is computed
+COLUMNS = 3  # panels side by side
 
 
 def save_plots(
     folder: Path, ttft: Mapping[str, Sequence[float]], samples: Mapping[str, Sequence[Sample]], speed: float
 ) -> None:
-    """Three SVG files, by fleet. ttft: sorted, in trace seconds; speed: trace seconds a second. Raises OSError."""
+    """Write three SVG files. ttft: sorted, in trace seconds. speed: trace seconds per second. Raises OSError."""
     made = [
         line_figure(
             "TTFT from when a request was due",
@@ -43,13 +43,13 @@ def save_plots(
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """An .svg (the same for the same figures) or .png, in a folder that need not be there. Raises OSError."""
+    """Write an .svg or .png file; equal figures give equal .svg files. Makes the folder. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _hit_ratio(samples: Sequence[Sample], speed: float) -> tuple[list[float], list[float]]:
-    """(times, ratios): what was cached of the prompts scheduled since WINDOW samples before."""
+    """(times, ratios): the cached share of the prompt tokens that were scheduled in the last WINDOW samples."""
     times, ratios = [], []
     for before, now in zip(samples, samples[WINDOW:], strict=False):
         prompt = sum(now.prompt) - sum(before.prompt)
@@ -62,8 +62,8 @@ def _hit_ratio(samples: Sequence[Sample], speed: float) -> tuple[list[float], li
 def line_figure(
     title: str, x: str, y: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], **scales: str
 ) -> Any:
-    """lines: what is across and what is up, by name; scales: ``xscale``, ``yscale`` if not linear."""
-    from matplotlib.figure import Figure  # 0.3 s: only where somebody wants a picture
+    """A figure with lines. lines: (x values, y values) by name. scales: ``xscale`` and ``yscale`` if not linear."""
+    from matplotlib.figure import Figure  # the import takes 0.3 s
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
@@ -79,8 +79,8 @@ def line_figure(
 
 
 def _loads(samples: Mapping[str, Sequence[Sample]], speed: float) -> Any:
-    """A panel per fleet, all to the same scale, a line per engine."""
-    from matplotlib.figure import Figure  # as above
+    """A figure with a panel per fleet, all to the same scale, and a line per engine."""
+    from matplotlib.figure import Figure  # the import takes 0.3 s
 
     rows = -(-len(samples) // COLUMNS)
     figure = Figure(figsize=(4 * min(COLUMNS, len(samples)), 2.6 * rows), layout="constrained")

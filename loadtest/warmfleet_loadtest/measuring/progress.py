@@ -1,4 +1,4 @@
-"""A line on standard error that says how far a run is."""
+"""A line on standard error that shows how far a run is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 import time
 
 REDRAW_S = 0.5
-STEPS = 10  # lines in all where standard error is no terminal
+STEPS = 10  # lines in all if standard error is no terminal
 WIDTH = 24
 
 
 class Progress:
-    """``tick`` per answer. Redrawn in place on a terminal, else a line per tenth."""
+    """Call ``tick`` for each answer. A terminal gets one line that is redrawn, a file a line for each tenth."""
 
     def __init__(self, label: str, total: int) -> None:
         self._label = label

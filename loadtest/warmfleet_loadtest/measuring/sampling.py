@@ -1,4 +1,4 @@
-"""Engines watched from outside while a trace runs: their own counters, every second."""
+"""Samples of the engines' own counters, taken every second while a trace runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PERIOD_S = 1.0
 ANSWER_S = 10.0
-#: Of a Sample: what the lines of ``/metrics`` that make it begin with.
+#: For each field of a Sample the begin of those lines of ``/metrics`` that it is the sum of.
 FIELDS = {
     "requests": r"^vllm:num_requests_(?:running|waiting)\{",
     "prompt": r"^vllm:prompt_tokens_total\{",
@@ -31,9 +31,10 @@ _LINES = {name: re.compile(rf"{start}[^}}]*\}} (\S+)$", re.MULTILINE) for name, 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """at_s: wall seconds since the watching began.
+    """at_s: wall seconds since the first sample.
 
-    Per engine: requests that run or wait, and counters since the engine's start: tokens, seconds in steps, blocks.
+    The other fields have one value per engine. requests: running and waiting ones. The rest are counters since the
+    engine's start: prompt tokens, cached prompt tokens, seconds in steps, evicted blocks.
     """
 
     at_s: float
@@ -46,7 +47,7 @@ class Sample:
 
 @asynccontextmanager
 async def sampled(urls: Sequence[str]) -> AsyncIterator[list[Sample]]:
-    """Samples of the engines at these URLs: at the begin and the end of the block, and every PERIOD_S in between.
+    """Samples of the engines at these URLs: at the begin and at the end of the block, and every PERIOD_S between them.
 
     Raises StackError if an engine does not answer at the begin or at the end.
     """
@@ -58,13 +59,13 @@ async def sampled(urls: Sequence[str]) -> AsyncIterator[list[Sample]]:
             try:
                 texts = await asyncio.gather(*(_text(session, url) for url in urls))
             except (aiohttp.ClientError, TimeoutError) as error:
-                raise StackError(f"an engine does not tell its counters: {error!r}") from error
+                raise StackError(f"an engine does not answer with its counters: {error!r}") from error
             samples.append(Sample(time.monotonic() - began, **_values(texts)))
 
         async def keep_sampling() -> None:
             while True:
                 await asyncio.sleep(PERIOD_S)
-                with suppress(StackError):  # a sample less: only the first and the last must succeed
+                with suppress(StackError):  # only the first and the last sample must succeed
                     await sample()
 
         await sample()
@@ -84,10 +85,10 @@ async def _text(session: aiohttp.ClientSession, url: str) -> str:
 
 
 def _values(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Of each engine's ``/metrics``: the sum of the lines of each field."""
+    """The fields of a Sample, from the text of each engine's ``/metrics``."""
     return {name: tuple(sum(map(float, line.findall(text))) for text in texts) for name, line in _LINES.items()}
 
 
 def spent(samples: Sequence[Sample], name: str) -> list[float]:
-    """What a counter of each engine gained over the run."""
+    """By how much the counter ``name`` of each engine has grown over the run."""
     return [end - begin for begin, end in zip(getattr(samples[0], name), getattr(samples[-1], name), strict=True)]

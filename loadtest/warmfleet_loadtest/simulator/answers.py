@@ -1,4 +1,4 @@
-"""OpenAI-shaped JSON as vLLM writes it: answers, chunks, usage, errors."""
+"""Answers as vLLM writes them: JSON of the OpenAI API, whole or in chunks, with usage and errors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 if TYPE_CHECKING:
-    from warmfleet_loadtest.simulator.ask import Ask, AskError
+    from warmfleet_loadtest.simulator.openai_request import OpenAIRequest, RefusedError
     from warmfleet_loadtest.simulator.scheduler import Output, Request
     from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
 DONE = b"data: [DONE]\n\n"
 
 
-def error_body(error: AskError) -> dict[str, Any]:
+def error_body(error: RefusedError) -> dict[str, Any]:
     kind = "NotFoundError" if error.status == 404 else "BadRequestError"
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.status}}
 
 
-def usage(ask: Ask, requests: list[Request]) -> dict[str, Any]:
-    """``n`` choices of a prompt count its tokens once, and report what the first of them found."""
+def usage(ask: OpenAIRequest, requests: list[Request]) -> dict[str, Any]:
+    """The usage of a request. With ``n`` choices a prompt counts once, with the cached tokens of its first choice."""
     said = sum(request.output_tokens for request in requests)
     cached = sum(request.cached_tokens for request in requests[:: ask.n])
     return {
@@ -35,9 +35,9 @@ def usage(ask: Ask, requests: list[Request]) -> dict[str, Any]:
 class Writer:
     """Writes the answers of one request."""
 
-    def __init__(self, ask: Ask, identity: PromptTokenizer, requests: list[Request]) -> None:
+    def __init__(self, ask: OpenAIRequest, tokenizer: PromptTokenizer, requests: list[Request]) -> None:
         self.ask = ask
-        self._identity = identity
+        self._tokenizer = tokenizer
         self._requests = requests
         self._head = {"id": ask.request_id, "created": int(time.time()), "model": ask.model}
         self._index = {request: index for index, request in enumerate(requests)}
@@ -52,8 +52,8 @@ class Writer:
         return orjson.dumps(body)
 
     def chunk(self, output: Output) -> bytes:
-        """One event of a stream; a chat's first one says the role, too."""
-        text = self._identity.text(output.token_ids)
+        """One event of a stream. The first event of a chat names the role, too."""
+        text = self._tokenizer.text(output.token_ids)
         choice: dict[str, Any] = {"index": self._index[output.request], "logprobs": None}
         choice["finish_reason"] = self._reason(output.request) if output.finished else None
         if self.ask.chat:
@@ -73,7 +73,7 @@ class Writer:
 
     def _choice(self, index: int, request: Request) -> dict[str, Any]:
         said = list(request.answer[: request.output_tokens])
-        text = self._identity.text(said)
+        text = self._tokenizer.text(said)
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": self._reason(request)}
         if self.ask.chat:
             choice["message"] = {"role": "assistant", "content": text}

@@ -1,4 +1,4 @@
-"""The engine's HTTP surface: vLLM's endpoints, and two of our own for tests (``/sim/table``, ``/sim/reset``)."""
+"""The engine's HTTP API: vLLM's paths, and two of our own for tests (``/sim/table``, ``/sim/reset``)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import orjson
 from aiohttp import web
 
 from warmfleet_loadtest.simulator import answers
-from warmfleet_loadtest.simulator.ask import AskError, for_model, parse
 from warmfleet_loadtest.simulator.exposition import metrics_text
+from warmfleet_loadtest.simulator.openai_request import RefusedError, for_model, parse
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptError
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ VERSION = "0.1.0-sim"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What one engine serves. api_key: wanted as a bearer token; cached_details: tell cached tokens in usage."""
+    """What one engine serves. models: the names of its one model.
+
+    api_key: the bearer token that requests must have. cached_details: ``usage`` says how many tokens were cached.
+    """
 
     models: tuple[str, ...]
     api_key: str | None = None
@@ -36,11 +39,11 @@ class Served:
 
 
 class Api:
-    """Handlers of one engine."""
+    """The request handlers of one engine."""
 
-    def __init__(self, core: EngineCore, identity: PromptTokenizer, served: Served) -> None:
+    def __init__(self, core: EngineCore, tokenizer: PromptTokenizer, served: Served) -> None:
         self.core = core
-        self.identity = identity
+        self.tokenizer = tokenizer
         self.served = served
         self.started = int(time.time())
 
@@ -73,7 +76,7 @@ class Api:
             return web.json_response({"error": "Unauthorized"}, status=401)
         try:
             return await handler(request)
-        except AskError as error:
+        except RefusedError as error:
             return web.json_response(answers.error_body(error), status=error.status)
 
     # ------------------------------------------------ prompts
@@ -85,14 +88,14 @@ class Api:
         return await self._answer("chatcmpl", request)
 
     async def _answer(self, kind: str, http: web.Request) -> web.StreamResponse:
-        ask = parse(kind, await http.read(), http.headers.get("X-Request-Id"), self.identity)
+        ask = parse(kind, await http.read(), http.headers.get("X-Request-Id"), self.tokenizer)
         ask = for_model(ask, self.served.models)
-        requests = ask.requests(self.identity, self.core.scheduler.limits.max_model_len)
+        requests = ask.requests(self.tokenizer, self.core.scheduler.limits.max_model_len)
         sink: asyncio.Queue[Output] = asyncio.Queue()
         try:
             for request in requests:
                 await self._submit(request, sink)
-            writer = answers.Writer(ask, self.identity, requests)
+            writer = answers.Writer(ask, self.tokenizer, requests)
             if ask.stream:
                 return await self._stream(http, writer, sink, len(requests))
             open_sequences, first = len(requests), True
@@ -103,7 +106,7 @@ class Api:
                 first = False
                 open_sequences -= output.finished
             return web.Response(body=writer.whole(), content_type="application/json")
-        finally:  # also when the client hangs up: the handler is cancelled
+        finally:  # also when the client hangs up, for that cancels the handler
             for request in requests:
                 self.core.abort(request)
 
@@ -111,7 +114,7 @@ class Api:
         try:
             await self.core.submit(request, sink)
         except ValueError as error:
-            raise AskError(str(error)) from error
+            raise RefusedError(str(error)) from error
 
     async def _first_token_delay(self) -> None:
         if self.core.costs.first_token_s:
@@ -135,7 +138,7 @@ class Api:
         return response
 
     async def render(self, http: web.Request) -> web.Response:
-        """The ids of a chat, among the fields of vLLM's answer the one that routers need."""
+        """The token ids of a chat: of the fields in vLLM's answer the one that routers need."""
         return web.json_response({"token_ids": self._ids(await http.read())})
 
     async def tokenize(self, http: web.Request) -> web.Response:
@@ -146,9 +149,11 @@ class Api:
     def _ids(self, data: bytes) -> list[int]:
         try:
             body = orjson.loads(data)
-            return self.identity.chat_ids(body) if "messages" in body else self.identity.completion_ids(body["prompt"])
+            return (
+                self.tokenizer.chat_ids(body) if "messages" in body else self.tokenizer.completion_ids(body["prompt"])
+            )
         except (orjson.JSONDecodeError, PromptError, KeyError, TypeError) as error:
-            raise AskError(f"neither a prompt nor messages: {error}") from error
+            raise RefusedError(f"neither a prompt nor messages: {error}") from error
 
     # ------------------------------------------------ about the engine
 
@@ -168,7 +173,7 @@ class Api:
         return web.Response(text=metrics_text(self.core, self.served.models[0]))
 
     async def table(self, _http: web.Request) -> web.Response:
-        """Every held hash: what the fleet's index must equal."""
+        """Every held block hash. The fleet's index must be equal to this."""
         held = sorted(block_hash.hex() for block_hash in self.core.scheduler.pool.held())
         return web.json_response({"count": len(held), "hashes": held})
 

@@ -1,10 +1,10 @@
-"""The prefix cache of one engine: fixed blocks, reference counts, a free queue in order of eviction.
+"""The prefix cache of one engine: a fixed number of blocks, reference counts, a free queue in order of eviction.
 
-The semantics are those of vLLM's ``BlockPool``. A block that nobody uses goes into the free queue and keeps its
-content until it is handed out again, so freeing is not evicting. Blocks without a hash go to the front of the queue
-(last in, first out), blocks with one to its end (least recently used first). Several blocks may hold the same hash:
-a prompt that ends at a block boundary computes its last block again. Only a hash's first copy and its last one are
-transitions that a listener hears of.
+It behaves as vLLM's ``BlockPool``. A block that no request uses goes into the free queue and keeps its content until it
+is handed out again, so a free block can still be hit. Blocks without a hash go to the front of the queue (last in,
+first out), blocks with a hash to its end (least recently used first). Several blocks may hold the same hash: a prompt
+that ends at a block boundary computes its last block again. A listener is called only when the first copy of a hash
+comes and when its last copy goes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Hears of every hash (8 bytes) that appears in the pool or disappears from it. A tracker is one."""
+    """Is called with every block hash (8 bytes) that appears in the pool or disappears from it, as ``Tracker`` is."""
 
     def stored(self, hashes: bytes) -> object: ...
     def removed(self, hashes: bytes) -> object: ...
@@ -36,7 +36,7 @@ class BlockPool:
             raise ValueError("a pool needs at least two blocks: block 0 is never handed out")
         self.blocks = blocks
         self.listener = listener
-        self.evicted = 0  # blocks whose content was lost to make room, ever
+        self.evicted = 0  # blocks whose content was lost to make room, since the start
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))
         self._references = [0] * blocks
         self._hash_of: list[bytes | None] = [None] * blocks
@@ -59,7 +59,7 @@ class BlockPool:
         return list(self._holders)
 
     def prefix(self, hashes: Sequence[bytes], limit: int) -> list[int]:
-        """Blocks of the longest held prefix of a chain, at most ``limit``; of copies the oldest."""
+        """The blocks of the longest held prefix of a chain, at most ``limit``; of several copies the oldest."""
         found = []
         for block_hash in hashes[:limit]:
             holders = self._holders.get(block_hash)
@@ -69,7 +69,7 @@ class BlockPool:
         return found
 
     def idle(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are in the free queue: using them makes it shorter."""
+        """The number of these blocks that are in the free queue; to use them makes the queue shorter."""
         return sum(not self._references[block] for block in blocks)
 
     # ------------------------------------------------ changes
@@ -82,7 +82,7 @@ class BlockPool:
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out ``count`` empty blocks, evicting from the front of the free queue; raises NoBlocksError."""
+        """Hand out ``count`` blocks from the front of the free queue and evict their content; raises NoBlocksError."""
         if count > len(self._free):
             raise NoBlocksError(f"{count} blocks wanted, {len(self._free)} free")
         taken = []
@@ -94,7 +94,7 @@ class BlockPool:
         return taken
 
     def insert(self, block: int, block_hash: bytes) -> None:
-        """The content of a block in use is now complete: requests may hit it."""
+        """The content of a used block is complete, and requests may hit it from now on."""
         self._hash_of[block] = block_hash
         holders = self._holders.get(block_hash)
         if holders is not None:
@@ -105,7 +105,7 @@ class BlockPool:
             self.listener.stored(block_hash)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One request fewer uses these blocks, given in order of eviction: a request's last block first."""
+        """One request fewer uses these blocks. They come in the order of eviction: a request's last block first."""
         for block in blocks:
             self._references[block] -= 1
             if not self._references[block]:

@@ -1,8 +1,7 @@
-"""An engine core in real time: runs the scheduler's steps and lasts as long as the cost model says.
+"""An engine core in real time: it runs the scheduler's steps, each for the seconds that the cost model gives.
 
-The event loop's timers are late by up to a millisecond. A step therefore starts where the step before should have
-ended, not where its timer fired, so that the mean speed is that of the model; only a delay over MAX_CATCH_UP is given
-up as lost.
+The event loop's timers are late by up to a millisecond. A step therefore starts when the step before should have ended,
+not when its timer fired, and the mean speed is that of the model. A delay beyond MAX_CATCH_UP is not made good.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ MAX_CATCH_UP = 0.25  # seconds
 
 
 class EngineCore:
-    """``progress(request)`` is called when a prefill is done, ``stepped`` whenever the cache may have changed.
+    """Runs until it is cancelled.
 
-    busy_s: seconds spent in steps. ``run`` until cancelled.
+    progress: called with every request whose prefill is done. stepped: called whenever the cache may have changed.
+    busy_s: seconds spent in steps.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class EngineCore:
         self._meter = SpeedMeter()
         self._sinks: dict[Request, asyncio.Queue[Output]] = {}
         self._arrived = asyncio.Event()
-        self._api_free = 0.0  # when the API server's thread is done with the requests before
+        self._api_free = 0.0  # when the API server's one thread has done with the earlier requests
 
     async def submit(self, request: Request, sink: asyncio.Queue[Output]) -> None:
-        """Queue a request; its outputs go into ``sink``. Raises ValueError if it can never run."""
+        """Queue a request, whose outputs go into ``sink``. Raises ValueError if it can never run."""
         loop = asyncio.get_running_loop()
         self._api_free = max(self._api_free, loop.time()) + self.costs.arrival_seconds(request.prompt_tokens)
         delay = self._api_free - loop.time()
@@ -55,7 +55,7 @@ class EngineCore:
         self._arrived.set()
 
     def abort(self, request: Request) -> None:
-        """The client has gone. Finished or unknown requests are ignored."""
+        """Drop a request whose client has gone. Finished and unknown requests are ignored."""
         if self._sinks.pop(request, None) is not None:
             self.scheduler.abort(request)
             self._arrived.set()
@@ -81,7 +81,7 @@ class EngineCore:
             self._deliver(self.scheduler.collect(clock))
 
     async def _idle(self) -> None:
-        """Until a request arrives, or something is due without a step."""
+        """Wait until a request arrives, or until the scheduler has outputs that need no step."""
         due = self.scheduler.next_due()
         now = asyncio.get_running_loop().time()
         timeout = None if due is None else max(0.0, due - now)
@@ -102,12 +102,12 @@ class EngineCore:
                     del self._sinks[output.request]
 
     def load(self) -> Load:
-        """For the publisher's thread."""
+        """What this engine is doing now; called in the publisher's thread."""
         return load_of(self.scheduler, self._meter.speed_tps)
 
 
 def load_of(scheduler: Scheduler, speed_tps: int) -> Load:
-    """What the fleet is told of an engine's work. Copies of the lists are single C calls: any thread may ask."""
+    """The load of an engine. Any thread may call it: each copy of a list is one C call."""
     running, waiting = scheduler.running.copy(), scheduler.waiting.copy()
     prefill = decode = 0
     for request in (*running, *waiting):

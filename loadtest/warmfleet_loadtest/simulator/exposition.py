@@ -1,4 +1,4 @@
-"""``/metrics`` with vLLM's names and labels."""
+"""The text of ``/metrics``, with vLLM's names and labels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ if TYPE_CHECKING:
 
 
 def metrics_text(core: EngineCore, model: str) -> str:
-    """Prometheus text, version 0.0.4. Beyond vLLM's: seconds in steps, and blocks whose content made room."""
+    """Prometheus text, version 0.0.4.
+
+    Two counters are not vLLM's: seconds spent in steps, and evicted blocks.
+    """
     scheduler = core.scheduler
     totals, pool = scheduler.totals, scheduler.pool
     gauges = {

@@ -1,7 +1,7 @@
-"""The engine of simple models: one prefill at a time, in order of arrival, and decoding that costs nothing.
+"""First come, first served: one prefill at a time, in the order of arrival, and decoding that costs nothing.
 
-It has the interface of the step scheduler and the same block pool. It is here to compare with published simulations;
-no real engine works like this.
+It has the interface of the step scheduler and the same block pool. Published simulations work so, and it is here for
+comparison with them; no real engine does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FcfsScheduler(Scheduler):
-    """``decode_s``: seconds per token of the answer, in which the request keeps its blocks and disturbs nobody."""
+    """decode_s: seconds per token of an answer. Meanwhile the request keeps its blocks and slows no other down."""
 
     def __init__(self, pool: BlockPool, scheme: wire.Scheme, limits: Limits, decode_s: float = 0.02) -> None:
         super().__init__(pool, scheme, limits)
@@ -46,7 +46,7 @@ class FcfsScheduler(Scheduler):
         return Step([(request, tokens)], StepWork(tokens, 1, 0.0, 0, 0))
 
     def complete(self, step: Step, now: float = 0.0) -> list[Output]:
-        """The prefill is over: its first token; the others come when ``decode_s`` per token has passed."""
+        """The prefill is over: return its first token. The others are due when ``decode_s`` per token has passed."""
         ((request, _tokens),) = step.tokens
         if request.finished:  # aborted
             return []
@@ -56,11 +56,11 @@ class FcfsScheduler(Scheduler):
         return [Output(request, request.answer[:1], first=True, finished=request.max_tokens == 1)]
 
     def next_due(self) -> float | None:
-        """When the next answer is complete."""
+        """When the next answer will be complete; None if no request is decoding."""
         return self._due[0][0] if self._due else None
 
     def collect(self, now: float) -> list[Output]:
-        """Answers that are complete by ``now``."""
+        """The rest of all answers that are complete by ``now``."""
         outputs = []
         while self._due and self._due[0][0] <= now:
             _at, _order, request = heapq.heappop(self._due)

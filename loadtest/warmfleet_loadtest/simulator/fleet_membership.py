@@ -1,4 +1,4 @@
-"""What the plugin does in a real vLLM, for a simulated engine: the same publishers, hence the same protocol."""
+"""A simulated engine joins a fleet by the plugin's own publishers, hence by the same protocol as a real vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """How an engine joins the fleet. model: the tag in Redis; models: the names that it serves."""
+    """How an engine joins a fleet. model: the fleet's model tag in Redis. models: the names that it serves."""
 
     redis_url: str
     model: str
@@ -32,14 +32,14 @@ class Membership:
 
 
 class Halves:
-    """Both halves of one worker: the engine core's and the API server's."""
+    """The publishers of both halves of one worker: the engine core's and the API server's."""
 
     def __init__(
         self,
         membership: Membership,
         core: EngineCore,
         tracker: Tracker,
-        identity: PromptTokenizer,
+        tokenizer: PromptTokenizer,
         artifacts: Mapping[str, bytes],
     ) -> None:
         scheduler = core.scheduler
@@ -64,7 +64,7 @@ class Halves:
                 models=membership.models,
                 version=f"sim {VERSION}",
                 artifacts=artifacts,
-                facts=identity.facts(scheduler.limits.max_model_len),
+                facts=tokenizer.facts(scheduler.limits.max_model_len),
             )
         )
 
@@ -73,12 +73,12 @@ class Halves:
         self.server.start()
 
     def stop(self) -> None:
-        """Say goodbye; blocks for two seconds at most."""
+        """Say goodbye to the fleet; takes two seconds at most."""
         self.server.stop()
         self.worker.stop()
 
     def progress(self, request: Request) -> None:
-        """A prefill is done: reported if the request carries a reservation of the fleet (of n choices, the first)."""
-        ours = wire.reservation_of(request.request_id)
-        if ours is not None and ours[1] == 0:
-            self.worker.progress(ours[0], request.cached_tokens, request.prompt_tokens)
+        """Report a finished prefill, if the request carries a reservation id. Of several choices the first counts."""
+        reservation = wire.reservation_of(request.request_id)
+        if reservation is not None and reservation[1] == 0:
+            self.worker.progress(reservation[0], request.cached_tokens, request.prompt_tokens)

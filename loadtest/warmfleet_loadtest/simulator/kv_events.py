@@ -1,7 +1,7 @@
-"""vLLM's KV events over ZMQ, as its ``ZmqEventPublisher`` sends them: what routers of others learn the cache from.
+"""vLLM's KV events over ZMQ, as its ``ZmqEventPublisher`` sends them. Other projects' routers read them.
 
-Three frames a batch: topic (empty, vLLM's default), sequence number (8 bytes, big-endian) and msgpack of
-``[time, events, data-parallel rank]``. A batch leaves at the end of a step, as in vLLM 0.32. There is no replay.
+A batch has three frames: topic (empty, vLLM's default), sequence number (8 bytes, big-endian) and msgpack of
+``[time, events, data-parallel rank]``. It is sent at the end of a step, as in vLLM 0.32. Lost batches are not repeated.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import zmq
 if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.scheduler import Request, Scheduler
 
-HIGH_WATER = 100_000  # vLLM's: messages that wait for a subscriber; further ones are dropped
+HIGH_WATER = 100_000  # messages that may wait for a subscriber, as in vLLM; further ones are dropped
 
 
 class KvEvents:
-    """Listens to a scheduler and its pool. ``publish`` after each step."""
+    """Gathers the changes of a scheduler and its pool; call ``publish`` after each step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
@@ -33,7 +33,7 @@ class KvEvents:
         scheduler.on_cached = self.cached
 
     def cached(self, request: Request, start: int, end: int) -> None:
-        """Blocks ``start``..``end`` of a request entered the cache: one event, whatever copies there are."""
+        """Blocks ``start`` to ``end`` of a request have entered the cache: one event, also for further copies."""
         size = self._block_tokens
         self._events.append(
             {
@@ -50,10 +50,10 @@ class KvEvents:
         )
 
     def stored(self, hashes: bytes) -> None:
-        """``cached`` tells more."""
+        """Nothing to do: ``cached`` has made the event, with the token ids."""
 
     def removed(self, hashes: bytes) -> None:
-        """A hash's last copy went (vLLM tells of every copy; this is what its subscribers would like to hear)."""
+        """The last copy of a hash has gone. vLLM sends an event for every copy; subscribers need only the last."""
         block = int.from_bytes(hashes, "big")
         self._events.append({"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU", "group_idx": 0})
 
@@ -61,11 +61,11 @@ class KvEvents:
         self._events.append({"type": "AllBlocksCleared"})
 
     def close(self) -> None:
-        """What is not sent yet is lost, as with vLLM."""
+        """Close the socket. Events that are not sent yet are lost, as with vLLM."""
         self._socket.close()
 
     def publish(self) -> None:
-        """Send what has gathered; never waits."""
+        """Send the gathered events. Never waits."""
         if not self._events:
             return
         batch = msgpack.packb([time.time(), self._events, 0])

@@ -1,12 +1,12 @@
-"""vLLM's v1 scheduler, one step at a time and without a clock: the caller says how long a step lasts.
+"""vLLM's v1 scheduler, one step at a time and without a clock: the caller decides how long a step lasts.
 
-Each step has a token budget. Requests that run come first, in their order: one token for a decoding request, a chunk
-for one whose prompt is not computed yet. What is left of the budget goes to waiting requests, in their order, as long
-as their whole prompt fits into free blocks and fewer than ``max_requests`` run. If a running request cannot get a
-block, the request that was admitted last loses its blocks and is computed again later (recompute preemption).
+Each step has a token budget. Running requests come first, in their order: one token for a decoding request, a chunk for
+a request whose prompt is not computed yet. The rest of the budget goes to waiting requests, in their order, as long as
+their whole prompt fits into free blocks and fewer than ``max_requests`` run. If a running request cannot get a block,
+the request that was admitted last loses its blocks and is computed again later (recompute preemption).
 
-Blocks are entered into the cache when they are scheduled, as vLLM does it: a request admitted in the same step can
-already hit them.
+As in vLLM, blocks enter the cache when they are scheduled, so a request that is admitted in the same step can already
+hit them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one engine, in vLLM's words: max_num_batched_tokens, max_num_seqs, max_model_len; block size in tokens."""
+    """The limits of one engine; vLLM's max_num_batched_tokens, max_num_seqs, max_model_len and block_size."""
 
     step_tokens: int = 2_048
     max_requests: int = 256
@@ -36,23 +36,23 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. ``hashes``: 8-byte hashes of its full blocks, growing with its answer."""
+    """One sequence. hashes: of its full blocks, prompt and answer alike."""
 
     request_id: str
     prompt: Sequence[int]
     max_tokens: int
-    answer: Sequence[int]  # what it will say: at least max_tokens ids
+    answer: Sequence[int]  # the tokens that it will have: at least max_tokens ids
     salt: str | None = None
     skip_cache: bool = False
     output_tokens: int = 0
     computed: int = 0
-    cached_tokens: int = 0  # of the prompt, when it was first scheduled
+    cached_tokens: int = 0  # prompt tokens found in the cache when it was first scheduled
     preemptions: int = 0
     hashes: list[bytes] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    entered: int = 0  # blocks of it that are in the cache
+    entered: int = 0  # the number of its blocks that are in the cache
     last_digest: bytes | None = None
-    seen: bool = False  # scheduled before
+    seen: bool = False  # it has been scheduled before
 
     @property
     def prompt_tokens(self) -> int:
@@ -60,7 +60,7 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """Known tokens: the prompt and what was sampled."""
+        """The number of known tokens: those of the prompt and those sampled so far."""
         return len(self.prompt) + self.output_tokens
 
     @property
@@ -68,7 +68,7 @@ class Request:
         return self.output_tokens >= self.max_tokens
 
     def slice(self, start: int, end: int) -> list[int]:
-        """Ids of the tokens at ``start``..``end``, prompt and answer alike."""
+        """The token ids from ``start`` to ``end``, prompt and answer alike."""
         size = len(self.prompt)
         if end <= size:
             return list(self.prompt[start:end])
@@ -77,7 +77,7 @@ class Request:
 
 @dataclass(slots=True)
 class Step:
-    """What a step computes: tokens per request, and their sum for the cost model."""
+    """What a step computes: the tokens of each request, and their sums for the cost model."""
 
     tokens: list[tuple[Request, int]] = field(default_factory=list)
     work: StepWork = field(default_factory=StepWork)
@@ -85,7 +85,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A step's new tokens of a request. first: these are its first."""
+    """The new tokens of a request after a step. first: they are its first."""
 
     request: Request
     token_ids: Sequence[int]
@@ -106,7 +106,7 @@ class Totals:
 
 
 class Scheduler:
-    """``add``, then ``schedule`` and ``complete`` in turn. ``abort`` at any time."""
+    """Call ``add`` for each request, and ``schedule`` and ``complete`` in turn. ``abort`` may come at any time."""
 
     def __init__(self, pool: BlockPool, scheme: wire.Scheme, limits: Limits) -> None:
         if limits.block_tokens != scheme.block_tokens:
@@ -119,7 +119,8 @@ class Scheduler:
         self.totals = Totals()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.on_cached: Callable[[Request, int, int], None] | None = None  # hears which blocks of a request entered
+        # Called with a request and the range of its blocks that have entered the cache.
+        self.on_cached: Callable[[Request, int, int], None] | None = None
 
     def add(self, request: Request) -> None:
         """Queue a request; raises ValueError if it can never run."""
@@ -129,13 +130,13 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """Forget a request wherever it is; its blocks stay in the cache. Unknown requests are ignored."""
+        """Forget a request, running or waiting; its blocks stay in the cache. Unknown requests are ignored."""
         if request in self.running:
             self.running.remove(request)
             self._free(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        request.max_tokens = request.output_tokens  # a step that holds it samples nothing any more
+        request.max_tokens = request.output_tokens  # so that a step under way samples nothing for it
 
     @property
     def busy(self) -> bool:
@@ -157,7 +158,7 @@ class Scheduler:
         return Step(list(planned.items()), work)
 
     def complete(self, step: Step, now: float = 0.0) -> list[Output]:  # noqa: ARG002 - for schedulers with a clock
-        """The step is over: sample one token for each request that is computed up to its last token."""
+        """The step is over. Sample one token for each request that has all its known tokens computed."""
         outputs = []
         for request, _tokens in step.tokens:
             if request.finished or request.computed < request.tokens:  # aborted, or a chunk of its prompt
@@ -174,11 +175,11 @@ class Scheduler:
         return outputs
 
     def next_due(self) -> float | None:
-        """When something happens without a step; never here."""
+        """When outputs are due that need no step; here there are none."""
         return None
 
     def collect(self, now: float) -> list[Output]:  # noqa: ARG002 - for schedulers with a clock
-        """What has happened without a step by ``now``; nothing here."""
+        """Outputs that need no step and are due by ``now``; here there are none."""
         return []
 
     def _schedule_running(self, planned: dict[Request, int], budget: int) -> tuple[int, bool]:
@@ -230,7 +231,7 @@ class Scheduler:
     # ------------------------------------------------ blocks
 
     def _grow(self, request: Request, tokens: int) -> bool:
-        """Blocks for ``tokens`` more; enters those that are full into the cache. False: not enough are free."""
+        """Take blocks for ``tokens`` more, and enter the full ones into the cache. False if too few are free."""
         end = request.computed + tokens
         needed = -(-end // self.limits.block_tokens) - len(request.blocks)
         if needed > self.pool.free:
@@ -270,7 +271,7 @@ def hash_blocks(scheme: wire.Scheme, request: Request) -> None:
 
 
 def _work(planned: dict[Request, int]) -> StepWork:
-    """Sum of a step, before its requests advance."""
+    """The sums of a step, taken before its requests advance."""
     prefill = prompts = decodes = context = 0
     pairs = 0.0
     for request, tokens in planned.items():

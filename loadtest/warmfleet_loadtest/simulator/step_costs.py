@@ -1,7 +1,7 @@
-"""How long an engine's step takes: a linear model, with coefficients fitted to real vLLM by ``calibrate``.
+"""How long a step of an engine takes: a linear model, with coefficients that ``calibrate`` fits to real vLLM.
 
-A step of vLLM computes some prompt tokens of some requests and one token for each decoding request. Attention makes
-a prompt token dearer the more context it sees and a decoded token dearer the longer its sequence is.
+A step computes prompt tokens of some requests and one token for each decoding request. Because of attention, a prompt
+token costs more the more context it sees, and a decoded token the longer its sequence is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computes. Tokens; token pairs are (computed token, token it attends to)."""
+    """What one step computes. prefill_pairs: pairs of a computed prompt token and a token that it attends to."""
 
     prefill_tokens: int = 0
     prefill_requests: int = 0
@@ -25,11 +25,11 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds: per step, per prompt token, per prompt in a step, per pair, per decoding request, per context token.
+    """Seconds per step, per prompt token, per prompt in a step, per pair, per decoding request and per context token.
 
-    request_s and request_token_s: what the API server spends on a request and on each of its prompt tokens before the
-    engine core sees it; requests wait for each other there, because it is one thread. first_token_s: from the end of
-    a request's last prefill step to its first byte, beyond the step itself (nobody waits for it).
+    request_s, request_token_s: the API server's time for a request and for each of its prompt tokens, before the engine
+    core sees it; it has one thread, so requests wait for each other there. first_token_s: from the end of a request's
+    last prefill step to its first byte; no other request waits for that.
     """
 
     base_s: float
@@ -54,7 +54,7 @@ class StepCosts:
         )
 
     def arrival_seconds(self, prompt_tokens: int) -> float:
-        """What the API server spends on a request before the engine core sees it."""
+        """The API server's time for a request, before the engine core sees it."""
         return self.request_s + self.request_token_s * prompt_tokens
 
     def scaled(self, factor: float) -> StepCosts:
@@ -62,10 +62,10 @@ class StepCosts:
         return StepCosts(**{name: value * factor for name, value in asdict(self).items()})
 
 
-#: ``fast`` is for tests, ``demo`` an engine on which a cache hit is plainly visible; ``trace`` suits replays of the
-#: conversation trace at 6 to 8 times its speed with eight engines, ``agents`` the agents' at 4 to 16 times;
-#: ``…-fcfs``: the same for the engine of simple models (``trace-fcfs`` keeps eight engines .61 busy at 6 times under a
-#: balancer that counts requests); ``vllm-cpu-small`` is a fit to a real vLLM.
+#: ``fast`` is for tests. On ``demo`` a cache hit is plainly visible. ``trace`` suits replays of the conversation
+#: trace at 6 to 8 times its speed with eight engines, ``agents`` replays of the agents' trace at 4 to 16 times.
+#: ``trace-fcfs`` and ``agents-fcfs`` are for ``FcfsScheduler``; ``trace-fcfs`` keeps eight engines .61 busy at 6 times
+#: the speed, under a balancer that counts requests. ``vllm-cpu-small`` is fitted to a real vLLM.
 PRESETS = {
     "fast": StepCosts(base_s=0.0005, prefill_token_s=2e-6, decode_request_s=5e-5),
     "trace": StepCosts(base_s=0.002, prefill_token_s=7.95e-4, decode_request_s=1e-4, decode_context_s=1e-7),
@@ -86,7 +86,7 @@ PRESETS = {
 
 
 def load_costs(name: str) -> StepCosts:
-    """A preset's name, a factor for the preset ``demo``, or the path of a JSON file of ``calibrate``.
+    """The costs that ``name`` means: a preset, a factor for the preset ``demo``, or a JSON file of ``calibrate``.
 
     Raises ValueError.
     """

@@ -1,7 +1,7 @@
-"""Engines on a virtual clock: the same scheduler and block pool as over HTTP, minutes of load in seconds.
+"""Engines on a virtual clock: the same scheduler and block pool as over HTTP, but minutes of load take seconds.
 
-Events are ordered by time. A router is told of everything that a fleet's router learns; what it makes of that is its
-own affair, and it may have duties of its own (``at``), which do not keep a run from ending.
+Events are ordered by time. The router under test learns the same as the router of a real fleet. It may add events of
+its own (``at`` with ``duty``), which do not keep a run from ending.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Clock:
-    """now: virtual seconds. What else lives in that time may share it."""
+    """now: virtual seconds. Other simulated parts may share the clock."""
 
     now: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What became of an arrival. Seconds and tokens."""
+class Answered:
+    """An answered arrival. at_s: when it arrived, in virtual seconds; engine: its number."""
 
     at_s: float
     ttft_s: float
@@ -44,7 +44,7 @@ class Served:
 
 
 class Router(Protocol):
-    """Told of everything that a fleet's router learns, in order of time."""
+    """The router under test. Its methods are called in order of time, with virtual seconds."""
 
     async def choose(self, request: Request, arrival: Arrival, now: float) -> int: ...
     async def started(self, request: Request, engine: int, now: float) -> None: ...
@@ -52,7 +52,7 @@ class Router(Protocol):
 
 
 class VirtualEngine:
-    """A scheduler with the step that is under way. busy_s: seconds in steps; work_tokens: of prefill, computed."""
+    """A scheduler with the step under way. busy_s: seconds in steps. work_tokens: computed prefill tokens."""
 
     def __init__(self, scheduler: Scheduler, costs: StepCosts) -> None:
         self.scheduler = scheduler
@@ -65,7 +65,7 @@ class VirtualEngine:
         self._steps = 0
 
     def begin(self, now: float) -> float | None:
-        """Start the next step, if none is under way; returns its seconds, None: there is nothing to do."""
+        """Start the next step and return its seconds; None if a step is under way or there is nothing to do."""
         if self.step is not None:
             return None
         self.step = self.scheduler.schedule()
@@ -88,24 +88,24 @@ class VirtualEngine:
 
 
 class VirtualFleet:
-    """``run`` plays a trace through the engines. speed: the trace's time is divided by it."""
+    """``run`` plays a trace through the engines. speed: the trace's times are divided by it."""
 
     def __init__(
         self, engines: Sequence[VirtualEngine], router: Router, speed: float = 1.0, clock: Clock | None = None
     ) -> None:
         self.engines = engines
-        self.served: list[Served] = []
+        self.served: list[Answered] = []
         self.clock = clock or Clock()
         self._router = router
         self._speed = speed
         self._events: list[tuple[float, int, bool, Event]] = []
-        self._left = 0  # events that are no duty
+        self._left = 0  # events that are not duties
         self._order = count()
-        self._open: dict[Request, tuple[float, int, int]] = {}  # arrived at, engine, session
+        self._open: dict[Request, tuple[float, int, int]] = {}  # (arrival time, engine, session)
         self._sessions: dict[int, list[Arrival]] = {}
 
-    async def run(self, trace: Trace) -> list[Served]:
-        """Play all arrivals until everything is answered."""
+    async def run(self, trace: Trace) -> list[Answered]:
+        """Play all arrivals, until every request is answered."""
         for arrival in reversed(trace.arrivals):
             if arrival.think_s is not None:
                 self._sessions.setdefault(arrival.session, []).append(arrival)
@@ -119,13 +119,13 @@ class VirtualFleet:
         return self.served
 
     def at(self, when: float, event: Event, *, duty: bool = False) -> None:
-        """Call ``event`` at that time. duty: it does not keep the run from ending."""
+        """Call ``event`` at the time ``when``. duty: it does not keep the run from ending."""
         self._left += not duty
         heapq.heappush(self._events, (when, next(self._order), duty, event))
 
     def _arrive(self, arrival: Arrival) -> Event:
         async def arrive(now: float) -> None:
-            answer = range(1_000_000, 1_000_000 + arrival.output_tokens)  # what is said is nobody's prompt
+            answer = range(1_000_000, 1_000_000 + arrival.output_tokens)  # ids that occur in no prompt
             request = Request("", arrival.prompt, arrival.output_tokens, answer)
             hash_blocks(self.engines[0].scheduler.scheme, request)
             number = await self._router.choose(request, arrival, now)
@@ -173,7 +173,7 @@ class VirtualFleet:
             at, number, session = self._open[request]
             if output.first:
                 ttft = now + engine.costs.first_token_s - at
-                self.served.append(Served(at, ttft, request.prompt_tokens, request.cached_tokens, number, session))
+                self.served.append(Answered(at, ttft, request.prompt_tokens, request.cached_tokens, number, session))
                 await self._router.started(request, number, now)
             if output.finished:
                 await self._router.finished(request, number, now)

@@ -1,6 +1,6 @@
-"""Fleets that a trace is played through: ours by policy and number of replicas, routers of others, and no router.
+"""The fleets that a trace is played through: Warmfleet replicas, routers of other projects, and no router at all.
 
-Every run gets a fresh store, fresh engines (one process), fresh routers and haproxy in front of them, all on this
+Every run gets a fresh store, fresh engines (in one process), fresh routers and haproxy in front of them, all on this
 machine and on free ports.
 """
 
@@ -43,14 +43,17 @@ POLICIES = (
     "round_robin",
     "random",
 )
-#: Fleets without a router: the client itself chooses the engine (see replay.Balance).
+#: Fleets without a router: the client itself chooses the engine, by this balance (see ``replay.Balance``).
 DIRECT = {"session-sticky": "session", "least-loaded": "least"}
-AFFINITY = "session-affinity"  # replicas of ours, policy cost; the client always takes a session to the same replica
+AFFINITY = "session-affinity"  # Warmfleet with policy cost; the client sends a session always to the same replica
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """kind: ``warmfleet``, or a name of peers.PEERS or of DIRECT. balance: of the client, where it has a choice."""
+    """One fleet under comparison.
+
+    kind: ``warmfleet``, a name in ``peers.PEERS`` or in DIRECT. balance: how the client chooses among several URLs.
+    """
 
     name: str
     kind: str
@@ -60,15 +63,16 @@ class Fleet:
 
     @property
     def takes_ids(self) -> bool:
-        """Whether prompts may be token ids. SMG 1.13.0 answers 400."""
+        """True if prompts may be token ids. SMG 1.13.0 answers those with 400."""
         return self.kind != "smg"
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Engines of a run, in the engine's own words, and whether haproxy stands before the routers, be it only one.
+    """The engines of a run, in the words of their command line.
 
-    blocks: per engine; decode_s: wall seconds per token in fcfs mode.
+    blocks: per engine. decode_s: wall seconds per token in fcfs mode. haproxy: it stands before the routers, even
+    before a single one.
     """
 
     engines: int
@@ -81,7 +85,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What the client needs of a fleet that runs."""
+    """A running fleet: the URLs that the client calls, and those of the engines."""
 
     urls: tuple[str, ...]
     engines: tuple[str, ...]
@@ -90,7 +94,7 @@ class Running:
 
 
 def ours(policies: str, replicas: str) -> list[Fleet]:
-    """Every policy with every number of replicas. Raises ValueError."""
+    """Warmfleet fleets: every policy with every number of replicas. Raises ValueError."""
     names = list(POLICIES) if policies == "all" else policies.split(",")
     unknown = [name for name in names if name not in POLICIES]
     if unknown:
@@ -105,7 +109,7 @@ def ours(policies: str, replicas: str) -> list[Fleet]:
 
 
 def others(names: str) -> list[Fleet]:
-    """``vllm-router-kv:4,smg:1,session-sticky``: fleets that are no policy of ours. Raises ValueError."""
+    """The other fleets by their names, such as ``vllm-router-kv:4,smg:1,session-sticky``. Raises ValueError."""
     return [_other(name) for name in names.split(",") if name]
 
 
@@ -124,10 +128,10 @@ def _other(text: str) -> Fleet:
 
 @contextmanager
 def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
-    """Start a fleet; its processes and files are gone after the block. Raises StackError."""
+    """Start a fleet. Its processes and files are gone after the block. Raises StackError."""
     balanced = setup.haproxy and fleet.replicas > 0 and fleet.balance == "random"
     if balanced:
-        haproxy_binary()  # what is missing is said before anything starts
+        haproxy_binary()  # raises before anything is started
     with tempfile.TemporaryDirectory(prefix="wf-bench-") as name, Processes(Path(name)) as processes:
         if fleet.kind == "warmfleet":
             store = start_store(processes)
@@ -146,7 +150,7 @@ def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
 
 
 def _start_engines(processes: Processes, setup: Setup, more: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
-    """URLs, and ports of KV events; read from what they print."""
+    """(URLs, ports of KV events) of the engines, as they print them."""
     argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", "0", "--count", str(setup.engines)]
     argv += ["--model", MODEL, "--blocks", str(setup.blocks), "--worker-id", "sim", "--mode", setup.mode]
     argv += ["--step-time", setup.step_time, "--fcfs-decode", str(setup.decode_s), *more]
@@ -161,7 +165,7 @@ def _start_engines(processes: Processes, setup: Setup, more: Sequence[str]) -> t
 
 def _start_replicas(processes: Processes, fleet: Fleet, store: str, engines: int) -> list[int]:
     ports = free_ports(fleet.replicas)
-    environment = {"WARMFLEET_TRUST_TEMPLATES": "1"}  # whoever measures approves of what is measured
+    environment = {"WARMFLEET_TRUST_TEMPLATES": "1"}  # the templates are those of our own engines
     for number, port in enumerate(ports):
         argv = [sys.executable, "-m", "warmfleet", "serve", "--port", str(port), "--policy", fleet.policy]
         processes.spawn("replicas", f"replica-{number}", [*argv, "--redis", store, "--models", MODEL], environment)
@@ -183,12 +187,12 @@ def _start_peers(processes: Processes, fleet: Fleet, engines: Sequence[str], eve
 
 
 def _all_healthy(url: str, engines: int) -> bool:
-    """Both peers answer /health before they know all their engines."""
+    """True if a peer knows all its engines. Both peers answer /health earlier than that."""
     return bool((get_json(url) or {}).get("healthy_workers") == engines)
 
 
 def balancer_config(ports: Sequence[int], *, readyz: bool) -> str:
-    """The load test's haproxy.cfg with these servers. readyz: checked as our replicas are, else by connecting."""
+    """haproxy.cfg of the load test with these servers. readyz: check them by GET /readyz, else by connecting."""
     lines = [line for line in HAPROXY_CONFIG.read_text().splitlines() if not line.lstrip().startswith("server ")]
     if not readyz:
         lines = [line for line in lines if "httpchk" not in line]
@@ -196,7 +200,7 @@ def balancer_config(ports: Sequence[int], *, readyz: bool) -> str:
 
 
 def _balanced(processes: Processes, ports: Sequence[int], *, readyz: bool) -> int:
-    """haproxy in front of these; its port."""
+    """Start haproxy in front of these ports. Returns its port."""
     config = processes.folder / "haproxy.cfg"
     config.write_text(balancer_config(ports, readyz=readyz))
     [port] = free_ports(1)

@@ -1,4 +1,4 @@
-"""The processes of `make loadtest`: store, engines, replicas, haproxy, Locust; all die with the ``with`` block."""
+"""The processes of `make loadtest`: store, engines, replicas, haproxy, Locust. All end with the ``with`` block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WATCH_S = 0.5
 
 
 class LocustStack(Processes):
-    """``start`` everything but Locust, then ``spawn`` that. url: haproxy's."""
+    """``start`` starts everything but Locust; ``spawn`` Locust then. url: that of haproxy."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -38,8 +38,8 @@ class LocustStack(Processes):
         self.url = f"http://127.0.0.1:{self._ports[0]}"
 
     def start(self) -> None:
-        """Returns once every replica answers for every engine through haproxy. Raises StackError."""
-        haproxy_binary()  # what is missing is said before anything starts
+        """Start all processes and wait until every replica can use every engine. Raises StackError."""
+        haproxy_binary()  # raises before anything is started
         self._store = start_store(self, "--maxmemory", "1gb")
         for number, port in enumerate(self._ports[1 + PLACES :], 1):
             engine = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--model", MODEL]
@@ -54,14 +54,14 @@ class LocustStack(Processes):
         start_haproxy(self, HAPROXY_CONFIG, self._ports[0], places)
 
     def start_replica(self, place: int) -> None:
-        """Start the replica of a place (1 to PLACES) in haproxy's configuration; not waited for."""
+        """Start the replica for a place (1 to PLACES) in haproxy's configuration. Does not wait for it."""
         command = [sys.executable, "-m", "warmfleet", "serve", "--port", str(self._ports[place])]
         environment = {"WARMFLEET_REDIS_URL": self._store, "WARMFLEET_MODELS": MODEL}
-        environment["WARMFLEET_TRUST_TEMPLATES"] = "1"  # whoever measures approves of what is measured
+        environment["WARMFLEET_TRUST_TEMPLATES"] = "1"  # the templates are those of our own engines
         self.spawn("replicas", f"replica-{place}", command, environment)
 
     def sessions(self) -> dict[str, int]:
-        """Connections that each replica got, as haproxy counted them. Raises StackError if it does not tell."""
+        """The number of connections that haproxy has made to each replica. Raises StackError without an answer."""
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(5)
@@ -69,12 +69,12 @@ class LocustStack(Processes):
                 connection.sendall(b"show stat\n")
                 text = b"".join(iter(lambda: connection.recv(65_536), b"")).decode()
         except OSError as error:
-            raise StackError(f"haproxy tells no statistics ({error}):\n{self.tail('haproxy')}") from error
+            raise StackError(f"haproxy gives no statistics ({error}):\n{self.tail('haproxy')}") from error
         rows = csv.DictReader(text.removeprefix("# ").splitlines())
         return {row["svname"]: int(row["stot"]) for row in rows if row["svname"].startswith("replica-")}
 
     def sleep_until(self, when: float) -> None:
-        """Sleep to a monotonic time; raises StackError at once if Locust or haproxy ends before."""
+        """Sleep until a monotonic time. Raises StackError as soon as Locust or haproxy has ended."""
         while (left := when - time.monotonic()) > 0:
             self.check("locust", "haproxy")
-            time.sleep(min(left, WATCH_S))  # the run's own time
+            time.sleep(min(left, WATCH_S))  # the schedule of the run is in wall time

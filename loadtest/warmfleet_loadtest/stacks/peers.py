@@ -1,6 +1,6 @@
-"""Routers of others: installed once into an environment of their own, and their command lines.
+"""Peers: routers of other projects, installed once into an environment of their own, and their command lines.
 
-They run with their defaults; what is set says where the engines are. One thread is not forced on them.
+They run with their defaults, also for threads; the options below only name their model and their engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from warmfleet_loadtest.traces.trace import BLOCK_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-MODEL = "sim"  # what the engines of a fleet serve
+MODEL = "sim"  # the name that the engines of a fleet serve
 ROOT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = ROOT / "loadtest/peers-requirements.txt"
 FOLDER = ROOT / ".cache/peers"
@@ -26,11 +26,11 @@ INSTALL_S = 900.0
 
 
 def install() -> Path:
-    """The folder with the peers' commands; the first call downloads 70 MB. Raises StackError if that fails."""
+    """The folder with the peers' commands. The first call downloads 70 MB. Raises StackError if that fails."""
     ready, wanted = FOLDER / "ready", REQUIREMENTS.read_text()
     if ready.is_file() and ready.read_text() == wanted:
         return FOLDER / "bin"
-    print(f"installing routers of others into {FOLDER} ...", file=sys.stderr, flush=True)
+    print(f"installing routers of other projects into {FOLDER} ...", file=sys.stderr, flush=True)
     argv = [str(FOLDER / "bin/python"), "-m", "pip", "install", "-q", "--no-compile", "-r", str(REQUIREMENTS)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
@@ -57,7 +57,7 @@ def vllm_router_kv(port: int, metrics_port: int, urls: Sequence[str], events: Se
 
 
 def smg(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
-    """SMG, policy ``cache_aware``: a tree of what it sent, because plain HTTP engines tell it nothing."""
+    """SMG, policy ``cache_aware``: it keeps a tree of the prompts that it has sent, for it gets no events over HTTP."""
     argv = ["smg", "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
     argv += ["--policy", "cache_aware", "--backend", "vllm", "--disable-tokenizer-autoload"]
     argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]

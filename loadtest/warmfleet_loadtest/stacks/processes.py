@@ -1,4 +1,4 @@
-"""Processes of a measurement: started, waited for, measured, and all of them killed with the ``with`` block."""
+"""The processes of a measurement. They are started and measured in a ``with`` block, and all killed at its end."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StackError(Exception):
-    """Something that a measurement needs is missing, did not start or broke; the text is for the user."""
+    """A process or program that a measurement needs is missing, did not start or broke. The text is for the user."""
 
 
 def end_on_signals() -> None:
-    """Whatever asks this program to end makes it leave its ``with`` blocks, so that nothing it started is left."""
+    """Let SIGINT, SIGTERM and SIGHUP end this program through its ``with`` blocks, so that no process is left."""
     for number in ENDINGS:
         signal.signal(number, _end)
 
@@ -47,9 +47,10 @@ def _end(number: int, _frame: object) -> NoReturn:
 
 
 class Processes:
-    """``folder``: private; logs and sockets go there, so its path must be short (a socket's may have 107 bytes).
+    """Starts processes, and kills them at the end of the ``with`` block.
 
-    Each process leads a session of its own: signals of the terminal are not theirs, their end is that of the block.
+    folder: a private one for logs and sockets. Its path must be short, because a socket's path has 107 bytes at most.
+    Each process leads a session of its own, so that signals of the terminal do not reach it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,16 +61,17 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing of a measurement needs a goodbye."""
+        """Kill everything. No process of a measurement needs a clean end."""
         for name in list(self._running):
             self.kill(name)
 
     def spawn(
         self, kind: str, name: str, argv: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a process whose output goes to a log. kind: what its CPU is counted as; environment: beside ours.
+        """Start a process whose output goes to a log.
 
-        Raises StackError if it cannot be started at all.
+        kind: under which ``cpu_s`` counts its CPU time. environment: variables beside our own. Raises StackError if it
+        cannot be started at all.
         """
         try:
             with self._log(name).open("ab") as log:
@@ -87,23 +89,23 @@ class Processes:
         return process
 
     def kill(self, name: str) -> None:
-        """SIGKILL a process and its children; it is no longer one of ours when this returns."""
+        """SIGKILL a process and its children, and forget it."""
         _kind, process = self._running.pop(name)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     def wait(self, name: str, ready: Callable[[], object]) -> None:
-        """Until ``ready``. Raises StackError if the process ends before, or takes longer than READY_S."""
+        """Wait until ``ready()`` is true. Raises StackError if the process ends before, or if it takes over READY_S."""
         deadline = time.monotonic() + READY_S
         while not ready():
             self.check(name)
             if time.monotonic() > deadline:
                 raise StackError(f"{name} is not ready after {READY_S:.0f} s:\n{self.tail(name)}")
-            time.sleep(POLL_S)  # nothing tells when another process has become ready
+            time.sleep(POLL_S)  # another process gives no signal when it is ready
 
     def check(self, *names: str) -> None:
-        """Raises StackError with the end of its log if one of these (none named: of all) has ended by itself."""
+        """Raise StackError, with the end of the log, if one of these processes has ended. Without names: any of all."""
         for name in names or self._running:
             status = self._running[name][1].poll()
             if status is not None:
@@ -120,7 +122,7 @@ class Processes:
         """CPU seconds so far, by kind, with children."""
         spent: dict[str, float] = {}
         for kind, process in self._running.values():
-            with suppress(psutil.Error):  # it has ended: ``check`` tells
+            with suppress(psutil.Error):  # it has ended; ``check`` reports that
                 own = psutil.Process(process.pid)
                 for one in (own, *own.children(recursive=True)):
                     times = one.cpu_times()
@@ -135,7 +137,7 @@ class Processes:
 
 
 def start_store(processes: Processes, *options: str) -> str:
-    """A store of this measurement's own, on a socket in the folder; its URL. Raises StackError."""
+    """Start Valkey or Redis for this measurement, on a socket in the folder. Returns its URL. Raises StackError."""
     path = processes.folder / "store.sock"
     argv = [_store_binary(), "--port", "0", "--unixsocket", str(path), "--dir", str(processes.folder)]
     argv += ["--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction", *options]
@@ -161,14 +163,17 @@ def _accepts(path: Path) -> bool:
 
 
 def start_haproxy(processes: Processes, config: Path, port: int, places: Mapping[str, str] | None = None) -> None:
-    """haproxy on ``port``, once a server behind it answers. places: what else ``config`` takes from the environment."""
+    """Start haproxy on ``port`` and wait until a server behind it answers.
+
+    places: further environment variables that ``config`` reads.
+    """
     environment = {"LOADTEST_PORT": str(port), "LOADTEST_STATS": str(processes.folder / "stats"), **(places or {})}
     processes.spawn("haproxy", "haproxy", [haproxy_binary(), "-db", "-f", str(config)], environment)
     processes.wait("haproxy", partial(answers, f"http://127.0.0.1:{port}/v1/models"))
 
 
 def haproxy_binary() -> str:
-    """Raises StackError if it is not installed."""
+    """The path of haproxy. Raises StackError if it is not installed."""
     found = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
     if found is None:
         raise StackError("haproxy is missing: run `make deps` once")
@@ -176,7 +181,7 @@ def haproxy_binary() -> str:
 
 
 def replica_ready(url: str, workers: int) -> bool:
-    """Whether a replica can use so many proven workers, and says that it is ready (else haproxy takes it for down)."""
+    """True if a replica can use so many proven workers and is ready; else haproxy would take it for down."""
     found = get_json(f"{url}/workers") or {"models": []}
     seen = [worker for model in found["models"] for worker in model["workers"]]
     usable = [worker for worker in seen if worker["routable"] and worker["proof"] == "proven"]
@@ -187,7 +192,7 @@ def replica_ready(url: str, workers: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now; a race with other processes is possible, a collision shows at start."""
+    """Ports that are free now. Another process may take one meanwhile; the start of ours then fails."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for found in sockets:
@@ -199,7 +204,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def get_json(url: str) -> Any:
-    """The JSON of a GET, or None if there is none (yet)."""
+    """The JSON that a GET answers with, or None if there is no such answer."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return json.load(answer)
@@ -208,7 +213,7 @@ def get_json(url: str) -> Any:
 
 
 def answers(url: str) -> bool:
-    """Whether a GET has status 200 now."""
+    """True if a GET is answered with status 200 now."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)

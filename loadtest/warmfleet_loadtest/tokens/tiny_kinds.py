@@ -1,8 +1,9 @@
-"""Small tokenizers of three kinds, trained here: what tells them apart is what real ones have.
+"""Small tokenizers of three kinds, trained here. They differ in the same ways as the tokenizers of real models.
 
-qwen3: byte-level BPE, NFC, many added tokens, no begin token. llama3: byte-level BPE that takes whole words first
-(``ignore_merges``), three digits at a time, a begin token by post-processor. llama2: SentencePiece-like BPE over "▁"
-words with bytes as the last resort and a begin token. Each has a chat template of its family (``data/kind_*.jinja``).
+qwen3: byte-level BPE with NFC, many added tokens and no begin token. llama3: byte-level BPE that looks for whole words
+first (``ignore_merges``), takes three digits at a time and adds a begin token by its post-processor. llama2: BPE over
+"▁" words as in SentencePiece, with bytes as the last resort and a begin token. Each has a chat template of its family
+(``data/kind_*.jinja``).
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-CORPUS_FILES = 60  # of the standard library: 2 s
+CORPUS_FILES = 60  # modules of the standard library to train on; takes 2 s
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """special, plain: added tokens (plain ones are not "special": decoding keeps them). bos, eos: among ``special``."""
+    """special: added tokens that decoding may skip. plain: added tokens that it keeps. bos, eos: two of ``special``."""
 
     tokenizer_class: str
     special: tuple[str, ...]
@@ -53,7 +54,7 @@ KINDS = {
 
 
 def save_tokenizer(folder: Path, name: str, vocabulary: int) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja of one kind. About 3 s."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja of one kind. Takes about 3 s."""
     kind = KINDS[name]
     tokenizer = _sentencepiece(kind, vocabulary) if name == "llama2" else _byte_level(kind, vocabulary)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
@@ -99,7 +100,7 @@ def _byte_level(kind: Kind, vocabulary: int) -> dict[str, Any]:
 
 
 def _sentencepiece(kind: Kind, vocabulary: int) -> dict[str, Any]:
-    """Trained on "▁" words; then the bytes are put in front, as SentencePiece numbers them, and the ids shifted."""
+    """A BPE trained on "▁" words. As in SentencePiece, the special tokens and the 256 bytes have the first ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from tokenizers.trainers import BpeTrainer
 

@@ -1,8 +1,8 @@
 """Arrivals from a public trace, or from a generator with the same statistics.
 
-A trace holds hashes and lengths, no text. One block of a trace (512 or 64 tokens) becomes one block of 16 tokens:
-sharing is unchanged and prompts become short enough for a few cores. Equal ids give equal tokens; the first two tokens
-of a block spell its id, so different ids differ within two tokens.
+A trace holds block ids and lengths, but no text. One block of a trace (512 or 64 tokens) becomes one block of 16
+tokens, so that sharing is unchanged and prompts are short enough for a few cores. Equal ids give equal tokens. The
+first two tokens of a block spell its id, so blocks with different ids differ within two tokens.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BLOCK_TOKENS = 16  # of a replayed block
-FIRST_TOKEN, TOKENS = 256, 4_096  # ids FIRST_TOKEN ... + TOKENS are words in any byte-level vocabulary
-SHARED = "../shared/traces"  # beside the checkout, where somebody has put the traces
-DECODE_S = 0.02  # a token of an answer takes so long in a trace's own time: published simulations count it so
+FIRST_TOKEN, TOKENS = 256, 4_096  # the 4,096 token ids from 256 on are words in any byte-level vocabulary
+SHARED = "../shared/traces"  # a folder beside the checkout; the traces are no part of this repository
+DECODE_S = 0.02  # seconds for a token of an answer in a trace's own time, as in published simulations
 
 
 @dataclass(frozen=True, slots=True)
 class Public:
-    """A trace that all can have, and what it is measured with: so many of its rows, trace seconds a second, eight
-    engines of so many blocks, and their step times (a preset of ``costs``; with ``-fcfs`` those of simple models).
+    """A public trace, and the set-up that it is measured with.
+
+    rows: the first so many requests. speed: trace seconds per second. blocks: of each of eight engines. step_time: a
+    preset of ``step_costs``; fcfs mode takes the preset of this name with ``-fcfs``.
     """
 
     file: str
@@ -46,7 +48,11 @@ PUBLIC = {
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. at_s: when, in the trace's own time; think_s: closed loop, after the session's previous answer."""
+    """One request of a trace.
+
+    at_s: when it arrives, in the trace's own time. think_s: in a closed loop it arrives so long after the session's
+    previous answer instead.
+    """
 
     at_s: float
     session: int
@@ -57,9 +63,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Arrivals in order. closed: a session's next request waits for the answer before.
+    """Arrivals in order. closed: a session's next request waits for its previous answer.
 
-    scale: how many tokens of the trace one token of an arrival stands for.
+    scale: one token of an arrival stands for so many tokens of the trace.
     """
 
     name: str
@@ -69,7 +75,7 @@ class Trace:
 
 
 def block(identifier: int, seed: int = 0) -> list[int]:
-    """The 16 tokens of a trace's block. Another seed gives other tokens and the same sharing."""
+    """The 16 tokens of a trace's block. Another seed gives other tokens, with the same sharing."""
     generator = random.Random(identifier + (seed << 40))
     head = [identifier // TOKENS + 977 * seed, identifier + 977 * seed]
     rest = [int(generator.random() * TOKENS) for _ in range(BLOCK_TOKENS - 2)]
@@ -77,14 +83,14 @@ def block(identifier: int, seed: int = 0) -> list[int]:
 
 
 def shared(name: str) -> Path:
-    """Where one of PUBLIC is, if it is there."""
+    """The path of a trace in PUBLIC. The file may be missing."""
     return Path(__file__).resolve().parents[3] / SHARED / PUBLIC[name].file
 
 
 def find(path: str | None = None) -> Path | None:
-    """The trace that ``path`` or $TRACE names (a file, or one of PUBLIC), else the conversation.
+    """The file of the trace that ``path`` or $TRACE names (a file, or a name in PUBLIC), else the conversation trace.
 
-    None if the conversation is missing: one can be generated. Raises FileNotFoundError if another is.
+    None if the conversation trace is missing, because one can be generated. Raises FileNotFoundError for other traces.
     """
     named = path or os.environ.get("TRACE") or "conversation"
     found = shared(named) if named in PUBLIC else Path(named)
@@ -96,9 +102,9 @@ def find(path: str | None = None) -> Path | None:
 
 
 def open_trace(path: str | None = None, rows: int | None = None, seed: int = 0) -> Trace:
-    """The trace that is found, with ``seed`` for its tokens, else a generated one of the same shape.
+    """The trace that ``find`` finds, with tokens by ``seed``, else a generated one of the same shape.
 
-    Of that another seed is another trace. Raises FileNotFoundError, or ValueError for a file of another format.
+    A generated trace has other arrivals with every seed. Raises FileNotFoundError, or ValueError for another format.
     """
     found = find(path)
     return generate(rows or 600, seed) if found is None else load(found, rows, seed)
@@ -119,7 +125,7 @@ def load(path: Path, rows: int | None = None, seed: int = 0) -> Trace:
 
 
 class _Reader:
-    """Rows to arrivals: a row names only what its session's prompt adds to the one before."""
+    """Turns rows into arrivals. A row names only the blocks that its prompt adds to the session's previous prompt."""
 
     def __init__(self, size: int, closed: bool, seed: int) -> None:
         self._size = size
@@ -137,21 +143,21 @@ class _Reader:
             if identifier not in self._blocks:
                 self._blocks[identifier] = block(identifier, self._seed)
             prompt += self._blocks[identifier]
-        partial = row["in"] % size  # of the last block, where it is not full
+        partial = row["in"] % size  # tokens of the last block, if that is not full
         if partial:
             del prompt[len(prompt) - BLOCK_TOKENS + max(1, round(partial * BLOCK_TOKENS / size)) :]
         think = None
         if self._closed and session in self._last:
             then, said = self._last[session]
-            think = max(0.0, row["t"] - then - DECODE_S * said)  # gaps of such a trace contain the decoding
+            think = max(0.0, row["t"] - then - DECODE_S * said)  # the gaps of such a trace contain the decoding
         self._last[session] = (row["t"], row["out"])
         return Arrival(row["t"], session, prompt, max(1, round(row["out"] * BLOCK_TOKENS / size)), think)
 
 
 def generate(rows: int, seed: int = 0) -> Trace:
-    """The shape of the conversation trace: 3 requests a second, lognormal lengths, a quarter of all later turns.
+    """A trace like the conversation trace: 3 requests a second, lognormal lengths, a quarter of them later turns.
 
-    Every prompt starts with the same block; a later turn extends its session's prompt by the answer and a new text.
+    Every prompt starts with the same block. A later turn extends its session's prompt by the answer and new text.
     """
     generator = random.Random(seed)
     fresh = iter(range(1, 1 << 24))

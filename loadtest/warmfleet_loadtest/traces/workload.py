@@ -10,7 +10,10 @@ from warmfleet_loadtest.traces.trace import FIRST_TOKEN, TOKENS, Arrival, Trace
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A mixed load. rate: requests per second; lengths: tokens; shares: of questions on documents, of one-shots."""
+    """A mixed load of conversations, questions on shared documents (document_share) and single requests (single_share).
+
+    rate: requests per second.
+    """
 
     rate: float
     seconds: float
@@ -36,7 +39,7 @@ class _Session:
 
 
 def mixed(mix: Mix) -> Trace:
-    """Open-loop arrivals (Poisson). A conversation's next turn extends its prompt by a stand-in for the answer."""
+    """Open-loop arrivals (Poisson). A conversation's next turn extends its prompt by random tokens for the answer."""
     generator = random.Random(mix.seed)
     systems = [_tokens(generator, mix.system_tokens) for _ in range(mix.system_prompts)]
     documents = [_tokens(generator, generator.randint(*mix.document_tokens)) for _ in range(mix.documents)]
@@ -50,7 +53,7 @@ def mixed(mix: Mix) -> Trace:
         said = generator.randint(*mix.output_tokens)
         text = _tokens(generator, generator.randint(*mix.turn_tokens))
         kind = generator.random()
-        if kind < mix.document_share:  # popular documents are asked about more often
+        if kind < mix.document_share:  # some documents are more popular than others
             rank = min(int(generator.paretovariate(0.8)) - 1, mix.documents - 1)
             arrivals.append(Arrival(now, -1, documents[rank] + text, said))
         elif kind < mix.document_share + mix.single_share:

@@ -1,4 +1,4 @@
-"""An OpenAI request as an engine reads it: token ids, how much to say, how to answer."""
+"""A request of the OpenAI API as an engine reads it: prompts as token ids, length and form of the answer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from warmfleet_loadtest.tokens.prompt_tokenizer import PromptError
 if TYPE_CHECKING:
     from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
-NATURAL_TOKENS = (24, 160)  # an answer's length where the client sets no exact one
-MAX_SEQUENCES = 1_024  # prompts x n of one request
+NATURAL_TOKENS = (24, 160)  # an answer has between so many tokens where the client sets no exact number
+MAX_SEQUENCES = 1_024  # prompts x choices of one request
 
 
-class AskError(Exception):
-    """A request that is refused: what vLLM would say and with which status."""
+class RefusedError(Exception):
+    """A request is refused, with vLLM's text and HTTP status."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
@@ -29,22 +29,28 @@ class AskError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One parsed request. kind: ``cmpl`` or ``chatcmpl``; prompts: token ids; max_tokens: None = until it is said."""
+class OpenAIRequest:
+    """One parsed request.
+
+    kind: ``cmpl`` or ``chatcmpl``. request_id: as the client sees it, with its kind. prompts: token ids.
+    max_tokens: None = as long as the answer is. exact: the answer has exactly max_tokens (``ignore_eos``).
+    usage: a stream ends with its usage. token_ids: the answer lists them (``return_token_ids``).
+    skip_cache: every prompt token is computed (``prompt_logprobs``).
+    """
 
     kind: str
-    request_id: str  # with its kind: what the client sees
+    request_id: str
     model: str
     prompts: tuple[list[int], ...]
     max_tokens: int | None = None
-    exact: bool = False  # ignore_eos: say exactly max_tokens
+    exact: bool = False
     min_tokens: int = 0
     n: int = 1
     salt: str | None = None
     stream: bool = False
-    usage: bool = False  # in a stream
-    token_ids: bool = False  # return_token_ids
-    skip_cache: bool = False  # prompt_logprobs: every token of the prompt is computed
+    usage: bool = False
+    token_ids: bool = False
+    skip_cache: bool = False
 
     @property
     def chat(self) -> bool:
@@ -54,22 +60,22 @@ class Ask:
     def prompt_tokens(self) -> int:
         return sum(map(len, self.prompts))
 
-    def requests(self, identity: PromptTokenizer, max_model_len: int) -> list[Request]:
-        """One sequence per prompt and choice, named as vLLM names them. Raises AskError if one does not fit."""
+    def requests(self, tokenizer: PromptTokenizer, max_model_len: int) -> list[Request]:
+        """One sequence per prompt and choice, with ids as vLLM makes them. Raises RefusedError if one is too long."""
         made = []
         for position, prompt in enumerate(self.prompts):
             name = self.request_id if self.chat else f"{self.request_id}-{position}"
             seed = zlib.crc32(str(prompt[-64:]).encode())
             room = max_model_len - len(prompt)
             if room < max(1, self.max_tokens or 1):
-                raise AskError(
+                raise RefusedError(
                     f"This model's maximum context length is {max_model_len} tokens. However, you requested "
                     f"{len(prompt) + max(1, self.max_tokens or 1)} tokens. Please reduce the length of the prompt."
                 )
             for child in range(self.n):
                 count = min(self._length(seed + child), room)
                 child_id = name if self.n == 1 else f"{child}_{name}"
-                answer = identity.answer(seed + child, count)
+                answer = tokenizer.answer(seed + child, count)
                 made.append(Request(child_id, prompt, count, answer, self.salt, skip_cache=self.skip_cache))
         return made
 
@@ -81,24 +87,24 @@ class Ask:
         return natural if self.max_tokens is None else min(natural, self.max_tokens)
 
 
-def parse(kind: str, raw: bytes, request_id: str | None, identity: PromptTokenizer) -> Ask:
-    """Read a body. Raises AskError."""
+def parse(kind: str, raw: bytes, request_id: str | None, tokenizer: PromptTokenizer) -> OpenAIRequest:
+    """Read a body. Raises RefusedError."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise AskError(f"the body is not JSON: {error}") from error
+        raise RefusedError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise AskError("the body must be a JSON object")
+        raise RefusedError("the body must be a JSON object")
     try:
-        prompts = _chat(body, identity) if kind == "chatcmpl" else _completion(body, identity)
+        prompts = _chat(body, tokenizer) if kind == "chatcmpl" else _completion(body, tokenizer)
     except PromptError as error:
-        raise AskError(str(error), param="messages" if kind == "chatcmpl" else "prompt") from error
+        raise RefusedError(str(error), param="messages" if kind == "chatcmpl" else "prompt") from error
     keep = _number(body, "truncate_prompt_tokens", 0)
     options = _object(body, "stream_options")
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
-        raise AskError("cache_salt must be a non-empty string", param="cache_salt")
-    ask = Ask(
+        raise RefusedError("cache_salt must be a non-empty string", param="cache_salt")
+    ask = OpenAIRequest(
         kind,
         f"{kind}-{request_id or uuid.uuid4().hex}",
         str(body.get("model") or ""),
@@ -114,25 +120,25 @@ def parse(kind: str, raw: bytes, request_id: str | None, identity: PromptTokeniz
         skip_cache=body.get("prompt_logprobs") is not None,
     )
     if len(ask.prompts) * ask.n > MAX_SEQUENCES:
-        raise AskError(f"at most {MAX_SEQUENCES} sequences in a request", param="n")
+        raise RefusedError(f"at most {MAX_SEQUENCES} sequences in a request", param="n")
     return ask
 
 
-def _chat(body: dict[str, Any], identity: PromptTokenizer) -> list[list[int]]:
-    """Token ids that came along replace the messages, as in vLLM: not if these must be echoed."""
+def _chat(body: dict[str, Any], tokenizer: PromptTokenizer) -> list[list[int]]:
+    """The token ids of a chat. As in vLLM, ids in the request replace the messages unless ``echo`` is set."""
     given = _object(body, "kv_transfer_params").get("prompt_token_ids")
-    return [identity.chat_ids(body) if given is None or body.get("echo") else _ids(given)]
+    return [tokenizer.chat_ids(body) if given is None or body.get("echo") else _ids(given)]
 
 
-def _completion(body: dict[str, Any], identity: PromptTokenizer) -> list[list[int]]:
+def _completion(body: dict[str, Any], tokenizer: PromptTokenizer) -> list[list[int]]:
     prompt = body.get("prompt")
     if isinstance(prompt, str):
-        return [identity.completion_ids(prompt)]
+        return [tokenizer.completion_ids(prompt)]
     if not isinstance(prompt, list) or not prompt:
         raise PromptError("prompt must be a string, a list of token ids, or a list of these")
     if isinstance(prompt[0], int):
         return [_ids(prompt)]
-    return [identity.completion_ids(part) if isinstance(part, str) else _ids(part) for part in prompt]
+    return [tokenizer.completion_ids(part) if isinstance(part, str) else _ids(part) for part in prompt]
 
 
 def _ids(value: Any) -> list[int]:
@@ -144,12 +150,12 @@ def _ids(value: Any) -> list[int]:
 def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
-        raise AskError(f"{name} must be an object", param=name)
+        raise RefusedError(f"{name} must be an object", param=name)
     return value or {}
 
 
 def _max_tokens(kind: str, body: dict[str, Any]) -> int | None:
-    """vLLM's defaults: 16 for completions, as much as fits for chats."""
+    """The wanted length; vLLM's defaults are 16 for completions and, for chats, as much as fits (None)."""
     for name in ("max_completion_tokens", "max_tokens"):
         if body.get(name) is not None:
             return max(1, _number(body, name, 1))
@@ -160,14 +166,14 @@ def _number(body: dict[str, Any], name: str, default: int) -> int:
     value = body.get(name, default)
     value = default if value is None else value
     if type(value) is not int or value < 0:
-        raise AskError(f"{name} must be a non-negative integer", param=name)
+        raise RefusedError(f"{name} must be a non-negative integer", param=name)
     return value
 
 
-def for_model(ask: Ask, models: tuple[str, ...]) -> Ask:
-    """The ask with its model's name filled in. Raises AskError (404) for a model that is not served."""
+def for_model(ask: OpenAIRequest, models: tuple[str, ...]) -> OpenAIRequest:
+    """The request with its model's name filled in. Raises RefusedError (404) for a model that is not served."""
     if not ask.model:
         return replace(ask, model=models[0])
     if ask.model not in models:
-        raise AskError(f"The model `{ask.model}` does not exist.", status=404, param="model")
+        raise RefusedError(f"The model `{ask.model}` does not exist.", status=404, param="model")
     return ask
