@@ -1,4 +1,4 @@
-"""Rendered manifests, and what the program itself says about its routes and settings."""
+"""Rendered manifests, and the program's own routes and settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.k8s.render import COMBINATIONS, ROOT, render
 from warmfleet.main import create_app
 from warmfleet.settings import PREFIX, Settings
 
-#: vLLM's own endpoint; all three probes of an engine ask it.
+#: All three probes of an engine ask this endpoint of vLLM.
 ENGINE_ROUTES = frozenset({"/health"})
 
 
 @pytest.fixture(scope="session")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """YAML of every combination that we ship or document."""
+    """Name -> YAML of every combination that is shipped or documented."""
     return {name: render(name, tmp_path_factory.mktemp(name)) for name in COMBINATIONS}
 
 

@@ -55,7 +55,7 @@ class Refused(Exception):  # noqa: N818  # an answer, not a fault of the server
 
 
 class Target(NamedTuple):
-    """What a URL points at; ``name`` is empty for a collection."""
+    """The object or collection that a URL names; ``name`` is empty for a collection."""
 
     kind: Kind
     namespace: str
@@ -82,10 +82,10 @@ class Store:
         ]
 
     def put(self, verb: str, target: Target, body: Manifest) -> Manifest:
-        """Validate and keep ``body``; 422 names the field, 409 and 404 are as Kubernetes has them."""
+        """Validate and keep ``body``. Raises Refused: 422 names the field, 409 and 404 are as in Kubernetes."""
         exists = target in self.objects
         if exists and body == self.objects[target]:
-            return body  # like a real server: a write that changes nothing is none
+            return body  # like a real server: a write that changes nothing does not count
         if verb == "create" and exists:
             raise Refused(409, "AlreadyExists", f'{target.kind.plural} "{target.name}" already exists')
         home = Target(KINDS[0], "", target.namespace)
@@ -137,7 +137,9 @@ class FakeApi:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # header and body are two writes: else 40 ms each
+    disable_nagle_algorithm = (
+        True  # header and body are two writes: with Nagle's algorithm each answer would take 40 ms
+    )
     store: Store
     raw: bytes
 
@@ -177,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.store.put("patch", target, strategic_merge(self.store.get(target), self._body()))
 
     def _body(self) -> Manifest:
-        return dict(yaml.safe_load(self.raw))  # JSON is YAML; kubectl sends either
+        return dict(yaml.safe_load(self.raw))  # kubectl sends JSON or YAML, and JSON is YAML
 
     def _target(self) -> Target:
         parts = urlsplit(self.path).path.strip("/").split("/")
@@ -191,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, respond: Any) -> None:
         created = self.command == "POST"
-        # Always read, used or not: what is left would be taken for the next request on this connection.
+        # Read the body in any case: unread bytes would be taken for the next request on this connection.
         self.raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
             with self.store.lock:
@@ -206,11 +208,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-        """Quiet: what failed is in the answer."""
+        """Log nothing: the answer says what failed."""
 
 
 def discovery(path: str) -> Manifest | None:
-    """The documents kubectl reads before its first request, or None for any other path."""
+    """The discovery documents that kubectl reads before its first request; None for any other path."""
     groups = sorted({kind.group_version for kind in KINDS} - {"v1"})
     if path == "version":
         return {"major": "1", "minor": VERSION.split(".")[1], "gitVersion": f"v{VERSION}.0"}
@@ -237,7 +239,7 @@ MERGE_KEYS = {"topologySpreadConstraints": "topologyKey", "volumeMounts": "mount
 
 
 def strategic_merge(current: Any, patch: Any, field_name: str = "") -> Any:
-    """kubectl's strategic merge patch, for the lists that our kinds have."""
+    """Apply kubectl's strategic merge patch, as far as the lists of our kinds need it."""
     if isinstance(patch, dict):
         merged = dict(current) if isinstance(current, dict) else {}
         for key, value in patch.items():

@@ -1,4 +1,4 @@
-"""Reading rendered Kubernetes objects: small accessors that the checks are written with."""
+"""Small functions that read rendered Kubernetes objects. The checks are written with them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def containers(workload: Manifest) -> list[Manifest]:
 
 
 def matches(selector: dict[str, Any], candidate: dict[str, str]) -> bool:
-    """Selector of a Service (a flat map) or of anything else (``matchLabels``); empty selects all."""
+    """The selector of a Service (a flat map) or of another object (``matchLabels``). An empty one selects all pods."""
     wanted = selector.get("matchLabels", {}) if "matchLabels" in selector or not selector else selector
     return all(candidate.get(key) == value for key, value in wanted.items())
 
 
 def environment(objects: list[Manifest], container: Manifest) -> dict[str, str]:
-    """The variables a container starts with, as far as the render knows their values (field references: ``""``)."""
+    """The variables of a container. The value is ``""`` where only the cluster knows it (field references)."""
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):
         kind = "ConfigMap" if "configMapRef" in source else "Secret"
@@ -98,7 +98,7 @@ def referenced(spec: Manifest) -> Iterator[tuple[str, str, str | None]]:
 
 
 def unrestricted(context: Manifest) -> list[str]:
-    """What a security context (pod and container merged) lacks of the restricted standard."""
+    """The rules of the restricted standard that a security context (pod and container merged) breaks."""
     wanted = {
         "runAsNonRoot": True,
         "runAsUser": 65532,
@@ -116,7 +116,7 @@ def unrestricted(context: Manifest) -> list[str]:
 
 
 def is_open(policies: list[Manifest], side: str, own: Manifest, peer: Manifest, port: int) -> bool:
-    """Whether a policy on ``own``'s pods lets ``peer``'s through on ``port`` (named ports: of the receiving pod)."""
+    """Whether a policy on the pods of ``own`` allows those of ``peer`` on ``port``; the receiving pod names ports."""
     receiver = own if side == "ingress" else peer
     names = {p.get("name") for c in pod(receiver)["containers"] for p in c["ports"] if p["containerPort"] == port}
     for item in policies:

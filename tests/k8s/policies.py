@@ -1,7 +1,7 @@
-"""What must hold between objects: one named check per kind of mistake that a strict schema cannot see.
+"""Rules between Kubernetes objects: one named check for each kind of mistake that a strict schema cannot see.
 
-A check takes the rendered objects and what the program itself says (its routes, its settings) and returns problems,
-each naming the object. ``CHECKS`` holds them all; tests run all of them on what we ship and one of them per mistake.
+A check takes the rendered objects and the program's own routes and settings. It returns problems, each with the name of
+its object. ``CHECKS`` holds all checks: tests run all of them on the shipped manifests, and one of them per mistake.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from warmfleet.settings import Settings
 
 KUBERNETES = "1.37"
-#: Of a router with one model, beside its trie: measured 60 MiB of program, 255 of tokenizer (6 MB, both engines),
-#: 84 of four templates' processes, and 237 for the seconds of a tokenizer's trial.
+#: Memory of a router with one model, without its trie. Measured: 60 MiB for the program, 255 for a tokenizer of 6 MB in
+#: both libraries, 84 for the processes of four templates, and 237 for the seconds in which a new tokenizer is tried.
 ROUTER_BYTES = 640 * 2**20
 CLUSTER_SCOPED = {"Namespace"}
 
 
 @dataclass(frozen=True)
 class Program:
-    """What the container of each workload accepts: HTTP paths it serves and environment variables it reads."""
+    """The HTTP paths that each workload's container serves, and the environment variables that it reads."""
 
     routes: dict[str, frozenset[str]]
     settings: dict[str, frozenset[str]]
@@ -83,7 +83,7 @@ def namespaces(objects: list[Manifest], _: Program) -> list[str]:
 
 
 def selectors(objects: list[Manifest], _: Program) -> list[str]:
-    """Workloads select their own pods, Services and NetworkPolicies select somebody, spread counts its own pods."""
+    """Workloads select their own pods, Services and policies select some pods, a spread counts its own pods."""
     problems = []
     for item in workloads(objects):
         own, where = item["spec"]["selector"], name_of(item)
@@ -104,7 +104,7 @@ def selectors(objects: list[Manifest], _: Program) -> list[str]:
 
 
 def budgets(objects: list[Manifest], _: Program) -> list[str]:
-    """A PodDisruptionBudget selects exactly one workload's pods, leaves some, and lets some go."""
+    """A PodDisruptionBudget selects the pods of exactly one workload, keeps some of them, and lets some be evicted."""
     problems = []
     for item in of_kind(objects, "PodDisruptionBudget"):
         owners = [found for found in workloads(objects) if found["spec"]["selector"] == item["spec"]["selector"]]
@@ -143,7 +143,7 @@ def ports(objects: list[Manifest], _: Program) -> list[str]:
 
 
 def probes(objects: list[Manifest], program: Program) -> list[str]:
-    """All three probes exist, HTTP ones ask for a path that the program serves, and liveness is not readiness."""
+    """All three probes exist, HTTP probes ask for paths that the program serves, liveness differs from readiness."""
     problems = []
     for workload in workloads(objects):
         for container in pod(workload)["containers"]:
@@ -182,7 +182,7 @@ def settings(objects: list[Manifest], program: Program) -> list[str]:
 
 
 def references(objects: list[Manifest], _: Program) -> list[str]:
-    """ConfigMaps, Secrets (and the keys asked of them), ServiceAccounts and volumes exist."""
+    """ConfigMaps, Secrets, the keys that pods ask of them, ServiceAccounts and volumes exist."""
     problems = []
     accounts = {item["metadata"]["name"] for item in of_kind(objects, "ServiceAccount")} | {"default"}
     for workload in workloads(objects):
@@ -219,8 +219,10 @@ def restricted(objects: list[Manifest], _: Program) -> list[str]:
 
 
 def resources(objects: list[Manifest], program: Program) -> list[str]:
-    """Requests for CPU and memory, a memory limit, and no CPU limit (it would throttle the first token); a router asks
-    for what it has after a while."""
+    """CPU and memory are requested, memory is limited, CPU is not (that would delay the first token).
+
+    A router requests the memory that it uses once its trie is full.
+    """
     problems = []
     for workload in workloads(objects):
         for container in containers(workload):
@@ -244,7 +246,7 @@ def _bytes(quantity: str) -> int:
 
 
 def rollout(objects: list[Manifest], program: Program) -> list[str]:
-    """The router never falls below its replicas, and whoever goes has time to finish what it is sending."""
+    """A rollout keeps the number of routers, and a router that ends has time to finish its streams."""
     problems = []
     for item in of_kind(objects, "Deployment"):
         where, spec = name_of(item), pod(item)
@@ -267,7 +269,7 @@ def rollout(objects: list[Manifest], program: Program) -> list[str]:
 
 
 def network(objects: list[Manifest], _: Program) -> list[str]:
-    """Default deny, and each arrow of the read and write path is open at both ends."""
+    """Everything is denied by default, and each connection of the read and write path is allowed at both ends."""
     policies = of_kind(objects, "NetworkPolicy")
     problems = []
     if not any(not item["spec"]["podSelector"] and not item["spec"].get("ingress") for item in policies):

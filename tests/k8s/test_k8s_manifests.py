@@ -1,4 +1,4 @@
-"""Every combination passes every check, and every check catches the mistake it is for."""
+"""Every combination passes every check, and every check catches its kind of mistake."""
 
 from __future__ import annotations
 
