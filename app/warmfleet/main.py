@@ -22,9 +22,9 @@ from warmfleet.api.endpoints import Application, Health, Proxy, SmallEndpoints
 from warmfleet.background import outage_checks, stock_engines, upkeep
 from warmfleet.background.index_health import TruthWatch
 from warmfleet.background.memory import MemoryWatch
-from warmfleet.background.outage_checks import HealthChecks
+from warmfleet.background.outage_checks import OutageChecks
 from warmfleet.background.prober import Prober
-from warmfleet.background.stock_engines import StaticWorkers
+from warmfleet.background.stock_engines import StockEngines
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.background.view_reader import Reader
 from warmfleet.engines.allowed_addresses import Addresses
@@ -180,13 +180,13 @@ async def _background(
         ("probe", settings.view_interval_s, prober.round),
         ("renew", upkeep.RENEW_INTERVAL_S, partial(upkeep.renew, pools, metrics)),
         ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),
-        ("check", outage_checks.CHECK_INTERVAL_S, HealthChecks(pools, engine_client, metrics).round),
+        ("check", outage_checks.CHECK_INTERVAL_S, OutageChecks(pools, engine_client, metrics).round),
         ("clear", CLEAR_INTERVAL_S, partial(upkeep.clear, pools)),
         ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
     ]
     work += [("alarm", ALARM_GAP_S, partial(_alarm, pool, reader, prober)) for pool in pools.all]
     if settings.static_workers:
-        static = StaticWorkers(pools, engine_client, settings)
+        static = StockEngines(pools, engine_client, settings)
         work.append(("health", stock_engines.HEALTH_INTERVAL_S, static.round))
     tasks = [asyncio.create_task(supervise(name, seconds, call, metrics), name=name) for name, seconds, call in work]
     try:

@@ -1,4 +1,4 @@
-"""Do the workers of one model agree on what a prompt is? Where they do not, it is said once and shown as a gauge."""
+"""Finds the workers of one model that see prompts differently; a difference is logged once and shown as a gauge."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.agreement")
 
 Matter = Literal["identity", "scheme"]
-NAMED = 8  # workers of one group in a log line
+NAMED = 8  # so many workers of a group are named in a log line
 CONSEQUENCE = {
-    "identity": "prompts are identified as by the first; cached blocks of the others are not found",
-    "scheme": "every prompt is hashed in each of these ways, if they are not too many",
+    "identity": "prompts are identified as the first group does; cached blocks of the others are not found",
+    "scheme": "every prompt is hashed in each of these ways, if there are at most 4 of them",
 }
 
 
 class Agreement:
-    """Remembers who differed at the last look."""
+    """Compares with the groups of the last look, so that only a change is logged."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -29,12 +29,12 @@ class Agreement:
         self._unhashed: dict[str, tuple[str, ...]] = {}
 
     def look(self, tag: str, matter: Matter, groups: Mapping[str, Sequence[str]]) -> None:
-        """groups: what they hold (a digest, in words) -> worker ids; the one that most hold comes first."""
+        """Take the groups of one model. groups: a digest in words -> the workers with it, the largest group first."""
         before = self._last.get((tag, matter), {})
         now = self._last[tag, matter] = {name: tuple(workers) for name, workers in groups.items()}
         outvoted = 0
-        for (_, one), held in self._last.items():
-            if one == matter:
+        for (_, other), held in self._last.items():
+            if other == matter:
                 outvoted += sum(map(len, list(held.values())[1:]))
         self._metrics.outvoted_workers.labels(matter).set(outvoted)
         if len(now) > 1 and now != before:
@@ -44,7 +44,7 @@ class Agreement:
             logger.info("%s: its workers agree on their %s again", tag, matter)
 
     def unhashed(self, tag: str, workers: Sequence[str]) -> None:
-        """workers: those that hash in a way of their own for which there is no room in a decision."""
+        """Take the workers of one model whose scheme is not used: a decision takes the chains of 4 schemes at most."""
         before, now = self._unhashed.get(tag, ()), tuple(workers)
         self._unhashed[tag] = now
         self._metrics.outvoted_workers.labels("unhashed").set(sum(map(len, self._unhashed.values())))

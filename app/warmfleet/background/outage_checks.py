@@ -1,7 +1,8 @@
-"""Health over HTTP while heartbeats tell nothing: Redis is away, refuses writes, or has just come back.
+"""Health checks over HTTP while no heartbeat can be heard: Redis is away, refuses writes, or has just come back.
 
-An outage is not a death, so nobody expires then; who is dead all the same would be met by one request after another.
-Here they are found and passed over, as long as the outage lasts and they do not answer.
+An outage of Redis is no reason to take workers for dead, so none expires then. But a worker that dies during the outage
+would get one request after another. These checks find such workers, and the replica passes them over for as long as the
+outage lasts and they do not answer.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ logger = logging.getLogger("warmfleet.background.outage_checks")
 CHECK_INTERVAL_S = 5.0  # between two rounds during an outage: as often as heartbeats would come
 CHECK_TIMEOUT_S = 3.0
 CHECKS_AT_ONCE = 32
-UNREAD_S = 3.0  # no reading of the fleet for so long: Redis is away
+UNREAD_S = 3.0  # Redis counts as away when the fleet could not be read for so long
 
 
-class HealthChecks:
-    """GET /health of every API server, only while its heartbeats cannot be heard."""
+class OutageChecks:
+    """Asks every API server for /health while its heartbeats cannot be heard, and at no other time."""
 
     def __init__(self, pools: Pools, client: EngineClient, metrics: Metrics) -> None:
         self._pools = pools
@@ -36,13 +37,13 @@ class HealthChecks:
         self._silent: dict[str, frozenset[str]] = {}  # tag -> URLs that did not answer
 
     async def round(self) -> None:
-        """Check every model that is in the dark. Never raises WarmfleetError."""
+        """Check the workers of every model whose heartbeats cannot be heard now. Never raises WarmfleetError."""
         for pool in self._pools.all:
-            dark = pool.contacted and (pool.fleet.grace or pool.view_age_s > UNREAD_S)
-            self._tell(pool, await self._check(pool) if dark else frozenset())
+            unheard = pool.contacted and (pool.fleet.grace or pool.view_age_s > UNREAD_S)
+            self._log_changes(pool, await self._check(pool) if unheard else frozenset())
 
     async def _check(self, pool: Pool) -> frozenset[str]:
-        """Suspect the workers of every server that does not answer; returns the URLs of these."""
+        """Pass over the workers of every server that does not answer; returns the URLs of these servers."""
         workers: dict[str, list[str]] = {}
         for worker in pool.last_known.workers:
             if worker.routable:
@@ -55,10 +56,10 @@ class HealthChecks:
                     status, _ = await self._client.get(url, "/health", {}, CHECK_TIMEOUT_S)
                 except WarmfleetError:
                     return False
-                return status < 500  # an engine that is no vLLM may not know /health, but it is there
+                return status < 500  # an engine other than vLLM may not know /health, but it answers
 
         results = await asyncio.gather(*map(answers, workers))
-        silent = frozenset(url for url, fine in zip(workers, results, strict=True) if not fine)
+        silent = frozenset(url for url, answered in zip(workers, results, strict=True) if not answered)
         self._metrics.health_checks.labels("silent").inc(len(silent))
         self._metrics.health_checks.labels("answered").inc(len(workers) - len(silent))
         for url in silent:
@@ -66,7 +67,7 @@ class HealthChecks:
                 pool.suspect(worker_id, self._pass_over_s)
         return silent
 
-    def _tell(self, pool: Pool, silent: frozenset[str]) -> None:
+    def _log_changes(self, pool: Pool, silent: frozenset[str]) -> None:
         if silent != self._silent.get(pool.tag, frozenset()):
             named = ", ".join(sorted(silent)[:8])
             logger.warning("%s: %d servers do not answer /health: %s", pool.tag, len(silent), named)

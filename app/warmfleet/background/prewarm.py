@@ -1,8 +1,8 @@
-"""A worker that joins empty is given the prefixes that the model's prompts have in common, before it takes requests.
+"""Sends a worker with an empty cache the prefixes that most prompts of its model share, before it takes requests.
 
-Between the test that proves it and the word that it is proven, by the replica that tested it: a lease in the worker's
-record says so. A prompt is asked with the salt and the adapter that it had, so its blocks are found by whoever found
-them before, and by nobody else. Whatever goes wrong, the worker starts cold, and soon.
+The replica whose probe passed does this before it records that result; a lease in the worker's record keeps other
+replicas away meanwhile. A prefix is sent with the salt and the adapter of the prompts that had it, so only requests
+with that salt and adapter find its blocks. If anything fails, the worker takes requests with a cold cache soon.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.prewarm")
 
-AT_ONCE = 8  # workers that one replica warms; others start cold
+AT_ONCE = 8  # workers that one replica warms at a time; others start cold
 PROMPT_S = 8.0  # longest wait for one answer
-LEASE_S = 10.0  # renewed before each prompt: so long after its replica died a worker is not routable, at most
+LEASE_S = 10.0  # renewed before each prompt: after its replica died, a worker waits at most so long
 IN_ALL_S = 30.0
-EMPTY = 0.1  # share of its cache that a worker may hold and count as empty
-SILENT = ("slow", "failed")  # it did not answer: is it still who it was?
-FILL = 0.5  # share of its cache that is filled at most: more would evict what came first
+EMPTY = 0.1  # a cache that is filled to this share at most counts as empty
+SILENT = ("slow", "failed")  # the worker did not answer: it is probed again
+FILL = 0.5  # a cache is filled to this share at most: more would evict the first prefixes
 
 
 class Prewarmer:
-    """``takes`` a worker that was just proved, or leaves it. Prefixes are sent one after the other."""
+    """Warms workers whose probe has just passed. Prefixes are sent to a worker one after the other."""
 
     def __init__(self, client: EngineClient, settings: Settings, metrics: Metrics) -> None:
         self._client = client
@@ -50,7 +50,7 @@ class Prewarmer:
         self._running: set[asyncio.Task[None]] = set()
 
     async def takes(self, pool: Pool, worker: WorkerView) -> bool:
-        """True: it is being warmed, and will be proven after that. Raises FleetUnavailable."""
+        """True if the worker is warmed from now on, and recorded as proven after that. Raises FleetUnavailable."""
         limit = self._settings.warm_prefixes
         if not limit or not worker.state.unproved or len(self._running) >= AT_ONCE:
             return False
@@ -60,14 +60,14 @@ class Prewarmer:
             return False
         owner, nonce = secrets.token_hex(8), str(worker.record.get("nonce"))
         if await self._lease(pool, worker, owner) != "OK":
-            return False  # somebody else's now, or it was warmed before
+            return False  # another replica has the lease, or this incarnation was warmed before
         task = asyncio.ensure_future(self._warm(pool, worker, nodes, owner, nonce))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return True
 
     async def close(self) -> None:
-        """What is under way ends; another replica tests those workers when their leases are over."""
+        """Stop all warming; other replicas probe those workers when their leases are over."""
         await stop(list(self._running))
 
     async def _warm(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, nonce: str) -> None:
@@ -96,7 +96,7 @@ class Prewarmer:
         return await pool.fleet.warming(worker.worker_id, nonce, owner, int(1000 * LEASE_S))
 
     async def _send(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, sent: list[int]) -> str:
-        """How it ended; ``sent`` gets the tokens of each prefix that was answered."""
+        """Send the prefixes; returns how that ended, for the metric. ``sent`` gets the tokens of those answered."""
         scheme, capacity, result = worker.record["scheme"], worker.load.capacity_blocks, "done"
         room = int(FILL * capacity * scheme["block_tokens"])
         for node in nodes:
@@ -104,9 +104,9 @@ class Prewarmer:
             if body is None or node.tokens > room - sum(sent):
                 continue
             if _drained(pool, worker):
-                return "lost"  # to the operator: nothing more is sent there
+                return "lost"  # the operator has drained it: nothing more is sent there
             if not _others(pool, worker):
-                return "needed"  # there is nobody else: a cold worker is better than none
+                return "needed"  # a cold worker that takes requests now is better than none
             if await self._lease(pool, worker, owner) != "OK":
                 return "lost"
             headers = headers_for(pool, worker, self._settings) | {"X-Request-Id": "unbooked.warming"}
@@ -118,12 +118,12 @@ class Prewarmer:
                 sent.append(node.tokens)
                 self._metrics.warmed_tokens.inc(node.tokens)
             else:
-                result = "refused"  # this one; an adapter was unloaded, perhaps
+                result = "refused"  # this prefix only: its adapter may have been unloaded
         return result
 
 
 def _others(pool: Pool, worker: WorkerView) -> bool:
-    """Somebody else serves the model meanwhile."""
+    """Another worker can take the model's requests meanwhile."""
     return any(one.routable and one.worker_id != worker.worker_id for one in pool.view.workers)
 
 
@@ -136,7 +136,10 @@ def _empty(worker: WorkerView) -> bool:
 
 
 def _body(pool: Pool, worker: WorkerView, node: Node) -> bytes | None:
-    """A prompt of this prefix for one token; None if this worker has no such adapter or takes no prompt that long."""
+    """The body of a request for this prefix and one token of answer.
+
+    None if the worker does not serve its adapter, or if less than a block of it fits into the worker's context.
+    """
     ids, salt, lora = whole(node)
     size = int(worker.record["scheme"]["block_tokens"])
     longest = int(worker.record.get("max_model_len") or 0) or len(ids) + 1

@@ -1,10 +1,12 @@
-"""Is a worker who it says it is? Three short random prompts, and what its answers and its own stream say of them.
+"""The probe of a worker: three short random prompts show whether its identity is what it announced.
 
-A text, a chat and token ids, each for one token of answer. The router computes their block hashes as it does for any
-request; exactly these must appear in that worker's stream, and its count of prompt tokens must be ours. Whoever applies
-the stream notes that they came, so it does not matter when they are evicted. The last prompt is booked like a request:
-the stream tells of blocks before it tells that a prefill is done, so when it has told that, what is missing is wrong
-and not late.
+The prompts are a text, a chat and a list of token ids; each asks for one token of answer. The router computes their
+block hashes as it does for any request. Exactly these hashes must appear in the worker's own stream, and the worker
+must count as many prompt tokens as the router. The replica that applies the stream writes down which of the hashes
+came, so it does not matter when they are evicted.
+
+The token ids are sent last, and booked like a request. A stream reports the blocks of a prompt before it reports that
+its prefill is done. So once that report has come, a block that is still missing is wrong and not late.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ WRONG: dict[str, str] = {
 }
 TOKEN_IDS = range(3, 256)  # in every vocabulary; two blocks of 16 have 250 random bits
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-#: What tokenizers differ in, between words of random letters.
+#: Texts that tokenizers split differently; they stand between words of random letters.
 PIECES: tuple[str, ...] = (
     "don't",
     "I'LL",
@@ -55,16 +57,16 @@ PIECES: tuple[str, ...] = (
     "  ",
 )
 PIECES += ("中文字符", "日本語です", "Привет", "مرحبا", "é", "e\u0301", "\ufb01", "①", "😀👩\u200d👧", "\u3000", "\t")
-MORE_PIECES = 8  # than a block has tokens: one block at least is full of them
+MORE_PIECES = 8  # a text has so many more words than a block has tokens: it fills at least one block
 POLL_S = 0.05
 BLOCKS_TIMEOUT_S = 5.0  # after the answer, until the blocks must show in the stream: they are sent every 0.1 s
-MAX_ANSWER_S = 30.0  # for all prompts: an engine's first request may compile something
-BEAT_S = 0.1  # by so much a heartbeat must be younger than an answer to have been sent after it
+MAX_ANSWER_S = 30.0  # for all three answers: an engine may compile something at its first request
+BEAT_S = 0.1  # a heartbeat that is younger than an answer by this much was sent after it
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """proof: as ``prove`` takes it, or empty: nothing was learned. cause: a word for counters."""
+    """proof: as ``prove`` takes it; empty if nothing was learned. cause: a word for counters. reason: for people."""
 
     proof: str
     cause: str = ""
@@ -73,6 +75,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Question:
+    """One prompt of a probe, with the token count and the block hashes that the router expects of it."""
+
     part: Part
     body: dict[str, Any]
     prompt_tokens: int
@@ -80,14 +84,17 @@ class Question:
 
 
 class Probe:
-    """``run`` asks one worker; everything it needs to know is in the pool's view."""
+    """``run`` probes one worker, by what the pool's last reading of the fleet says of it."""
 
     def __init__(self, client: EngineClient, settings: Settings) -> None:
         self._client = client
         self._settings = settings
 
     async def run(self, pool: Pool, worker: WorkerView, *, texts: bool) -> Result:
-        """texts: the identity is known here; else only the scheme is tested. Raises FleetUnavailable."""
+        """texts: test a text and a chat, too, which needs the identity here; else only the scheme is tested.
+
+        Raises FleetUnavailable.
+        """
         try:
             hasher = Hasher(Scheme.from_dict(worker.record["scheme"]))
         except (WireError, KeyError, TypeError) as error:
@@ -113,7 +120,7 @@ class Probe:
     # ------------------------------------------------ the questions
 
     async def _of_text(self, pool: Pool, worker: WorkerView, part: Part) -> Question | None:
-        """None: such a prompt cannot be known here, or does not fit."""
+        """A random text or chat; None if its token ids cannot be known here, or if it does not fit."""
         limit = int(worker.record.get("max_model_len") or 0) or 2**31
         pieces = worker.record["scheme"]["block_tokens"] + MORE_PIECES
         while pieces:
@@ -135,7 +142,10 @@ class Probe:
     async def _ask_all(
         self, pool: Pool, worker: WorkerView, questions: Sequence[Question], reservation: str
     ) -> tuple[Result | None, list[Question]]:
-        """What is wrong already, and what was answered. A text that it refuses is none that it could hash otherwise."""
+        """A failure that an answer shows, or None; and the questions that were answered.
+
+        A worker may refuse a text or a chat (it may serve no chats, for instance): that shows nothing.
+        """
         headers, answered = headers_for(pool, worker, self._settings), list[Question]()
         try:
             async with asyncio.timeout(MAX_ANSWER_S):
@@ -150,8 +160,8 @@ class Probe:
                     if status == 200:
                         counted, answered = _prompt_tokens(text), [*answered, question]
                         if counted not in (None, question.prompt_tokens):
-                            told = f"{WRONG[question.part]}: {counted} prompt tokens, {question.prompt_tokens} here"
-                            return Result("identity", question.part, told), []
+                            counts = f"{counted} prompt tokens, {question.prompt_tokens} here"
+                            return Result("identity", question.part, f"{WRONG[question.part]}: {counts}"), []
                     elif status >= 500 or booked:
                         return Result("url", "url", f"it answered {status} to a completion"), []
         except (WarmfleetError, TimeoutError) as error:
@@ -161,14 +171,15 @@ class Probe:
     # ------------------------------------------------ its stream
 
     async def _seen(self, pool: Pool, worker: WorkerView, questions: Sequence[Question], reservation: str) -> Result:
+        """The result, by the blocks that the worker's stream reports after its answers."""
         answered_at = time.monotonic()
         deadline = answered_at + BLOCKS_TIMEOUT_S
-        told = False
-        while not told and time.monotonic() < deadline:
-            told = await pool.fleet.prefilled(reservation)
+        prefilled = False
+        while not prefilled and time.monotonic() < deadline:
+            prefilled = await pool.fleet.prefilled(reservation)
             if await _missing(pool, worker, questions, reservation) == set():
                 return Result("proven")
-            if not told:
+            if not prefilled:
                 await asyncio.sleep(POLL_S)
         fresh = await current(pool, worker)
         if fresh is None:
@@ -176,19 +187,20 @@ class Probe:
         missing = await _missing(pool, worker, questions, reservation)
         if missing == set():
             return Result("proven")
-        if _incomplete(pool, fresh) or fresh.load.slot != worker.load.slot:  # a snapshot tells only what it still holds
+        if _incomplete(pool, fresh) or fresh.load.slot != worker.load.slot:
+            # A snapshot has only the blocks that the engine still holds.
             return Result("", "untested", "its index is being sent anew: its blocks cannot be tested")
         if missing is None:
             return Result("", "untested", "Redis lost what was told")
         beat = fresh.heartbeat_age_s
-        if not told and (beat is None or beat > time.monotonic() - answered_at - BEAT_S):
+        if not prefilled and (beat is None or beat > time.monotonic() - answered_at - BEAT_S):
             return Result("", "silent", "its stream tells nothing of a probe: it is behind, or another engine answers")
         part = next(part for part in ("tokens", "text", "chat") if part in missing)
         return Result("identity", part, WRONG[part])
 
 
 def headers_for(pool: Pool, worker: WorkerView, settings: Settings) -> dict[str, str]:
-    """Of a request of our own to this worker."""
+    """The HTTP headers of a request that this replica sends to a worker for itself."""
     headers = {"Content-Type": "application/json"}
     if settings.worker_api_key:
         headers["Authorization"] = f"Bearer {settings.worker_api_key}"
@@ -198,15 +210,15 @@ def headers_for(pool: Pool, worker: WorkerView, settings: Settings) -> dict[str,
 
 
 async def current(pool: Pool, worker: WorkerView) -> WorkerView | None:
-    """The same incarnation as Redis has it now. Raises FleetUnavailable."""
-    for one in await pool.fleet.workers():
-        if one.worker_id == worker.worker_id and one.record.get("nonce") == worker.record.get("nonce"):
-            return one
+    """The same incarnation of a worker as Redis has it now, or None. Raises FleetUnavailable."""
+    for fresh in await pool.fleet.workers():
+        if fresh.worker_id == worker.worker_id and fresh.record.get("nonce") == worker.record.get("nonce"):
+            return fresh
     return None
 
 
 def random_text(pieces: int) -> str:
-    """Unlike anything that was ever asked, from its first letters on."""
+    """A text of so many words that no request had before, and that differs from all of them in its first letters."""
     words = ["".join(random.choices(LETTERS, k=random.randrange(3, 9))) for _ in range(pieces)]
     return (
         " ".join([words[0] + words[-1], *[random.choice((word, word, random.choice(PIECES))) for word in words]]) + "."
@@ -226,7 +238,7 @@ def _split(packed: bytes) -> tuple[bytes, ...]:
 
 
 def _prompt_tokens(answer: bytes) -> int | None:
-    """What the engine counted; None if it does not tell."""
+    """The engine's count of prompt tokens; None if the answer has none."""
     try:
         return int(orjson.loads(answer)["usage"]["prompt_tokens"])
     except (ValueError, KeyError, TypeError):
@@ -234,16 +246,19 @@ def _prompt_tokens(answer: bytes) -> int | None:
 
 
 async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> list[Question]:
-    """These questions without blocks that it is known to hold, a template's first words: nothing tells them again."""
+    """Ask Redis to note the blocks that come. Returns the questions without the blocks that the worker holds already.
+
+    Those are the first blocks of a chat template, for instance: no stream reports them again.
+    """
     held = iter(await pool.fleet.holds(worker.load.slot, _hashes(questions)))
     questions = [replace(one, hashes=tuple(block for block in one.hashes if not next(held))) for one in questions]
-    if not pool.fleet.short:  # else nothing is indexed, and Redis may refuse this
+    if not pool.fleet.short:  # while memory is short nothing is indexed, and Redis may refuse this write
         await pool.fleet.await_blocks(worker.worker_id, probe, _hashes(questions))
     return questions
 
 
 async def _missing(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> set[Part] | None:
-    """The questions of which its stream has not told all blocks; None: nobody knows."""
+    """The parts of which the stream has not reported all blocks; None if Redis has lost the notes."""
     awaited = await pool.fleet.awaited(worker.worker_id, probe, _hashes(questions))
     if awaited is None:
         return None
@@ -252,6 +267,7 @@ async def _missing(pool: Pool, worker: WorkerView, questions: Sequence[Question]
 
 
 async def _over(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> None:
+    """Give back what the probe has booked and noted in Redis."""
     await pool.fleet.settle(probe, "finished")
     await pool.fleet.await_no_blocks(worker.worker_id, probe, _hashes(questions))
 
@@ -261,7 +277,7 @@ def _hashes(questions: Sequence[Question]) -> list[bytes]:
 
 
 def _incomplete(pool: Pool, worker: WorkerView) -> bool:
-    """What is missing in its index may be under way."""
+    """The worker's index is known to lack blocks: they may be on their way, or there was no memory for them."""
     truth = worker.record.get("truth") or {}
     return bool(
         pool.fleet.short or worker.load.flags & Flag.PARTIAL or worker.record.get("shadow") or truth.get("cause")

@@ -1,4 +1,4 @@
-"""Engines without the plugin, named in the settings: health-checked here, known to the fleet as approximate workers."""
+"""Engines without the plugin, named in the settings: checked here and registered as approximate workers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ CHECK_TIMEOUT_S = 3.0
 NAME_CHARACTERS = 64
 MIRROR_CHECKPOINTS = 20_000  # of one engine: 320,000 blocks of 16 tokens, more than a GPU holds
 MIN_CHECKPOINTS = 256
-BLOCKS_PER_CHECKPOINT = 16  # a long chain has one for about 20 blocks
+BLOCKS_PER_CHECKPOINT = 16  # in a long chain there is a checkpoint for about 20 blocks
 _BLOCK_SIZE = re.compile(rb'cache_config_info\{[^}]*\bblock_size="(\d+)"')
 _BLOCKS = re.compile(rb'cache_config_info\{[^}]*\bnum_gpu_blocks="(\d+)"')
 
 
 @dataclass(slots=True)
-class Known:
-    """What the last good check said. capacity: checkpoints its mirror may hold."""
+class CheckedEngine:
+    """The result of the last check that passed. capacity: how many checkpoints its mirror in Redis may hold.
+
+    healthy: the last check of all has passed.
+    """
 
     pool: Pool
     record: dict[str, Any]
@@ -43,14 +46,14 @@ class Known:
     healthy: bool = True
 
 
-class StaticWorkers:
-    """One check of each engine per round; the registration is its heartbeat."""
+class StockEngines:
+    """Checks each engine once per round. An engine that passes is registered again, which is its heartbeat."""
 
     def __init__(self, pools: Pools, client: EngineClient, settings: Settings) -> None:
         self._pools = pools
         self._client = client
         self._settings = settings
-        self._known: dict[str, Known] = {}
+        self._checked: dict[str, CheckedEngine] = {}
 
     async def round(self) -> None:
         """Check all engines at once. Raises FleetUnavailable if Redis does not take the result."""
@@ -61,9 +64,9 @@ class StaticWorkers:
 
     async def _check(self, url: str) -> None:
         try:
-            known = await self._look(url)
+            engine = await self._look(url)
         except (WarmfleetError, ValueError, KeyError, TypeError) as error:
-            last = self._known.get(url)
+            last = self._checked.get(url)
             if last is None:
                 logger.warning("engine %s is not usable yet: %s", url, error)
             elif last.healthy:
@@ -72,12 +75,12 @@ class StaticWorkers:
             if last is not None:
                 await last.pool.fleet.register(worker_id(url), last.record, last.capacity, healthy=False)
             return
-        if url not in self._known or not self._known[url].healthy:
-            logger.info("engine %s serves %s", url, known.pool.tag)
-        self._known[url] = known
-        await known.pool.fleet.register(worker_id(url), known.record, known.capacity, healthy=True)
+        if url not in self._checked or not self._checked[url].healthy:
+            logger.info("engine %s serves %s", url, engine.pool.tag)
+        self._checked[url] = engine
+        await engine.pool.fleet.register(worker_id(url), engine.record, engine.capacity, healthy=True)
 
-    async def _look(self, url: str) -> Known:
+    async def _look(self, url: str) -> CheckedEngine:
         headers = {}
         if self._settings.worker_api_key:
             headers["Authorization"] = f"Bearer {self._settings.worker_api_key}"
@@ -90,8 +93,8 @@ class StaticWorkers:
             pool = self._pools.all[0]
         if pool is None:
             raise ValueError(f"it serves {', '.join(models)[:200]}, none of WARMFLEET_MODELS")
-        if url in self._known and self._known[url].pool is pool and self._known[url].healthy:
-            scheme, capacity = Scheme.from_dict(self._known[url].record["scheme"]), self._known[url].capacity
+        if url in self._checked and self._checked[url].pool is pool and self._checked[url].healthy:
+            scheme, capacity = Scheme.from_dict(self._checked[url].record["scheme"]), self._checked[url].capacity
         else:
             scheme, capacity = await self._cache_facts(url, headers)
         record = {
@@ -101,10 +104,14 @@ class StaticWorkers:
             "models": models,
             "server_id": worker_id(url),
         }
-        return Known(pool, record, capacity)
+        return CheckedEngine(pool, record, capacity)
 
     async def _cache_facts(self, url: str, headers: dict[str, str]) -> tuple[Scheme, int]:
-        """Its hashes need only agree among routers: without a tokenizer they are over the text."""
+        """The scheme by which its prompts are hashed, and the capacity of its mirror.
+
+        An engine without the plugin reports no hashes, so it is enough that all routers hash alike. Without a tokenizer
+        in the settings, they hash the text of a prompt.
+        """
         block_tokens, capacity = 16, MIRROR_CHECKPOINTS
         try:
             status, page = await self._client.get(url, "/metrics", headers, CHECK_TIMEOUT_S)
@@ -121,7 +128,7 @@ class StaticWorkers:
 
 
 def worker_id(url: str) -> str:
-    """The name of a static worker: host and port; what these do not tell apart, a digest of the URL does."""
+    """The name of a stock engine: its host and port, and a digest of its URL where these are not enough."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")

@@ -1,4 +1,4 @@
-"""Looking at the fleet: workers, what a slot holds, counters, memory, and the artifacts that workers brought."""
+"""Reads the workers of one model, the blocks of a slot, counters, memory, and the artifacts that workers brought."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
 
 
 class BadArtifact(BadRequest):
-    """A worker's artifact is missing a piece, too large, or not what its digests say."""
+    """A worker's artifact is too large, or its digests are wrong."""
 
     status, type, code = 502, "server_error", "bad_artifact"
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The server's memory in bytes; ``limit`` 0 = none. ``policy``: what it evicts at the limit."""
+    """The memory of the Redis server, in bytes. limit: 0 without one. policy: the name of its eviction policy."""
 
     used: int
     limit: int
@@ -45,7 +45,7 @@ class Memory:
 
     @property
     def used_permille(self) -> int:
-        """Of the limit; 0 without one."""
+        """The share of the limit that is used; 0 without a limit."""
         return 1_000 * self.used // self.limit if self.limit else 0
 
 
@@ -114,7 +114,7 @@ class Views(ScriptClient):
         ]
 
     async def holds(self, slot: int, hashes: Sequence[bytes]) -> list[bool]:
-        """Which of these 8-byte hashes the index says that ``slot`` holds. Raises FleetUnavailable."""
+        """For each of these 8-byte hashes: whether ``slot`` holds it, by the index. Raises FleetUnavailable."""
         answer: list[bool] = []
         with redis_errors():
             for start in range(0, len(hashes), HOLDS_AT_ONCE):
@@ -130,16 +130,16 @@ class Views(ScriptClient):
         return {name.decode(): int(value) for name, value in found.items()}
 
     async def memory(self) -> Memory:
-        """What the server says of its memory. Raises FleetUnavailable."""
+        """The memory of the Redis server. Raises FleetUnavailable."""
         with redis_errors():
             info = await self.redis.info("memory")
         policy = str(info.get("maxmemory_policy", ""))
         return Memory(int(info["used_memory"]), int(info.get("maxmemory", 0)), policy)
 
     async def artifact(self, server_id: str, entry: dict[str, Any]) -> bytes:
-        """The content of one manifest entry ``{sha256, bytes, chunks}``, checked piece by piece and as a whole.
+        """The content of one manifest entry ``{sha256, bytes, chunks}``; each piece and the whole are checked.
 
-        Raises BadArtifact if it is not what its digests say or over 128 MB, NotFound if a piece is missing.
+        Raises BadArtifact if a digest is wrong or the content is over 128 MB, NotFound if a piece is missing.
         """
         name, pieces, held = str(entry.get("sha256"))[:12], [], 0
         for digest in entry["chunks"]:
@@ -158,10 +158,10 @@ class Views(ScriptClient):
             raise BadArtifact(f"artifact {name} of {server_id}: {error}") from error
 
     async def await_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
-        """From now on it is noted which of these blocks this worker's stream names, evicted since or not.
+        """From now on, note which of these blocks the worker's stream reports, even if they are evicted soon after.
 
         Two probes of one worker do not disturb each other: their prompts are random, so their blocks differ.
-        ``await_no_blocks`` ends it; what a replica that died left behind expires. Raises FleetUnavailable.
+        ``await_no_blocks`` ends it; the notes of a replica that died expire. Raises FleetUnavailable.
         """
         key = self.keys.probe(worker_id)
         with redis_errors():
@@ -171,19 +171,19 @@ class Views(ScriptClient):
                 await pipe.execute()
 
     async def awaited(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> list[bool] | None:
-        """Which of them were not named yet; None: nobody can tell any more. Raises FleetUnavailable."""
+        """For each block: whether it is still to come; None if Redis has lost the notes. Raises FleetUnavailable."""
         key = self.keys.probe(worker_id)
         with redis_errors():
-            mine, *left = await cast("Awaitable[list[int]]", self.redis.smismember(key, [probe, *hashes]))
-        return [one == 1 for one in left] if mine else None
+            noted, *left = await cast("Awaitable[list[int]]", self.redis.smismember(key, [probe, *hashes]))
+        return [one == 1 for one in left] if noted else None
 
     async def await_no_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
-        """That probe is over."""
+        """The probe is over: note nothing more for it."""
         with redis_errors():
             await self.redis.srem(self.keys.probe(worker_id), probe, *hashes)
 
     async def prefilled(self, reservation: str) -> bool:
-        """The stream of the worker that it was booked on has told that its prefill is done. Raises FleetUnavailable."""
+        """The stream of this reservation's worker has reported that its prefill is done. Raises FleetUnavailable."""
         with redis_errors():
             packed = await cast("Awaitable[bytes | None]", self.redis.hget(self.keys.lease, reservation))
         return packed is not None and Lease.unpack(packed).stage >= Stage.STARTED
@@ -198,23 +198,27 @@ class Views(ScriptClient):
         probed_ms: int | None = None,
         owner: str = "",
     ) -> Proved:
-        """Record the result of a probe. cause: a word for counters. owner: who has warmed it, and with this ends that.
+        """Record the result of a probe. cause: a word for counters. owner: the owner of the warming that this ends.
 
-        probed_ms: the record's ``probed`` as it was read before the probe, 0 if it had none; None: it does not matter.
-        STALE: the worker joined anew (another nonce), or it is a failure and another result came first. TAKEN: another
-        replica warms it, or this owner's time is over.
+        probed_ms: the record's ``probed`` as it was read before the probe, 0 if it had none; None records in any case.
+        Returns STALE if the worker joined anew (its nonce is another), or if this is a failure and another result came
+        first; TAKEN if another replica warms the worker, or if this owner's lease is over; DOWNGRADED if the worker was
+        proven before and is not any more. Raises FleetUnavailable.
         """
         seen = "" if probed_ms is None else probed_ms
         answer = await self.keep("prove", worker_id, nonce, proof, cause, reason, seen, owner, 0)
         return cast("Proved", answer.decode())
 
     async def warming(self, worker_id: str, nonce: str, owner: str, lease_ms: int) -> Proved:
-        """``owner`` warms this worker for so long before it takes requests; again: for so long from now on."""
+        """``owner`` warms this worker before it takes requests, for ``lease_ms`` from now on; again renews the lease.
+
+        Returns TAKEN if another owner warms it or has done so. Raises FleetUnavailable.
+        """
         answer = await self.keep("prove", worker_id, nonce, "warming", "", "", "", owner, lease_ms)
         return cast("Proved", answer.decode())
 
     async def register(self, worker_id: str, record: dict[str, Any], capacity_checkpoints: int, healthy: bool) -> int:
-        """Register, or keep alive, an approximate worker; returns its slot. record: scheme_id, url, models, ..."""
+        """Register an approximate worker, or keep it alive; returns its slot. record: scheme_id, url, models, ..."""
         packed = json.dumps(record, separators=(",", ":"))
         return int(await self.keep("register", worker_id, packed, capacity_checkpoints, int(healthy)))
 

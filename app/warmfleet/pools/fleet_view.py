@@ -1,4 +1,4 @@
-"""One reading of a model's workers, with what the request path looks up often made ready."""
+"""The workers of one model as they were last read, with the look-ups of the request path prepared."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Hasher
     from warmfleet.prompt.prompt_identity import Identity
 
-MAX_SCHEMES = 4  # what decide accepts
+MAX_SCHEMES = 4  # decide takes the chains of no more
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One reading of the fleet's workers. text: some worker is matched by text, its tokenizer is not known.
+    """One reading of a model's workers.
 
-    reference: a worker that brought what most of them brought; None: nobody did, or the settings name a tokenizer.
-    handoff: what workers take token ids, by worker_id. max_model_len: what the routable one that takes most takes;
-    limits: what each takes, where they differ.
+    identity: how prompts become token ids; None while it is not loaded. hashers: one for each scheme in use. text: the
+    tokenizer of some worker is not known, so its prompts are matched by their text. reference: a worker that brought
+    the files that most workers brought; None if no worker brought any, or the settings name a tokenizer. handoff: what
+    a worker that takes token ids takes, by worker_id. max_model_len: the longest context of all routable workers, in
+    tokens; limits: the context of each by worker_id, if they differ. urls, ranks: by worker_id; a rank is given only
+    where a server has several. models: the names that routable workers serve; names: those that any worker serves.
+    read_at: monotonic seconds.
     """
 
     workers: tuple[WorkerView, ...] = ()
@@ -49,9 +53,10 @@ class View:
     ids: tuple[str, ...] = ()
 
     def barred(self, model: str, tokens: int) -> tuple[str, ...]:
-        """Who cannot serve a request for ``model`` that needs so many: lacks the adapter, or takes fewer.
+        """The workers that cannot serve a request of ``tokens`` for ``model``: no such adapter, or too short a context.
 
-        If all that have the adapter take fewer, they are not barred: one of them is to tell the client.
+        If the context of every worker with the adapter is too short, none is barred for that: one of them tells the
+        client.
         """
         adapter = self.adapters.get(model)
         lacking = adapter.lacking if adapter else ()
@@ -62,20 +67,20 @@ class View:
 
 def view_of(
     workers: Sequence[WorkerView],
-    known: Identity | None,
+    identity: Identity | None,
     hashers: Sequence[Hasher],
     *,
     text: bool,
     reference: WorkerView | None = None,
     handoff: Mapping[str, TokenCapability] = MappingProxyType({}),
 ) -> View:
-    """A View, with what the request path looks up often made ready."""
+    """A View of these workers. hashers: the scheme of most workers first; those beyond MAX_SCHEMES are left out."""
     adapters = adapters_of(workers)
-    limits = {one.worker_id: _limit(one) for one in workers if one.routable}
-    ranks = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
+    limits = {worker.worker_id: _max_context(worker) for worker in workers if worker.routable}
+    cores = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
     return View(
         workers=tuple(workers),
-        identity=known,
+        identity=identity,
         hashers=tuple(hashers)[:MAX_SCHEMES],
         text=text,
         reference=reference,
@@ -83,11 +88,11 @@ def view_of(
         handoff=handoff,
         ids=tuple(worker.worker_id for worker in workers),
         urls={worker.worker_id: worker.url for worker in workers},
-        # Only a server with several engine cores needs to be told which one: one of its own refuses the header.
+        # A server with one engine core refuses the header that names a rank.
         ranks={
             worker.worker_id: str(worker.record.get("rank", 0))
             for worker in workers
-            if worker.server and ranks[str(worker.record.get("server_id", ""))] > 1
+            if worker.server and cores[str(worker.record.get("server_id", ""))] > 1
         },
         adapters=adapters,
         names=frozenset([*(name for worker in workers for name in worker.models), *adapters]),
@@ -97,6 +102,6 @@ def view_of(
     )
 
 
-def _limit(worker: WorkerView) -> int:
+def _max_context(worker: WorkerView) -> int:
     limit = worker.record.get("max_model_len")
     return min(limit, MAX_MODEL_LEN) if isinstance(limit, int) and limit > 0 else MAX_MODEL_LEN

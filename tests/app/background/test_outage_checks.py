@@ -12,7 +12,7 @@ from tests.app.engine import engine
 from tests.app.replica import replica
 from tests.conftest import poll, server, valkey_binary
 
-from warmfleet.background.outage_checks import HealthChecks
+from warmfleet.background.outage_checks import OutageChecks
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.fleet import Fleet, connect
@@ -71,7 +71,7 @@ async def test_nobody_is_asked_while_heartbeats_are_heard(valkey_url: str, model
         await fleet.register("w.0", {"scheme_id": 7, "url": one.url, "models": [model]}, 10, healthy=True)
         pool.show(view_of(await fleet.workers(), None, (), text=True))
         client = EngineClient(Addresses(("127.0.0.0/8",), ()), 1.0)
-        checks = HealthChecks(Pools([pool]), client, metrics)
+        checks = OutageChecks(Pools([pool]), client, metrics)
         asked = metrics.health_checks.labels("answered")._value
         await checks.round()
         assert asked.get() == 0

@@ -16,7 +16,7 @@ from warmfleet.background.stock_engines import worker_id
 from warmfleet.errors import UpstreamGone
 from warmfleet.fleet import Flag, LoadRow, WorkerView
 from warmfleet.fleet.worker.state import state_of
-from warmfleet.pools import stalled_requests as silence
+from warmfleet.pools import stalled_requests
 from warmfleet.pools.stalled_requests import GAP_S, GRACE_S, QUIET_S, Tries
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ async def test_an_outage_of_redis_begins_a_grace() -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence, "GRACE_S", 0.3)
-    monkeypatch.setattr(silence, "QUIET_S", 0.3)
+    monkeypatch.setattr(stalled_requests, "GRACE_S", 0.3)
+    monkeypatch.setattr(stalled_requests, "QUIET_S", 0.3)
 
 
 async def let_expire(router: Replica, one: Engine) -> None:

@@ -1,8 +1,8 @@
-"""The records of workers and of their servers, read one by one: what a worker says of itself is its own words.
+"""Checks the records of workers and of API servers field by field: a worker may write anything about itself.
 
-The scripts refuse what is malformed, but they keep a server's join as it came, and another version of them may have
-kept more. Here, and nowhere else, every field that anybody reads later is looked at; a record with one of another type
-counts as none, so its worker is not routable, and nobody else notices.
+The scripts refuse a malformed join, but they keep a server's join as it came, and scripts of another version may have
+kept more. This module is the only place that checks the type of every field that is read later. A record with a wrong
+type counts as missing: its worker is not routable, and the other workers are not affected.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ def _object_of(check: Check) -> Check:
 
 
 def _fields(**checks: Check) -> Check:
-    """An object in which each of these is as it should be, or is not there. Others are nobody's concern."""
+    """An object in which each of these fields passes its check or is missing. Other fields are not looked at."""
     return lambda value: isinstance(value, dict) and not _wrong(value, checks)
 
 
 def _wrong(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:
-    """The name of the first field that is not as it should be; empty if there is none."""
+    """The name of the first field that fails its check; empty if none does."""
     return next((name for name, check in checks.items() if name in record and not check(record[name])), "")
 
 
 def _deep(value: Any) -> bool:
-    """Nested deeper than whoever writes or walks it can go; the scripts take 500 brackets at most."""
+    """It is nested deeper than JSON writers and our own loops can go; the scripts take 500 brackets at most."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
             inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(inner, dict | list)
         ]
         if not level:
@@ -84,11 +84,11 @@ def _deep(value: Any) -> bool:
 
 
 def _models(value: Any) -> bool:
-    return value == {} or _list_of(_text)(value)  # of an approximate worker: cjson writes an empty list so
+    return value == {} or _list_of(_text)(value)  # cjson writes an empty list as {}
 
 
 def _manifest(value: Any) -> bool:
-    """Of each file all three: whoever reads one needs them."""
+    """File name -> its digest, size and pieces; none of the three may be missing."""
     file = _fields(sha256=_text, bytes=_count, chunks=_list_of(_text))
     return _object_of(lambda one: file(one) and {"sha256", "bytes", "chunks"} <= one.keys())(value)
 
@@ -127,23 +127,23 @@ WORKER: dict[str, Check] = {
 
 
 class Records:
-    """Remembers the last reading: a server's record is looked at once, and what is wrong is said once.
+    """Checks one model's records. A server's record that did not change is not checked again.
 
-    unreadable: records that were none, at that reading.
+    unreadable: how many records of the last reading failed. Each is logged once, until it is readable again.
     """
 
     def __init__(self, tag: str) -> None:
         self.unreadable = 0
         self._tag = tag
         self._servers: dict[bytes, dict[str, Any] | None] = {}
-        self._told: frozenset[str] = frozenset()
-        self._now: set[str] = set()
+        self._logged: frozenset[str] = frozenset()
+        self._wrong_now: set[str] = set()
 
     def read(
         self, workers: Iterable[tuple[bytes, bytes]], servers: Iterable[tuple[bytes, bytes]]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-        """The records of one reading that are such, by name."""
-        before, self._servers, self._now = self._servers, {}, set()
+        """The readable records of one reading, by name: of the workers, and of their API servers."""
+        before, self._servers, self._wrong_now = self._servers, {}, set()
         found: dict[str, dict[str, Any]] = {}
         for name, raw in servers:
             known = before[raw] if raw in before else self._parsed("server", name, raw, SERVER)
@@ -151,14 +151,17 @@ class Records:
             if known is not None:
                 found[name.decode()] = known
             elif raw in before:
-                self._now.add(f"server {_shown(name)}")
+                self._wrong_now.add(f"server {_shown(name)}")
         parsed = ((name, self._parsed("worker", name, raw, WORKER)) for name, raw in workers)
         records = {name.decode(): record for name, record in parsed if record is not None}
-        self._told, self.unreadable = frozenset(self._now), len(self._now)
+        self._logged, self.unreadable = frozenset(self._wrong_now), len(self._wrong_now)
         return records, found
 
     def _parsed(self, kind: str, name: bytes, raw: bytes, checks: Mapping[str, Check]) -> dict[str, Any] | None:
-        """orjson reads what JSON is and no more: no NaN, no number beyond a double, no half of a surrogate pair."""
+        """The record, or None if it is unreadable.
+
+        orjson reads strict JSON: no NaN, no number beyond a double, no half of a surrogate pair.
+        """
         try:
             name.decode("ascii")
             record = orjson.loads(raw)
@@ -167,10 +170,10 @@ class Records:
             record, wrong = None, str(error)
         if not wrong:
             return dict(record)
-        who = f"{kind} {_shown(name)}"
-        self._now.add(who)
-        if who not in self._told:
-            logger.warning("%s: the record of %s is none and is left out: %s", self._tag, who, wrong[:80])
+        owner = f"{kind} {_shown(name)}"
+        self._wrong_now.add(owner)
+        if owner not in self._logged:
+            logger.warning("%s: the record of %s cannot be read and is left out: %s", self._tag, owner, wrong[:80])
         return None
 
 
