@@ -1,4 +1,4 @@
-"""Shared by the tests of the publisher."""
+"""Fixtures for the tests of the publishers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An engine in a process of its own: its thread changes the block table without pause, and times every change.
+"""An engine in a process of its own. Its thread changes the block table without pause and times every change.
 
-Run as ``python -m tests.worker_plugin.engine_thread URL MODEL LIMIT``. Each line on standard input is answered by one
-line of JSON: ``look`` by what the thread noticed since the last look, ``freeze`` by its table, which then stays.
+Run as ``python -m tests.worker_plugin.engine_thread URL MODEL LIMIT``. Each line on standard input is answered by a line
+of JSON: ``look`` by the figures since the last look, ``freeze`` by the table, which does not change from then on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEP_SECONDS = 0.001
 
 
 class Engine:
-    """``step`` is what the engine's thread does for one scheduler step: some blocks appear, as many disappear."""
+    """An engine whose ``step`` makes some blocks appear and as many disappear, as a scheduler step does."""
 
     def __init__(self, url: str, model: str, limit: int) -> None:
         self.tracker = Tracker(limit)

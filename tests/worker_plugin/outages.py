@@ -1,4 +1,4 @@
-"""Ways in which a Redis is not there for its clients: away, frozen, slow, refusing. On a server of one's own."""
+"""A private Redis server in trouble: away, frozen, slow, refusing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.conftest import valkey_binary, wait_for_server
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Of each of a slow Redis's stalls: shorter than the publisher's patience with a call, 2 s.
+#: How long each call to a slow Redis takes: less than the publisher's time-out of 2 s.
 STALL_SECONDS = 1.0
 
 
 class Server:
-    """A private Valkey at a fixed address, to be killed and started again."""
+    """A private Valkey at a fixed address, which can be killed and started again."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="wf-redis-"))
@@ -78,7 +78,7 @@ def _endless_script(client: redis.Redis) -> None:
 
 @contextmanager
 def slow(client: redis.Redis) -> Iterator[None]:
-    """Every call takes up to STALL_SECONDS, and is answered."""
+    """While the block runs, every call is answered, but takes up to STALL_SECONDS."""
     over = threading.Event()
 
     def stall() -> None:

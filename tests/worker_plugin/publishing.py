@@ -1,4 +1,4 @@
-"""A publisher, an engine's churn and a router's upkeep for the tests of the publisher."""
+"""For the tests of the publisher: a running publisher, an engine's changes, a router's upkeep."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hashes(count: int) -> list[bytes]:
 
 
 def churn(tracker: Tracker, steps: int, seed: int = 0) -> None:
-    """What an engine does: store prompts, evict older blocks."""
+    """Change the table as an engine does: store prompts and evict older blocks."""
     rng, held = random.Random(seed), list(tracker.table)
     for _ in range(steps):
         fresh = [rng.randbytes(8) for _ in range(rng.randrange(1, 200))]
@@ -59,11 +59,11 @@ def publishing(redis_url: str, model: str, tracker: Tracker, **more: Any) -> Ite
 
 @asynccontextmanager
 async def upkeep(fleet: Fleet) -> AsyncIterator[None]:
-    """A router's maintenance loop, which survives a Redis that is away."""
+    """Run a router's upkeep while the block runs. It goes on after a Redis outage."""
 
     async def loop() -> None:
         while True:
-            with suppress(FleetUnavailable):  # the tests below take Redis away
+            with suppress(FleetUnavailable):  # some tests take Redis away
                 await fleet.step()
             await asyncio.sleep(0.01)
 
@@ -80,7 +80,7 @@ async def record(fleet: Fleet) -> dict[str, Any]:
 
 
 async def stream(fleet: Fleet) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """What the worker has written and nobody has applied."""
+    """The entries that the worker has written and no router has applied yet."""
     return cast("list[tuple[bytes, dict[bytes, bytes]]]", await fleet.redis.xrange(fleet.keys.events(WORKER)))
 
 

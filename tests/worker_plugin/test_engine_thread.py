@@ -1,4 +1,4 @@
-"""What the engine's own thread notices of a Redis in trouble: nothing. Measured in a process, against a real server."""
+"""The engine's own thread is not slowed down by a Redis in trouble. Measured in a process, against a real server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HEALED_SECONDS = wire.HEARTBEAT_SECONDS + 1.0
 
 
 class Engine:
-    """The other end of ``engine_thread``."""
+    """The process that runs ``engine_thread``, and its answers."""
 
     def __init__(self, url: str, model: str) -> None:
         argv = [sys.executable, "-m", "tests.worker_plugin.engine_thread", url, model, str(LIMIT)]
@@ -62,7 +62,7 @@ class Engine:
 
 @contextmanager
 def trouble(server: Server, how: str) -> Iterator[None]:
-    """Redis is not there as it should be; well again afterwards. away, restarted: it comes back empty."""
+    """Redis is in trouble while the block runs, and well again afterwards. away, restarted: it comes back empty."""
     if how == "absent":
         yield
         server.start()
@@ -83,7 +83,7 @@ def trouble(server: Server, how: str) -> Iterator[None]:
 
 
 async def endured(server: Server, model: str, how: str, seconds: float) -> None:
-    """Well, in trouble for ``seconds``, and well again: what the engine noticed, and how long the index was wrong."""
+    """Redis is well, in trouble for ``seconds``, and well again. Returns the engine's figures and the time to heal."""
     fleet, engine = Fleet(connect(server.url, timeout_s=5), model), Engine(server.url, model)
     try:
         if how != "absent":
@@ -128,7 +128,7 @@ async def _equal(fleet: Fleet, table: set[bytes]) -> bool:
 
 
 async def together(model: str, hows: Sequence[str], seconds: float) -> None:
-    """Each on a server of its own: all of them mostly wait."""
+    """Run all kinds of trouble at the same time, each on a server of its own; they mostly wait."""
     with ExitStack() as stack:
         servers = [Server() for _ in hows]
         for server in servers:

@@ -1,4 +1,4 @@
-"""What the publisher says of requests and load, and how little of an idle engine."""
+"""The publisher reports finished prefills and the load, and sends almost nothing for an idle engine."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ async def test_progress_arrives_within_20_ms(fleet: Fleet, redis_url: str, model
         assert sorted(delays.values())[len(delays) // 4] <= wire.PROGRESS_FLUSH_SECONDS
 
 
-async def test_a_prompts_blocks_are_told_before_its_prefill(fleet: Fleet, redis_url: str, model: str) -> None:
-    """Routers rely on it: a block that the stream has not told when it tells of the prefill is not the engine's."""
+async def test_a_prompts_blocks_are_reported_before_its_prefill(fleet: Fleet, redis_url: str, model: str) -> None:
+    """Routers rely on it: a block that is not in the stream before its prefill is taken for missing."""
     tracker = Tracker()
     with publishing(redis_url, model, tracker) as publisher:
         await poll(lambda: publisher.state.joined)
@@ -91,7 +91,7 @@ async def test_much_progress_is_split_into_entries_of_64(fleet: Fleet, redis_url
         assert max(await told()) <= wire.PROGRESS_PER_ENTRY
 
 
-async def test_foreign_load_that_moves_is_told_at_once(
+async def test_foreign_load_that_moves_is_reported_at_once(
     fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 60.0)
@@ -105,7 +105,7 @@ async def test_foreign_load_that_moves_is_told_at_once(
             assert time.monotonic() - begin < 5.0  # the next heartbeat is due after a minute
 
 
-async def test_foreign_load_that_comes_and_goes_is_told_on_average(
+async def test_foreign_load_that_comes_and_goes_is_reported_as_its_mean(
     fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.05)
@@ -121,7 +121,7 @@ async def test_foreign_load_that_comes_and_goes_is_told_on_average(
             await poll(lambda: _is(partial(_foreign, fleet), (20_000, 0)), 2, "what there is now counts at least")
 
 
-def test_what_there_was_lately_is_forgotten() -> None:
+def test_past_foreign_load_is_forgotten() -> None:
     recent = SmoothedLoad()
     there = [Load(running=1, foreign_prefill_tokens=4_000 * (at < 40), speed_tps=50_000) for at in range(100)]
     told = [recent.smooth(load, at / 4) for at, load in enumerate(there)]
@@ -133,8 +133,8 @@ def test_what_there_was_lately_is_forgotten() -> None:
     assert {one.running for one in told} == {1}
 
 
-def test_an_idle_engine_does_not_look_saturated_by_what_there_was() -> None:
-    """No more is remembered than it does in a second; one look weighs no more after a gap."""
+def test_past_foreign_load_does_not_make_an_idle_engine_look_saturated() -> None:
+    """The mean is at most one second of the engine's work, and a look after a gap weighs no more than others."""
     recent = SmoothedLoad()
     for at in range(40):
         recent.smooth(Load(foreign_prefill_tokens=80_000, speed_tps=8_000), at / 4)
@@ -147,7 +147,7 @@ def test_an_idle_engine_does_not_look_saturated_by_what_there_was() -> None:
 
 
 async def _foreign(fleet: Fleet) -> tuple[int, int]:
-    """What the only worker told last of tokens that are not the fleet's: to prefill, being decoded."""
+    """(foreign prefill tokens, foreign decode tokens) that the only worker has reported last."""
     views = await fleet.workers()
     return (views[0].load.foreign_prefill_tokens, views[0].load.foreign_decode_tokens) if views else (-1, -1)
 
@@ -156,7 +156,9 @@ async def _is(read: Callable[[], Any], value: object) -> bool:
     return bool(await read() == value)
 
 
-async def test_a_load_that_cannot_be_read_stops_nothing_for_good(fleet: Fleet, redis_url: str, model: str) -> None:
+async def test_a_load_that_cannot_be_read_once_does_not_stop_the_reports(
+    fleet: Fleet, redis_url: str, model: str
+) -> None:
     broken = [True]
 
     def load() -> Load:
@@ -173,7 +175,7 @@ async def test_a_load_that_cannot_be_read_stops_nothing_for_good(fleet: Fleet, r
             await equal(fleet, tracker)
 
 
-async def test_it_leaves_when_stopped(fleet: Fleet, redis_url: str, model: str) -> None:
+async def test_a_stopped_publisher_says_goodbye(fleet: Fleet, redis_url: str, model: str) -> None:
     tracker = Tracker()
     async with upkeep(fleet):
         with publishing(redis_url, model, tracker):
@@ -188,7 +190,7 @@ async def test_it_leaves_when_stopped(fleet: Fleet, redis_url: str, model: str) 
         await equal(fleet, tracker)  # what was queued went out first
 
 
-async def test_an_idle_engine_says_almost_nothing(fleet: Fleet, redis_url: str, model: str) -> None:
+async def test_an_idle_engine_sends_almost_nothing(fleet: Fleet, redis_url: str, model: str) -> None:
     tracker = Tracker()
     tracker.stored(hashes(2_000))
     with publishing(redis_url, model, tracker) as publisher:

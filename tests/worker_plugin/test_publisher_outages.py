@@ -1,4 +1,4 @@
-"""The publisher while Redis is absent, killed, refusing: the engine goes on, the index is right afterwards."""
+"""While Redis is absent, killed or refusing the engine goes on, and the index is right afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from warmfleet_worker.tracker import Tracker
 pytestmark = [pytest.mark.in_turn, pytest.mark.usefixtures("short_periods")]
 
 
-async def test_redis_is_absent_killed_and_comes_back_empty(own_server: Server, model: str) -> None:
+async def test_the_index_is_right_after_redis_was_absent_killed_and_empty(own_server: Server, model: str) -> None:
     tracker = Tracker()
     fleet = Fleet(connect(own_server.url, timeout_s=2), model)
     with publishing(own_server.url, model, tracker) as publisher:
@@ -61,7 +61,7 @@ async def test_an_outage_that_fills_the_queue_is_healed(own_server: Server, mode
 
 @pytest.mark.parametrize("how", ["OOM", "READONLY", "NOPERM", "BUSY"])
 @pytest.mark.parametrize("limit", [100_000, 200], ids=["queued", "overflowing"])
-async def test_a_redis_that_refuses_is_survived(
+async def test_the_index_is_right_after_redis_has_refused(
     own_server: Server, model: str, how: str, limit: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     own_server.start()

@@ -1,4 +1,4 @@
-"""A key in place of the stream that takes no entry: it is deleted, and the worker and its server are there again."""
+"""A key that takes no entry is in the place of the stream: it is deleted, and worker and server report again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def short_waits(short_periods: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def plant(store: aioredis.Redis, key: str, kind: str) -> None:
-    """What a forger could leave there, and be it with a right to XADD only."""
+    """Put such a key there. An attacker with no permission but XADD could do it, too."""
     if kind == "string":
         await store.set(key, "no stream")
         return
@@ -41,7 +41,9 @@ async def plant(store: aioredis.Redis, key: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_name_that_nobody_has_heard_of(fleet: Fleet, redis_url: str, model: str, kind: str) -> None:
+async def test_an_unusable_key_under_a_new_workers_name_is_replaced(
+    fleet: Fleet, redis_url: str, model: str, kind: str
+) -> None:
     await plant(fleet.redis, fleet.keys.events(WORKER), kind)
     tracker = Tracker()
     tracker.stored(hashes(100))
@@ -52,8 +54,10 @@ async def test_a_name_that_nobody_has_heard_of(fleet: Fleet, redis_url: str, mod
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_worker_that_reports_already(fleet: Fleet, redis_url: str, model: str, kind: str) -> None:
-    """Redis has come back empty but for this."""
+async def test_an_unusable_key_under_a_reporting_workers_name_is_replaced(
+    fleet: Fleet, redis_url: str, model: str, kind: str
+) -> None:
+    """Redis has come back empty but for this key."""
     tracker = Tracker()
     tracker.stored(hashes(100))
     with publishing(redis_url, model, tracker) as publisher:
@@ -70,7 +74,9 @@ async def test_a_worker_that_reports_already(fleet: Fleet, redis_url: str, model
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_server_that_nobody_has_heard_of(fleet: Fleet, redis_url: str, model: str, kind: str) -> None:
+async def test_an_unusable_key_under_a_new_servers_name_is_replaced(
+    fleet: Fleet, redis_url: str, model: str, kind: str
+) -> None:
     await plant(fleet.redis, fleet.keys.server("w1"), kind)
     half = ServerPublisher(ServerConfig(redis_url, model, "w1", "http://10.0.0.1:9", ("m",), "test"))
     half.start()

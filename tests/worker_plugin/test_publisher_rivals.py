@@ -1,4 +1,4 @@
-"""Who keeps the name when another process has joined under it: the later one, if it lives."""
+"""When another process joins under the same name, the later one keeps the name, if it is alive."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def seconds_for_minutes(short_periods: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def late_join(fleet: Fleet, redis_url: str, model: str) -> str:
-    """The join of a process that is dead arrives now; its nonce."""
+    """Let the join of a dead process arrive now. Returns its nonce."""
     nonce = "dead0000dead0000"
     fields = wire.entry(nonce, 1, "join", config(redis_url, model).join())
     await fleet.redis.xadd(fleet.keys.events(WORKER), fields)  # type: ignore[arg-type]
@@ -50,7 +50,9 @@ async def test_of_two_processes_with_one_name_the_later_stays(fleet: Fleet, redi
                 assert (old.state.joins, new.state.joins, new.state.stopped) == (1, 1, None)
 
 
-async def test_a_dead_process_whose_join_comes_late_keeps_nothing(fleet: Fleet, redis_url: str, model: str) -> None:
+async def test_a_dead_process_whose_join_comes_late_does_not_keep_the_name(
+    fleet: Fleet, redis_url: str, model: str
+) -> None:
     tracker = Tracker()
     tracker.stored(hashes(300))
     async with upkeep(fleet):
@@ -65,8 +67,10 @@ async def test_a_dead_process_whose_join_comes_late_keeps_nothing(fleet: Fleet, 
             assert (await record(fleet))["nonce"] == living._stream.nonce
 
 
-async def test_a_dead_process_that_had_sent_more_than_a_join(fleet: Fleet, redis_url: str, model: str) -> None:
-    """What was on its way is applied bit by bit: that it moves shows nothing yet."""
+async def test_a_dead_process_whose_entries_come_late_does_not_keep_the_name(
+    fleet: Fleet, redis_url: str, model: str
+) -> None:
+    """Its entries are applied bit by bit, so a moving number does not yet show that it is alive."""
     tracker = Tracker()
     tracker.stored(hashes(300))
     async with upkeep(fleet):

@@ -1,4 +1,4 @@
-"""One URL says where Redis is; what cannot be read is refused without showing a password."""
+"""One URL says where Redis is. A URL that cannot be read is refused, and the error shows no password."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_cluster() -> None:
         ("redis://u:secret@[h", "cannot be read"),
     ],
 )
-def test_what_cannot_be_read(url: str, why: str) -> None:
+def test_a_url_that_cannot_be_read_is_refused(url: str, why: str) -> None:
     with pytest.raises(RedisAddressError, match=why) as refused:
         parse(url)
     assert "secret" not in str(refused.value)
@@ -86,5 +86,5 @@ def test_an_authority_is_added_to_tls_only() -> None:
         ("unix:///s", True),
     ],
 )
-def test_local_means_all_of_them(url: str, local: bool) -> None:
+def test_redis_is_local_only_if_all_its_addresses_are(url: str, local: bool) -> None:
     assert redis_is_local(url) is local

@@ -1,4 +1,4 @@
-"""The API-server half: its address, its artifacts, its stream."""
+"""The API-server half: address, artifacts and stream."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_address_that_leads_nowhere_is_refused(
         worker_url(redis_url, host, port)
 
 
-def test_which_redis_is_local() -> None:
+def test_a_redis_is_local_by_socket_or_loopback() -> None:
     local = ["unix:///s", "redis://127.0.0.1", "redis://:secret@localhost:1", "rediss://[::1]:6379"]
     assert [redis_is_local(url) for url in [*local, REMOTE, "redis://redis.svc"]] == [True] * 4 + [False] * 2
 
@@ -97,7 +97,7 @@ def test_listens_tells_an_open_port_from_a_closed_one() -> None:
 
 
 class TestPublisher:
-    """The join waits for the port, brings everything, and is renewed when the stream is lost."""
+    """The join waits for the port and holds everything, and the server joins again when its stream is lost."""
 
     @pytest.fixture
     def server(self, redis_url: str, model: str) -> Iterator[ServerPublisher]:
@@ -186,7 +186,7 @@ class TestPublisher:
 
 
 class TestArtifacts:
-    """What is split can be joined; anything else is refused."""
+    """Split content can be joined again; changed chunks and entries are refused."""
 
     entry, chunks = artifacts.split(b"x" * 1_000_000)
     pieces = (chunks[entry["chunks"][0]],)

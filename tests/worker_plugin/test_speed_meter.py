@@ -1,19 +1,8 @@
-"""Speed, foreign load and finished prefills, read from objects shaped like vLLM's."""
+"""The prefill speed, measured from the durations of steps."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace as Thing
-from typing import Any
-
-from warmfleet_worker.protocol import wire
 from warmfleet_worker.speed_meter import SpeedMeter
-from warmfleet_worker.vllm_hooks.scheduler_work import finished_prefills, foreign_load, step_tokens
-
-OURS = "wf-" + "a" * 22
-
-
-def request(name: str, computed: int, prompt: int, tokens: int) -> Any:
-    return Thing(request_id=name, num_computed_tokens=computed, num_prompt_tokens=prompt, num_tokens=tokens)
 
 
 def test_speed_is_prefill_tokens_over_busy_time_and_idle_time_does_not_count() -> None:
@@ -43,7 +32,7 @@ def test_decode_steps_and_small_prefills_do_not_count() -> None:
     assert meter.speed_tps == 0
 
 
-def test_a_step_that_never_ended_is_passed_over() -> None:
+def test_a_step_without_a_result_is_skipped() -> None:
     meter = SpeedMeter()
     meter.scheduled(1, 0.0)
     meter.scheduled(2, 5.0)
@@ -57,47 +46,3 @@ def test_old_measurements_fade() -> None:
         meter.scheduled(step, float(step))
         meter.done(step, step + 1.0, 1_000 if step < 20 else 4_000, 0)
     assert 3_000 < meter.speed_tps < 4_000
-
-
-def test_what_exceeds_a_token_and_its_drafts_per_request_is_prefill() -> None:
-    step = Thing(
-        total_num_scheduled_tokens=512 + 1 + 4,
-        num_scheduled_tokens={"a": 512, "b": 1, "c": 4},
-        scheduled_spec_decode_tokens={"c": [1, 2, 3]},
-    )
-    assert step_tokens(step) == (511, 6)
-
-
-def test_foreign_load_counts_only_what_no_router_has_sent() -> None:
-    requests = [
-        request(f"cmpl-{OURS}.x-0-1", 0, 1_000, 1_000),
-        request(f"chatcmpl-{OURS}.x", 500, 500, 600),
-        request("cmpl-batch-0", 300, 1_000, 1_000),
-        request("chatcmpl-direct", 500, 500, 640),
-    ]
-    assert foreign_load(requests) == (700, 640)
-
-
-def test_a_prefill_is_told_once_for_n_children_and_never_for_strangers() -> None:
-    stats = Thing(num_cached_tokens=64, num_prompt_tokens=100)
-    outputs = [
-        Thing(request_id=f"0_cmpl-{OURS}.me-0-ab", prefill_stats=stats),
-        Thing(request_id=f"1_cmpl-{OURS}.me-0-ab", prefill_stats=stats),
-        Thing(request_id=f"cmpl-{OURS}.me-0-ab", prefill_stats=None),  # a later token
-        Thing(request_id="cmpl-somebody", prefill_stats=stats),
-    ]
-    assert list(finished_prefills({0: Thing(outputs=outputs)})) == [(OURS, 64, 100)]
-
-
-def test_a_reservation_is_cut_out_of_the_engines_own_ids() -> None:
-    cases = {
-        f"cmpl-{OURS}.client-0-1f": (OURS, 0),
-        f"chatcmpl-{OURS}.client": (OURS, 0),
-        f"3_chatcmpl-{OURS}.client": (OURS, 3),
-        f"{OURS}.client": (OURS, 0),
-        f"cmpl-{OURS}": None,  # the router always adds an id of its own
-        f"cmpl-client.{OURS}.x": None,  # a client's id cannot pass for one
-        f"cmpl-{OURS}a.x": None,
-        "cmpl-123": None,
-    }
-    assert {name: wire.reservation_of(name) for name in cases} == cases

@@ -71,7 +71,7 @@ def tracked() -> tuple[BlockMap, Transitions]:
 
 
 def replay(held: set[bytes], runs: Any) -> set[bytes]:
-    """Apply runs; each must be a real change: that is what the digest counts on."""
+    """Apply runs. Each must be a real change, because the digest adds and removes them unseen."""
     for run in runs:
         hashes = [run.packed[at : at + 8] for at in range(0, len(run.packed), 8)]
         assert len(set(hashes)) == len(hashes) <= 128
@@ -97,7 +97,7 @@ def test_only_the_first_copy_appears_and_only_the_last_disappears() -> None:
     assert list(transitions.drain(100)) == [Run("removed", hash_of(7))]
 
 
-def test_popping_what_is_not_there_is_no_transition() -> None:
+def test_popping_a_key_that_is_not_there_is_no_transition() -> None:
     block_map, transitions = tracked()
     block_map.insert(key_of(7), Block(1))
     assert block_map.pop(key_of(8), 1) is None
@@ -153,7 +153,7 @@ def test_a_full_queue_drops_counts_and_says_so_until_the_next_cut() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_cut_is_exact_while_the_engine_works(seed: int) -> None:
-    """Copy + everything queued after it == the table, for 30 cuts made against an engine that never pauses."""
+    """A cut and everything queued after it give the table, for 30 cuts while an engine works without pause."""
     block_map, transitions = tracked()
     rng, stop, operations = random.Random(seed), threading.Event(), [0]
 

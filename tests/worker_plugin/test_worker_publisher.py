@@ -1,4 +1,4 @@
-"""The publisher against real servers and the real scripts: whatever happens, the index becomes the engine's table."""
+"""The publisher against real servers and the real scripts: after any trouble the index equals the engine's table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ async def test_the_index_follows_the_table(fleet: Fleet, redis_url: str, model: 
     assert not {"gap", "mismatch", "malformed", "resync_gap", "resync_digest"} & counts.keys()
 
 
-async def test_a_table_that_is_there_at_join_comes_as_a_snapshot(fleet: Fleet, redis_url: str, model: str) -> None:
+async def test_a_table_that_is_filled_before_the_join_comes_as_a_snapshot(
+    fleet: Fleet, redis_url: str, model: str
+) -> None:
     tracker = Tracker()
     tracker.stored(hashes(5_000))
     with publishing(redis_url, model, tracker) as publisher:
@@ -73,7 +75,7 @@ async def test_overflow_is_counted_and_healed(fleet: Fleet, redis_url: str, mode
     assert counts["resync_gap"] >= 1
 
 
-async def test_lost_events_are_healed_even_if_nobody_asks(
+async def test_lost_events_are_healed_even_if_no_router_asks(
     fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_publisher, "SELF_RESYNC_SECONDS", 0.3)
@@ -86,7 +88,7 @@ async def test_lost_events_are_healed_even_if_nobody_asks(
         await equal(fleet, tracker)
 
 
-async def test_a_snapshot_never_runs_ahead_of_what_is_applied(fleet: Fleet, redis_url: str, model: str) -> None:
+async def test_a_snapshot_never_runs_more_than_256_entries_ahead(fleet: Fleet, redis_url: str, model: str) -> None:
     tracker = Tracker()
     tracker.stored(hashes(128 * 600))
     with publishing(redis_url, model, tracker) as publisher:
@@ -135,7 +137,7 @@ async def test_a_command_is_obeyed_once(fleet: Fleet, redis_url: str, model: str
 
 
 @pytest.mark.parametrize("junk", ["", "no json", "[1]", '{"nonce": 1}', '{"nonce": "a", "applied": "x"}'])
-async def test_a_senseless_command_changes_nothing(fleet: Fleet, redis_url: str, model: str, junk: str) -> None:
+async def test_a_malformed_command_changes_nothing(fleet: Fleet, redis_url: str, model: str, junk: str) -> None:
     with publishing(redis_url, model, Tracker()) as publisher:
         await poll(lambda: publisher.state.joined)
         await fleet.redis.set(fleet.keys.command(WORKER), junk)
@@ -144,7 +146,9 @@ async def test_a_senseless_command_changes_nothing(fleet: Fleet, redis_url: str,
         assert publisher.state.stopped is None
 
 
-async def test_told_to_rejoin_it_begins_anew(fleet: Fleet, redis_url: str, model: str) -> None:
+async def test_a_worker_that_is_asked_to_rejoin_begins_a_new_incarnation(
+    fleet: Fleet, redis_url: str, model: str
+) -> None:
     tracker = Tracker()
     tracker.stored(hashes(300))
     with publishing(redis_url, model, tracker) as publisher:
@@ -172,7 +176,7 @@ async def test_a_lost_stream_is_joined_again(fleet: Fleet, redis_url: str, model
 
 @asynccontextmanager
 async def answers_lost(redis_url: str) -> AsyncIterator[tuple[str, list[int]]]:
-    """A way to Redis that delivers every request, but cuts the connection before the answer of every third XADD."""
+    """A proxy to Redis that delivers every request, but breaks the connection before every third answer to XADD."""
     folder, requests, tasks = Path(tempfile.mkdtemp(prefix="wf-cut-")), [0], set[asyncio.Task[None]]()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
