@@ -1,7 +1,7 @@
 """An engine in a process of its own. Its thread changes the block table without pause and times every change.
 
-Run as ``python -m tests.worker_plugin.engine_thread URL MODEL LIMIT``. Each line on standard input is answered by a line
-of JSON: ``look`` by the figures since the last look, ``freeze`` by the table, which does not change from then on.
+Run as ``python -m tests.worker_plugin.engine_thread URL MODEL LIMIT``. Each line on standard input is answered by one
+line of JSON: ``look`` by the figures since the last look, ``freeze`` by the table, which does not change from then on.
 """
 
 from __future__ import annotations
