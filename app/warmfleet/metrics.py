@@ -1,6 +1,6 @@
-"""Names of all metrics of a router, in one place. Labels are bounded: no worker, user or request in them.
+"""All metrics of a router. app/docs/metrics.md is generated from here.
 
-``model`` is a tag of WARMFLEET_MODELS, of which there are few.
+Labels are bounded: none names a worker, a user or a request. ``model`` is a tag of WARMFLEET_MODELS.
 """
 
 from __future__ import annotations
@@ -12,95 +12,160 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class Metrics:
-    """One set for one router process; ``render`` is what /metrics answers."""
+    """All metrics of one router process. ``render`` returns the text that /metrics answers."""
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # not annotated there
         self.registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Answered requests", "endpoint", "status", "reservation")
-        self.settled = self._counter("settled", "Reservations by how they ended", "outcome")
-        self.settle_failures = self._counter("settle_failures", "Settles that Redis did not take; the lease expires")
-        self.decide_seconds = self._histogram("decide_seconds", "One decision, as the router waits for it")
-        self.decisions = self._counter("decisions", "Decisions by policy and by what decided", "policy", "why")
-        self.decision_log = self._counter(
-            "decision_log", "Records of the decision log, by what became of them", "result"
-        )
+        self._of_requests()
+        self._of_decisions()
+        self._of_prompts()
         self._of_waits()
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of decided requests")
-        self.matched_tokens = self._counter("matched_tokens", "Of these, held by the chosen worker")
+        self._of_the_queue()
+        self._of_background()
+        self._of_workers()
+        self._of_redis()
+
+    def _of_requests(self) -> None:
+        """Requests and their engines."""
+        self.requests = self._counter("requests", "Requests that were answered", "endpoint", "status", "reservation")
+        self.in_flight = self._gauge("in_flight", "Requests that are being served now")
+        self.retries = self._counter(
+            "retries", "Further tries: `same` worker after a stale connection, or `another` worker", "where"
+        )
+        self.stream_errors = self._counter("stream_errors", "Answers that were cut off after their first byte")
+        self.given_up = self._counter("given_up", "Requests ended here because their worker fell silent")
+
+    def _of_decisions(self) -> None:
+        """Decisions and reservations."""
+        self.decide_seconds = self._histogram("decide_seconds", "Time that a request waited for its decision")
+        self.decisions = self._counter(
+            "decisions", "Decisions by policy and by the rule that decided (operate.md)", "policy", "why"
+        )
+        self.decision_log = self._counter(
+            "decision_log", "Records of the decision log: `written`, `dropped` (the disk is slow), `failed`", "result"
+        )
+        self.fallback = self._counter("fallback", "Requests that were placed without a decision of Redis", "reason")
+        self.settled = self._counter("settled", "Reservations by how their request ended", "outcome")
+        self.settle_failures = self._counter(
+            "settle_failures", "Settlements that Redis did not take; they are sent again, or the lease expires"
+        )
+        self.renewed = self._counter(
+            "renewed", "Renewals of open reservations: `renewed`, `rebuilt` after a loss, `refused`", "result"
+        )
+
+    def _of_prompts(self) -> None:
+        """What is known of prompts before they are sent."""
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all decided requests")
+        self.matched_tokens = self._counter("matched_tokens", "Prompt tokens that the chosen worker held already")
         self.identity = self._counter(
-            "identity", "How prompts were identified: exact, engine, text, prefix, load", "kind"
+            "identity", "Requests by how their prompt was identified: exact, engine, text, prefix, load", "kind"
         )
         self.identified_tokens = self._counter(
-            "identified_tokens", "Tokens of exact prompts: known from earlier prompts, or made anew", "source"
+            "identified_tokens", "Tokens of exact prompts: `known` from earlier prompts, or made anew (`new`)", "source"
         )
-        self.load_only = self._counter("load_only", "Requests routed by load alone, by reason", "reason")
-        self.asked = self._counter("asked_engines", "Engines asked for token ids, by result", "result")
+        self.load_only = self._counter(
+            "load_only", "Requests that were placed by load alone, by reason (identity.md)", "reason"
+        )
+        self.asked = self._counter(
+            "asked_engines",
+            "Engines asked for token ids: `answered`, `refused` (4xx), `failed`, `busy` (not asked)",
+            "result",
+        )
         self.template_limits = self._counter(
-            "template_limits", "Renders of unapproved templates cut off, by limit", "limit"
+            "template_limits", "Renderings of unapproved templates that met a limit (security.md)", "limit"
         )
         self.template_processes = self._counter("template_processes", "Processes started for unapproved templates")
-        self.handoff = self._counter("handoff", "Requests by whether the engine was given token ids", "result")
-        self.fallback = self._counter("fallback", "Requests routed without Redis, by reason", "reason")
-        self.retries = self._counter("retries", "Second tries: same worker (stale connection) or another", "where")
-        self.stream_errors = self._counter("stream_errors", "Answers cut off after their first byte")
-        self.given_up = self._counter("given_up", "Waits for a worker that fell silent, ended here")
-        self.health_checks = self._counter("health_checks", "Servers asked while heartbeats tell nothing", "result")
-        self.queued = self._gauge("queued", "Requests that wait here for a worker with room", "model")
-        self.queue_seconds = self._histogram("queue_seconds", "Waits for a worker with room, whatever came of them")
-        self.queue_rejected = self._counter("queue_rejected", "Requests refused by the queue, by reason", "reason")
-        self.in_flight = self._gauge("in_flight", "Requests being served")
-        self.task_failures = self._counter("task_failures", "Background rounds that failed", "task")
-        self.applied_blocks = self._counter("applied_blocks", "Block events that this replica applied")
-        self.audited_blocks = self._counter("audited_blocks", "Blocks of the index that this replica audited")
-        self.audit_mismatches = self._counter("audit_mismatches", "Workers whose index differed from its digest")
-        self._of_redis()
-        self.renewed = self._counter("renewed", "Reservations renewed, rebuilt after a loss, refused", "result")
-        self.view_age_seconds = self._gauge("view_age_seconds", "Age of the last reading of the fleet, oldest model")
-        self._of_workers()
+        self.handoff = self._counter(
+            "handoff", "Requests by whether their engine was sent token ids (identity.md)", "result"
+        )
 
     def _of_waits(self) -> None:
         """How long clients wait for their first byte."""
         self.first_byte_seconds = self._histogram(
-            "first_byte_seconds", "Request read to first byte of the answer", "model"
+            "first_byte_seconds", "Time from reading a request to the first byte of its answer", "model"
         )
         self.ttft_seconds = self._gauge(
-            "ttft_seconds", "Of streamed answers of the last minute: request read to first byte", "model", "quantile"
+            "ttft_seconds",
+            "Quantile of the time to first byte of the last minute's streams; to join replicas, use the histogram",
+            "model",
+            "quantile",
         )
         self.objective_seconds = self._gauge(
-            "ttft_objective_seconds", "Time to first token aimed at; 0 = none", "model"
+            "ttft_objective_seconds", "Time to first token that decisions aim at now; 0 = none", "model"
+        )
+
+    def _of_the_queue(self) -> None:
+        """Requests that wait for a worker with room."""
+        self.queued = self._gauge("queued", "Requests that wait in this replica for a worker with room", "model")
+        self.queue_seconds = self._histogram("queue_seconds", "Time that requests waited in the queue")
+        self.queue_rejected = self._counter(
+            "queue_rejected", "Requests that the queue refused: `full`, `displaced`, `bytes`, `deadline`", "reason"
+        )
+
+    def _of_background(self) -> None:
+        """The replica's work besides requests."""
+        self.task_failures = self._counter("task_failures", "Rounds of background tasks that failed", "task")
+        self.applied_blocks = self._counter("applied_blocks", "Block events that this replica applied to the index")
+        self.audited_blocks = self._counter("audited_blocks", "Blocks of the index that this replica audited")
+        self.audit_mismatches = self._counter("audit_mismatches", "Workers whose index an audit found to be wrong")
+        self.health_checks = self._counter(
+            "health_checks", "Servers asked for /health during an outage of Redis: `answered`, `silent`", "result"
+        )
+        self.view_age_seconds = self._gauge(
+            "view_age_seconds", "Age of the last reading of the fleet, of the model that was read longest ago"
         )
 
     def _of_workers(self) -> None:
-        """What this replica found out about them, and what it did."""
-        self.probes = self._counter("probes", "Probes by result", "result")
-        self.downgrades = self._counter("downgrades", "Proven workers that are routed by load only now", "cause")
-        self.warmings = self._counter(
-            "warmings", "Joining workers that were given common prefixes, by result", "result"
-        )
-        self.warmed_tokens = self._counter("warmed_tokens", "Prompt tokens that these were asked for")
+        """What this replica found out about workers, and what it did."""
         self.workers = self._gauge("workers", "Workers by state, at the last reading", "state")
-        self.unreadable_records = self._gauge(
-            "unreadable_records", "Records of workers and servers that are left out: they are none"
+        self.probes = self._counter(
+            "probes", "Probes by result: `proven`, `identity`, `url`, `none` (nothing was learned)", "result"
         )
-        self.outvoted_workers = self._gauge("outvoted_workers", "Workers that differ from most of their model", "what")
+        self.downgrades = self._counter(
+            "downgrades", "Proven workers that are placed by load only from now on, by cause (identity.md)", "cause"
+        )
+        self.warmings = self._counter(
+            "warmings",
+            "Joining workers that were warmed: `done`, `slow`, `failed`, `refused`, `needed`, `lost` (operate.md)",
+            "result",
+        )
+        self.warmed_tokens = self._counter("warmed_tokens", "Prompt tokens that joining workers were asked to compute")
+        self.unreadable_records = self._gauge(
+            "unreadable_records", "Records of workers and servers that are ignored because a field has a wrong type"
+        )
+        self.outvoted_workers = self._gauge(
+            "outvoted_workers",
+            "Workers unlike most of their model, in `identity` or `scheme`, or with a fifth scheme (`unhashed`)",
+            "what",
+        )
 
     def _of_redis(self) -> None:
-        """Of Redis and the index in it, as one replica reads them: the same on all."""
+        """Redis and the index in it. Every replica reads the same values: take the maximum, not the sum."""
         self.memory_used_ratio = self._gauge("memory_used_ratio", "Used share of Redis's memory limit; 0 without one")
         self.memory_short = self._gauge("memory_short", "Models whose new blocks are not indexed: memory is short")
         self.memory_used_bytes = self._gauge("memory_used_bytes", "Memory that Redis uses")
-        self.apply_lag_batches = self._gauge("apply_lag_batches", "Entries that nobody applied, of the worst worker")
-        self.apply_lag_seconds = self._gauge("apply_lag_seconds", "Age of the oldest entry that nobody applied")
-        self.digest_age_seconds = self._gauge("digest_age_seconds", "Since a digest was compared, of the worst worker")
-        self.diverged_workers = self._gauge("diverged_workers", "Workers whose index differs and awaits a snapshot")
-        self.divergences = self._gauge("divergences", "Divergences of the present workers: found, healed", "state")
-        self.resyncs = self._gauge("resyncs", "Snapshots taken over, of the whole fleet, by cause", "cause")
-        self.index_events = self._gauge("index_events", "Counters of lua/README.md, of the whole fleet", "kind")
-        self.index_entries = self._gauge("index_entries", "(block, worker) pairs in the index")
-        self.retired_slots = self._gauge("retired_slots", "Slots whose entries are being collected")
+        self.apply_lag_batches = self._gauge(
+            "apply_lag_batches", "Stream entries of a live worker that nobody has applied, of the worst worker"
+        )
+        self.apply_lag_seconds = self._gauge("apply_lag_seconds", "Age of the oldest entry that nobody has applied")
+        self.digest_age_seconds = self._gauge(
+            "digest_age_seconds", "Time since a live worker's digest was compared, of the worst worker; 5 is normal"
+        )
+        self.diverged_workers = self._gauge(
+            "diverged_workers", "Live workers whose index is known to be wrong and who await a snapshot"
+        )
+        self.divergences = self._gauge("divergences", "Divergences of the present workers: `found`, `healed`", "state")
+        self.resyncs = self._gauge(
+            "resyncs", "Snapshots taken over since Redis was empty, by cause (lua/README.md)", "cause"
+        )
+        self.index_events = self._gauge(
+            "index_events", "Counters of the index since Redis was empty (lua/README.md)", "kind"
+        )
+        self.index_entries = self._gauge("index_entries", "Pairs of a block and a worker in the index")
+        self.retired_slots = self._gauge("retired_slots", "Slots whose entries are still to be collected")
 
     def render(self) -> bytes:
         """The text of all metrics."""

@@ -1,20 +1,46 @@
-"""What the READMEs say is there: every command, target and key is documented, every link leads somewhere."""
+"""The documents tell the truth: tables are generated, snippets run, links lead somewhere, modules are mapped."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import re
+import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.contract.generate_docs import PAGES
 from tests.os_tools import TOOLS
 
+from warmfleet import errors
+from warmfleet.__main__ import main
 from warmfleet.cli.parser import build_parser
+from warmfleet.errors import WarmfleetError
 from warmfleet_worker.protocol.wire import SINGLE_KEYS
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "app" / "docs"
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [path for path in (ROOT / "README.md", *ROOT.glob("*/README.md")) if path.parts[-2][0] != "."]
+MAX_README_LINES = 120
+MAX_PROSE_CHARACTERS = 140
+#: Every document of the repository. Links into the plugin and to lua/ are not followed.
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "*/README.md", "app/docs/*.md", "tests/*/*.md")
+    for path in ROOT.glob(pattern)
+    if path.relative_to(ROOT).parts[0][0] != "."
+)
+#: A document with a map of modules, and the folder that it maps.
+MAPS = {
+    "app/README.md": "app/warmfleet",
+    "worker_plugin/README.md": "worker_plugin/warmfleet_worker",
+    "loadtest/README.md": "loadtest/warmfleet_loadtest",
+}
+SHELL_ENDS = frozenset({">", ">>", "|", "&&", ";"})
+LONG_LINES = ("lua/README.md",)
+DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def commands() -> list[str]:
@@ -22,14 +48,89 @@ def commands() -> list[str]:
     return [name for action in actions for name in action.choices]
 
 
-def targets() -> list[str]:
-    return re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def test_every_command_and_target_is_in_the_readme() -> None:
+def code_blocks(text: str) -> list[str]:
+    return re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def shell_commands(document: Path) -> list[list[str]]:
+    """The words of every `warmfleet`, `make`, `pip` and `python` line in a code block, without environment."""
+    text = document.read_text()
+    indented = "\n".join(line[4:] for line in text.splitlines() if line.startswith("    "))
+    found = []
+    for line in "\n".join([*code_blocks(text), indented]).replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a picture, not a command
+            continue
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            del words[0]
+        end = next((at for at, word in enumerate(words) if word in SHELL_ENDS), len(words))
+        if words and Path(words[0]).name in ("warmfleet", "make", "pip", "python"):
+            found.append([Path(words[0]).name, *words[1:end]])
+    return found
+
+
+def prose(document: Path) -> list[str]:
+    """The lines that are neither in a code block nor part of a table."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [line for line in text.splitlines() if not line.startswith("|")]
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def mapped(document: Path) -> set[str]:
+    """The modules that a document's tables name, each behind the folder that the table's head or its row names.
+
+    A module stands in the column "module", or in the first one.
+    """
+    names: set[str] = set()
+    folder, column = "", 1
+    for above, line in pairwise(["", *document.read_text().splitlines()]):
+        if not line.startswith("|"):
+            continue
+        cells = [cell.strip() for cell in line.split("|")]
+        folders = re.findall(r"`([\w/]+/)`", cells[1])
+        if not above.startswith("|"):
+            folder, column = (
+                (folders[0] if len(folders) == 1 else ""),
+                cells.index("module") if "module" in cells else 1,
+            )
+        elif column > 1 and folders:
+            folder = folders[0]
+        if above.startswith("|"):
+            names |= {folder + name for name in re.findall(r"`([\w/]+)`", cells[column])}
+    return names
+
+
+def modules(folder: Path) -> set[str]:
+    """The path of every module below, without its ending; links are followed, but not the one to lua/."""
+    found = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if name not in ("__pycache__", "data")]
+        if folder.name == "warmfleet" and "lua" in folders:
+            folders.remove("lua")
+        paths = [Path(place, name) for name in files if name.endswith((".py", ".lua"))]
+        found |= {str(path.relative_to(folder).with_suffix("")) for path in paths if path.name != "__init__.py"}
+    return found
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= MAX_README_LINES
+
+
+def test_every_command_and_target_is_documented() -> None:
+    told = "".join(document.read_text() for document in DOCUMENTS)
     wanted = [f"warmfleet {name}" for name in commands()] + [f"make {name}" for name in targets()]
-    assert len(wanted) > 12
-    assert [text for text in wanted if not re.search(rf"\b{text}\b", README)] == []
+    assert len(wanted) > 20
+    assert [text for text in wanted if not re.search(rf"\b{text}\b", told)] == []
 
 
 def test_the_readme_names_the_os_packages() -> None:
@@ -46,13 +147,89 @@ def test_every_key_is_in_the_table_of_keys() -> None:
     assert [key for key in SINGLE_KEYS if f"`{key}`" not in table] == []
 
 
-def test_the_readme_counts_the_guards() -> None:
-    counted = re.search(r"\| (\d+) protections of the protocol", README)
-    assert counted is not None
-    assert int(counted[1]) == (ROOT / "tests/guards/guards.toml").read_text().count("\n[[guard")
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_the_generated_tables_are_current(page: Path) -> None:
+    assert page.read_text() == PAGES[page](), "run: python -m tests.contract.generate_docs"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_error_and_header_of_an_answer_is_documented() -> None:
+    text = (DOCS / "api.md").read_text()
+    kinds = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, WarmfleetError)]
+    rows = {f"| `{kind.__name__}` | {kind.status} | `{kind.type}` | `{kind.code}` |" for kind in kinds}
+    assert {row for row in rows if row not in text} == set()
+    assert rows == set(re.findall(r"^\| `[A-Z]\w+` \| \d{3} .*$", text, re.MULTILINE))
+    names = ("x-request-id", "x-warmfleet-worker", "x-warmfleet-matched-tokens", "x-warmfleet-reservation")
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_every_module_is_in_the_map_of_its_distribution(name: str) -> None:
+    there, told = modules(ROOT / MAPS[name]), mapped(ROOT / name)
+    assert len(there) > 10
+    assert there - told == set()
+
+
+@DOCUMENT
+def test_commands_in_snippets_can_be_typed(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, *words in shell_commands(document):
+        if name == "warmfleet":
+            assert _parses(words), f"warmfleet {shlex.join(words)}: {capsys.readouterr().err}"
+        elif name == "make":
+            _check_make(words)
+        elif name == "pip" and words[:1] == ["install"]:
+            folders = [ROOT / word for word in words[1:] if word.startswith(".")]
+            assert [folder for folder in folders if not (folder / "pyproject.toml").exists()] == []
+        elif name == "python" and words[:1] == ["-m"]:
+            assert importlib.util.find_spec(words[1]) is not None, words
+
+
+@DOCUMENT
+def test_commands_within_sentences_exist(document: Path) -> None:
+    text = "\n".join(prose(document)) + "\n".join(re.findall(r"^\|.*$", document.read_text(), re.MULTILINE))
+    named = set(re.findall(r"`(?:\.venv/bin/)?warmfleet ([a-z]\w*)", text))
+    assert named - set(commands()) == set()
+    for words in re.findall(r"`make ([^`]*)`", text):
+        _check_make(shlex.split(words))
+
+
+def _parses(words: list[str]) -> bool:
+    """The real parser takes these words, or answers them with its help."""
+    try:
+        build_parser().parse_args(words)
+    except SystemExit as end:
+        return end.code == 0
+    return True
+
+
+def _check_make(words: list[str]) -> None:
+    """Targets, benches and paths that a `make` command names exist."""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            assert name.startswith("-") or name in targets(), word
+        elif name == "NAME" and value.isidentifier():
+            assert (ROOT / f"tests/bench/bench_{value}.py").exists(), word
+        elif name == "ARGS":
+            paths = [part for part in value.split() if part.startswith("tests/")]
+            assert [path for path in paths if not (ROOT / path.partition("::")[0]).exists()] == [], word
+
+
+def test_snippets_that_need_no_fleet_run(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {tuple(words) for document in DOCUMENTS for name, *words in shell_commands(document) if name == "warmfleet"}
+    ran = sorted(words for words in found if words[0] == "acl")
+    assert ran
+    for words in ran:
+        assert main(words) == 0
+        assert "user router" in capsys.readouterr().out
+
+
+@DOCUMENT
+def test_no_line_of_prose_is_too_long(document: Path) -> None:
+    if str(document.relative_to(ROOT)) not in LONG_LINES:
+        assert [line for line in prose(document) if len(line) > MAX_PROSE_CHARACTERS] == []
+
+
+@DOCUMENT
 def test_rows_of_a_table_have_as_many_cells_as_its_head(document: Path) -> None:
     wanted, wrong = 0, []
     for line in document.read_text().splitlines():
@@ -63,7 +240,29 @@ def test_rows_of_a_table_have_as_many_cells_as_its_head(document: Path) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@DOCUMENT
 def test_links_lead_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
-    assert [link for link in links if not (document.parent / link).exists()] == []
+    lost = []
+    for link, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", document.read_text()):
+        target = document.parent / link if link else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            lost.append(f"{link}#{anchor}")
+    assert lost == []
+
+
+def test_every_page_of_the_docs_can_be_reached() -> None:
+    linked = {
+        (document.parent / link).resolve()
+        for document in (ROOT / "README.md", ROOT / "app/README.md", *DOCS.glob("*.md"))
+        for link in re.findall(r"\]\(([^)#:\s]+)", document.read_text())
+    }
+    assert set(DOCS.glob("*.md")) - linked == set()
+
+
+def test_decisions_are_recorded_in_one_place() -> None:
+    assert [document for document in DOCUMENTS if re.search(r"^\*\*20\d\d-", document.read_text(), re.MULTILINE)] == []
+    records = re.split(r"^### ", (DOCS / "decisions.md").read_text(), flags=re.MULTILINE)[1:]
+    assert len(records) > 70
+    assert [record.splitlines()[0] for record in records if "- **Why.**" not in record] == []
+    dates = re.findall(r"^## (\d{4}-\d\d-\d\d)", (DOCS / "decisions.md").read_text(), re.MULTILINE)
+    assert dates == sorted(dates, reverse=True)

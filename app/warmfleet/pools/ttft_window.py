@@ -21,7 +21,7 @@ BUCKETS = 24 * PER_OCTAVE  # up to 1,677 s
 MET, FOLLOWED = (
     0.9,
     0.5,
-)  # quantiles: what must meet the objective, what is in force at most ("Decisions", app/README.md)
+)  # quantiles: what must meet the objective, what is in force at most (app/docs/decisions.md)
 ENOUGH = 50  # waits in the window: of fewer a quantile is chance, and there is no objective
 SHOWN = (0.5, 0.9, 0.99)
 _SCALE = PER_OCTAVE / math.log(2)
