@@ -30,7 +30,7 @@ def worker(name: str, tokenizer: str, block_tokens: int = 16) -> WorkerView:
 
 
 class Fixed:
-    """A fleet that has ``now``, and identities that are all known."""
+    """A fleet with the workers in ``now``; every identity is loaded."""
 
     def __init__(self) -> None:
         self.now: list[WorkerView] = []

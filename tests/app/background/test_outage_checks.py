@@ -1,4 +1,4 @@
-"""While heartbeats cannot be heard, the dead are found by asking them."""
+"""While no heartbeat can be heard, dead workers are found by health checks over HTTP."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ async def shut(client: Redis) -> None:
 
 
 async def fill(client: Redis) -> None:
-    """Every heartbeat is refused from here on."""
+    """From now on Redis refuses every heartbeat."""
     await client.config_set("maxmemory", 1)
 
 
 @pytest.mark.parametrize("trouble", [shut, fill])
-async def test_who_is_dead_is_found_without_heartbeats(
+async def test_a_dead_worker_is_found_without_heartbeats(
     trouble: Any, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -49,7 +49,7 @@ async def test_who_is_dead_is_found_without_heartbeats(
         await engines[0].die()
 
         async def found() -> bool:
-            """By the check; in a full Redis, which takes removals, their registration may see it first."""
+            """The check finds it. A full Redis takes removals, so there its registration may be first."""
             away = trouble is fill and await router.metric('warmfleet_workers{state="unroutable"}') == 1
             return away or await router.metric('warmfleet_health_checks_total{result="silent"}') >= 1
 
@@ -64,7 +64,7 @@ async def test_who_is_dead_is_found_without_heartbeats(
         assert await router.metric("warmfleet_retries_total") == before, "nobody met the dead one"
 
 
-async def test_nobody_is_asked_while_heartbeats_are_heard(valkey_url: str, model: str) -> None:
+async def test_no_health_is_checked_while_heartbeats_are_heard(valkey_url: str, model: str) -> None:
     fleet = Fleet(connect(valkey_url, timeout_s=5), model)
     pool, metrics = Pool(model, fleet, Fallback(1.0)), Metrics()
     async with engine(model) as one:

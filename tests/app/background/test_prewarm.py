@@ -1,4 +1,4 @@
-"""A worker that joins is given the prefixes in use before it takes requests: once, by one replica, within a bound."""
+"""A worker that joins is sent the prefixes in use before it takes requests: once, by one replica, within a bound."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def known(router: Replica, server: str) -> bool:
 
 
 async def ask(router: Replica, model: str, prompt: str = HOT, **headers: str) -> dict[str, Any]:
-    """Where it went, what was foreseen and what the engine had."""
+    """The worker of one request, the matched tokens that were foreseen, and those that the engine had."""
     status, told, body = await router.post({"model": model, "prompt": prompt, "max_tokens": 1}, **headers)
     assert status == 200, body
     usage = json.loads(body)["usage"]
@@ -74,16 +74,16 @@ async def make_hot(router: Replica, model: str, prefix: str = HOT, **headers: st
 
 @dataclass
 class Busy:
-    """Replicas that know a hot prefix, and the engine ``old`` that holds it: the end of ``old`` ends it."""
+    """Replicas that know a hot prefix, and the engine ``old`` that holds it; they end with ``old``."""
 
     routers: list[Replica]
     old: AsyncExitStack
 
     async def alone(self, server: str) -> None:
-        """``old`` leaves; returns when the fleet knows what ``server`` holds, too: it is told every 0.1 s."""
+        """``old`` leaves. Returns when the fleet knows the blocks of ``server``, which reports them every 0.1 s."""
         await self.old.aclose()
         await poll(self._left, 10, "old has left")
-        await asyncio.sleep(0.3)  # three times that
+        await asyncio.sleep(0.3)  # three reports
         assert await view(self.routers[0], server)
 
     async def _left(self) -> bool:
@@ -108,7 +108,7 @@ async def busy(valkey_url: str, model: str, replicas: int = 1, **settings: Any) 
 
 
 class Ears:
-    """What an engine was asked, by the names of its requests; those that warm it wait until ``held`` is set."""
+    """The names of the requests that an engine got. Requests that warm it wait until ``held`` is set."""
 
     def __init__(self, engine: Simulated, held: asyncio.Event | None = None) -> None:
         self.warmed: list[Any] = []
@@ -156,13 +156,13 @@ async def test_the_first_request_of_a_joining_worker_finds_the_prefix_of_its_ten
 
 @LONG
 @pytest.mark.parametrize("prefixes", [3, 0], ids=["on", "off"])
-async def test_the_first_request_finds_the_prefix_if_that_is_wanted(valkey_url: str, model: str, prefixes: int) -> None:
+async def test_the_first_request_finds_the_prefix_if_warming_is_on(valkey_url: str, model: str, prefixes: int) -> None:
     async with busy(valkey_url, model, warm_prefixes=prefixes) as fleet:
         await starts(fleet, model, valkey_url, warm=prefixes > 0)
 
 
 @LONG
-async def test_of_two_replicas_one_warms_and_nobody_routes_meanwhile(valkey_url: str, model: str) -> None:
+async def test_of_two_replicas_one_warms_and_none_routes_there_meanwhile(valkey_url: str, model: str) -> None:
     async with busy(valkey_url, model, replicas=2) as fleet:
         routers = fleet.routers
         async with simulated(valkey_url, model, "new") as engine:
@@ -207,7 +207,7 @@ async def test_a_worker_that_never_answers_starts_cold_and_leaves_nothing(
 
 @LONG
 async def test_the_only_worker_is_not_kept_waiting(valkey_url: str, model: str) -> None:
-    """Neither when it comes, nor when the others leave while it is warmed."""
+    """It takes requests at once if it is the first, and if the others leave while it is warmed."""
     async with busy(valkey_url, model) as fleet:
         (router,) = fleet.routers
         async with simulated(valkey_url, model, "new") as engine:
@@ -251,7 +251,7 @@ async def test_when_the_replica_that_warms_is_gone_another_proves_it_and_does_no
 
 
 async def claim(router: Replica) -> float:
-    """As a replica that warms ``new`` and dies at once; when its lease ends."""
+    """Act as a replica that begins to warm ``new`` and dies at once. Returns when its lease ends."""
 
     async def first() -> float:
         one = await view(router, "new")

@@ -1,4 +1,4 @@
-"""A worker that is not what it says it is gives itself away when it joins, and one that says it differs is believed."""
+"""A worker whose identity is not as it announced is found out when it joins; announced differences are believed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LIARS: dict[Kind, tuple[str, ...]] = {
     "template": ("chat",),
-    "tokenizer": ("text", "chat"),  # if it happens to make as many tokens of the text
+    "tokenizer": ("text", "chat"),  # only the chat, if it makes as many tokens of the text by chance
     "seed": ("tokens",),
     "algorithm": ("tokens",),
     "block size": ("tokens",),
@@ -34,7 +34,7 @@ LIARS: dict[Kind, tuple[str, ...]] = {
 
 
 async def seen(router: Replica, wanted: int) -> dict[str, WorkerView]:
-    """Every worker by the name of its server, once as many have a result of a probe."""
+    """Every worker by the name of its server, once so many of them have been probed."""
 
     async def tested() -> dict[str, WorkerView] | None:
         found = {str(view.record["server_id"]): view for view in await router.fleet.workers()}
@@ -46,7 +46,7 @@ async def seen(router: Replica, wanted: int) -> dict[str, WorkerView]:
 
 
 async def proofs(router: Replica, **wanted: str) -> dict[str, WorkerView]:
-    """Every worker by the name of its server, once these are as wanted."""
+    """Every worker by the name of its server, once their proofs are as wanted."""
 
     async def so() -> dict[str, WorkerView] | None:
         found = {str(view.record["server_id"]): view for view in await router.fleet.workers()}
@@ -57,7 +57,7 @@ async def proofs(router: Replica, **wanted: str) -> dict[str, WorkerView]:
     return found
 
 
-async def test_liars_are_routed_by_load_only_and_the_reason_is_told(valkey_url: str, model: str) -> None:
+async def test_workers_that_announce_something_false_are_routed_by_load_only(valkey_url: str, model: str) -> None:
     async with AsyncExitStack() as stack:
         right = await stack.enter_async_context(simulated(valkey_url, model, "right"))
         await stack.enter_async_context(simulated(valkey_url, model, "elsewhere", url=right.url))
@@ -78,7 +78,7 @@ async def test_liars_are_routed_by_load_only_and_the_reason_is_told(valkey_url: 
         await router.unloaded()
 
 
-async def test_who_brings_something_else_than_most_is_not_asked_and_comes_back_with_the_majority(
+async def test_a_worker_with_other_files_than_most_is_not_probed_until_most_have_them(
     valkey_url: str, model: str
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -97,7 +97,7 @@ async def test_who_brings_something_else_than_most_is_not_asked_and_comes_back_w
         assert await router.metric('warmfleet_downgrades_total{cause="differs"}') == 2
 
 
-async def test_a_tokenizer_that_loads_slowly_keeps_nobody_from_being_routed_to(
+async def test_workers_take_requests_while_a_tokenizer_loads_slowly(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load, gate = encoder.Encoder.load, threading.Event()
@@ -137,7 +137,7 @@ async def test_a_wrong_tokenizer_in_the_settings_is_found_out(
             assert [one for one in caplog.records if one.levelname == "WARNING" and "in use here" in one.getMessage()]
 
 
-async def test_once_in_a_while_all_are_tested_again(
+async def test_all_workers_are_probed_again_once_in_a_while(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "BACKOFF_S", (0.1, 0.2))
@@ -150,7 +150,7 @@ async def test_once_in_a_while_all_are_tested_again(
 
         await poll(probed, 10, "what was told counts, not what is still held")
         assert await router.metric('warmfleet_probes_total{result="identity"}') == 0
-        worker.become("template")  # and nobody sends a request
+        worker.become("template")  # no request shows it
         await proofs(router, eng="identity")
         worker.become("right")
         await proofs(router, eng="proven")
@@ -174,7 +174,7 @@ async def test_a_probe_that_learns_nothing_changes_nothing(
             worker.become("seed")
 
         async def nothing_learned() -> bool:
-            if trouble == "an index that lacks blocks":  # its heartbeats say the contrary
+            if trouble == "an index that lacks blocks":  # else its heartbeats would mend the index
                 (view,) = await router.fleet.workers()
                 await flag(router, view, view.load.flags | Flag.PARTIAL)
             return await router.metric('warmfleet_probes_total{result="none"}') >= 3
@@ -184,7 +184,7 @@ async def test_a_probe_that_learns_nothing_changes_nothing(
         assert view.proof == "proven"
 
 
-async def test_few_probes_at_once(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_few_probes_run_at_a_time(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "AT_ONCE", 2)
     run, under_way, most = Probe.run, 0, 0
 

@@ -30,14 +30,16 @@ if TYPE_CHECKING:
 
 
 def byte_tokenizer() -> bytes:
-    """The smallest there is, quickly loaded: a token for every byte."""
+    """The smallest tokenizer: one token for every byte. It loads at once."""
     made = Tokenizer(BPE({char: number for number, char in enumerate(sorted(ByteLevel.alphabet()))}, []))
     made.pre_tokenizer = ByteLevel(add_prefix_space=False)
     return made.to_str().encode()
 
 
 SCHEME = Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16)
-TOKENIZER = tokenizer_json(argparse.__file__, 1_000).encode()  # tried in a fraction of the time of a real one
+TOKENIZER = tokenizer_json(
+    argparse.__file__, 1_000
+).encode()  # a replica tries it in a fraction of the time that a real one takes
 SMALL = byte_tokenizer()
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -56,7 +58,7 @@ async def worker(
     takes: int = 4_096,
     **more: object,
 ) -> AsyncIterator[WorkerPublisher]:
-    """Both halves of a worker, by the plugin's own publishers. takes: tokens at most. more: facts of its server."""
+    """Both halves of a worker, by the plugin's own publishers. takes: context in tokens. more: facts of its server."""
     said = PublisherConfig(redis_url, model, f"{name}.0", name, 0, scheme, 1_000, takes, "test")
     core = WorkerPublisher(said, tracker)
     artifacts = {"tokenizer.json": tokenizer, "chat_template.jinja": template.encode()}
@@ -72,7 +74,7 @@ async def worker(
 
 
 def caching(tracker: Tracker, ids_of: list[list[int]], words: bytes = SMALL) -> Answer:
-    """An engine that keeps the blocks of every prompt it gets; ``ids_of``: of token ids. words: its tokenizer."""
+    """An engine that keeps the blocks of every prompt it gets. ids_of: makes the token ids. words: its tokenizer."""
     tokenizer = Tokenizer.from_str(words.decode())
 
     async def answer(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
@@ -117,7 +119,7 @@ async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str
 
         await poll(matched, 10, "the engine's own report is matched")
         _, headers, _ = await router.post({"model": "adapter", "prompt": ids})
-        assert headers["x-warmfleet-matched-tokens"] == "0"  # an adapter's blocks are others
+        assert headers["x-warmfleet-matched-tokens"] == "0"  # the blocks of an adapter have hashes of their own
         for _ in range(2):
             assert (await router.post({"model": model, "prompt": "the cat sat on a mat. " * 200}))[0] == 200
         assert await router.metric('warmfleet_identified_tokens_total{source="known"}') > 500
@@ -131,8 +133,8 @@ async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str
         await router.unloaded()
 
 
-async def test_no_worker_decides_for_those_that_brought_the_same(valkey_url: str, model: str) -> None:
-    """Neither how long their prompts may be, nor by what it fails to bring."""
+async def test_a_worker_with_the_same_files_limits_no_other_worker(valkey_url: str, model: str) -> None:
+    """A worker with a short context does not bound the prompts of the others, nor does one that brings no files."""
     trackers, keys = (Tracker(), Tracker()), Keys(model)
     async with (
         engine(model, caching(trackers[0], [])) as first,
@@ -153,7 +155,7 @@ async def test_no_worker_decides_for_those_that_brought_the_same(valkey_url: str
             await router.routable(2)
             for length, workers in (10, {"a.0", "b.0"}), (100, {"b.0"}), (1_000, {"a.0", "b.0"}):
                 asked = [{"model": model, "prompt": ids, "max_tokens": 1} for ids in prompts_of(length)]
-                answers = await asyncio.gather(*map(router.post, asked))  # at once, so that load spreads them
+                answers = await asyncio.gather(*map(router.post, asked))  # all at a time, so that load spreads them
                 assert {headers["x-warmfleet-worker"] for _, headers, _ in answers} == workers, length
             assert await router.metric('warmfleet_load_only_total{reason="too_long"}') == len(prompts_of(1))
             assert await router.metric('warmfleet_identity_total{kind="exact"}') == 2 * len(prompts_of(1))
@@ -164,7 +166,7 @@ def prompts_of(length: int) -> list[list[int]]:
     return [random.choices(range(3, 200), k=length) for _ in range(12)]
 
 
-async def test_a_worker_whose_scheme_nobody_knows_is_routed_by_load_only(valkey_url: str, model: str) -> None:
+async def test_a_worker_with_an_unknown_scheme_is_routed_by_load_only(valkey_url: str, model: str) -> None:
     lookahead = replace(SCHEME, extra_keys="lookahead_1")  # vLLM 0.33 with EAGLE
     async with (
         engine(model) as upstream,

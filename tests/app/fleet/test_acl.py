@@ -18,6 +18,7 @@ from tests.conftest import PATIENT, poll, redis7_binary, server, valkey_binary
 
 from warmfleet.cli.acl import lines, rules_of
 from warmfleet.cli.parser import build_parser
+from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Ask, Fleet, Renewal, connect
 from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS, WORKER_COMMANDS
 from warmfleet.prompt.block_hashes import Chain
@@ -209,6 +210,19 @@ def test_nobody_comes_in_without_a_password(guarded: Guarded) -> None:
 
 
 # ------------------------------------------------ the whole way
+
+
+async def test_a_worker_cannot_drain_anybody(guarded: Guarded) -> None:
+    for name in ("admin", "router", "worker-w1"):
+        fleet = Fleet(connect(guarded.url(name)), MODEL, timeouts=PATIENT)
+        try:
+            if name == "worker-w1":
+                with pytest.raises(FleetUnavailable, match="permission"):
+                    await fleet.drain("w1.0", draining=True)
+            else:
+                assert not await fleet.drain("w1.0", draining=True), "allowed, but there is no such worker yet"
+        finally:
+            await fleet.close()
 
 
 async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:

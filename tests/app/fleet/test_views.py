@@ -1,4 +1,4 @@
-"""Looking at the fleet, and the artifacts that workers brought."""
+"""Reading workers, slots and counters from Redis, and the artifacts that workers brought."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def redis_url(valkey_url: str) -> str:
-    """Plain reads: one server is enough."""
+    """These tests read without scripts: one of the two servers is enough."""
     return valkey_url
 
 
@@ -74,7 +74,7 @@ async def bring(fleet: Fleet, content: bytes) -> dict[str, Any]:
 
 
 async def test_an_artifact_comes_back_whole(fleet: Fleet) -> None:
-    content = b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(10_000))  # does not compress
+    content = b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(10_000))  # it does not compress
     entry = await bring(fleet, content)
     assert len(entry["chunks"]) == 5
     assert await fleet.artifact("s", entry) == content
@@ -107,7 +107,7 @@ async def test_a_malformed_manifest(fleet: Fleet, change: dict[str, Any]) -> Non
         await fleet.artifact("s", entry | change)
 
 
-async def test_what_is_no_zlib_stream(fleet: Fleet) -> None:
+async def test_an_artifact_that_is_no_zlib_stream(fleet: Fleet) -> None:
     piece = b"no zlib"
     name = hashlib.sha256(piece).hexdigest()
     await fleet.redis.set(fleet.keys.artifact("s", name), piece)

@@ -1,4 +1,4 @@
-"""A worker that froze: what waits for it is tried elsewhere, or ended. Redis away or a slow client ends nothing."""
+"""Requests that wait for a frozen worker are tried elsewhere or ended. A Redis outage or a slow client ends none."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ async def never() -> aiohttp.ClientResponse:
 
 
 async def looks(tries: Tries, workers: list[WorkerView], begin_s: float, seconds: float) -> int:
-    """Look once a second; how many were given up."""
+    """Look once a second; returns how many requests were given up."""
     given_up = 0
     for second in range(int(seconds) + 1):
         given_up += tries.look(workers, begin_s + second)
         for _ in range(3):
-            await asyncio.sleep(0)  # whoever was given up gets to know it
+            await asyncio.sleep(0)  # requests that were given up wake
     return given_up
 
 
@@ -60,7 +60,7 @@ async def looks(tries: Tries, workers: list[WorkerView], begin_s: float, seconds
     ],
     ids=["frozen", "left", "server gone", "all of them", "another", "forgotten"],
 )
-async def test_who_is_given_up_when(workers: list[WorkerView], needed_s: float | None) -> None:
+async def test_requests_to_a_lost_worker_are_given_up(workers: list[WorkerView], needed_s: float | None) -> None:
     tries = Tries()
     await looks(tries, [worker("a", WELL), worker("b", WELL)], 0, GRACE_S)
     waiting = asyncio.create_task(tries.begin("wf-1", "a").headers(never()))
@@ -96,7 +96,7 @@ async def test_an_outage_of_redis_begins_a_grace() -> None:
     await looks(tries, well, 0, GRACE_S)
     waiting = asyncio.create_task(tries.begin("wf-1", "a").headers(never()))
     await asyncio.sleep(0)
-    back = GRACE_S + GAP_S + 1  # b's heartbeat came first
+    back = GRACE_S + GAP_S + 1  # the heartbeat of b came back first
     assert await looks(tries, frozen, back, GRACE_S - 1) == 0
     assert await looks(tries, well, back + GRACE_S, 5) == 0
     waiting.cancel()
@@ -109,14 +109,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def let_expire(router: Replica, one: Engine) -> None:
-    """As if its last heartbeat were from a minute ago."""
+    """Make its last heartbeat a minute old."""
     (seconds, _) = await router.fleet.redis.time()
     await router.fleet.redis.zadd(router.fleet.keys.alive, {worker_id(one.url): (seconds - 60) * 1000})
 
 
 @asynccontextmanager
 async def two_asked(valkey_url: str, model: str, answer: Answer) -> AsyncIterator[tuple[Replica, Engine, list[bytes]]]:
-    """A replica, its good engine, and both answers of two requests of which one met an engine that froze."""
+    """A replica, its good engine, and the answers of two requests, one of which met an engine that froze."""
     async with (
         engine(model, answer) as frozen,
         engine(model) as good,
