@@ -1,7 +1,7 @@
-"""Random requests of every shape that a router must follow: ``asks(seed, count)``. The same seed, the same requests.
+"""Random requests of every shape that a router must understand. ``asks(seed, count)`` repeats itself for the same seed.
 
-Most are what clients send; some are what clients send by mistake, or when they hand a model's answer back as it came.
-A few are refused by the engine: those are for the caller to skip.
+Most look like requests of real clients. Some are mistakes that clients make, or hand a model's answer back unchanged.
+The engine refuses a few of them; the caller has to skip these.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CODE = (
 )
 SPACES = ("   ", "\t\t", "\n\n\n", "\r\n", " \n ", "\u00a0", "\u3000", "\u200b", " " * 40, "\n" * 20, "\t \t ")
 ODD = ("a" * 60, "=" * 50, "0123456789" * 4, "3.14159", "1,234,567", "-0", "\x00", "\x7f", "\ufffd", "\U0010ffff")
-#: What templates and tokenizers of all three families treat as theirs.
+#: Strings with a special meaning in the templates and tokenizers of the three families.
 SPECIAL = (
     *(
         "<|im_start|>",
@@ -78,7 +78,7 @@ SPECIAL = (
 )
 WORD_KINDS = ((PROSE, 60), (SCRIPTS, 12), (CODE, 7), (SPACES, 8), (ODD, 4), (SPECIAL, 9))
 NAMES = ("search", "get_weather", "multiply", "créer", "a.b-c_d")
-#: No single letters: two that are equal may be one object or two, and pickle, hence ``sha256``, tells these apart.
+#: No single letters: equal ones may be one Python object or two, and pickle, hence ``sha256``, tells these apart.
 SALTS = ("tenant-a", "tenant-b", "tenant-é", "a" * 100, "\u79df\u6237")
 ADAPTERS = (("ad", "/adapters/ad"), ("é-ad", "/adapters/é"), ("\u79df\u6237", "org/\u79df\u6237"))
 EFFORTS = ("none", "minimal", "low", "medium", "high")
@@ -86,7 +86,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high")
 
 @dataclass
 class Ask:
-    """One request. shape: what is in it. lora: name and path of the adapter that it is for."""
+    """One request. shape: the features that it uses. lora: name and path of the adapter that it asks for."""
 
     endpoint: Literal["completions", "chat"]
     body: Body
@@ -99,7 +99,7 @@ class Ask:
 
 
 def asks(seed: int, count: int, vocabulary: int = 8_000) -> list[Ask]:
-    """``count`` requests, three chats to a completion. vocabulary: token ids go up to here."""
+    """Return ``count`` requests, three chats for each completion. Token ids stay below ``vocabulary``."""
     maker = Maker(seed, vocabulary)
     made = [maker.completion() if index % 4 == 3 else maker.chat() for index in range(count)]
     for ask in made[::5]:
@@ -121,7 +121,7 @@ class Maker:
         return self.random.random() < odds
 
     def text(self, words: int | None = None) -> str:
-        """Nothing, a word or a few hundred of them, of all kinds."""
+        """Return up to a few hundred words of all kinds, or nothing."""
         rng = self.random
         if words is None:
             words = rng.choice((0, 1, 1, 3, 8, 8, 20, 40, 120))
@@ -166,7 +166,7 @@ class Maker:
         return [{"type": "text", "text": self.text()} for _ in range(self.random.choice((1, 1, 2, 3)))]
 
     def _answer(self, ask: Ask) -> list[Body]:
-        """An assistant's turn, with what it thought, and the tools' results if it called any."""
+        """Return an assistant's turn with its reasoning, and the results of the tools that it called."""
         answer: Body = {"role": "assistant", "content": self.content(ask)}
         if self.chance(0.2):
             answer[self.random.choice(("reasoning", "reasoning_content"))] = self.text()
@@ -200,7 +200,7 @@ class Maker:
         return call
 
     def _value(self, depth: int) -> Any:
-        """Any JSON value; numbers of the sizes at which parsers differ."""
+        """Return any JSON value. Numbers have the sizes at which parsers differ."""
         rng = self.random
         kind = rng.randrange(8 if depth > 0 else 6)
         if kind == 6:
@@ -259,7 +259,7 @@ class Maker:
             body["add_generation_prompt"] = self.chance(0.5)
 
     def _odd(self, ask: Ask) -> None:
-        """One of the shapes that are easily got wrong."""
+        """Return one of the shapes that are easy to get wrong."""
         if not self._odd_ones:  # each once before any comes again
             self._odd_ones = self.random.sample(ODDITIES, len(ODDITIES))
         odd = self._odd_ones.pop()

@@ -1,4 +1,4 @@
-"""What clients send by mistake, or as it came from somewhere else: one small change of a request each."""
+"""Mistakes of clients: each is one small change of a good request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def any_message(maker: Maker, ask: Ask, role: str = "") -> Body | None:
 
 
 def dumped_answers(maker: Maker, ask: Ask) -> None:
-    """The OpenAI client's own dump of an answer, with all its nulls."""
+    """Answers as the OpenAI client dumps them, with all their nulls."""
     for message in ask.body["messages"]:
         if message["role"] == "assistant":
             message |= NO_CALL

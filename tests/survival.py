@@ -1,4 +1,4 @@
-"""One fleet with a reporting worker and requests that never pause, to see what a failover of Redis does to both."""
+"""A fleet with a reporting worker and requests without pause, which shows what a failover of Redis does to both."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
 WORKER = "w1.0"
 HELD = 20
-SPANS = Spans(lease_ms=6_000)  # a settle that the old master took and did not pass on: the lease must expire
+SPANS = Spans(lease_ms=6_000)  # short, because the lease of a settle that only the old master got has to expire
 
 
 @dataclass
 class Survival:
-    """``url`` and ``model`` as routers and workers get them; ``failures``: when a decision failed, and why."""
+    """One running fleet. url: the address of Redis. failures: time and reason of each decision that failed."""
 
     url: str
     model: str
-    worker_url: str = ""  # if workers have a user of their own
+    worker_url: str = ""  # only where workers have a Redis user of their own
     tracker: Tracker = field(default_factory=Tracker)
     answered: list[float] = field(default_factory=list)
     failures: list[tuple[float, str]] = field(default_factory=list)
@@ -107,12 +107,12 @@ class Survival:
         return Ask(reservation, (Chain(SCHEME.scheme_id, 16, next(iter(self.tracker.table))),), 320, 640)
 
     async def hold(self) -> None:
-        """Reservations that stay open, and are renewed."""
+        """Take reservations that stay open and are renewed."""
         decisions = [await self.fleet.decide(self.ask(new_reservation(1))) for _ in range(HELD)]
         self.held = [Renewal(one.reservation, WORKER, one.prefill_tokens, one.decode_tokens) for one in decisions]
 
     async def struck(self, strike: Callable[[], None]) -> tuple[float, float]:
-        """Seconds after ``strike`` until decisions work again, and until the index equals the table again."""
+        """Call ``strike``; return the seconds until decisions work again and until the index equals the table."""
         await poll(lambda: len(self.answered) > 20)
         begun, failed = time.monotonic(), len(self.failures)
         strike()
@@ -125,7 +125,7 @@ class Survival:
         return decided_s, time.monotonic() - begun
 
     async def equal(self) -> bool:
-        """The index is exactly what the engine holds, in both directions."""
+        """Whether the index lists the blocks that the engine holds, and no others."""
         fleet, table = self.fleet, set(self.tracker.table)
         with suppress(FleetUnavailable):
             views = await fleet.workers()
@@ -139,12 +139,12 @@ class Survival:
         return False
 
     async def consistent(self) -> None:
-        """What is booked is exactly what is open: first the held reservations, then, once they are settled, nothing."""
+        """Fail unless the load is that of the open reservations: first of the held ones, then of none."""
         await stop([self.requests])
         await poll(lambda: not self.unsettled, 10, "every outcome is told")
         renewed, rebuilt, refused = await self.fleet.renew(self.held)
         assert (renewed + rebuilt, refused) == (HELD, 0)
-        total = [sum(one.prefill_tokens for one in self.held), 0, HELD]  # decode counts from the first token on
+        total = [sum(one.prefill_tokens for one in self.held), 0, HELD]  # decode tokens count from the first token on
         await poll(lambda: self._load(total), 15, "only what is held is booked")
         self.unsettled += [one.reservation for one in self.held]
         self.held = []

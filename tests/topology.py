@@ -29,7 +29,7 @@ QUIET = ("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction",
 
 @dataclass
 class Node:
-    """One process and its port."""
+    """One process, its port, and the Redis user that tests use there."""
 
     port: int
     process: subprocess.Popen[bytes]
@@ -48,7 +48,7 @@ class Node:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, with room for a Cluster's bus 10,000 above."""
+    """Return free ports below 55,000, because a Cluster's bus listens 10,000 above each."""
     with ExitStack() as stack:
         found: list[int] = []
         while len(found) < count:
@@ -59,7 +59,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def until(true: Callable[[], object], what: str, seconds: float = 15.0) -> None:
-    """Poll ``true``, for which an error is a no; fails the test after ``seconds``.
+    """Call ``true`` until it returns something true, and take an error for a no; fail the test after ``seconds``.
 
     Time in which a busy machine did not let this process run does not count.
     """
@@ -77,7 +77,7 @@ def until(true: Callable[[], object], what: str, seconds: float = 15.0) -> None:
 
 @dataclass
 class Servers:
-    """A folder and what was started in it."""
+    """The processes of one test and the folder that holds their files. All are killed at the end."""
 
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="wf-topology-")))
     nodes: list[Node] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Servers:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self, port: int, *options: str, user: tuple[str | None, str | None] = (None, None)) -> Node:
-        """A data server; it may not be up yet."""
+        """Start a data server, without waiting for it."""
         home = self.folder / str(port)
         home.mkdir()
         return self.run(port, [*QUIET, "--port", str(port), "--dir", str(home), *options], user)
@@ -112,14 +112,14 @@ def openssl(folder: Path, line: str) -> None:
 
 
 def make_ca(folder: Path, name: str) -> Path:
-    """A certificate authority: ``name.pem`` and its key."""
+    """Make a certificate authority; return the path of its certificate."""
     new = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
     openssl(folder, f"req {new} -subj /CN={name} -keyout {name}.key -out {name}.pem")
     return folder / f"{name}.pem"
 
 
 def issue(folder: Path, ca: str, name: str) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 and its key, signed by ``ca``."""
+    """Make a certificate for 127.0.0.1, signed by ``ca``; return its path and that of its key."""
     new = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
     openssl(folder, f"req {new} -subj /CN={name} -keyout {name}.key -out {name}.csr")
     (folder / "san").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
@@ -130,7 +130,7 @@ def issue(folder: Path, ca: str, name: str) -> tuple[Path, Path]:
 
 @dataclass
 class Secured:
-    """A Redis that speaks only TLS and wants a client certificate of its own authority; and a Sentinel like it."""
+    """A Redis and a Sentinel that speak only TLS and ask for a client certificate signed by their own authority."""
 
     port: int
     sentinel: int
@@ -141,7 +141,7 @@ class Secured:
 
     @property
     def url(self) -> str:
-        """Complete but for the authority."""
+        """The address, without the option that names the certificate authority."""
         return f"rediss://127.0.0.1:{self.port}/0?{self._options}"
 
     @property
@@ -192,13 +192,13 @@ class Watched:
         return f"redis+sentinel://{user}" + ",".join(f"127.0.0.1:{node.port}" for node in self.sentinels) + "/kv"
 
     def cut(self) -> None:
-        """The replica hears nothing more of the master, and cannot connect to it again."""
+        """Cut the replica off from the master for good."""
         self.replica.client().config_set("masterauth", "wrong")
         self.master.client().execute_command("CLIENT", "KILL", "TYPE", "replica")  # type: ignore[no-untyped-call]
         until(lambda: self.replica.client().info("replication")["master_link_status"] == "down", "the link is cut")
 
     def agreed(self) -> bool:
-        """Every Sentinel names the replica as the master."""
+        """Whether every Sentinel names the replica as the master."""
         question = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "kv")
         named = [node.client().execute_command(*question)[1] for node in self.sentinels]  # type: ignore[no-untyped-call]
         return named == [str(self.replica.port)] * len(named)
@@ -209,7 +209,7 @@ class Watched:
 
 @contextmanager
 def sentinels(users: str = "") -> Iterator[Watched]:
-    """users: lines of an aclfile with `replica`, `sentinel` and `admin`, each with its name as its password."""
+    """users: lines of an ACL file with `replica`, `sentinel` and `admin`. Each name is also the password."""
     with Servers() as servers:
         first, second, *three = free_ports(5)
         options = ["--repl-diskless-sync-delay", "0"]
@@ -250,7 +250,7 @@ SLOTS = 16_384
 
 @dataclass
 class Clustered:
-    """Three masters, and one replica of the one that owns a tag's slot: it takes over 1 s after it lost its master."""
+    """Three masters, and a replica of the master that owns a tag's slot. It takes over 1 s after its master is lost."""
 
     owner: Node
     replica: Node
@@ -258,12 +258,12 @@ class Clustered:
 
     @property
     def url(self) -> str:
-        """Begins with a node that does not own the slot."""
+        """The address, whose first node does not own the slot."""
         others = [node for node in self.masters if node is not self.owner]
         return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in [*others, self.owner])
 
     def hand_over(self) -> None:
-        """A planned failover. An election may fail, and is then to be asked for again."""
+        """Let the replica take over in a planned failover, and ask again for an election that fails."""
         asked = [0.0]
 
         def promoted() -> bool:

@@ -1,4 +1,4 @@
-"""Clients that never pause, over replicas and engines that are killed under them; what each of them may see of that."""
+"""Clients that send requests without pause while replicas and engines are killed, and check every answer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 PREFIXES = 6
 WORDS = ("water", "river", "stone", "paper", "light", "table", "green", "sound", "house", "north")
-HANG_UP = 0.1  # share of the streams that are left in the middle
+HANG_UP = 0.1  # share of the streams that the client leaves before their end
 
 
 @dataclass
 class Clients:
-    """``replicas``: those that a balancer would use now. engine_deaths: when engines were killed, by the clock."""
+    """replicas: those that a load balancer would use now. engine_deaths: monotonic times of kills."""
 
     replicas: list[Member]
     killed: set[str] = field(default_factory=set)
@@ -32,7 +32,7 @@ class Clients:
     over: bool = False
 
     async def run(self, count: int) -> None:
-        """Returns once ``over`` is set and every request has ended."""
+        """Send requests until ``over`` is set; return when every request has ended."""
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._http:
@@ -59,7 +59,10 @@ class Clients:
                 self.failures.append(f"{replica.name}: {outcome}")
 
     async def _ask(self, replica: Member, body: dict[str, Any], seen: list[bytes], *, hang_up: bool) -> str:
-        """``whole``, ``left``, or what was wrong. ``seen``: what came of a stream."""
+        """Send one request. Return ``whole``, ``left`` (by this client), or a description of the failure.
+
+        ``seen`` receives the pieces of a stream as they come.
+        """
         async with self._http.post(f"{replica.url}/v1/completions", json=body) as answer:
             if answer.status != 200:
                 return f"{answer.status} {(await answer.text())[:300]}"

@@ -32,7 +32,7 @@ READY_S = 120.0
 
 @dataclass
 class Processes:
-    """``urls`` of the replicas."""
+    """The running processes, with the URLs of the replicas."""
 
     redis_url: str
     urls: list[str] = field(default_factory=list)
@@ -45,10 +45,12 @@ class Processes:
 
 @contextmanager
 def processes(redis_url: str, engines: Sequence[str], replicas: int = 2, **settings: object) -> Iterator[Processes]:
-    """``engines``: what the simulator's command line takes beside the place. settings: of the replicas."""
+    """Start engines and replicas. engines: further arguments of the simulator. settings: those of the replicas."""
     made, running = Processes(redis_url), []
     folder = Path(tempfile.mkdtemp(prefix="wf-tokenizer-"))
-    (folder / "tokenizer.json").write_text(tokenizer_json(argparse.__file__, 1_000))  # of the demo's size it takes long
+    (folder / "tokenizer.json").write_text(
+        tokenizer_json(argparse.__file__, 1_000)
+    )  # small, because that of the demo takes long to load
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     place = ["--port", "0", "--redis", redis_url, "--model", MODEL, "--worker-id", "eng", "--tokenizer", str(folder)]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -92,9 +94,9 @@ def _ready(url: str, engines: int) -> None:
 
 @dataclass(frozen=True)
 class Stream:
-    """Requests of one tenant, sent to one replica (None: to all in turn) at a rate, whatever becomes of them.
+    """Requests of one tenant at a rate that does not depend on the answers.
 
-    tokens: prompt lengths, drawn with these weights.
+    They go to the replica of this number, or to all in turn (None). tokens: prompt lengths and their weights.
     """
 
     tenant: str
@@ -106,7 +108,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Seen:
-    """One request. ``end``, ``first``: seconds after the load began; 0 if it never came."""
+    """One request. sent, first (first byte), end: seconds after the load began, or 0 if that never happened."""
 
     tenant: str
     tokens: int
@@ -118,7 +120,7 @@ class Seen:
 
 
 async def load(urls: Sequence[str], streams: Sequence[Stream], seconds: float, seed: int = 1) -> list[Seen]:
-    """Open-loop Poisson arrivals for ``seconds``; returns when all are answered."""
+    """Send requests for ``seconds``, as open-loop Poisson arrivals; return when all are answered."""
     began, tasks = time.monotonic(), []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as client:
 
@@ -150,6 +152,6 @@ async def load(urls: Sequence[str], streams: Sequence[Stream], seconds: float, s
 
 
 def done_tokens(seen: Sequence[Seen], after: float, before: float, tenant: str = "") -> int:
-    """Prompt tokens of good answers that ended in this time."""
+    """Return the prompt tokens of the good answers that ended between ``after`` and ``before``."""
     good = [one for one in seen if one.status == 200 and after <= one.end < before and tenant in (one.tenant, "")]
     return sum(one.tokens for one in good)

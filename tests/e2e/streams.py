@@ -10,13 +10,13 @@ from typing import Self
 
 @dataclass
 class Stream:
-    """curl, reading a streamed completion."""
+    """A process of curl that reads a streamed completion."""
 
     process: subprocess.Popen[bytes]
 
     @classmethod
     def open(cls, url: str, prompt: str, max_tokens: int) -> Self:
-        """Returns once the first bytes of the answer are there: prefill is over, decoding goes on."""
+        """Start it, and return at the first bytes of the answer, while the engine decodes."""
         body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         argv = ["curl", "-sN", "--max-time", "60", f"{url}/v1/completions", "-H", "content-type: application/json"]
         process = subprocess.Popen([*argv, "-d", json.dumps(body)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -26,12 +26,12 @@ class Stream:
         return cls(process)
 
     def kill(self) -> None:
-        """SIGKILL: the client says no goodbye, its kernel closes the connection."""
+        """Send SIGKILL, so that only the kernel closes the connection."""
         self.process.kill()
         self._close()
 
     def read_to_end(self) -> tuple[bytes, int]:
-        """The rest of the answer and curl's exit status (18: cut off before its end)."""
+        """Return the rest of the answer, and curl's exit status, which is 18 for an answer that was cut off."""
         assert self.process.stdout is not None
         rest = self.process.stdout.read()
         return rest, self._close()

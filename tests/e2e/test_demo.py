@@ -1,4 +1,4 @@
-"""The demo's four states pass on a running stack, and its table says who won."""
+"""The demo's four states pass on a running stack, and its table compares two policies."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ WORDS = ("water", "river", "stone", "paper", "light", "table", "green", "sound",
 
 
 async def burst(urls: Sequence[str], seed: int) -> list[tuple[str, int, str]]:
-    """All at once, one of ``urls`` after another: (worker_id, matched tokens, reservation) of each."""
+    """Send all requests at once, to ``urls`` in turn. Return worker_id, matched tokens and reservation of each."""
     prefix = " ".join(random.Random(seed).choices(WORDS, k=4_000))
     limits = httpx.Limits(max_connections=REQUESTS)
     async with httpx.AsyncClient(timeout=120, limits=limits) as client:

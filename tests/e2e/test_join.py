@@ -44,39 +44,39 @@ PREFIX_TOKENS, SUFFIX_TOKENS = 3_000, 600
 
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes start slowly on a busy machine: that is not what is tested."""
+    """Let processes start slowly, as they do on a busy machine."""
     monkeypatch.setattr(stack_module, "REPLICA_SECONDS", 120.0)
     monkeypatch.setitem(stack_module.WORKER_SECONDS, "sim", 120.0)
 
 
 def add_engine(stack: Stack) -> None:
-    """One more engine, not waited for."""
+    """Start one more engine, without waiting for it."""
     port = free_port()
     argv, environment = engine_command(stack.plan.engines, JOINED, port, stack.redis_url)
     stack.engines.append(Member(JOINED, f"http://127.0.0.1:{port}", stack.children.start(JOINED, argv, environment)))
 
 
 def state(stack: Stack) -> dict[str, Any]:
-    """The new worker, as the replicas that still answer say; empty: nobody knows it."""
+    """Return the new worker as a living replica lists it, or an empty dict where it is unknown."""
     alive = [one for one in stack.replicas if one.child is not None and one.child.alive]
     return next((one for one in stack.workers(alive[0]) if one["worker_id"] == f"{JOINED}.0"), {})
 
 
 async def levels(url: str, traffic: Traffic, until_s: float) -> list[dict[str, int]]:
-    """Requests in flight of every routable worker, ten times a second while the traffic runs."""
+    """Return the requests in flight of every routable worker, ten times a second until ``until_s``."""
     seen = []
     while traffic.now_s < until_s:
         workers = (await get(f"{url}/workers"))["models"][0]["workers"]
         seen.append({one["worker_id"]: int(one["load"]["in_flight"]) for one in workers if one["routable"]})
-        await asyncio.sleep(0.1)  # as often as it says
+        await asyncio.sleep(0.1)
     return seen
 
 
 def test_a_joining_engine_gets_its_share_and_no_more() -> None:
-    """At most a quarter of the requests of its first seconds, what brings it level with the others, and chance.
+    """In its first seconds it gets at most a quarter of the requests, those that bring it level, and chance.
 
-    It comes with nothing to do, so every request is sooner done there until it is as busy as the others: that is not a
-    stampede. A rule by stale load would send it all requests of a reading's age, and more to each replica's taste.
+    An engine that joins is idle, so each request ends sooner there until it is as busy as the others. That is no
+    stampede. A router that chose by old readings of the load would send it every request until the next reading.
     """
     with Stack(Plan(engines=EngineOptions(count=3))) as stack:
         asyncio.run(join(stack))
@@ -88,7 +88,7 @@ async def join(stack: Stack) -> None:
     traffic = Traffic(urls, 10.0, lambda _at: ("new", traffic.ids(800), 8))
     run = asyncio.ensure_future(traffic.run(END_S))
     watch = asyncio.ensure_future(levels(urls[0], traffic, END_S))
-    await asyncio.sleep(10.0)  # of traffic without it
+    await asyncio.sleep(10.0)  # traffic without the new engine
     await asyncio.to_thread(add_engine, stack)
     await run
     seen = await watch
@@ -110,13 +110,13 @@ async def join(stack: Stack) -> None:
 
 
 async def holders(url: str, prefix: list[int]) -> set[str]:
-    """Who holds most of the prefix, by the index."""
+    """Return the workers that hold most of the prefix, by the index."""
     told = await get(f"{url}/explain", {"model": "demo", "prompt": [*prefix, 300]})
     return {one["worker_id"] for one in told["candidates"] if one["matched_tokens"] > PREFIX_TOKENS // 2}
 
 
 def test_a_hot_prefix_gets_the_holders_that_its_load_needs() -> None:
-    """12 requests a second of 0.15 s on a holder: two engines' work at least; before and after it one is enough."""
+    """12 requests a second of 0.15 s each keep at least two engines busy; before and after that, one is enough."""
     with Stack(Plan(engines=EngineOptions(count=4, blocks=1_024))) as stack:
         asyncio.run(hot(stack))
         wait_for_no_load(stack)
@@ -137,7 +137,7 @@ async def hot(stack: Stack) -> None:
     traffic = Traffic(urls, 20.0, following)
     run, seen = asyncio.ensure_future(traffic.run(end_s)), list[tuple[float, int]]()
     while not run.done():
-        await asyncio.sleep(0.5)  # twice a second
+        await asyncio.sleep(0.5)
         seen.append((traffic.now_s, len(await holders(urls[0], prefix))))
     await run
     assert [one.reply.error for one in traffic.sent if one.reply.error] == []

@@ -1,5 +1,5 @@
-"""Replicas and engines are killed at random moments, requests under way: nobody else's fail, and after the lease time
-nothing of them is booked. ``python -m pytest -m long tests/e2e/test_kills.py -s``.
+"""Replicas and engines are killed at random moments under load. Only requests that ran through them fail, and nothing
+of these is booked after the lease time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FEWEST = 2  # replicas that serve at any time
 
 @dataclass
 class Killer:
-    """Kills, and starts what it killed again. ``tasks``: replicas that are getting ready."""
+    """Kills processes and starts each of them again. tasks: one for each replica that is getting ready."""
 
     stack: Stack
     clients: Clients
@@ -65,7 +65,7 @@ class Killer:
         self.tasks.append(asyncio.create_task(ready()))
 
     async def _engine(self) -> None:
-        """One at a time: whoever was killed before is back."""
+        """Kill one engine, once the engine that was killed before is back."""
         replica = self.clients.replicas[0]
         await poll(lambda: asyncio.to_thread(lambda: len(routable(self.stack, replica)) == ENGINES), 60, "all engines")
         at = self.rng.randrange(ENGINES)
@@ -78,7 +78,9 @@ class Killer:
         )
         child = await asyncio.to_thread(self.stack.children.start, victim.name, argv, environment)
         self.stack.engines[at] = Member(victim.name, victim.url, child)
-        await asyncio.sleep(1)  # until somebody has noticed; the answers that it cut began before
+        await asyncio.sleep(
+            1
+        )  # until the replicas have noticed: the answers that the kill cut began before this moment
         self.clients.engine_deaths[-1] = time.monotonic()
 
 
@@ -94,7 +96,7 @@ def routable(stack: Stack, replica: Member) -> list[str]:
 
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
-    monkeypatch.setattr(stack, "REPLICA_SECONDS", 120.0)  # so many start at once
+    monkeypatch.setattr(stack, "REPLICA_SECONDS", 120.0)  # starting four replicas at once takes long
     with Stack(Plan(engines=EngineOptions(count=ENGINES), replicas=REPLICAS)) as running:
         yield running
 

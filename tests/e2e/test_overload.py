@@ -1,4 +1,4 @@
-"""Shown on real processes: more load than the engines can serve, tenants that want unlike much, long prompts."""
+"""Real processes under more load than the engines can serve, with tenants of unequal demand, and with long prompts."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def own_store() -> Iterator[str]:
 
 @pytest.fixture
 async def fleet(own_store: str) -> AsyncIterator[Fleet]:
-    """For looking at the same state."""
+    """A fleet of the test's own, which only reads the state."""
     made = Fleet(connect(own_store, timeout_s=5), MODEL)
     yield made
     await made.close()
 
 
 async def left(fleet: Fleet) -> tuple[int, list[bytes]]:
-    """All load that is booked, and the keys of the queue."""
+    """Return the sum of the booked load, and the keys of the queue."""
     rows = [worker.load for worker in await fleet.workers()]
     keys = [key async for key in fleet.redis.scan_iter(match="*:queue*")]
     return sum(row.prefill_tokens + row.decode_tokens + row.in_flight for row in rows), keys
@@ -66,7 +66,7 @@ async def most_tickets(fleet: Fleet, seconds: float) -> int:
     most, until = 0, time.monotonic() + seconds
     while time.monotonic() < until:
         most = max(most, int(await fleet.redis.zcard(fleet.keys.queue)))
-        await asyncio.sleep(0.02)  # often enough not to miss the most
+        await asyncio.sleep(0.02)
     return most
 
 
@@ -77,7 +77,7 @@ def told(name: str, seen: list[Seen]) -> None:
 
 
 async def test_half_as_much_again_as_they_can_serve(own_store: str, fleet: Fleet) -> None:
-    """Goodput is that of the same engines, saturated and without a limit; the queue keeps its bound."""
+    """The goodput equals that of the saturated engines without a queue, and the queue keeps its bound."""
     streams, seconds, skip = [Stream("a", 1.5 * CAPACITY / 400, SHORT)], 40.0, 10.0
     done: dict[str, float] = {}
     for name, wait_s in (("without", 0.0), ("with", 2.0)):
@@ -98,7 +98,7 @@ async def test_half_as_much_again_as_they_can_serve(own_store: str, fleet: Fleet
 
 
 async def test_two_tenants_at_ten_to_one_get_the_same(own_store: str, fleet: Fleet) -> None:
-    """Each at a replica of its own; engines whose speed is known: until then they pass for 10,000 tokens a second."""
+    """Each tenant uses a replica of its own, and the engines have told their speed."""
     share = CAPACITY / 2 / 800
     streams = [Stream("much", 11.5 * share, ((800, 1.0),), 0), Stream("little", 1.15 * share, ((800, 1.0),), 1)]
     with processes(own_store, ENGINES, queue_max=48) as running:
@@ -114,7 +114,7 @@ async def test_two_tenants_at_ten_to_one_get_the_same(own_store: str, fleet: Fle
 
 @pytest.mark.parametrize("wait_s", [0.0, 2.0], ids=["without a queue", "with"])
 async def test_short_prompts_beside_long_ones(own_store: str, fleet: Fleet, wait_s: float) -> None:
-    """A tenth of the requests has 100,000 tokens, nine tenths 500; each kind is a tenant's. Reports only."""
+    """A tenth of the requests has 100,000 tokens, the others 500, and each kind is of one tenant. Prints the times."""
     engines = ["--count", "4", "--step-time", "0.4", "--blocks", "16384", "--max-model-len", "131072"]
     streams = [Stream("short", 2.7, ((500, 1.0),)), Stream("long", 0.3, ((100_000, 1.0),))]  # 10,000 tokens/s each
     with processes(own_store, engines, max_engine_wait_s=wait_s, queue_timeout_s=300) as running:
@@ -126,7 +126,7 @@ async def test_short_prompts_beside_long_ones(own_store: str, fleet: Fleet, wait
 
 
 async def test_a_replica_that_is_killed_leaves_nothing(own_store: str, fleet: Fleet) -> None:
-    """Its tickets expire; who waits elsewhere is served."""
+    """Its tickets expire, and requests that wait at the other replica are served."""
     streams = [Stream("a", 10.0, SHORT, 0), Stream("b", 10.0, SHORT, 1)]
     with processes(own_store, ENGINES, max_engine_wait_s=1.0, queue_max=64) as running:
         began = time.monotonic()

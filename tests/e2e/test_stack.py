@@ -1,4 +1,4 @@
-"""The whole path over real processes, and what is left when one of them is killed."""
+"""The whole path over real processes, and the load that is left when one of them is killed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_it_started_itself_is_approved(stack: Stack) -> None:
 
 
 def test_both_replicas_answer_behind_one_address(stack: Stack) -> None:
-    """Each connection is new, so the kernel spreads them; every replica counts what it answered."""
+    """The kernel spreads new connections over the replicas, and each replica counts its answers."""
 
     def answered(url: str) -> float:
         lines = httpx.get(f"{url}/metrics").text.splitlines()
@@ -96,7 +96,7 @@ def test_a_frozen_engine_holds_nobody_for_ever(stack: Stack, stream: Callable[..
     assert frozen is not None
     frozen.process.send_signal(signal.SIGSTOP)
     try:
-        body = {"model": "demo", "prompt": LONG, "max_tokens": 8}  # warm there
+        body = {"model": "demo", "prompt": LONG, "max_tokens": 8}  # its prefix is on the frozen engine
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(httpx.post, f"{stack.address}/v1/completions", json=body, timeout=60)
             rest, code = client.read_to_end()
@@ -116,7 +116,7 @@ async def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
     stack = fragile_stack
     clients = Clients(list(stack.replicas))
     running = asyncio.create_task(clients.run(6))
-    stream(stack.replicas[0].url)  # for longer than this test, so it is under way
+    stream(stack.replicas[0].url)  # it lasts longer than this test
     await poll(lambda: clients.outcomes["whole"] > 10, 20, "requests are under way")
     victim = clients.replicas.pop(0)
     clients.killed.add(victim.name)
@@ -134,7 +134,7 @@ async def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
 
 
 def a_minute_passes(stack: Stack) -> None:
-    """For every lease, and the tombstones of what was given up: none lasts longer, and the dead renew none."""
+    """Move every lease and tombstone a minute into the past. None of them lasts longer than that."""
     with redis.Redis.from_url(stack.redis_url, decode_responses=True) as store:
         [leases] = store.keys("wf:*:leases")
         now = store.time()[0] * 1_000

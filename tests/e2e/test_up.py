@@ -1,4 +1,4 @@
-"""``warmfleet up`` as a user runs it: what it prints works, and nothing outlives it."""
+"""``warmfleet up`` as a user runs it: the commands that it prints work, and no process outlives it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Up:
     started: list[psutil.Process] = field(default_factory=list)
 
     def read_until(self, text: str) -> str:
-        """The line that has ``text``; fails if the output ends before."""
+        """Read until a line has ``text``, and return it; fail if the output ends before."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
@@ -59,14 +59,14 @@ class Up:
         return "".join(self.lines)
 
     def wait_ready(self) -> str:
-        """The address."""
+        """Return the address that it prints when it is ready."""
         line = self.read_until("Warmfleet is ready")
         self.read_until("Why there")
         self.started = psutil.Process(self.process.pid).children(recursive=True)
         return line.split()[3]
 
     def running(self) -> list[psutil.Process]:
-        """Of all processes that were there when it was ready, those that still are."""
+        """Return those processes that ran when it was ready and still run."""
         return [one for one in self.started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -162,7 +162,7 @@ def test_a_taken_port_is_said_and_nothing_is_started() -> None:
 
 @contextmanager
 def stock_engine(api_key: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """An engine that publishes nothing, as stock vLLM does not."""
+    """An engine that publishes nothing, like vLLM without the plugin."""
     port = free_port()
     argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--api-key", api_key]
     process = subprocess.Popen(argv, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

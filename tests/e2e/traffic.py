@@ -1,4 +1,4 @@
-"""Open-loop traffic over several replicas, and who was in the fleet while it ran."""
+"""Open-loop traffic over several replicas, and the workers of the fleet while it runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from warmfleet_loadtest.measuring.client import Client, Reply
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-FIRST_TOKEN, TOKENS = 256, 4_096  # words in any byte-level vocabulary
+FIRST_TOKEN, TOKENS = 256, 4_096  # ids that stand for words in every byte-level vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One request: when (seconds since the traffic began), of which kind, and what came back."""
+    """One request and its answer. at_s: seconds after the traffic began."""
 
     at_s: float
     kind: str
@@ -29,7 +29,10 @@ class Sent:
 
 @dataclass
 class Traffic:
-    """Requests at random times, whatever becomes of those before. next: kind, prompt and answer length for a time."""
+    """Requests at random times that do not depend on the answers.
+
+    next: called with a time, it returns kind, prompt and answer length of the request that is due then.
+    """
 
     urls: Sequence[str]
     per_s: float
@@ -46,7 +49,7 @@ class Traffic:
         return time.monotonic() - self.began
 
     async def run(self, seconds: float) -> None:
-        """For so long; returns when the last answer is there."""
+        """Send requests for ``seconds``; return when the last answer is there."""
         self.began, due = time.monotonic(), 0.0
         async with Client("demo", 120.0) as client, asyncio.TaskGroup() as tasks:
             while (due := due + self.rng.expovariate(self.per_s)) < seconds:
@@ -59,17 +62,17 @@ class Traffic:
         self.sent.append(Sent(due, kind, await client.complete(url, prompt, length, self.now_s - due)))
 
     def ids(self, count: int) -> list[int]:
-        """A prompt that nobody sent before."""
+        """Return the token ids of a new random prompt."""
         return [FIRST_TOKEN + self.rng.randrange(TOKENS) for _ in range(count)]
 
     def waits(self, begin_s: float, end_s: float, kind: str = "") -> list[float]:
-        """Sorted seconds from when they were due to the first byte."""
+        """Return the seconds from the due time to the first byte, sorted, of the requests due in this time."""
         some = [one for one in self.sent if begin_s <= one.at_s < end_s and kind in (one.kind, "")]
         return sorted(one.reply.ttft_s + one.reply.late_s for one in some if one.reply.error is None)
 
 
 async def get(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Of a replica: a GET, or a POST of ``body``."""
+    """GET ``url``, or POST ``body`` to it; return the JSON of the answer."""
     async with (
         aiohttp.ClientSession() as session,
         session.request("GET" if body is None else "POST", url, json=body) as answer,

@@ -1,7 +1,7 @@
-"""Every guard of ``guards.toml`` has a test that fails without it.
+"""Every guard of ``guards.toml`` has a test that fails without it. A guard is a line of code that prevents one mistake.
 
-The default run checks that the table is still true of the sources. Taking the guards out, one after the other, each in
-a copy of the sources, takes minutes: ``python -m pytest -m long tests/guards``.
+The default run checks that the table still fits the sources. The long run takes out one guard after the other, each in
+a copy of the sources, and runs the test that the table names.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ("app", "worker_plugin", "loadtest", "lua", "tests")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.lock", "*.egg-info", "e2e", "k8s", "truth")
-LIMIT_S = 60  # without its guard, some code never ends
+LIMIT_S = 60  # some code never ends without its guard
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """case: what may happen; why: what the guard keeps from happening then; ``cut`` becomes ``put`` in ``file``: it is
-    gone; red: the test that must fail then."""
+    """One row. case: the event that may happen; why: how the guard handles it. Replacing ``cut`` by ``put`` in ``file``
+    takes the guard out, and then the test ``red`` must fail."""
 
     case: str
     why: str
@@ -45,7 +45,7 @@ LONG = pytest.mark.long(
     ),
 )
 
-#: What must never make the index lie; each has a guard at least.
+#: Events that must never make the index wrong. Each has at least one guard.
 CASES = {
     "a dead process's entry after its successor's",
     "two processes with one name",
@@ -76,7 +76,7 @@ def copy(folder: Path) -> None:
 
 
 def pytest_in(folder: Path, *tests: str) -> tuple[int, str]:
-    """Exit status and output of these tests with the sources of ``folder``."""
+    """Run these tests with the sources of ``folder``; return pytest's exit status and output."""
     path = os.pathsep.join(str(folder / name) for name in ("app", "worker_plugin", "loadtest", ""))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--timeout={LIMIT_S}", *tests]
     environment, limit_s = os.environ | {"PYTHONPATH": path}, LIMIT_S * max(8, len(tests))

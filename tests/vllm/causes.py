@@ -1,7 +1,7 @@
-"""Why an engine had cached less or more than was predicted: every deviation by its cause, by rules that can fail.
+"""Why an engine had cached fewer or more blocks than a decision predicted. Each cause has a rule that can fail.
 
-A prediction is exact when it is made, of what the index says. The engine looks later. In between blocks are evicted and
-made; and the index knows of each only after up to ``REPORT_S``. Whatever is not one of these is ``unexplained``.
+A prediction says exactly what the index says at that moment, but the engine looks later. Meanwhile blocks are evicted
+and made, and the index knows of each change only after up to ``REPORT_S``. Any other difference is ``unexplained``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
     from tests.vllm.history import Booking, Engine, Index, Stay
 
-REPORT_S = 1.0  # publish every 0.1 s, apply every 0.05 s, credit that lingers 0.5 s; the rest is for a busy machine
-HEAL_S = 7.0  # after Redis came back: one period of 5 s, 1 s, and a snapshot
-#: A decision that its replica gave up, or whose client left: until then its prompt is expected. A starved replica waits
-#: 1.05 s for a decision and 2 s for the settle, and tells it again after 1 s.
+REPORT_S = 1.0  # 0.1 s to publish, 0.05 s to apply, 0.5 s of credit that lingers, and the rest for a busy machine
+HEAL_S = 7.0  # after Redis is back: one period of 5 s, 1 s, and a snapshot
+#: So long the index expects the prompt of a decision that its replica gave up, or whose client left. A starved replica
+#: waits 1.05 s for the decision and 2 s for the settle, and repeats the settle after 1 s.
 GIVEN_UP_S = 4.1
-LEASE_S = 31.0  # what a killed replica, or a Redis that lost a settle, leaves open
-CROWD = 16  # concurrent requests: from here on it counts
+LEASE_S = 31.0  # leases stay open so long after a replica was killed, or after Redis lost a settle
+CROWD = 16  # so many concurrent requests, or more, are counted apart
 
 
 @dataclass(frozen=True)
 class Strikes:
-    """When Redis was killed and when it came back, when replicas were killed: seconds."""
+    """The seconds at which Redis was killed, came back, and replicas were killed."""
 
     redis_lost: Sequence[float] = ()
     redis_back: Sequence[float] = ()
@@ -38,7 +38,7 @@ class Strikes:
         return any(0 <= at - back <= HEAL_S for back in self.redis_back)
 
     def orphaned(self, maker: Booking, ended: float | None, at: float) -> bool:
-        """Its outcome was not told: a replica or Redis was killed while it was under way."""
+        """Whether a kill of a replica or of Redis, while ``maker`` was under way, kept its outcome from the index."""
         return any(
             maker.at <= lost <= at <= lost + LEASE_S and (ended is None or ended >= lost - REPORT_S)
             for lost in (*self.redis_lost, *self.replica_lost)
@@ -47,12 +47,12 @@ class Strikes:
 
 @dataclass
 class Verdict:
-    """causes: of all; crowded: of those at CROWD and more concurrent requests. odd: the unexplained, in words."""
+    """Counts of causes. crowded: those at CROWD or more concurrent requests. odd: evidence of unexplained ones."""
 
     causes: Counter[str] = field(default_factory=Counter)
     crowded: Counter[str] = field(default_factory=Counter)
-    blocks: Counter[str] = field(default_factory=Counter)  # by how much, in all
-    lags: list[float] = field(default_factory=list)  # seconds from a change to a decision that did not know of it
+    blocks: Counter[str] = field(default_factory=Counter)  # sum of the differences in blocks
+    lags: list[float] = field(default_factory=list)  # seconds between a change and a decision that did not know it
     odd: list[str] = field(default_factory=list)
 
     @property
@@ -81,7 +81,7 @@ class Judge:
         for worker_id, engine in self._engines.items():
             for stay in engine.stays.values():
                 if stay.ran is None or stay.probe:
-                    continue  # cancelled while it waited
+                    continue  # it was cancelled while it waited
                 booking = self._index.bookings.get(stay.reservation)
                 cause = self._unwitnessed(stay) if booking is None else self._cause(booking, stay, worker_id)
                 verdict.causes[cause] += 1
@@ -92,7 +92,7 @@ class Judge:
         return verdict
 
     def _evidence(self, booking: Booking | None, stay: Stay, engine: Engine) -> str:
-        """All that is known of one request, for a person to judge."""
+        """Return the known facts about one request, for a person to judge."""
         if booking is None or booking.chain != stay.chain or booking.matched == stay.cached:
             return f"{booking} {stay}"
         block = booking.chain[min(booking.matched, stay.cached)]
@@ -115,7 +115,7 @@ class Judge:
         )
 
     def _unwitnessed(self, stay: Stay) -> str:
-        """MONITOR's last lines die with the server."""
+        """Judge a request without a decision: the last lines of MONITOR are lost when the server is killed."""
         if any(abs(stay.came - lost) <= REPORT_S for lost in self._strikes.redis_lost):
             return "decided as Redis was killed"
         return "no decision: unexplained"
@@ -156,7 +156,7 @@ class Judge:
         return cause
 
     def _recent(self, changed: float, at: float) -> bool:
-        """Nobody could have told by ``at``. What nobody applied because no replica ran does not count."""
+        """Whether a change was too young to be in the index by ``at``. Time without any replica does not count."""
         lag = at - changed
         if lag > REPORT_S:
             lag -= self._index.stalled(changed, at)
@@ -165,7 +165,7 @@ class Judge:
         return lag <= REPORT_S
 
     def _of_maker(self, maker: Booking, booking: Booking, stay: Stay, engine: Engine, gone: float | None) -> str:
-        """Why a block that an open reservation was to make is not there; empty: it does not say."""
+        """Why a block that the reservation ``maker`` was to make is missing, or an empty string."""
         made = engine.stays.get(maker.reservation)
         ended = made.ended if made else None
         if made is None or made.ran is None or made.ran > stay.looked:
@@ -185,7 +185,7 @@ class Judge:
         if gone is not None and self._recent(gone, booking.at):
             return "short: evicted, credit lingered"
         if (gone is None or gone < made.ran) and booking.at - ended <= REPORT_S:
-            return "short: its maker was cancelled"  # before it made this block; its replica had not said so yet
+            return "short: its maker was cancelled"  # before it made this block, and its replica had not settled it yet
         return "short: credit of a lost outcome" if self._lost(maker, ended, booking) else ""
 
     def _lost(self, maker: Booking, ended: float | None, booking: Booking) -> bool:

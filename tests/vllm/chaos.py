@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 CLIENTS = 24
 SYSTEM_PROMPTS = 4
 DUMP_AGE_S = 5.0
-HANG_UP = 0.06  # share of the streams that are left in the middle
-LEAVE = 0.03  # share of the requests that are given up before their answer
+HANG_UP = 0.06  # share of the streams that the client leaves in the middle
+LEAVE = 0.03  # share of the requests that the client gives up before their answer
 WORDS = ("import", "return", "while", "class", "value", "index", "error", "string", "buffer", "module")
 
 
@@ -35,7 +35,7 @@ def words(count: int, rng: random.Random) -> str:
 
 
 class Failed(Exception):  # noqa: N818  of a request, not of the test
-    """What no client should ever see."""
+    """An answer that no client should ever get."""
 
 
 class Cut(Exception):  # noqa: N818  an expected end
@@ -44,18 +44,20 @@ class Cut(Exception):  # noqa: N818  an expected end
 
 @dataclass
 class Load:
-    """``total`` requests by CLIENTS clients. replicas: those that a balancer would use now. outcomes: by kind."""
+    """``total`` requests by CLIENTS clients. replicas: those that a load balancer would use now."""
 
     replicas: list[Replica]
     total: int
     begun: int = 0
     done: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
-    words: Counter[str] = field(default_factory=Counter)  # what the router said of the reservation
+    words: Counter[str] = field(default_factory=Counter)  # values of the header x-warmfleet-reservation
     failures: list[str] = field(default_factory=list)
 
     async def run(self) -> None:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # the replicas close theirs after 5 s
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=2
+        )  # shorter than the 5 s after which the replicas close
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
             await asyncio.gather(*[self._client(random.Random(number)) for number in range(CLIENTS)])
@@ -75,7 +77,7 @@ class Load:
                 messages.append({"role": "assistant", "content": answer})
 
     async def _turn(self, messages: list[dict[str, str]], rng: random.Random) -> str | None:
-        """One request, sent again to another replica while replicas die under it. None: given up."""
+        """Send one request, again and elsewhere while replicas die under it. Return None if the client gave it up."""
         self.begun += 1
         dice, stream = rng.random(), rng.random() < 0.6
         body = {"model": SERVED_NAME, "messages": messages, "temperature": 0, "stream": stream, "ignore_eos": True}
@@ -101,7 +103,7 @@ class Load:
         return None
 
     async def _ask(self, replica: Replica, body: dict[str, Any], *, hang_up: bool) -> str | None:
-        """Raises Cut if the replica was killed meanwhile, Failed for whatever else is not a whole answer."""
+        """Send one request. Raises Cut if the replica was killed meanwhile, Failed for any other incomplete answer."""
         deaths = replica.deaths
         try:
             async with self._session.post(f"{replica.url}/v1/chat/completions", json=body) as answer:
@@ -169,7 +171,7 @@ class Chaos:
             await strike()
 
     async def _kill_replica(self, number: int) -> None:
-        """It comes back at once, and gets requests when it knows the tokenizer and both workers."""
+        """Kill a replica and start it again. It gets requests once it knows the tokenizer and both workers."""
         replica = self.replicas[number]
         self.replica_lost.append(time.monotonic())
         await asyncio.to_thread(replica.kill)
@@ -187,7 +189,7 @@ class Chaos:
         self.back.append(time.monotonic())
 
     async def _kill_both(self) -> None:
-        """Redis comes back with an old dump; the replica is killed and started while it is away."""
+        """Kill Redis, which comes back with an old dump, and restart a replica in between."""
         await asyncio.to_thread(self.server.save)
         await asyncio.sleep(DUMP_AGE_S)
         redis = asyncio.create_task(self._kill_redis(down_s=4.0))

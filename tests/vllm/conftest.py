@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 #: The base model's name in every key of this folder's tests.
 TAG = "tiny"
-#: Blocks of 32 tokens: two conversations of 2,000 tokens fit, not three.
+#: Blocks of 32 tokens in the cache, enough for two conversations of 2,000 tokens but not for three.
 BLOCKS = 160
 
 
 @dataclass(frozen=True)
 class Reported:
-    """A running engine, and where it reports."""
+    """A running engine, and the address of the Redis that it reports to."""
 
     engine: VllmEngine
     redis_url: str
@@ -40,8 +40,8 @@ def vllm_store() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def reported(vllm_store: str) -> Iterator[Reported]:
-    """Real vLLM with the plugin by its entry point alone. It has been up for a while: begin with ``fresh``."""
-    goodbye = ("--shutdown-timeout", "10")  # else vLLM kills its engine core
+    """Real vLLM, which finds the plugin by its entry point. Earlier tests used it: begin with ``fresh``."""
+    goodbye = ("--shutdown-timeout", "10")  # without it vLLM kills its engine core
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     options = EngineOptions(redis_url=vllm_store, model_tag=TAG, blocks=BLOCKS, arguments=(*goodbye, *tools))
     with running(options) as [engine]:
@@ -50,7 +50,7 @@ def reported(vllm_store: str) -> Iterator[Reported]:
 
 @pytest.fixture
 async def vllm_fleet(reported: Reported) -> AsyncIterator[Fleet]:
-    """The scripts on that Valkey. No upkeep runs unless the test steps."""
+    """The scripts on that Valkey. Entries are applied only when the test calls ``step``."""
     fleet = Fleet(connect(reported.redis_url, timeout_s=5), TAG)
     yield fleet
     await fleet.close()

@@ -37,7 +37,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How to start one server. blocks: size of its KV cache, in blocks of 32 tokens; redis_url None: stock vLLM."""
+    """How to start one server. blocks: size of its KV cache, in blocks of 32 tokens. Without redis_url: stock vLLM."""
 
     redis_url: str | None = None
     worker_id: str = "vllm-a"
@@ -62,7 +62,7 @@ class VllmEngine:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start and return at once; ``wait`` for it afterwards."""
+        """Start it and return at once. Call ``wait`` afterwards."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command(),
@@ -96,7 +96,7 @@ class VllmEngine:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL the process group: no goodbye of any kind."""
+        """Send SIGKILL to the process group, so that it says no goodbye."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -133,7 +133,7 @@ class VllmEngine:
     # ------------------------------------------------ the truth
 
     def table(self) -> set[bytes]:
-        """The engine's own block table now: full keys (32-byte digest + 4-byte group), read beside our plugin."""
+        """The full keys (32-byte digest + 4-byte group) in the engine's block table, read without our plugin."""
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(10)
             client.connect(str(self.folder / "truth"))
@@ -141,7 +141,7 @@ class VllmEngine:
                 return {bytes.fromhex(key) for key in json.load(stream)}
 
     def tokenised(self) -> int:
-        """Prompts that this server has made into token ids itself, of all since its start."""
+        """How many prompts this server has tokenised itself since its start."""
         path = self.folder / "tokenised"
         return path.stat().st_size if path.exists() else 0
 
@@ -170,7 +170,9 @@ class VllmEngine:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",  # several engines share a few cores
-            "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),  # model inspection of the first start
+            "VLLM_CACHE_ROOT": str(
+                ROOT / ".cache" / "vllm"
+            ),  # kept between runs, because inspecting a model takes long
             "VLLM_SERVER_DEV_MODE": "1",
             "ENGINE_TRUTH_SOCKET": str(self.folder / "truth"),
             "ENGINE_TRUTH_TOKENISED": str(self.folder / "tokenised"),

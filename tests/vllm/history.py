@@ -1,4 +1,4 @@
-"""What was true when: the index as the witness saw it, an engine as its journal tells it. None of it is under test."""
+"""The history of a run: of the index as the witness saw it, and of each engine as its journal tells it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from warmfleet.fleet.client import script_source
 from warmfleet.fleet.rows import Stage
 from warmfleet_worker.protocol.wire import reservation_of
 
-TICK_GAP_S = 0.25  # between two ticks of a fleet that is well: 0.025 to 0.05
+TICK_GAP_S = 0.25  # longer than between two ticks of a healthy fleet, 0.025 to 0.05 s
 LEASE = struct.Struct(">IIIIIIBB")
 FIRST_CHAIN = re.search(r"FIRST_CHAIN = .*\b(\d+)$", script_source("decide"), re.MULTILINE)
 assert FIRST_CHAIN, "lua/decide.lua says where its chains begin"
-FIRST_HASHES = int(FIRST_CHAIN[1]) + 1  # of its arguments: behind scheme and block size, counted from 0
+FIRST_HASHES = int(FIRST_CHAIN[1]) + 1  # index of the first hashes in ARGV, after scheme and block size
 
 
 class Spells:
-    """When things were there. Times may be seconds or positions in a log; they never go back."""
+    """The times at which things appeared and disappeared: seconds, or positions in a log. They never go back."""
 
     def __init__(self) -> None:
         self._changes: defaultdict[Hashable, tuple[list[float], list[bool]]] = defaultdict(lambda: ([], []))
@@ -44,7 +44,7 @@ class Spells:
             states.append(there)
 
     def last(self, what: Hashable, when: float) -> tuple[bool, float | None]:
-        """Whether it was there at ``when``, and since when it was so; None: it had never been there."""
+        """Whether it was there at ``when``, and the time of the last change before (None: it never was there)."""
         times, states = self._changes.get(what, ([], []))
         at = bisect_right(times, when) - 1
         return (states[at], times[at]) if at >= 0 else (False, None)
@@ -59,7 +59,7 @@ class Spells:
 
 @dataclass(frozen=True)
 class Booking:
-    """A decision as Redis executed it. place: its position in the log; at: seconds; matched: blocks predicted."""
+    """A decision as Redis executed it. place: position in the log. at: seconds. matched: predicted blocks."""
 
     reservation: str
     place: int
@@ -72,11 +72,14 @@ class Booking:
 
 @dataclass
 class Index:
-    """blocks: (slot, hash) by place. leases: reservation ids by place. restored: leases that a dump brought back."""
+    """The index over time, where positions in the log are the times.
+
+    blocks: (slot, hash). leases: reservation ids. restored: leases that a dump brought back.
+    """
 
     blocks: Spells = field(default_factory=Spells)
     leases: Spells = field(default_factory=Spells)
-    told: dict[str, float] = field(default_factory=dict)  # reservation -> seconds when its outcome was
+    told: dict[str, float] = field(default_factory=dict)  # reservation -> seconds when its outcome was settled
     restored: set[str] = field(default_factory=set)
     bookings: dict[str, Booking] = field(default_factory=dict)
     makers: defaultdict[tuple[int, bytes], list[Booking]] = field(default_factory=lambda: defaultdict(list))
@@ -121,7 +124,7 @@ class Index:
         if command[0] == b"HDEL":
             self.told.setdefault(reservation, at)
         elif LEASE.unpack_from(command[3])[6] == Stage.STARTED:
-            self.told.pop(reservation, None)  # settle takes a lease away and puts it back
+            self.told.pop(reservation, None)  # a settle deletes the lease and writes it again
         if command[0] == b"HSET" and asked and asked[1] == command[2] and reservation not in self.bookings:
             _, slot, _, _, matched, _, _, length = LEASE.unpack_from(command[3])
             worker = command[3][LEASE.size : LEASE.size + length].decode()
@@ -132,13 +135,13 @@ class Index:
                 self.makers[slot, one].append(made)
 
     def stalled(self, begin: float, end: float) -> float:
-        """Seconds between the two in which no replica ran its upkeep: dead, or starved of CPU, or Redis was."""
+        """Return the seconds between the two in which no replica ran its upkeep, for instance for want of CPU."""
         ticks = self.ticks[bisect_right(self.ticks, begin) : bisect_right(self.ticks, end)]
         gaps = [later - tick for tick, later in pairwise([begin, *ticks, end])]
         return sum(gap for gap in gaps if gap > TICK_GAP_S)
 
     def makers_of(self, booking: Booking, block: bytes) -> list[Booking]:
-        """Who else was to make ``block`` there, by an open reservation, when ``booking`` was made; the latest first."""
+        """Return the reservations, latest first, that were to make ``block`` there when ``booking`` was made."""
         return [
             one
             for one in reversed(self.makers[booking.slot, block])
@@ -148,7 +151,7 @@ class Index:
 
 @dataclass
 class Stay:
-    """One request of the fleet in an engine, by the engine's journal. cached: blocks, when it was first scheduled."""
+    """One request in an engine, by its journal. cached: blocks that it found when it was first scheduled."""
 
     reservation: str
     came: float
@@ -158,16 +161,18 @@ class Stay:
     ran: float | None = None
     preempted: float | None = None
     ended: float | None = None
-    probe: bool = False  # a replica's own question, which nothing decides about
+    probe: bool = False  # a probe of a replica, which no decision sent there
 
 
 @dataclass
 class Engine:
-    """One engine's journal. blocks: hashes by seconds."""
+    """One engine's journal. blocks: the hashes in its table over time, in seconds."""
 
     blocks: Spells = field(default_factory=Spells)
     stays: dict[str, Stay] = field(default_factory=dict)
-    flights: list[tuple[float, int]] = field(default_factory=list)  # seconds, +1 came or -1 ended
+    flights: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # seconds, and +1 for a request that came or -1 for one that ended
     table: set[bytes] = field(default_factory=set)
     preemptions: int = 0
 
@@ -199,7 +204,7 @@ class Engine:
     def _came(self, at: float, ids: dict[str, Stay], request_id: str, tokens: int, chain: list[str]) -> None:
         ours = reservation_of(request_id)
         name = ours[0] if ours else request_id
-        usable = chain[: (tokens - 1) // BLOCK_TOKENS]  # an engine computes the last token, always
+        usable = chain[: (tokens - 1) // BLOCK_TOKENS]  # an engine always computes the last token
         ids[request_id] = Stay(name, at, tuple(map(bytes.fromhex, usable)), probe=".probe" in request_id)
         self.flights.append((at, 1))
         if ours:
@@ -223,7 +228,7 @@ def split(packed: bytes) -> tuple[bytes, ...]:
 
 
 class Concurrency:
-    """Requests that were in any engine, running or waiting, at a moment."""
+    """How many requests were in the engines at a moment, running or waiting."""
 
     def __init__(self, engines: Iterable[Engine]) -> None:
         self._times, self._counts, count = [0.0], [0], 0

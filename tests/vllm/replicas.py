@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 READY_SECONDS = 90.0
-#: Engines take every core for seconds; after the default 50 ms a decision falls back, and nothing is predicted.
+#: Engines take every core for seconds. A decision falls back after the default 50 ms, and then predicts nothing.
 PATIENT_SECONDS = "2"
 
 
 class Replica:
-    """One process, on the same port each time it starts. ``deaths`` counts its ``kill``s; ``killed``: one has begun."""
+    """One process, on the same port each time it starts. deaths: how often it was killed. killed: it is dead now."""
 
     def __init__(self, redis_url: str, policy: str = "cost", **settings: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
@@ -45,10 +45,10 @@ class Replica:
 
     @property
     def proven(self) -> int:
-        """Workers that it knows the identity of and may match; -1 while it is not ready, or would route by load."""
+        """How many workers it may match prompts with; -1 while it is not ready, or would route by load alone."""
         try:
             if httpx.get(f"{self.url}/readyz", timeout=5).status_code != 200:
-                return -1  # its own last reading may be older than what /workers reads
+                return -1  # /workers reads Redis anew, but its own last reading may be older
             models = httpx.get(f"{self.url}/workers", timeout=5).json()["models"]
         except (httpx.HTTPError, ValueError, KeyError):
             return -1

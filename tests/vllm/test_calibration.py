@@ -1,9 +1,7 @@
-"""The simulator's step times, fitted to a real vLLM and compared on mixed loads that the fit has not seen.
+"""The simulator's step times, fitted to real vLLM and compared with it on mixed loads that the fit has not seen.
 
-    pytest -m long tests/vllm/test_calibration.py -s
-
-Only on a quiet machine: the simulator sleeps where vLLM computes, so other work slows only one of them. Leaves the fit
-in out/vllm-cpu-small.json.
+This needs a quiet machine: the simulator sleeps where vLLM computes, so other work slows only one of them. The fit
+is left in out/vllm-cpu-small.json.
 """
 
 from __future__ import annotations

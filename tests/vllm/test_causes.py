@@ -1,4 +1,4 @@
-"""The judge of the chaos test: each cause needs its evidence, and without it a wrong prediction stays unexplained."""
+"""The judge of the chaos test. Each cause needs its evidence; without it, a wrong prediction stays unexplained."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tests.vllm.history import Booking, Engine, Index, Stay
 
 CHAIN = tuple(bytes([n] * 8) for n in range(4))
 LAST = CHAIN[3]
-PLACE = 10  # of the decision in Redis' log
-AT = 100.0  # the decision
-LOOKED = 100.5  # the engine
+PLACE = 10  # position of the decision in Redis' log
+AT = 100.0  # seconds at which the decision is made
+LOOKED = 100.5  # seconds at which the engine looks
 
 
 class Case:
-    """One decision on worker w, slot 1, that predicted the whole chain; what else is true the tests say."""
+    """A decision for worker w, slot 1, that predicted the whole chain. Each test adds its own circumstances."""
 
     def __init__(self, cached: int, matched: int = 4) -> None:
         self.index, self.engine, self.strikes = Index(), Engine(), Strikes()
@@ -45,7 +45,7 @@ class Case:
         return self
 
     def gave_up(self, told: float | None) -> Case:
-        """A maker that no engine ever saw, booked two seconds before."""
+        """Book a maker of the blocks, two seconds before, which no engine ever sees."""
         self._request("m", 5, 98.0, 0)
         self.index.leases.change("m", 5, there=True)
         if told is not None:

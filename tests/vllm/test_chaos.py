@@ -1,10 +1,9 @@
-"""Real engines under eviction pressure, Redis killed twice, a replica three times: does the index ever lie?
+"""Real engines under eviction pressure, while Redis is killed twice and a replica three times. Is the index ever wrong?
 
-    pytest -m long tests/vllm/test_chaos.py -s                       # 3,000 requests
-    CHAOS_REQUESTS=600 pytest -m long tests/vllm/test_chaos.py -s    # enough to develop with
+CHAOS_REQUESTS=600 in the environment makes a short run; by default there are 3,000 requests.
 
-The witness (MONITOR) says what the index held at each decision, the engines' journals what they held and found when
-they scheduled. Every difference must have a cause that both show.
+The witness (MONITOR) knows the index at each decision. The engines' journals know their tables and the blocks that
+they found when they scheduled a request. Every difference must have a cause that both show.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ pytestmark = [
 ]
 
 REQUESTS = int(os.environ.get("CHAOS_REQUESTS", "3000"))
-BLOCKS = 192  # of 32 tokens: about a third of what the clients' conversations fill
-STEP_S = "0.05"  # as a larger model's: so many requests are concurrent, and the machine is not starved of CPU
-PERIOD_S = HEARTBEAT_SECONDS + 1.0  # after it the index must be right, without any help
+BLOCKS = 192  # of 32 tokens, enough for about a third of the clients' conversations
+STEP_S = "0.05"  # as long as a larger model's step, so that requests overlap without starving the machine of CPU
+PERIOD_S = HEARTBEAT_SECONDS + 1.0  # after so long the index must be right by itself
 
 
 @pytest.mark.timeout(3_600)
@@ -90,13 +89,15 @@ def engine_options(name: str, server: MortalRedis, folder: Path) -> EngineOption
     environment = {
         "ENGINE_TRUTH_JOURNAL": str(folder / f"{name}.0.journal"),
         "ENGINE_TRUTH_STEP_S": STEP_S,
-        "PYTHONPATH": os.pathsep.join((str(TRUTH), str(ROOT / "worker_plugin"))),  # the plugin of this working tree
+        "PYTHONPATH": os.pathsep.join(
+            (str(TRUTH), str(ROOT / "worker_plugin"))
+        ),  # finds the plugin of this working tree
     }
     return EngineOptions(redis_url=server.url, worker_id=name, blocks=BLOCKS, environment=environment)
 
 
 async def index_is_the_tables(fleet: Fleet, engines: dict[str, VllmEngine]) -> None:
-    """Entry by entry, in both directions, and nothing else is in there."""
+    """Compare the index with the engines' tables, entry by entry and in both directions."""
     keys, store = fleet.keys, fleet.redis
     views = {view.worker_id: view for view in await fleet.workers()}
     assert views.keys() == engines.keys()
@@ -117,7 +118,7 @@ async def index_is_the_tables(fleet: Fleet, engines: dict[str, VllmEngine]) -> N
 
 
 async def nothing_is_left(fleet: Fleet) -> None:
-    """No load, no reservation, no credit: a killed replica's expire after 30 s, a tombstone after 60."""
+    """Wait until no load, reservation or credit is left. Leases expire after 30 s, tombstones after 60."""
     keys, store = fleet.keys, fleet.redis
 
     async def empty() -> bool:
@@ -131,7 +132,7 @@ async def nothing_is_left(fleet: Fleet) -> None:
 
 
 def given_up(index: Index, journals: dict[str, Engine]) -> None:
-    """How long Redis expected prompts that no engine got: their clients left, or their replica decided without it."""
+    """Return how long Redis expected each prompt that no engine got, because its client or its replica gave up."""
     came = {reservation for engine in journals.values() for reservation in engine.stays}
     never = [one for one in index.bookings.values() if one.reservation not in came]
     told = [(index.told[one.reservation], one.at) for one in never if one.reservation in index.told]

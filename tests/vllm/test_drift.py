@@ -1,7 +1,4 @@
-"""Real vLLM: no tenant talks it down, and one that hashes with another seed is found out, whatever evicts its blocks.
-
-pytest -m long tests/vllm/test_drift.py -s
-"""
+"""Real vLLM: no tenant makes it look wrong, and an engine that hashes with another seed is found out under eviction."""
 
 from __future__ import annotations
 
@@ -89,8 +86,8 @@ TRICKS: dict[str, Callable[[], Body]] = {
 
 @contextmanager
 def fleet_of_one(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """URLs of a replica and of the store."""
-    path = f"{TRUTH}:{ROOT / 'worker_plugin'}"  # this checkout's plugin, whatever is installed
+    """Run one engine and one replica; yield the URLs of the replica and of Redis."""
+    path = f"{TRUTH}:{ROOT / 'worker_plugin'}"  # the plugin of this checkout, not an installed one
     environment = {"PYTHONPATH": path, "ENGINE_TRUTH_OTHER_SEED": str(tmp_path / "other")}
     settings = {"WARMFLEET_DECIDE_TIMEOUT_S": "2", "WARMFLEET_ALLOWED_FIELDS": "kv_transfer_params,chat_template"}
     with (
@@ -129,7 +126,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: Body, *, hang_up: bool 
 
 
 async def evicting(client: httpx.AsyncClient, url: str) -> None:
-    """One request after the other, each more than half of the cache."""
+    """Send one request after the other, each of which fills more than half of the cache."""
     while True:
         await ask(client, url, {"model": SERVED_NAME, "max_tokens": 1} | TRICKS["evictions"]())
 

@@ -1,4 +1,4 @@
-"""Two real engines behind two real replicas: what a decision predicts is what vLLM then reports, exactly."""
+"""Two real engines behind two real replicas: vLLM reports exactly the cached tokens that the decision predicted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.vllm
 
 @dataclass(frozen=True)
 class Real:
-    """Replicas' base URLs, the engines by worker_id, the store."""
+    """The base URLs of the replicas, the engines by worker_id, and the address of Redis."""
 
     replicas: list[str]
     engines: dict[str, VllmEngine]
@@ -34,7 +34,7 @@ class Real:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer: who gave it, what was predicted, what vLLM says was cached."""
+    """One answer: its worker, the predicted tokens, and the tokens that vLLM found cached."""
 
     worker_id: str
     predicted: int
@@ -46,7 +46,7 @@ class Turn:
 
 @pytest.fixture(scope="module")
 def real(vllm_store: str, request: pytest.FixtureRequest) -> Iterator[Real]:
-    """The session's engine and, for this module, a second one; they start at the same time."""
+    """The engine of the session and a second one for this module. They start at the same time."""
     second = VllmEngine(EngineOptions(redis_url=vllm_store, worker_id="vllm-b", blocks=BLOCKS))
     try:
         second.start()
@@ -67,7 +67,7 @@ async def _forget(redis_url: str, worker_id: str) -> None:
 
 @pytest.fixture
 async def index(real: Real) -> AsyncIterator[Fleet]:
-    """Looks only: the replicas do the upkeep."""
+    """A fleet that only reads. The replicas do the upkeep."""
     fleet = Fleet(connect(real.redis_url, timeout_s=5), SERVED_NAME)
     yield fleet
     await fleet.close()
@@ -138,7 +138,7 @@ async def test_the_second_turn_through_the_other_replica_and_again_after_evictio
     await settled(real, index)
 
     engine = real.engines[first.worker_id]
-    for seed in range(10, 13):  # straight to the engine: traffic that the fleet did not send
+    for seed in range(10, 13):  # straight to the engine, past the fleet
         await asyncio.to_thread(engine.complete, user(1_500, seed)["content"])
     await settled(real, index)
     messages += [{"role": "assistant", "content": second.text}, user(40, 3)]
@@ -148,7 +148,7 @@ async def test_the_second_turn_through_the_other_replica_and_again_after_evictio
 
 
 async def test_prediction_is_exact_over_many_conversations(real: Real, index: Fleet) -> None:
-    """Six conversations, three under way at a time over caches that hold four; at last the first ones return."""
+    """Six conversations, three at a time, over caches that hold four. The first ones return at the end."""
     before = await index.counts()
     talks: dict[int, list[dict[str, str]]] = {number: [] for number in range(6)}
     turns = [number for start in range(-2, 6) for number in range(start, start + 3) if number in talks] + [0, 1, 2]

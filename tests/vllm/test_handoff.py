@@ -1,4 +1,4 @@
-"""Token hand-off to real vLLM: whoever makes the token ids, the answer is the same, byte for byte."""
+"""Token hand-off to real vLLM: the answer is the same, byte for byte, whoever makes the token ids."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-#: On a loaded machine a replica may have no fresh reading of the fleet: what is wrong each time is wrong for a reason.
+#: A replica on a busy machine may lack a fresh reading of the fleet, so only a difference in every try is an error.
 TRIES = 3
-#: Of a stream's events: these go on where the last one ended.
+#: Fields in the events of a stream that continue the field of the event before.
 GROWING = ("text", "content", "reasoning", "reasoning_content", "arguments")
 
 
 async def answer(router: Replica, engine: VllmEngine, feature: Feature) -> tuple[int, bytes]:
-    """Status and body by an engine with an empty cache, without what is new in every answer."""
+    """Return status and body from an engine with an empty cache, without ids and times, which differ each time."""
     async with router.client.post(f"{engine.url}/reset_prefix_cache") as reset:
         assert reset.status == 200
     body = {"model": SERVED_NAME} | feature.body
@@ -42,13 +42,13 @@ async def answer(router: Replica, engine: VllmEngine, feature: Feature) -> tuple
 
 
 def whole(said: bytes) -> Any:
-    """A stream as one answer: a loaded engine puts two tokens into one event."""
+    """Join a stream into one answer, because a busy engine may put two tokens into one event."""
     lines = [line.removeprefix(b"data: ") for line in said.splitlines() if line.startswith(b"data: {")]
     return functools.reduce(joined, map(json.loads, lines), None)
 
 
 def joined(old: Any, new: Any, name: str = "") -> Any:
-    """Two events, or two values of the same ``name`` in them, as one."""
+    """Join two events, or two values of the field ``name`` in them."""
     if isinstance(old, dict) and isinstance(new, dict):
         return {key: joined(old.get(key), new.get(key), key) for key in [*old, *(new.keys() - old.keys())]}
     if name in ("choices", "tool_calls") and isinstance(old, list) and isinstance(new, list):
@@ -62,14 +62,14 @@ def joined(old: Any, new: Any, name: str = "") -> Any:
 
 
 async def counted(router: Replica) -> Counter[str]:
-    """Requests by result, until now."""
+    """Return the number of requests so far, by result."""
     _, page = await router.get("/metrics")
     found = re.findall(r'^warmfleet_handoff_total{result="(\w+)"} (\d+)', page.decode(), re.MULTILINE)
     return Counter({name: int(count) for name, count in found})
 
 
 async def handed(router: Replica, engine: VllmEngine, feature: Feature) -> tuple[tuple[int, bytes], str, int]:
-    """The answer, how it was counted, and how many prompts the engine tokenised for it; again if it was a check."""
+    """Return the answer, its result label, and how many prompts the engine tokenised. A check is sent again."""
     while True:
         before, texts = await counted(router), engine.tokenised()
         said = await answer(router, engine, feature)
@@ -79,7 +79,7 @@ async def handed(router: Replica, engine: VllmEngine, feature: Feature) -> tuple
 
 
 async def compare(off: Replica, on: Replica, engine: VllmEngine, name: str, feature: Feature) -> str:
-    """Empty, or what is wrong with this feature."""
+    """Return a description of the difference, or an empty string."""
     for _ in range(TRIES):
         plain = await answer(off, engine, feature)
         said, result, texts = await handed(on, engine, feature)

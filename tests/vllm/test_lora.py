@@ -1,4 +1,4 @@
-"""Adapters and salts through real vLLM: a decision finds their blocks, predicts them exactly, and no one else's."""
+"""Adapters and salts through real vLLM: a decision predicts exactly the blocks of its own adapter and salt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-LAYERS, HIDDEN, RANK = 2, 64, 8  # of models/tiny
+LAYERS, HIDDEN, RANK = 2, 64, 8  # the shape of models/tiny, and the rank of the adapters
 ADAPTERS = {"vllm-a": ("one", "two"), "vllm-b": ("one",)}
 WORDS = ("import", "return", "while", "class", "value", "index", "error", "string", "buffer", "module")
 WHO = [(model, salt) for model in (SERVED_NAME, "one", "two") for salt in (None, "red", "blue")]
@@ -123,7 +123,7 @@ async def ask(url: str, model: str, text: str, salt: str | None = None) -> Answe
 
 
 async def quiet(adapted: Adapted) -> None:
-    """Until nothing is booked, and nobody is credited with more than the engines have reported."""
+    """Wait until nothing is booked, and no block is credited that the engines have not reported."""
     fleet = Fleet(connect(adapted.redis_url, timeout_s=5), TAG)
 
     async def settled() -> bool:
@@ -148,7 +148,7 @@ async def told(engine: VllmEngine, verb: str, body: dict[str, str]) -> None:
 
 
 async def test_adapters_and_salts_keep_apart(adapted: Adapted) -> None:
-    """The same prompt for everyone: the first time nothing is cached, the second time all of it, on the same engine."""
+    """All send the same prompt. Nothing is cached the first time, and all of it on the same engine the second time."""
     one, two = adapted.replicas
     for url in adapted.replicas:
         await listed(url, {SERVED_NAME, "one", "two"})

@@ -1,4 +1,4 @@
-"""Real vLLM with the plugin, installed by entry point alone: what it reports is what the engine does."""
+"""Real vLLM, which finds the plugin by its entry point: the plugin reports what the engine does."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def reservation(number: int) -> str:
 
 
 async def stream(fleet: Fleet, worker_id: str) -> list[dict[bytes, bytes]]:
-    """What the engine core has written and nobody has applied, in order."""
+    """Return the entries of the stream that are not applied yet, in order."""
     found = cast("list[tuple[bytes, dict[bytes, bytes]]]", await fleet.redis.xrange(fleet.keys.events(worker_id)))
     return [entry for _, entry in found]
 
 
 async def step(fleet: Fleet) -> list[Any]:
-    """Upkeep until the streams are empty, then the fleet's view of its workers."""
+    """Apply entries until the streams are empty; return the workers."""
     while await fleet.step():
         pass
     return await fleet.workers()
 
 
 async def fresh(reported: Reported, fleet: Fleet) -> Any:
-    """Empty cache, everything applied: a test's own beginning. Returns the worker's view."""
+    """Begin a test: empty the cache, wait until that is applied, and return the worker."""
     await asyncio.to_thread(reported.engine.reset_prefix_cache)
 
     async def empty() -> Any:
@@ -117,7 +117,7 @@ async def test_the_artifacts_give_the_engines_own_tokens(reported: Reported, vll
 async def test_hashes_of_the_router_are_those_of_the_stream(
     reported: Reported, vllm_fleet: Fleet, salt: str | None
 ) -> None:
-    """Block for block and in order: prompt and generated tokens alike."""
+    """Compare them block by block and in order, for prompt and generated tokens."""
     engine = reported.engine
     view = await fresh(reported, vllm_fleet)
     more = {"cache_salt": salt} if salt else {}
@@ -133,7 +133,7 @@ async def test_hashes_of_the_router_are_those_of_the_stream(
         )
         return [packed[at : at + 8] for at in range(0, len(packed), 8)]
 
-    async def complete() -> bool:  # what an earlier test left may come first
+    async def complete() -> bool:  # blocks of an earlier test may come first
         return (await stored())[-len(expected) :] == [block[-8:] for block in expected]
 
     await poll(complete, what="the router's hashes, in order, at the end of the stream")
@@ -141,7 +141,7 @@ async def test_hashes_of_the_router_are_those_of_the_stream(
 
 
 async def test_the_index_is_the_table_under_eviction(reported: Reported, vllm_fleet: Fleet) -> None:
-    """Many times the cache goes through it, with shared prefixes and twin copies; nothing differs, nothing resyncs."""
+    """Requests fill the cache many times over, with shared prefixes and twins. Nothing differs or is sent again."""
     engine = reported.engine
     await fresh(reported, vllm_fleet)
     before = await vllm_fleet.counts()
@@ -171,7 +171,7 @@ async def test_progress_says_what_usage_says(reported: Reported, vllm_fleet: Fle
         turns += [{"role": "user", "content": words(50, 10 + number)}]
     answer = await asyncio.to_thread(engine.complete, words(600, 4), f"{reservation(3)}.me")
     told[reservation(3)] = [0, answer["usage"]["prompt_tokens"]]
-    await asyncio.to_thread(engine.complete, words(600, 5))  # not ours: never told
+    await asyncio.to_thread(engine.complete, words(600, 5))  # without a reservation, so nothing is told
     seen: dict[str, list[int]] = {}
 
     async def progress() -> bool:
@@ -195,10 +195,10 @@ async def test_an_idle_reset_is_seen_at_once(reported: Reported, vllm_fleet: Fle
     async def cleared() -> bool:
         return [entry[b"o"] for entry in await stream(vllm_fleet, engine.worker_id)][-1:] == [b"cleared"]
 
-    await poll(cleared)  # no request follows
+    await poll(cleared)  # although no request follows
     await fresh(reported, vllm_fleet)
     await asyncio.to_thread(engine.complete, words(500, 7))
-    assert len(await same(reported, vllm_fleet)) > 10  # the new table is followed, too
+    assert len(await same(reported, vllm_fleet)) > 10  # the plugin follows the new table, too
 
 
 async def test_foreign_load_and_speed_are_reported(reported: Reported, vllm_fleet: Fleet) -> None:
@@ -239,7 +239,7 @@ async def test_foreign_load_and_speed_are_reported(reported: Reported, vllm_flee
 
 
 def test_without_a_url_the_plugin_is_inactive() -> None:
-    """One line, no hook, no Redis client: in the process of a stock server."""
+    """The plugin writes one line, and neither hooks into vLLM nor makes a Redis client."""
     script = (
         "import logging, sys; logging.basicConfig(level=20); from warmfleet_worker.plugin import register; register()"
     )

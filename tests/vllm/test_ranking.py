@@ -1,8 +1,6 @@
 """Half an hour of mixed load over two real engines: do the policies rank as in the simulator?
 
-    pytest -m long tests/vllm/test_ranking.py -s
-
-The policies take turns, slice by slice, each on empty caches, so that what else happens on the machine hits all alike.
+The policies take turns in short slices, each on empty caches, so that other work on the machine slows all alike.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def test_policies_rank_on_real_engines_as_in_the_simulator() -> None:
                     for engine in engines:
                         engine.reset_prefix_cache()
                     with replicas(redis_url, policy=policy) as urls:
-                        time.sleep(1.0)  # a period of upkeep: the caches are seen to be empty
+                        time.sleep(1.0)  # one period of upkeep, after which the router knows that the caches are empty
                         got, client = uvloop.run(replay(trace, Target(tuple(urls), SERVED_NAME, seed=number)))
                     replies[policy] += got
                     print(f"slice {number} {policy}: {json.dumps(summary(got, skip=0.0))} client {client}", flush=True)

@@ -39,7 +39,7 @@ def user(words: int, seed: int) -> dict[str, str]:
 
 
 def turn(url: str, messages: list[dict[str, str]]) -> tuple[str, int]:
-    """The engine that answered and the tokens it says were cached; ``messages`` get the answer."""
+    """Send ``messages`` and append the answer; return the worker and its cached tokens."""
     body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 8, "temperature": 0}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
@@ -61,7 +61,7 @@ def test_later_turns_stay_and_move_without_an_error_when_the_engine_dies(monkeyp
         with Stack(plan) as stack:
             talks: list[list[dict[str, str]]] = []
             homes: list[str] = []
-            while len(talks) < 4 or len(set(homes)) == 1:  # engines that cost the same are chosen by chance
+            while len(talks) < 4 or len(set(homes)) == 1:  # chance decides between engines of equal cost
                 assert len(talks) < 16, "an idle fleet spreads its first conversations"
                 talks.append([user(600, len(talks))])
                 homes.append(turn(stack.replicas[len(talks) % 2].url, talks[-1])[0])
@@ -73,7 +73,7 @@ def test_later_turns_stay_and_move_without_an_error_when_the_engine_dies(monkeyp
                     assert cached >= 550
 
             serving(stack, homes[0], engines).kill()
-            for n, talk in enumerate(talks):  # at once: nobody has noticed yet
+            for n, talk in enumerate(talks):  # at once, before the death is noticed
                 talk.append(user(40, 900 + n))
                 worker, _ = turn(stack.replicas[n % 2].url, talk)
                 assert worker != homes[0]

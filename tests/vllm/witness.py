@@ -1,7 +1,7 @@
-"""A Redis that can be killed, and a witness of everything that is done in it.
+"""A Redis that can be killed, and a witness of every command in it.
 
-The witness is MONITOR: what the scripts do, command by command, in Redis' own order and with its times. So the test
-knows what the index held when a decision was made, without asking any of our code.
+The witness is MONITOR. It lists the commands of the scripts in Redis' own order and with its times, so the test knows
+the index at each decision without any of our code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from warmfleet_worker.protocol.wire import Keys
 
 ARGUMENT = re.compile(rb'"((?:[^"\\]|\\.)*)"')
-#: Of the lines of MONITOR only these are kept: the forward index, reservations, progress, whole decisions, ticks.
+#: The lines of MONITOR that are kept: forward index, reservations, progress, whole decisions and ticks.
 DECIDE_KEYS, TICK_KEYS = (len(SCRIPT_KEYS[name]) for name in ("decide", "tick"))
 KEPT = (
     rb'^\+.*\] "(?:(?:SADD|SREM)" "PREFIXb:|H(?:SET|DEL)" "PREFIXlease"|EVALSHA" "[0-9a-f]+" "(?:%d|%d)"'
@@ -40,7 +40,7 @@ KEPT = (
 
 @dataclass
 class Life:
-    """One run of the server: MONITOR's lines, what the index held at its start, its first and last moment."""
+    """One run of the server: the lines of MONITOR, the index at its start, its first and last moment."""
 
     lines: list[bytes] = field(default_factory=list)
     held: dict[int, set[bytes]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Life:
 
 
 class MortalRedis:
-    """A server with dumps, on a unix socket. Nobody can reach a new life before the witness is there."""
+    """A server with dumps, on a unix socket. The witness connects to each new run before any other client."""
 
     def __init__(self, keys: Keys) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="wf-mortal-"))  # short: a socket path may have 107 bytes
@@ -69,7 +69,7 @@ class MortalRedis:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self._process.kill()
         self._process.wait()
         self._door.unlink(missing_ok=True)
@@ -77,12 +77,12 @@ class MortalRedis:
         self._reader.join(30)
 
     def save(self) -> None:
-        """What a later start will find; there is no other dump."""
+        """Write the only dump, which the next start will find."""
         with redis.Redis.from_url(self.url) as client:
             client.save()
 
     def start(self) -> None:
-        """With what was saved, if anything was."""
+        """Start the server with the dump, if there is one."""
         back = self._folder / f"back{len(self.lives)}"
         options = ["--port", "0", "--unixsocket", str(back), "--dir", str(self._folder), "--appendonly", "no"]
         options += ["--maxmemory-policy", "noeviction", "--save", ""]
@@ -117,7 +117,7 @@ class MortalRedis:
         self._reader.start()
 
     def commands(self, life: Life) -> Iterator[tuple[float, list[bytes]]]:
-        """What was done in one life: (CLOCK_MONOTONIC seconds, command and arguments)."""
+        """Return the commands of one run: (CLOCK_MONOTONIC seconds, command and arguments)."""
         drift = time.time() - time.monotonic() - self._clocks
         assert abs(drift) < 0.02, f"the wall clock was set by {drift} s: Redis' times mean nothing"
         for line in life.lines:

@@ -1,8 +1,8 @@
-"""What real vLLM makes of requests: prompt ids and block hashes, without an engine. Runs in vLLM's own environment.
+"""Prompt ids and block hashes of requests by real vLLM, without an engine. It runs in vLLM's own environment.
 
     .venv-vllm/bin/python -m tests.vllm.parity.oracle MODEL...      (see ``truth.py``, which starts it)
 
-Reads one JSON object a line, answers with one. The first line out is what our plugin would announce for every model.
+It answers each line of JSON by one. Its first line is what our plugin would announce for every model.
 Requests go through vLLM's request models and the handlers of its GPU-less render server; hashes come from its own
 request hasher.
 """
@@ -22,7 +22,7 @@ HASH_BYTES = 8
 
 
 def render_state(model: str, arguments: list[str]) -> tuple[Any, Any]:
-    """(state of vLLM's render server, its configuration) for one model folder."""
+    """Return the state and the configuration of vLLM's render server for one model folder."""
     from starlette.datastructures import State
     from vllm.config import VllmConfig
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -40,13 +40,13 @@ def render_state(model: str, arguments: list[str]) -> tuple[Any, Any]:
 
 
 class Oracle:
-    """One model's requests, as vLLM renders them."""
+    """Renders requests for one model as vLLM does."""
 
     def __init__(self, model: str, arguments: list[str]) -> None:
         self.state, self.config = render_state(model, arguments)
 
     def announced(self) -> dict[str, Any]:
-        """What the plugin's server half sends to the routers, made by the plugin's own code."""
+        """Return the facts that the plugin's server half sends to routers, made by the plugin's own code."""
         from warmfleet_worker.vllm_hooks import api_server
 
         tokenizer = self.state.online_renderer.renderer.get_tokenizer()
@@ -57,7 +57,7 @@ class Oracle:
         }
 
     def answer(self, line: dict[str, Any]) -> dict[str, Any]:
-        """``prompts`` (token ids, base64 of hashes by scheme), or ``refused`` with vLLM's reason."""
+        """Return ``prompts`` (token ids, and hashes by scheme in base64), or ``refused`` with vLLM's reason."""
         try:
             prompts = asyncio.get_event_loop().run_until_complete(self._render(line["endpoint"], line["body"]))
         except Exception as error:  # noqa: BLE001  the server would answer 400 or 500
@@ -84,7 +84,7 @@ class Oracle:
 
 
 def hashed(ids: list[int], scheme: list[Any], salt: str | None, lora: list[str] | None) -> str:
-    """The last 8 bytes of every block hash of a request with this prompt, in base64. scheme: [algorithm, tokens]."""
+    """Return the last 8 bytes of every block hash of this prompt, in base64. scheme: [algorithm, tokens]."""
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -118,12 +118,12 @@ def none_hashes(algorithms: list[str]) -> dict[str, str]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever vLLM prints goes to the log
+    os.dup2(2, 1)  # vLLM prints to the log
     warnings.simplefilter("ignore")
     asyncio.set_event_loop(asyncio.new_event_loop())
     setup = json.loads(sys.stdin.readline())
     oracles = {name: Oracle(model, arguments) for name, (model, arguments) in setup["models"].items()}
-    logging.disable(logging.WARNING)  # one warning for each odd request
+    logging.disable(logging.WARNING)  # vLLM warns once for each odd request
     first: dict[str, Any] = {"none_hashes": none_hashes(setup["algorithms"])}
     first["models"] = {name: oracle.announced() for name, oracle in oracles.items()}
     print(json.dumps(first), file=answers, flush=True)

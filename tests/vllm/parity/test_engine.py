@@ -1,4 +1,4 @@
-"""The same requests to real engines: the ids that they say they used, and the blocks in their own tables."""
+"""Random requests to real engines: the token ids that they report, and the blocks in their own tables."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
 
 
 def served_by(engine: VllmEngine, ask: Ask) -> list[list[int]] | None:
-    """The ids of every prompt as the engine had them; None: refused."""
+    """Send a request; return the token ids of its prompts as the engine had them, or None if it refused."""
     body: dict[str, Any] = {name: value for name, value in ask.body.items() if name not in NOT_OF_THE_PROMPT}
     body |= {"model": SERVED_NAME, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
     path = "/v1/chat/completions" if ask.endpoint == "chat" else "/v1/completions"

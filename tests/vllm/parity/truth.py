@@ -1,4 +1,4 @@
-"""The oracle's other end: starts it, asks it, and compares its answers with what a router makes of the same."""
+"""Starts the oracle, asks it, and compares its answers with those of the router's own code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INLINE_CHARACTERS = 10**9
 
 @dataclass(frozen=True)
 class Model:
-    """A model's folder (no weights needed) and what else its server is started with."""
+    """A model's folder, which needs no weights, and the arguments of its server."""
 
     folder: Path
     arguments: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Model:
 
 @dataclass
 class Counts:
-    """What became of a batch of requests. different: (request, why) of every wrong answer. blocks: hashes compared."""
+    """Results of many requests. different: (request, reason) of every wrong answer. blocks: compared hashes."""
 
     equal: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -58,7 +58,7 @@ class Counts:
 
 
 class Truth:
-    """A running oracle. ``schemes``: by algorithm, how it hashes (the block size is free)."""
+    """A running oracle. schemes: how it hashes, by algorithm, for any block size."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process = process
@@ -76,7 +76,7 @@ class Truth:
         return Scheme(algorithm, self.none_hashes[algorithm], block_tokens)
 
     async def identity(self, identities: Identities, model: str) -> Identity:
-        """The router's, built of what a worker with this model announces."""
+        """Return the router's identity, built from the facts that a worker with this model announces."""
         announced = self.models[model]
         artifacts = {name: base64.b64decode(data) for name, data in announced["artifacts"].items()}
         return await identities.build(model, artifacts, announced["facts"])
@@ -111,9 +111,9 @@ class Truth:
 def truth(
     models: Mapping[str, Model], folder: Path, algorithms: Sequence[str] = ("sha256", "sha256_cbor"), packages: str = ""
 ) -> Iterator[Truth]:
-    """vLLM's own rendering and hashing of these models' requests, in one process; 15 s to start.
+    """Start one process that renders and hashes requests for these models as vLLM does. That takes 15 s.
 
-    packages: a folder with what that process needs and ``.venv-vllm`` lacks.
+    packages: a folder with Python packages that ``.venv-vllm`` lacks.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WARMFLEET_", "VLLM_"))}
     environment |= {
@@ -122,7 +122,7 @@ def truth(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-        "PYTHONHASHSEED": "7",  # else every xxhash chain has a root of its own
+        "PYTHONHASHSEED": "7",  # so that every xxhash chain has the same root
         "PYTHONPATH": f"{ROOT}:{ROOT / 'worker_plugin'}:{packages}",
     }
     command = [str(VENV / "bin" / "python"), "-m", "tests.vllm.parity.oracle"]
@@ -140,7 +140,7 @@ def truth(
 
 
 async def compare(truth: Truth, identity: Identity, asks: Sequence[Ask], schemes: Sequence[tuple[str, int]]) -> Counts:
-    """Each request through vLLM and through the router's own code; every difference is kept."""
+    """Compare vLLM with the router's own code, request by request, and count the results."""
     counts = Counts()
     hashers = tuple(Hasher(truth.scheme(*scheme)) for scheme in schemes)
     for ask, answer in zip(asks, truth.answers(identity.key, asks, schemes), strict=True):
@@ -181,7 +181,8 @@ def _difference(
     if not any(one.chains for one in made):
         return "no prompt has a chain"
     for one, expected in zip(made, answer["hashes"], strict=True):
-        chains = one.chains or [hasher.chain(one.ids, *keys) for hasher in hashers]  # of several only one has them
+        # Only the prompt of a request with a single prompt brings its chains.
+        chains = one.chains or [hasher.chain(one.ids, *keys) for hasher in hashers]
         for hasher, chain, value in zip(hashers, chains, expected, strict=True):
             # The router's chain ends where a hit must end: the prompt's last token is always computed.
             whole = min((one.tokens - 1) // hasher.scheme.block_tokens, MAX_BLOCKS) * HASH_BYTES
