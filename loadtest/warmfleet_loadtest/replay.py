@@ -166,9 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: dict[str, dict[str, Any]] = {}
     for seed in range(args.seeds):
         try:
-            trace = open_trace(
-                args.trace, args.rows, seed
-            )  # other tokens than with the previous seed, which engines still hold
+            # Each seed has other tokens, because the engines still hold those of the seed before.
+            trace = open_trace(args.trace, args.rows, seed)
         except (OSError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

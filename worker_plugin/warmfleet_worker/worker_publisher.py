@@ -311,10 +311,8 @@ class WorkerPublisher:
         self._obeyed_ids.append(command_id)
         logger.info("warmfleet: the fleet asks this worker to %s", do)
         if do == "resync":
-            self._snapshot, self._snapshot_request = (
-                None,
-                SnapshotRequest(command_id),
-            )  # one under way has failed
+            self._snapshot = None  # a snapshot under way has failed
+            self._snapshot_request = SnapshotRequest(command_id)
         elif do == "rejoin":
             self._snapshot_request = SnapshotRequest(command_id)
             self._update(joined=False, acknowledged=False)
