@@ -1,29 +1,29 @@
-"""All errors of the router; each knows the HTTP status and the OpenAI error type it is answered with.
+"""All errors of the router. Each class has the HTTP status and the OpenAI error type of its answer.
 
 WarmfleetError
 ├── BadRequest            400
-├── Unauthorized          401  for the operator only
+├── Unauthorized          401  an endpoint for the operator, without the operator's key
 ├── NotFound              404
-│   └── ModelNotFound     404  nobody here serves this model
+│   └── ModelNotFound     404  no worker of this replica serves this model
 ├── MethodNotAllowed      405
 ├── TooLarge              413
-├── Overloaded            429  all workers are busy and the queue takes no more
-├── QueueTimeout          503  all workers were busy for as long as the request could wait
+├── Overloaded            429  all workers are busy and the queue is full
+├── QueueTimeout          503  all workers were busy for as long as the request may wait
 ├── NoWorker              503  no live worker serves this model
 ├── UpstreamError         502
-│   └── UpstreamGone      502  no byte of an answer came: another worker may be tried
-├── FleetUnavailable      503  Redis is gone or slow
-├── Stopping              503  this replica ends, and the answer took longer than it waits
-├── CancelledReservation  409  it was cancelled before it was booked
-└── BadArgument           500  a script refused an argument: a bug of ours
+│   └── UpstreamGone      502  no byte of an answer came, so another worker may be tried
+├── FleetUnavailable      503  Redis does not answer, or too slowly
+├── Stopping              503  this replica stops, and the answer took longer than it waits
+├── CancelledReservation  409  the reservation was cancelled before it was booked
+└── BadArgument           500  a Lua script or the start refused an argument
 """
-# ruff: noqa: N818  these names are conditions that a client is told of, as in starlette and kubernetes
+# ruff: noqa: N818  the names are conditions that a client is told of, without "Error", as in starlette and kubernetes
 
 from __future__ import annotations
 
 
 class WarmfleetError(Exception):
-    """``param`` names the request field at fault, if one is. retry_after_s: 0 = does not help."""
+    """``param``: the request field at fault, or None. ``retry_after_s``: seconds; 0: trying again cannot help."""
 
     status = 500
     type = "server_error"
@@ -36,7 +36,7 @@ class WarmfleetError(Exception):
         self.param = param
 
     def as_dict(self) -> dict[str, dict[str, str | None]]:
-        """The body that OpenAI's clients understand."""
+        """The body of the answer, in the form of OpenAI's API."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
@@ -85,7 +85,7 @@ class UpstreamError(WarmfleetError):
 
 
 class UpstreamGone(UpstreamError):
-    """``refused``: the worker never took the request up. Otherwise the request itself may be what it died of."""
+    """``refused``: the worker never began with the request. Otherwise the worker may have died of this very request."""
 
     code = "upstream_gone"
 

@@ -20,7 +20,7 @@ from warmfleet.api import endpoints as api
 from warmfleet.api.connection_limits import guarded
 from warmfleet.api.endpoints import Application, Health, Proxy, SmallEndpoints
 from warmfleet.background import outage_checks, stock_engines, upkeep
-from warmfleet.background.index_health import TruthWatch
+from warmfleet.background.index_health import IndexHealthWatch
 from warmfleet.background.memory import MemoryWatch
 from warmfleet.background.outage_checks import OutageChecks
 from warmfleet.background.prober import Prober
@@ -176,7 +176,7 @@ async def _background(
         ("view", settings.view_interval_s, reader.refresh),
         ("approved", settings.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
         ("policy", settings.view_interval_s, partial(upkeep.follow_policy, pools)),
-        ("truth", settings.view_interval_s, TruthWatch(pools, metrics).look),
+        ("truth", settings.view_interval_s, IndexHealthWatch(pools, metrics).look),
         ("probe", settings.view_interval_s, prober.round),
         ("renew", upkeep.RENEW_INTERVAL_S, partial(upkeep.renew, pools, metrics)),
         ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),

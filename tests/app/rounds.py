@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.api import fleet_status as status
-from warmfleet.background.index_health import TruthWatch
+from warmfleet.background.index_health import IndexHealthWatch
 from warmfleet.background.prober import Prober
 from warmfleet.background.view_reader import Reader
 from warmfleet.engines.allowed_addresses import Addresses
@@ -58,7 +58,7 @@ class Replica:
     async def look(self) -> dict[str, Any]:
         """Everything that reads the fleet; what ``/workers`` says, as its JSON."""
         await self.reader.refresh()
-        await TruthWatch(self.pools, self.metrics).look()
+        await IndexHealthWatch(self.pools, self.metrics).look()
         view = self.pool.view
         for worker in view.workers:  # whoever is due: as a round of probes finds out, without sending any
             self.prober._first_seen["x"] = 0.0

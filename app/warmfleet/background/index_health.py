@@ -1,4 +1,4 @@
-"""What /metrics says of the index: the figures of all models together, read once in a while by each replica."""
+"""The figures of the index for /metrics, over all models together. Each replica reads them again and again."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools
 
-RESYNC = "resync_"  # prefix of the counters of snapshots taken over
+RESYNC = "resync_"  # prefix of the counters of snapshots that replaced a worker's part of the index
 
 
-class TruthWatch:
-    """Nothing here is on a request's way, and nothing is labelled by worker: /workers has the single ones."""
+class IndexHealthWatch:
+    """Reads the figures of the index into the metrics. No metric is labelled by worker: /workers shows each worker."""
 
     def __init__(self, pools: Pools, metrics: Metrics) -> None:
         self._pools = pools
@@ -27,23 +27,24 @@ class TruthWatch:
         self._last: dict[str, Truth] = {}
 
     async def look(self) -> None:
-        """One reading of every model. Raises FleetUnavailable; what was known of that model then stays."""
+        """Read every model once. Raises FleetUnavailable; the last figures of that model then stay."""
         try:
             await self._pools.each(self._read)
         finally:
-            self._fleet(list(self._last.values()))
-            self._workers([of for pool in self._pools.all for of in _alive(pool, self._last.get(pool.tag, Truth()))])
+            self._set_totals(list(self._last.values()))
+            alive = [_alive(pool, self._last.get(pool.tag, Truth())) for pool in self._pools.all]
+            self._set_worst([worker for workers in alive for worker in workers])
 
     async def _read(self, pool: Pool) -> None:
         self._last[pool.tag] = await pool.fleet.truth(pool.view.workers)
 
-    def _fleet(self, truths: Sequence[Truth]) -> None:
+    def _set_totals(self, truths: Sequence[Truth]) -> None:
         metrics, counts = self._metrics, Counter[str]()
         for truth in truths:
             counts.update(truth.counts)
         metrics.index_entries.set(sum(truth.entries for truth in truths))
         metrics.retired_slots.set(sum(truth.retired_slots for truth in truths))
-        metrics.resyncs.clear()  # Redis may have come back empty
+        metrics.resyncs.clear()  # if Redis came back empty, some counters are gone
         metrics.index_events.clear()
         for name, count in counts.items():
             if name.startswith(RESYNC):
@@ -54,8 +55,8 @@ class TruthWatch:
         metrics.divergences.labels("found").set(sum(worker.found for worker in every))
         metrics.divergences.labels("healed").set(sum(worker.healed for worker in every))
 
-    def _workers(self, alive: Sequence[WorkerTruth]) -> None:
-        """Of the living only: nobody waits for the entries of the dead, and their digests grow old."""
+    def _set_worst(self, alive: Sequence[WorkerTruth]) -> None:
+        """Set the worst lag and digest age. Dead workers do not count: their digests grow older for ever."""
         metrics = self._metrics
         metrics.apply_lag_batches.set(max((worker.lag_batches for worker in alive), default=0))
         metrics.apply_lag_seconds.set(max((worker.lag_s for worker in alive), default=0.0))
@@ -64,6 +65,7 @@ class TruthWatch:
 
 
 def _alive(pool: Pool, truth: Truth) -> list[WorkerTruth]:
+    """The workers that are heard, or whose events wait to be applied."""
     ages = {worker.worker_id: worker.heartbeat_age_s for worker in pool.view.workers}
     return [
         worker

@@ -1,4 +1,4 @@
-"""Rounds that keep the fleet in order: apply events, renew leases, give back leftovers, follow the policy, audit."""
+"""Rounds that keep the fleet in order: apply events, renew leases, give back leftovers, follow operators, audit."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ AUDIT_INTERVAL_S = 3_600.0  # of one worker's part of the index; digests find ne
 
 
 async def renew(pools: Pools, metrics: Metrics) -> None:
-    """Keep the reservations of running requests; rebuild those that Redis lost."""
+    """Extend the leases of running requests, and book again those that Redis has lost."""
 
-    async def one(pool: Pool) -> None:
+    async def renew_model(pool: Pool) -> None:
         reservations = list(pool.open)
         for start in range(0, len(reservations), RENEW_AT_ONCE):
             batch = reservations[start : start + RENEW_AT_ONCE]
-            sent = [one for one in batch if one in pool.open]
-            counts = await pool.fleet.renew([pool.open[one] for one in sent])
-            for ended in (one for one in sent if one not in pool.open):  # while we renewed: it may be booked anew
+            sent = [reservation for reservation in batch if reservation in pool.open]
+            counts = await pool.fleet.renew([pool.open[reservation] for reservation in sent])
+            # A request that ended during the call may have been booked again by it.
+            for ended in [reservation for reservation in sent if reservation not in pool.open]:
                 await pool.fleet.settle(ended, "cancelled")
             for result, count in zip(("renewed", "rebuilt", "refused"), counts, strict=True):
                 metrics.renewed.labels(result).inc(count)
 
-    await pools.each(one)
+    await pools.each(renew_model)
 
 
 async def clear(pools: Pools) -> None:
-    """Give back what nobody else will: outcomes that Redis did not take, leases and tickets of replicas that died."""
+    """Settle outcomes that Redis did not take, and remove expired leases and tickets of replicas that died."""
 
-    async def one(pool: Pool) -> None:
+    async def clear_model(pool: Pool) -> None:
         for reservation, outcome in list(pool.unsettled.items()):
             await pool.fleet.settle(reservation, outcome)
             pool.unsettled.pop(reservation, None)
@@ -48,45 +49,44 @@ async def clear(pools: Pools) -> None:
         if pool.fleet.limits.max_engine_wait_s:
             await pool.fleet.poll()
 
-    await pools.each(one)
+    await pools.each(clear_model)
 
 
 async def follow_policy(pools: Pools) -> None:
-    """Choose by the policy that the operator named last, from now on."""
+    """Use the policy that the operator has set in Redis, from the next decision on."""
 
-    async def one(pool: Pool) -> None:
-        told = await pool.fleet.switched()
-        if pool.policy.follow(told):
+    async def follow_model(pool: Pool) -> None:
+        if pool.policy.follow(await pool.fleet.switched()):
             logger.warning("%s: the policy is %s now, by %s", pool.tag, pool.policy.name, pool.policy.source)
 
-    await pools.each(one)
+    await pools.each(follow_model)
 
 
 async def follow_approvals(pools: Pools, templates: Templates) -> None:
-    """Let templates run in this process that the operator approved, and no others. Raises FleetUnavailable.
+    """Run only those templates in this process that the operator has approved in Redis. Raises FleetUnavailable.
 
-    Of a model whose approvals cannot be read, those of the last reading stay.
+    If the approvals of a model cannot be read, its last ones stay in force.
     """
 
-    async def one(pool: Pool) -> None:
+    async def follow_model(pool: Pool) -> None:
         await templates.approve(pool.tag, await pool.fleet.approved())
 
-    await pools.each(one)
+    await pools.each(follow_model)
 
 
 async def apply(pools: Pools, metrics: Metrics) -> None:
-    """One round of the write path of every model; any number of replicas may do it at once."""
+    """Apply waiting events of every model's workers to the index. Any number of replicas may do so at once."""
 
-    async def one(pool: Pool) -> None:
+    async def apply_model(pool: Pool) -> None:
         metrics.applied_blocks.inc(await pool.fleet.step())
 
-    await pools.each(one)
+    await pools.each(apply_model)
 
 
 async def audit(pools: Pools, metrics: Metrics) -> None:
-    """Compare the index with its digests, a piece at a time, until nobody is due. One walk at a time for the fleet."""
+    """Compare the index with its digests, a piece at a time, until no worker is due. One replica does so at a time."""
 
-    async def one(pool: Pool) -> None:
+    async def audit_model(pool: Pool) -> None:
         walking = True
         while walking:
             step = await pool.fleet.audit(AUDIT_INTERVAL_S)
@@ -98,4 +98,4 @@ async def audit(pools: Pools, metrics: Metrics) -> None:
             if walking:
                 await asyncio.sleep(pool.fleet.pace.audit_gap_ms / 1000)
 
-    await pools.each(one)
+    await pools.each(audit_model)

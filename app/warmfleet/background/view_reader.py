@@ -1,4 +1,4 @@
-"""Reads the workers of every model once in a while, and loads the identity that most workers of a model bring."""
+"""Reads the workers of every model again and again, and loads the identity that most of a model's workers announce."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.view_reader")
 
-LOAD_RETRY_S = 10.0
+LOAD_RETRY_S = 10.0  # a failed load is tried again after this time
 MAX_FAILED_LOADS = 256
 
 
 class Reader:
-    """Keeps the pools' views fresh, with the identity that most of a model's workers bring."""
+    """Keeps the view of every pool fresh. An identity loads in the background; the view has it when it is ready."""
 
     def __init__(self, pools: Pools, identities: Identities, settings: Settings, metrics: Metrics) -> None:
         self._pools = pools
@@ -48,11 +48,11 @@ class Reader:
         self._hashers: dict[int, Hasher] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
-        #: Keys of what is there, but no identity: whoever else brought one goes first.
+        #: Keys of identities whose files are there and cannot be used: identities of other workers go first.
         self._unreadable: set[str] = set()
 
     async def refresh(self) -> None:
-        """One reading of every model's workers. Raises FleetUnavailable if one could not be read."""
+        """Read the workers of every model once. Raises FleetUnavailable if a model cannot be read."""
         try:
             await self._pools.each(self._refresh)
         finally:
@@ -70,48 +70,53 @@ class Reader:
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
         keyed = [(w, key) for key, group in bringers.items() for w in group]
         handoff = {w.worker_id: able for w, key in keyed if (able := token_capability(w, key)) is not None}
-        known, hashers = identity or pool.view.identity, self._schemes(pool, exact, MAX_SCHEMES - text)
-        pool.show(view_of(workers, known, hashers, text=text, reference=reference, handoff=handoff))
+        identity = identity or pool.view.identity  # the last one stays in use until the new one is loaded
+        hashers = self._schemes(pool, exact, MAX_SCHEMES - text)
+        pool.show(view_of(workers, identity, hashers, text=text, reference=reference, handoff=handoff))
         self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
 
     def _schemes(self, pool: Pool, workers: Sequence[WorkerView], limit: int) -> list[Hasher]:
-        """Hashers for the schemes in use, the most frequent first; not for more than ``limit`` of them."""
+        """Hashers for the ``limit`` most frequent schemes of these workers, the most frequent first."""
         holders: dict[Scheme, list[WorkerView]] = {}
         for worker in workers:
             try:
                 scheme = Scheme.from_dict(worker.record["scheme"])
             except (WireError, KeyError, TypeError):
-                continue  # of a later version: routed by load
+                continue  # a worker of a later version: it is routed to by load
             holders.setdefault(scheme, []).append(worker)
-        schemes = sorted(holders, key=lambda one: -len(holders[one]))
+        schemes = sorted(holders, key=lambda scheme: -len(holders[scheme]))
         groups = {_in_words(scheme): _ids(holders[scheme]) for scheme in schemes}
         self._agreement.look(pool.tag, "scheme", groups)
-        self._agreement.unhashed(pool.tag, [name for one in schemes[limit:] for name in _ids(holders[one])])
-        return [self._hashers.get(one.scheme_id) or Hasher(one) for one in schemes[:limit]]
+        self._agreement.unhashed(pool.tag, [name for scheme in schemes[limit:] for name in _ids(holders[scheme])])
+        return [self._hashers.get(scheme.scheme_id) or Hasher(scheme) for scheme in schemes[:limit]]
 
     def _identity(
         self, pool: Pool, bringers: Mapping[str, Sequence[WorkerView]]
     ) -> tuple[Identity | None, WorkerView | None]:
-        """The identity if it is loaded, else its loading is begun; and a worker that brought it (None: an override)."""
+        """The identity if it is loaded, else its load begins; and a worker that announced it (None: from the settings).
+
+        bringers: key of an identity -> the workers that announce it, the most frequent first.
+        """
         if self._settings.tokenizer:
             key = f"override {self._settings.tokenizer}"
-            known = self._identities.known(key)
-            if known is None:
+            loaded = self._identities.known(key)
+            if loaded is None:
                 self._begin(key, self._override())
-            return known, None
-        bringers = dict(sorted(bringers.items(), key=lambda one: one[0] in self._unreadable))
+            return loaded, None
+        bringers = dict(sorted(bringers.items(), key=lambda item: item[0] in self._unreadable))
         self._agreement.look(
             pool.tag, "identity", {announced.in_words(workers): _ids(workers) for workers in bringers.values()}
         )
         if not bringers:
             return None, None
         key, group = next(iter(bringers.items()))
-        known = self._identities.known(key)
-        if known is None:
-            self._begin(key, self._brought(pool, key, group))
-        return known, group[0]
+        loaded = self._identities.known(key)
+        if loaded is None:
+            self._begin(key, self._from_workers(pool, key, group))
+        return loaded, group[0]
 
     def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
+        """Start this load, unless it runs already or has just failed."""
         if key in self._loads or time.monotonic() < self._not_before.get(key, 0.0):
             work.close()
             return
@@ -121,7 +126,7 @@ class Reader:
         try:
             await work
             await self.refresh()
-        except Exception as error:  # noqa: BLE001  what a worker brought may raise anything at all
+        except Exception as error:  # noqa: BLE001  a worker's files may raise any exception
             self._metrics.task_failures.labels("identity").inc()
             logger.warning("no token identity, requests are routed by load: %s", error)
             if len(self._not_before) >= MAX_FAILED_LOADS:
@@ -137,10 +142,10 @@ class Reader:
     async def _override(self) -> None:
         await self._identities.load(self._settings.tokenizer)
 
-    async def _brought(self, pool: Pool, key: str, workers: Sequence[WorkerView]) -> None:
-        """From the first of these whose files are there: whoever announces the same may have brought none."""
+    async def _from_workers(self, pool: Pool, key: str, workers: Sequence[WorkerView]) -> None:
+        """Build an identity of the files of the first of these workers that has them: some only announce them."""
         failure: WarmfleetError | None = None
-        servers = {str(one.record["server_id"]): one.server or {} for one in workers}
+        servers = {str(worker.record["server_id"]): worker.server or {} for worker in workers}
         for server_id, server in list(servers.items())[: announced.MAX_SERVERS]:
             files = {name: entry for name, entry in server["artifacts"].items() if name in announced.FILES}
             try:

@@ -1,4 +1,4 @@
-"""The identities of this replica's models, built once of what workers bring, or of a path or hub name."""
+"""The identities of this replica's models: built from the files that workers bring, or from a path or hub name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.identities")
 
-MAX_UNUSED = 2  # identities, for when a fleet changes back; a tokenizer takes 100 to 240 MB
+MAX_UNUSED = 2  # identities that are kept for a fleet that changes back; a tokenizer takes 100 to 240 MB
 
 
 class Identities:
-    """Builds identities once, keeps those in use; the tokenizers, which are the heavy part, are shared by content."""
+    """Builds each identity once and keeps those in use. Identities with equal tokenizer files share one tokenizer."""
 
     def __init__(self, executor: Executor, trie: Trie, templates: Templates) -> None:
         self._executor = executor
@@ -32,23 +32,28 @@ class Identities:
         self._built: dict[str, Identity] = {}
 
     def known(self, key: str) -> Identity | None:
+        """The identity with this key, or None if it is not built."""
         return self._built.get(key)
 
     def keep(self, used: Collection[str]) -> None:
-        """Forget all but these and the last few others."""
+        """Forget all identities but those with these keys and the MAX_UNUSED newest others."""
         for key in [key for key in self._built if key not in used][:-MAX_UNUSED]:
             del self._built[key]
 
     async def build(
         self, key: str, artifacts: Mapping[str, bytes], facts: Mapping[str, Any], *, trusted: bool = False
     ) -> Identity:
-        """Raises ValueError (or jinja2.TemplateError) for artifacts that cannot be used. trusted: the operator's."""
+        """Build the identity of these files, by name, and a server's facts.
+
+        trusted: the operator chose the files; the tokenizer then needs no trial. Raises ValueError or
+        jinja2.TemplateError for files that cannot be used.
+        """
         tokenizer = artifacts.get("tokenizer.json")
         if tokenizer is None:
             raise ValueError("the worker brought no tokenizer")
         source = artifacts.get("chat_template.jinja")
         text = source.decode() if source is not None else ""
-        trusted = trusted or self.templates.trust_all  # who lets workers' code run here needs no trial of their tables
+        trusted = trusted or self.templates.trust_all  # an operator who trusts templates trusts tokenizers, too
         encoder, cuts = await self._encoders.take(tokenizer, text, trusted=trusted)
         template = None
         if source is not None:
@@ -61,7 +66,7 @@ class Identities:
         return identity
 
     async def load(self, name: str) -> Identity:
-        """From a local path or a hub name, as the operator says; raises ValueError if transformers cannot read it."""
+        """The identity of a path or hub name of the settings. Raises ValueError if transformers cannot read it."""
         key = f"override {name}"
         known = self.known(key)
         if known is not None:
@@ -73,7 +78,7 @@ class Identities:
 
 def _with_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
     try:
-        from transformers import AutoTokenizer  # 2 s and 400 MB: only where an operator names a model
+        from transformers import AutoTokenizer  # takes 2 s and 400 MB: only where the settings name a model
     except ModuleNotFoundError as error:
         raise ValueError(f"the tokenizer {name!r} needs transformers: pip install 'transformers>=5'") from error
     try:

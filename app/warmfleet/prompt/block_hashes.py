@@ -1,4 +1,4 @@
-"""Token ids → the chain of block hashes of one prompt, as the engines of one scheme compute it. Pure."""
+"""Computes the chain of block hashes of a prompt from its token ids, as the engines of one scheme do. Pure."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
     Lora = tuple[str, str] | None
 
-MAX_BLOCKS = 8_192  # of one chain: what decide accepts
-BLOCKS_AT_ONCE = 512  # in one call that holds the interpreter: 0.3 ms
+MAX_BLOCKS = 8_192  # of one chain: lua/decide.lua accepts no more
+BLOCKS_AT_ONCE = 512  # hashed in one call: it holds the interpreter for 0.3 ms
 NO_KEYS = cbor.encode(None)
-TABLE_TOKENS = 262_144  # ids with a ready CBOR form: the largest vocabularies in use
+TABLE_TOKENS = 262_144  # ids whose CBOR form is made in advance: the largest vocabularies in use have so many
 
-TEXT_BLOCK_BYTES = 64  # counted as 16 tokens: four bytes of text make about one token
+TEXT_BLOCK_BYTES = 64  # a block of text counts as 16 tokens: about four bytes make one token
 TEXT_BLOCK_TOKENS = 16
-#: Workers whose tokenizer nobody knows are matched by text. The seed makes the scheme's id its own.
+#: Prompts for workers whose tokenizer is not known are hashed as text. The seed gives this scheme an id of its own.
 TEXT_SCHEME = Scheme("sha256_cbor", hashlib.sha256(b"warmfleet text 1").digest(), TEXT_BLOCK_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The block hashes of one prompt under one scheme: packed, 8 bytes each, capped as the engine caps."""
+    """The block hashes of one prompt under one scheme: packed, 8 bytes each, no more than the engine uses."""
 
     scheme_id: int
     block_tokens: int
@@ -42,7 +42,7 @@ class Chain:
 
 
 class Hasher:
-    """Block hashes of one scheme, equal to ``wire.chain_hashes`` and four times as fast."""
+    """Computes block hashes of one scheme: equal to those of ``wire.chain_hashes``, four times as fast."""
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
@@ -52,20 +52,20 @@ class Hasher:
         self._array_head = cbor_array_head(scheme.block_tokens)
 
     def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None) -> Chain:
-        """The chain of a prompt."""
+        """The chain of a whole prompt. lora: name and path of its adapter."""
         ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
         return self.capped(wire.pack_hashes(self.digests(self.scheme.none_hash, 0, ids, salt, lora)), len(ids))
 
     def capped(self, packed: bytes, tokens: int) -> Chain:
-        """As the engine caps a prompt's blocks: its last token is always computed."""
+        """A chain without blocks that no engine takes from its cache: it always computes a prompt's last token."""
         size = self.scheme.block_tokens
         return Chain(self.scheme.scheme_id, size, packed[: max(0, (tokens - 1) // size) * HASH_BYTES])
 
     def digests(self, previous: bytes, blocks: int, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
-        """Full digests of a chain from block number ``blocks`` on, at most MAX_BLOCKS in all.
+        """Full digests of a chain from block number ``blocks`` on; the chain has at most MAX_BLOCKS blocks.
 
-        previous: the digest before; ids: from there on. salt counts in a prompt's first block only. lora: (name, path)
-        of the adapter, in every block.
+        previous: the digest of the block before. ids: the tokens from that block on. The salt is part of a prompt's
+        first block only; lora (name and path of the adapter) is part of every block.
         """
         size, found = self.scheme.block_tokens, list[bytes]()
         count = min(len(ids) // size, MAX_BLOCKS - blocks)
@@ -80,21 +80,23 @@ class Hasher:
         try:
             if self._table:
                 return self._cbor_digests(previous, ids, salt, lora)
-        except IndexError:  # an id beyond the table
+        except IndexError:  # an id is larger than the table; the slower function below takes every id
             pass
         return wire.chain_hashes(self.scheme, ids, None if first else previous, salt, lora, self._new)
 
     def _cbor_digests(self, previous: bytes, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
-        # One block is 83 | bytes head, parent | array head, ids | extra keys; only parent and ids change.
+        # In CBOR, a block is 83 | bytes head, parent | array head, ids | extra keys. Only parent and ids change.
         join, new, head, size = b"".join, self._new, self._head, self.scheme.block_tokens
         later = cbor.encode(wire.extra_keys(self.scheme, None, lora)) if lora is not None else NO_KEYS
-        forms = itemgetter(*ids, 0)(self._table)[:-1]  # of every id, in one call; the 0: of one id it would be no tuple
+        forms = itemgetter(*ids, 0)(self._table)[
+            :-1
+        ]  # all ids in one call; the 0 at the end makes the result a tuple for a single id, too
         groups = zip(repeat(self._array_head), *[iter(forms)] * size, repeat(later), strict=False)
         blocks = list(map(join, groups))
         if salt is not None:
             first = cbor.encode(wire.extra_keys(self.scheme, salt, lora))
             blocks[0] = blocks[0][: len(blocks[0]) - len(later)] + first
-        previous = new(b"\x83" + cbor.encode(previous) + blocks[0]).digest()  # a NONE_HASH may be longer than a digest
+        previous = new(b"\x83" + cbor.encode(previous) + blocks[0]).digest()  # NONE_HASH may be longer than a digest
         digests = [previous]
         for block in blocks[1:]:
             previous = new(head + previous + block).digest()
@@ -103,12 +105,12 @@ class Hasher:
 
 
 def hash_of(algorithm: str) -> Callable[[bytes], Any]:
-    """What makes the hashes of one of vLLM's algorithms: SHA-256 or XXH3-128."""
+    """The hash function of one of vLLM's algorithm names: SHA-256 or XXH3-128."""
     return xxh3_128 if algorithm.startswith("xxhash") else hashlib.sha256
 
 
 def text_chain(text: bytes) -> Chain:
-    """The chain of a text whose tokenizer is unknown: 64 bytes make a block that counts as 16 tokens."""
+    """The chain of a text whose tokenizer is not known: 64 bytes make a block that counts as 16 tokens."""
     previous, packed = TEXT_SCHEME.none_hash, []
     count = min((len(text) - 1) // TEXT_BLOCK_BYTES, MAX_BLOCKS) if text else 0
     for start in range(0, count * TEXT_BLOCK_BYTES, TEXT_BLOCK_BYTES):
@@ -118,21 +120,22 @@ def text_chain(text: bytes) -> Chain:
 
 
 def text_tokens(length: int) -> int:
-    """Tokens that ``length`` bytes of text count as, at least 1."""
+    """The number of tokens that ``length`` bytes of text count as, at least 1."""
     return max(1, length * TEXT_BLOCK_TOKENS // TEXT_BLOCK_BYTES)
 
 
 def text_block_tokens(length: int, tokens: int) -> int:
-    """Tokens of one text block of a prompt that is known to have so many: at most what is counted else."""
+    """Tokens of one text block, of a prompt with ``length`` bytes and ``tokens`` tokens: TEXT_BLOCK_TOKENS at most."""
     return max(1, min(TEXT_BLOCK_TOKENS, tokens * TEXT_BLOCK_BYTES // max(1, length)))
 
 
 def cbor_array_head(length: int) -> bytes:
+    """The bytes that begin a CBOR array of so many items."""
     return cbor.encode((0,) * length)[: -length or None]
 
 
 @cache
 def _cbor_table() -> tuple[bytes, ...]:
-    """The CBOR form of every token id below TABLE_TOKENS, made once (0.1 s, 10 MB)."""
+    """The CBOR form of every token id below TABLE_TOKENS. Made once: it takes 0.1 s and 10 MB."""
     small = [cbor.encode(number) for number in range(65_536)]
     return (*small, *[struct.pack(">BI", 26, number) for number in range(65_536, TABLE_TOKENS)])

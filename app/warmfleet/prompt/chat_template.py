@@ -1,4 +1,4 @@
-"""Chat templates: compiled as transformers compiles them, and what vLLM reads off their syntax tree."""
+"""A chat template, compiled as transformers compiles it, with the facts that vLLM reads from its syntax tree."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from warmfleet.prompt.messages import Format, Message, NotReproducible
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Parameters of transformers' apply_chat_template that a request may set whether or not the template names them.
+#: Parameters of transformers' apply_chat_template that a request may set even if the template does not name them.
 BASE_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "documents"})
 _NAMES_OF_DICT = frozenset(dir(dict))
-#: Its parameters that end there: no template ever sees them.
+#: Parameters that apply_chat_template uses up itself: no template ever sees them.
 SWALLOWED = frozenset(
     {
         *("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
@@ -32,7 +32,7 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the model wrote; rendering only passes it through."""
+    """``{% generation %}`` marks text that the model wrote. Rendering passes this text through unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
 
@@ -46,7 +46,7 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class PlainEnvironment(jinja2.Environment):
-    """For templates the operator trusts: no sandbox, and ``message.role`` looks into a plain dict first."""
+    """For templates that the operator trusts: no sandbox, and ``message.role`` looks into a plain dict first."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _NAMES_OF_DICT:
@@ -55,7 +55,7 @@ class PlainEnvironment(jinja2.Environment):
 
 
 class ChatTemplate:
-    """One template. Raises jinja2.TemplateError (TemplateSyntaxError) if it does not compile."""
+    """One compiled template. Its constructor raises jinja2.TemplateError if the source does not compile."""
 
     state = "approved"
 
@@ -68,7 +68,9 @@ class ChatTemplate:
         tree = environment.parse(source)
         self._source = source
         self._template = environment.from_string(source)
-        self._template.globals = dict(self._template.globals)  # every render copies it: a ChainMap is slow to
+        self._template.globals = dict(
+            self._template.globals
+        )  # every render copies the globals, and a ChainMap is slow to copy
         self._names = frozenset(jinja2.meta.find_undeclared_variables(tree)) - SWALLOWED | BASE_PARAMETERS
         self.knows_developer = knows_developer(source)
         detected: Format = "openai" if any(_content_loops(tree)) else "string"
@@ -76,27 +78,27 @@ class ChatTemplate:
 
     @property
     def here(self) -> ChatTemplate:
-        """What renders in this process; see ``approval.Template``, which may have none."""
+        """This template: it renders in this process. A ``WorkerTemplate`` has None here until it is approved."""
         return self
 
     def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
-        """The prompt text. arguments: of the request, kept if the template names them; fixed: always given.
+        """The prompt text. Of ``arguments`` the template gets those that it names; of ``fixed`` it gets all.
 
-        Raises NotReproducible if the template refuses the messages: the engine will say why.
+        Raises NotReproducible if the template refuses the messages: the engine then tells the client why.
         """
         arguments = {name: value for name, value in arguments.items() if name in self._names}
-        goes_on = arguments.pop("continue_final_message", False)
+        continues = arguments.pop("continue_final_message", False)
         try:
-            if goes_on:
+            if continues:
                 return self._continued(messages, {**fixed, **arguments})
             return self._template.render(messages=messages, **{**fixed, **arguments})
         except (NotReproducible, MemoryError):
             raise
-        except Exception as error:  # a template may raise anything at all
+        except Exception as error:  # a template may raise any exception
             raise NotReproducible("template") from error
 
     def _continued(self, messages: list[Message], arguments: dict[str, Any]) -> str:
-        # As transformers does it: a tag behind the last message tells where to cut what the template appends.
+        # As in transformers: a tag behind the last message shows where the text of the template must be cut off.
         last = dict(messages[-1])
         content = last["content"]
         if isinstance(content, list):
@@ -115,7 +117,7 @@ class ChatTemplate:
 
 
 def knows_developer(source: str) -> bool:
-    """As vLLM looks: does the template name that role?"""
+    """The template names the role ``developer``, by the test that vLLM makes."""
     return '"developer"' in source or "'developer'" in source
 
 
@@ -138,12 +140,12 @@ def _strftime_now(form: str) -> str:
 
 
 # ------------------------------------------------------------ does the template loop over a message's content?
-# vLLM gives such a template a list of parts ("openai"), any other one joined text ("string"). The same rules as
-# vllm/renderers/hf.py, so that "auto" means the same thing in both places.
+# vLLM gives a list of parts ("openai") to a template that does, and one joined text ("string") to every other one.
+# The rules are those of vllm/renderers/hf.py, so that the content format "auto" means the same in both places.
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """``node`` is the variable ``name`` (or its ``key``), behind any filters, tests and slices."""
+    """``node`` reads the variable ``name`` (or its ``key``), perhaps through filters, tests and slices."""
     while isinstance(node, nodes.Filter | nodes.Test) or _is_slice(node):
         node = node.node  # type: ignore[union-attr]  # mypy does not see through _is_slice
     if key is not None:
@@ -156,7 +158,7 @@ def _is_slice(node: nodes.Node | None) -> bool:
 
 
 def _owner(node: nodes.Node | None, key: str) -> nodes.Node | None:
-    """x of ``x[key]`` or ``x.key``."""
+    """The node ``x`` of ``x[key]`` or ``x.key``; None for any other node."""
     if isinstance(node, nodes.Getitem):
         return node.node if isinstance(node.arg, nodes.Const) and node.arg.value == key else None
     return node.node if isinstance(node, nodes.Getattr) and node.attr == key else None
@@ -197,7 +199,7 @@ def _content_loops(tree: nodes.Template) -> Iterator[nodes.For]:
 
 
 def _macro_contents(tree: nodes.Template, messages: list[str]) -> tuple[dict[int, set[str]], set[int]]:
-    """Loops inside macros, and those macros' parameters that receive a message's content."""
+    """For each loop inside a macro: the macro's parameters that receive a message's content; and all such loops."""
     parameters: dict[int, set[str]] = {}
     loops: set[int] = set()
     for macro in tree.find_all(nodes.Macro):

@@ -1,8 +1,8 @@
-"""Where a text may be cut so that its pieces, tokenised one by one, give the ids of the whole.
+"""Where a text may be cut so that its pieces, tokenised one by one, give the token ids of the whole text. Pure.
 
-Two rules are exact for the tokenizers in use: before a space that follows an ASCII letter, and before a special token
-that is split off before anything else is looked at. A tokenizer is checked for both when it is loaded, by what its file
-says and by a thousand difficult strings; one that fails gets the rule it passes, or none. Pure.
+Two rules are exact for the tokenizers in use: a text may be cut before a space that follows an ASCII letter, and before
+a special token that the tokenizer splits off first of all (a separator). Each tokenizer is checked for both rules when
+it is loaded: by the contents of its file, and by a thousand difficult strings. It gets only the rules that it passes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from tokenizers import AddedToken, Tokenizer
 
-GRID = 1_024  # characters of a piece, at least
-WINDOW = 65_536  # characters that are searched in one call, which holds the interpreter: 1 ms
-MAX_SEPARATORS = 16  # those of the chat template: a pattern of hundreds would be slow to look for
+GRID = 1_024  # characters that a piece has at least
+WINDOW = 65_536  # characters searched in one call: it holds the interpreter for 1 ms
+MAX_SEPARATORS = 16  # only those that the chat template uses: a search for hundreds would be slow
 CHECKS = 1_000
-#: Of a pre-tokenizer's pattern, its classes taken out: what may look to the left of where a match begins.
+#: Parts of a pre-tokenizer's pattern that may look to the left of a match. Character classes are taken out before.
 _LOOKS_BACK = re.compile(r"\(\?<[=!]|\\[bBAGKZz]|\^|\$")
 _CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
 _LETTER_SPACE = re.compile("[A-Za-z][ \u0120\u2581]")
@@ -32,18 +32,18 @@ _LETTER = re.compile("[A-Za-z]")
 
 
 class Cuts:
-    """The rules that hold for one tokenizer. Every piece has at least ``grid`` characters, the last one any number."""
+    """The rules that hold for one tokenizer. Every piece but the last has at least ``grid`` characters."""
 
     def __init__(self, separators: Sequence[str], *, spaces: bool, grid: int = GRID) -> None:
         self.separators, self.spaces, self.grid = tuple(separators), spaces, grid
-        rules = (["[A-Za-z] "] if spaces else []) + [re.escape(one) for one in separators]
+        rules = (["[A-Za-z] "] if spaces else []) + [re.escape(separator) for separator in separators]
         self._pattern = re.compile("|".join(rules)) if rules else None
         self._longest = max(map(len, ("a ", *separators)))
 
     def next(self, text: str, start: int) -> tuple[int, int] | None:
-        """(where the piece from ``start`` ends, how far the text has to agree for it to end there), or None.
+        """The end of the piece that begins at ``start``, and the end of the text that decides this; None at the last.
 
-        Depends on the text up to the second number only, so equal beginnings are cut alike.
+        The first number depends only on the text up to the second, so texts that begin alike are cut alike.
         """
         found = self._search(text, start + self.grid - 1)
         while found is not None:
@@ -63,6 +63,7 @@ class Cuts:
         return None
 
     def pieces(self, text: str) -> Iterator[str]:
+        """The text in pieces, first to last."""
         start = 0
         while (cut := self.next(text, start)) is not None:
             yield text[start : cut[0]]
@@ -72,7 +73,11 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a tokenizer's file says. hard: special tokens that are split off before all else. added: all of its own."""
+    """What a tokenizer's file says about cutting.
+
+    hard: special tokens that are split off before the text is looked at further. spaces: cutting before a space may be
+    exact. added: all tokens that the file adds to the model's vocabulary.
+    """
 
     hard: tuple[str, ...]
     spaces: bool
@@ -80,6 +85,7 @@ class Facts:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Facts:
+        """Read from a tokenizer of the ``tokenizers`` library."""
         added = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
         plain = tokenizer.normalizer is None
         hard = tuple(
@@ -90,25 +96,31 @@ class Facts:
         return cls(hard, _spaces_are_safe(tokenizer, added), tuple(token.content for token in added))
 
     def cuts(self, template: str, encode: Callable[[str], Sequence[int]]) -> Cuts:
-        """The rules that hold. template: the chat template; encode: text → ids, nothing added. Takes some 20 ms."""
-        separators = [one for one in self.hard if one in template and not self._overlapped(one)][:MAX_SEPARATORS]
+        """The rules that this tokenizer passes. Takes some 20 ms.
+
+        template: the source of the chat template. encode: text → ids without the special tokens around it.
+        """
+        separators = [token for token in self.hard if token in template and not self._overlapped(token)]
+        separators = separators[:MAX_SEPARATORS]
         for hard, spaces in ((separators, self.spaces), (separators, False), ([], self.spaces)):
             cuts = Cuts(hard, spaces=spaces, grid=1)
             if all(_equal(cuts, sample, encode) for sample in _samples(separators, self.added)):
                 return Cuts(hard, spaces=spaces)
         return Cuts((), spaces=False)
 
-    def _overlapped(self, one: str) -> bool:
-        """Another token may begin before ``one`` and take a part of it."""
-        starts = tuple(one[:length] for length in range(1, len(one)))
-        return any(other.endswith(starts) or (other != one and one in other) for other in self.added)
+    def _overlapped(self, token: str) -> bool:
+        """Another token may begin before ``token`` in a text and take a part of it."""
+        starts = tuple(token[:length] for length in range(1, len(token)))
+        return any(other.endswith(starts) or (other != token and token in other) for other in self.added)
 
 
 def _equal(cuts: Cuts, text: str, encode: Callable[[str], Sequence[int]]) -> bool:
+    """The pieces of ``text`` give the ids of the whole."""
     return list(encode(text)) == list(itertools.chain.from_iterable(map(encode, cuts.pieces(text))))
 
 
 def _spaces_are_safe(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> bool:
+    """By its file, no step of this tokenizer looks across the gap between a letter and a space behind it."""
     model = tokenizer.model
     if type(model).__name__ != "BPE" or model.dropout:
         return False
@@ -121,22 +133,22 @@ def _spaces_are_safe(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> bool:
         spans = _LETTER_SPACE if token.normalized and normalizers else _LETTER_BLANK
         if spans.search(token.content) or (token.rstrip and _LETTER.match(token.content[-1])):
             return False
-    ours = {token.content for token in added}
+    names = {token.content for token in added}
     return not any(
-        _LETTER_SPACE.search(entry) for entry in tokenizer.get_vocab(with_added_tokens=False) if entry not in ours
+        _LETTER_SPACE.search(entry) for entry in tokenizer.get_vocab(with_added_tokens=False) if entry not in names
     )
 
 
 def _flat(part: Any, members: str) -> Iterator[dict[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer as its file describes them, sequences taken apart."""
+    """The parts of a normalizer or pre-tokenizer as its file describes them. Sequences are taken apart."""
     if part is None:
         return
-    said = part if isinstance(part, dict) else json.loads(part.__getstate__())
-    if said.get("type") == "Sequence":
-        for member in said.get(members) or ():
+    described = part if isinstance(part, dict) else json.loads(part.__getstate__())
+    if described.get("type") == "Sequence":
+        for member in described.get(members) or ():
             yield from _flat(member, members)
     else:
-        yield said
+        yield described
 
 
 def _keeps_spaces(normalizer: dict[str, Any]) -> bool:
@@ -154,7 +166,7 @@ def _left_to_right(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _samples(separators: Sequence[str], added: Sequence[str]) -> Iterator[str]:
-    """Texts full of places where one of the rules would cut, with difficult neighbours."""
+    """Texts full of places where a rule would cut, with difficult characters beside them."""
     rng = random.Random(7)
     words = ["a", "The", "end", "I", "x2", "don't", "we'LL", "def"]
     words += ["caf\u00e9", "e\u0301", "na\u00efve", "\u00df", "\ufb01x"]
@@ -163,7 +175,7 @@ def _samples(separators: Sequence[str], added: Sequence[str]) -> Iterator[str]:
     others += ["\u4e2d\u6587", "\u65e5\u672c\u8a9e", "\u0410\u0411", "\u05e9\u05dc", "\u0645\u0631", "\u0301"]
     others += ["\U0001f600", "\U0001f469\u200d\U0001f467", "\u2581", "\u0120"]
     special = [*separators, *added[:48]]
-    special += [one[:-1] for one in separators] + [one[1:] for one in separators]
+    special += [separator[:-1] for separator in separators] + [separator[1:] for separator in separators]
     for _ in range(CHECKS):
         parts = []
         for _ in range(rng.randrange(1, 9)):

@@ -1,9 +1,10 @@
-"""A chat with images, audio or parts we do not understand: what its prompt certainly begins with. Pure.
+"""The certain beginning of a chat's prompt, if the chat has images, audio or parts of unknown types. Pure.
 
-The engine puts a model's own placeholder where such a part stands and replaces it by tokens that only it can know. So
-the prompt is rendered as the engine renders it, and twice more with two different words in the part's place: what all
-three begin with, down to the ids, is the text before the first part. A template whose beginning depends on what comes
-later (one that counts messages, say) shows in the comparison; one that drops the part does not say where it goes.
+Where such a part stands, the engine puts a placeholder of the model and replaces it by tokens that only the engine can
+compute. The router therefore renders the prompt three times: as the engine does, and with two different words in place
+of the part. The token ids that all three begin with belong to the text before the first part. If the beginning depends
+on later messages (a template may count them), the three differ early. If the template drops the part, its place is not
+known, and NotReproducible is raised.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 Line = TypeVar("Line", str, list[int])
 
-#: Types of parts → what a template is told that they are.
+#: Type of a part → its modality, as templates name it.
 MODALITIES = {
     kind: kind.removeprefix("input_").partition("_")[0]
     for kind in (
@@ -33,24 +34,24 @@ MODALITIES = {
         *("video_url", "video_embeds"),
     )
 }
-#: They differ from their first character on, from each other and from any placeholder.
+#: Words that stand for a part. They differ in their first character from each other and from any placeholder.
 REAL, FIRST, SECOND = "\ue0a1", "\ue0b2", "\ue0c3"
-UNSAFE_TOKENS = 8  # before the part: what an engine's processor might make of its surroundings
+UNSAFE_TOKENS = 8  # before the part: an engine's processor may change the text around a part
 
 
 def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) -> list[tuple[Request, Change]]:
-    """What to render, and what to change in its messages when they are the template's: for ``agreed``.
+    """The requests to render for ``agreed``, each with a change to make to the messages that the template gets.
 
     placeholders: the model's own text for each modality, for templates that take text only. Raises NotReproducible if
-    there is no telling where the parts go.
+    the place of the parts cannot be known.
     """
     if all(chat.is_text(part) for message in request.messages for part in _parts(message)):
         raise NotReproducible("parts")
     if any(REAL in text for message in request.messages for text in _texts(message)):
-        raise NotReproducible("parts")  # the client knows our word
+        raise NotReproducible("parts")  # the client uses our word
     items = [MODALITIES[part["type"]] for message in request.messages for part in _parts(message) if _is_item(part)]
     if form == "string" and not all(placeholders.get(item) for item in items):
-        raise NotReproducible("parts")  # such models put their tokens anywhere, mostly in front of everything
+        raise NotReproducible("parts")  # without a placeholder the tokens may go anywhere, mostly to the front
     changes: list[tuple[str, Change]] = [(REAL, lambda m: _as_engine(m, placeholders)), (FIRST, _same), (SECOND, _same)]
     found = [
         (replace(request, messages=[_with(message, word, form) for message in request.messages]), change)
@@ -60,7 +61,7 @@ def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) ->
 
 
 def agreed(texts: list[str], encode: Callable[[str], list[int]]) -> tuple[list[int], int]:
-    """Ids that the prompt certainly begins with, and how many it has about. texts: the rendered variants.
+    """The ids that the prompt certainly begins with, and about how many ids it has. texts: the rendered variants.
 
     Raises NotReproducible if the template drops the parts.
     """
@@ -71,16 +72,16 @@ def agreed(texts: list[str], encode: Callable[[str], list[int]]) -> tuple[list[i
     return common(certain, whole)[:-UNSAFE_TOKENS], len(whole)
 
 
-def common(one: Line, other: Line) -> Line:
-    """The longest common beginning, by bisection: comparisons of slices are fast."""
-    low, high = 0, min(len(one), len(other))
+def common(left: Line, right: Line) -> Line:
+    """The longest common beginning, found by bisection: slices are compared fast."""
+    low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if left[low:middle] == right[low:middle]:
             low = middle
         else:
             high = middle - 1
-    return one[:low]
+    return left[:low]
 
 
 def _texts(message: Message) -> list[str]:
@@ -103,22 +104,22 @@ def _is_item(part: Any) -> bool:
 
 
 def _with(message: Message, word: str, form: Format) -> Message:
-    """``word`` and the modality for every part that is one; alone for the whole content if we do not understand it."""
+    """``word`` and the modality in place of each media part; ``word`` in place of a content with unknown parts."""
     parts = _parts(message)
     if all(map(chat.is_text, parts)):
         return message
     if message["role"] != "user" or not all(chat.is_text(part) or _is_item(part) for part in parts):
         return message | {"content": word}
-    stand = [
+    replaced = [
         part if chat.is_text(part) else {"type": "text", "text": word + MODALITIES[part["type"]]} for part in parts
     ]
     if form == "string":  # the engine puts placeholders in front of a message's text
-        stand.sort(key=lambda part: not (isinstance(part, dict) and str(part.get("text")).startswith(word)))
-    return message | {"content": stand}
+        replaced.sort(key=lambda part: not (isinstance(part, dict) and str(part.get("text")).startswith(word)))
+    return message | {"content": replaced}
 
 
 def _without(request: Request) -> Request:
-    """Nothing where the parts are: an empty text, as some templates want a message to have some."""
+    """The request without its media parts. Each becomes an empty text: some templates want a message to have text."""
     messages = [
         message | {"content": [part if chat.is_text(part) else "" for part in _parts(message)]}
         if _parts(message)
@@ -129,7 +130,7 @@ def _without(request: Request) -> Request:
 
 
 def _as_engine(messages: list[Message], placeholders: Mapping[str, Any]) -> list[Message]:
-    """The stand-ins of the real text as the engine gives them to the template."""
+    """The messages with each stand-in replaced as the engine replaces the part."""
     return [message | {"content": _content(message["content"], placeholders)} for message in messages]
 
 

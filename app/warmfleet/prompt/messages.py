@@ -1,7 +1,7 @@
-"""Messages of a chat request → what vLLM hands to the chat template (its `chat_utils` rules). Pure.
+"""Turns the messages of a chat request into those that vLLM hands to the chat template (its `chat_utils`). Pure.
 
-Only what a router can reproduce passes; everything else raises NotReproducible with a short reason, which becomes
-the label of a counter: such a request is routed by load alone.
+A message that the router cannot turn as the engine does raises NotReproducible with a short reason. The reason becomes
+the label of a counter, and the request is routed by load alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Format = Literal["string", "openai"]
 Message = dict[str, Any]
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
-#: Fields of a part that vLLM knows; a text part keeps all others for a template that loops over parts.
+#: Fields of a part that vLLM reads itself. A template that loops over parts sees only the other fields of a text part.
 KNOWN_PART_FIELDS = frozenset(
     {
         *("type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file", "prompt_cache_breakpoint"),
@@ -24,11 +24,11 @@ KNOWN_PART_FIELDS = frozenset(
         *("video_url", "video_embeds"),
     }
 )
-BILLING_HEADER = "x-anthropic-billing-header"  # one client's first system line: it differs in every request
+BILLING_HEADER = "x-anthropic-billing-header"  # one client sends it as its first system line, new in every request
 
 
-class NotReproducible(Exception):  # noqa: N818  not an error: the engine can serve it, the router cannot foresee it
-    """``reason``: one word for the metric."""
+class NotReproducible(Exception):  # noqa: N818  no error: the engine serves such a request
+    """The router cannot make the token ids that the engine will make. ``reason``: a word for the metric."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -36,7 +36,7 @@ class NotReproducible(Exception):  # noqa: N818  not an error: the engine can se
 
 
 def conversation(messages: Iterable[Message], content_format: Format) -> list[Message]:
-    """The messages as the template sees them; raises NotReproducible for parts that are not text."""
+    """The messages as the template gets them. Raises NotReproducible if a part is not text."""
     return [_message(message, content_format) for message in messages]
 
 
@@ -94,7 +94,7 @@ def _text(part: Any) -> str | None:
 
 
 def is_text(part: Any) -> bool:
-    """The part is text, or an empty one of those types."""
+    """The part is text, or a text part without any."""
     if isinstance(part, str):
         return True
     if not isinstance(part, dict) or not isinstance(part.get("type"), str) or part["type"] not in TEXT_PARTS:
@@ -104,7 +104,7 @@ def is_text(part: Any) -> bool:
 
 
 def _without_billing_header(part: Any) -> Any:
-    """The part without the header's line; None if nothing is left. Of the text parts only "text" ones have it taken."""
+    """The part without the line of the billing header; None if nothing is left. vLLM looks at "text" parts only."""
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
     if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
         return part
@@ -113,7 +113,7 @@ def _without_billing_header(part: Any) -> Any:
 
 
 def _tool_call(call: Any) -> Message:
-    """Keys in the order in which the engine's model of a tool call has them; arguments as an object."""
+    """A tool call with its keys in the engine's order, and its arguments as an object."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise NotReproducible("tool_calls")
     function = call["function"]
@@ -125,13 +125,13 @@ def _tool_call(call: Any) -> Message:
             arguments = {}
     if not isinstance(arguments, dict):
         arguments = {}
-    known = {"arguments": arguments} | {name: value for name, value in function.items() if name != "arguments"}
-    first = {"id": call.get("id"), "function": known, "type": call.get("type")}
+    reordered = {"arguments": arguments} | {name: value for name, value in function.items() if name != "arguments"}
+    first = {"id": call.get("id"), "function": reordered, "type": call.get("type")}
     return first | {name: value for name, value in call.items() if name not in first}
 
 
 def _developer_tools(tools: Any) -> list[Message] | None:
-    """A developer's own tools: as they came, but for the order of their keys."""
+    """The tools of a developer message, unchanged but for the order of their keys."""
     if tools is None:
         return None
     if not isinstance(tools, list):
@@ -148,7 +148,7 @@ def _developer_tools(tools: Any) -> list[Message] | None:
 
 
 def tool_schemas(tools: Any) -> list[Message] | None:
-    """Tools as the engine dumps them: known fields in its order, an absent description or parameters is null."""
+    """Tools as the engine dumps them: known fields in its order; an absent description or parameters becomes null."""
     if not tools:
         return None
     if not isinstance(tools, list):
@@ -162,8 +162,8 @@ def _tool_schema(tool: Any) -> Message:
         raise NotReproducible("tools")
     deferred = tool.get("defer_loading")
     schema = {name: function.get(name) for name in ("name", "description", "parameters")}
-    own = function.get("defer_loading")
-    flags = {"strict": function.get("strict"), "defer_loading": deferred if own is None else own}
+    functions_own = function.get("defer_loading")
+    flags = {"strict": function.get("strict"), "defer_loading": deferred if functions_own is None else functions_own}
     given = {name: value for name, value in (*flags.items(), ("defer_loading", deferred)) if value is not None}
     if not all(isinstance(value, bool) for value in given.values()):
         raise NotReproducible("tools")  # the engine reads "yes" or 1 as true
@@ -173,7 +173,7 @@ def _tool_schema(tool: Any) -> Message:
 
 
 def developer_to_system(messages: list[Message]) -> list[Message]:
-    """For a template that does not know the role: developer becomes system, and all system text goes to the front."""
+    """For a template without the role ``developer``: it becomes ``system``, and all system text goes to the front."""
     if all(message["role"] != "developer" for message in messages):
         return messages
     messages = [_as_system(message) if message["role"] == "developer" else message for message in messages]

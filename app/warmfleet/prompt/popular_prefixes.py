@@ -1,8 +1,8 @@
-"""Which prefixes the prompts of one model have in common, by how often: what a joining engine is warmed with.
+"""Counts the prefixes that prompts of one model have in common. A joining worker is prewarmed with the most used.
 
-A prompt counts once, at the last piece of it that an earlier prompt had: the users of a system prompt all at its end,
-each turn of a conversation somewhere else. Counts are halved in time, and when there are too many; prefixes that the
-trie has forgotten are forgotten here.
+A prompt counts once: at its last piece that an earlier prompt had as well. The users of one system prompt thus all
+count at its end; the turns of a conversation count in different places. All counts are halved every HALF_LIFE_S, and
+when there are too many. A prefix that the trie forgets is forgotten here, too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 MAX_COUNTED = 1_024
 HALF_LIFE_S = 300.0
-LEAST = 2.0  # uses: less is a conversation that was asked twice
+LEAST = 2.0  # uses: fewer may be a conversation that was asked twice
 
 
 class Uses:
-    """Of one model under one identity; used by the event loop alone."""
+    """The counts of one model under one identity; used by the event loop alone."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -34,7 +34,7 @@ class Uses:
         return len(self._counts)
 
     def note(self, prompt: Prompt, identity_key: str) -> None:
-        """A prompt was read. identity_key: what made its ids; those of another one are of no use."""
+        """Count a prompt. identity_key: the identity that made its ids; a new one empties the counts."""
         node = prompt.shared
         if identity_key != self._identity:
             self._identity, self._counts = identity_key, WeakKeyDictionary()
@@ -47,20 +47,20 @@ class Uses:
         counts[node] = counts.get(node, 0.0) + 1.0
 
     def most_used(self, limit: int) -> list[Node]:
-        """The last pieces of at most so many prefixes, the most used first; none that another one begins with."""
+        """The last pieces of at most ``limit`` prefixes, the most used first; none that a chosen one begins with."""
         self._age()
         chosen: list[Node] = []
-        begun: set[Node] = set()  # pieces of the chosen, and what is above them
-        ranked = sorted(self._counts.items(), key=lambda one: (-one[1], -one[0].tokens))
+        covered: set[Node] = set()  # the chosen pieces and all pieces above them
+        ranked = sorted(self._counts.items(), key=lambda item: (-item[1], -item[0].tokens))
         for node, count in ranked:
             if len(chosen) == limit or count < LEAST:
                 break
-            if node in begun:
+            if node in covered:
                 continue
             chosen.append(node)
             above: Node | None = node
-            while above is not None and above not in begun:
-                begun.add(above)
+            while above is not None and above not in covered:
+                covered.add(above)
                 above = above.parent
         return chosen
 
@@ -71,7 +71,7 @@ class Uses:
             self._halve()
 
     def _halve(self) -> None:
-        """What was used once since the last time goes, so at the bound there is room again, now or soon."""
+        """Halve all counts and forget those below LEAST, so that there is room for others."""
         counts = self._counts
         for node, count in list(counts.items()):
             if count < LEAST:

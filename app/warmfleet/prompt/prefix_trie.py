@@ -1,8 +1,9 @@
-"""Prompt trie: ids and hashes of earlier prompts, by pieces of their text: a turn costs what is new in it.
+"""A trie of earlier prompts: each piece of text with its token ids and block hashes, so that only new text costs time.
 
-A node is a piece of text behind the pieces above it; a text is cut by rules that make the pieces' ids join to the ids
-of the whole (``cuts``). Nodes never change once they are in; one lock guards who is in, in which order, and the bytes.
-The least recently used leave when there are more than ``limit_bytes``; a node leaves after all below it.
+A node is a piece of text behind the pieces above it. A text is cut by rules under which the ids of its pieces, joined,
+are the ids of the whole (``cut_points``). A node does not change once it is in the trie. One lock guards the membership
+and order of nodes and the count of bytes. When the trie has more than ``limit_bytes``, the least recently used nodes
+leave; a node leaves after all nodes below it.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Chain, Hasher, Lora
     from warmfleet.prompt.cut_points import Cuts
 
-NODE_BYTES = 900  # of objects, beside text, ids and hashes
-HASHER_BYTES = 160  # of objects, for each hasher
-TOKEN_BYTES = 11  # an id, and its digits once they are asked for
-ONE_PROMPT = 4  # a prompt may fill this part of the trie: the rest belongs to others
+NODE_BYTES = 900  # of Python objects, beside text, ids and hashes
+HASHER_BYTES = 160  # of Python objects, for each hasher
+TOKEN_BYTES = 11  # an id, and its digits once they were needed
+ONE_PROMPT = 4  # one prompt may fill a quarter of the trie: the rest belongs to others
 
 
 class Node:
-    """One piece. key: its text and as much behind it as says that it ends there. tokens: with all above it.
+    """One piece of text.
 
-    hashes, ends: one for each hasher, of the blocks that are full with this piece, and the digest of the last block so
-    far; set once, before the node is in the trie.
+    key: the text of the piece, and as much text behind it as decides where the piece ends. size: characters of the
+    piece. tokens: the number of ids of this piece and of all above it. hashes: for each hasher, the packed hashes of
+    the blocks that this piece fills. ends: for each hasher, the digest of the last block so far. Both are set once,
+    before the node is in the trie.
     """
 
     __slots__ = (
@@ -58,30 +61,30 @@ class Node:
         self.ends: list[bytes] = []
         self.children: dict[Hashable, Node] = {}
         self._digits: bytes | None = None
-        self.latest: Node | None = None  # the child that was met last: compared before any cut is looked for
+        self.latest: Node | None = None  # the child that was found last: ``find`` compares it before it looks for a cut
 
     @property
     def digits(self) -> bytes:
-        """The ids as they stand in a JSON list; written once."""
+        """The ids as they stand in a JSON list. Made once."""
         if self._digits is None:
             self._digits = _digits(self.ids)
         return self._digits
 
     @property
     def cost(self) -> int:
-        """Bytes, about."""
-        key = self.key if isinstance(self.key, str) else repr(self.key)  # a root's has the salt
+        """The bytes that this node takes, about."""
+        key = self.key if isinstance(self.key, str) else repr(self.key)  # the key of a root is a tuple with the salt
         text = len(key) if key.isascii() else 4 * len(key)
         hashes = HASHER_BYTES * len(self.hashes) + sum(map(len, self.hashes))
         return NODE_BYTES + text + TOKEN_BYTES * len(self.ids) + hashes
 
 
-@dataclass(slots=True)  # not frozen, which would be slower to make: nobody changes one
+@dataclass(slots=True)  # never changed, but not frozen: a frozen one is slower to make
 class Prompt:
-    """One prompt of a request as the engines see it: ids in pieces, and a chain for each hasher.
+    """One prompt of a request as the engines see it: its ids in pieces, and a chain for each hasher.
 
-    known_tokens: of these, how many were known before. nodes: the first of the pieces, as far as they are kept.
-    shared: the last piece that an earlier prompt had, if one had any.
+    known_tokens: the number of ids that earlier prompts had as well. nodes: the nodes of the first pieces; the last
+    piece has none. shared: the last node that an earlier prompt had, or None.
     """
 
     parts: Sequence[array[int]]
@@ -93,22 +96,24 @@ class Prompt:
 
     @property
     def ids(self) -> list[int]:
+        """All ids in one list."""
         whole = array("I")
         for part in self.parts:
             whole += part
         return whole.tolist()
 
     def json(self) -> bytes:
-        """The ids as a JSON list, at the cost of those that no earlier prompt had."""
+        """The ids as a JSON list. The digits of pieces that an earlier prompt had are not made again."""
         pieces = [node.digits for node in self.nodes] + [_digits(part) for part in self.parts[len(self.nodes) :]]
         return b"[%b]" % b",".join([piece for piece in pieces if piece])
 
 
-@dataclass(slots=True)  # not frozen, as above
+@dataclass(slots=True)  # never changed, but not frozen, as above
 class Reading:
-    """How a text becomes ids and hashes. encode: text → ids without specials; prefix, suffix: the specials around them.
+    """How a text becomes ids and hashes. Prompts share pieces only if their readings have the same ``key``.
 
-    name: whatever else tells readings apart whose pieces must not be shared.
+    name: tells apart readings whose pieces must not be shared, beyond the other fields. encode: text → ids without
+    special tokens. prefix, suffix: the special tokens around them.
     """
 
     name: Hashable
@@ -122,24 +127,25 @@ class Reading:
 
     @property
     def key(self) -> Hashable:
+        """The key of the root for this reading."""
         return self.name, self.prefix.tobytes(), self.hashers, self.salt, self.lora
 
 
 class Trie:
-    """Bounded by bytes; used by many threads at once."""
+    """All nodes, with a bound for their bytes. Several threads use it at once."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.bytes = 0
         self._top = Node(None, None, 0, array("I"))
-        self._used: OrderedDict[Node, int] = OrderedDict()  # -> its cost; the least recently used first
+        self._used: OrderedDict[Node, int] = OrderedDict()  # node -> its cost in bytes; the least recently used first
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._used)
 
     def find(self, text: str, reading: Reading) -> list[Node]:
-        """The longest known path: the root first. The root may be new."""
+        """The longest path of nodes that ``text`` begins with, root first. The root may be new, not yet in the trie."""
         root = self._top.children.get(reading.key) or self._root(reading)
         node, at, path = root, 0, [root]
         while True:
@@ -155,10 +161,10 @@ class Trie:
             node = child
 
     def read(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
-        """The prompt; its new pieces are kept. path: what ``find`` has just returned."""
+        """The prompt of a text. Its new pieces are put into the trie. path: the result of ``find``, if at hand."""
         path = self.find(text, reading) if path is None else path
         known, node = len(path), path[-1]
-        at = sum([one.size for one in path])
+        at = sum([above.size for above in path])
         while (cut := reading.cuts.next(text, at)) is not None:
             node = Node(node, text[at : cut[1]], cut[0] - at, reading.encode(text[at : cut[0]]))
             path.append(node)
@@ -167,7 +173,7 @@ class Trie:
         chains = tuple([_chain(k, hasher, path, known, tail, reading) for k, hasher in enumerate(reading.hashers)])
         self._keep(path, known)
         last = path[known - 1]
-        parts = [*[one.ids for one in path], tail]
+        parts = [*[piece.ids for piece in path], tail]
         return Prompt(parts, node.tokens + len(tail), chains, last.tokens, path, last if known > 1 else None)
 
     def _root(self, reading: Reading) -> Node:
@@ -177,7 +183,10 @@ class Trie:
         return root
 
     def _keep(self, path: Sequence[Node], known: int) -> None:
-        """Add what is new, move the path to the young end (the root last, so that it leaves last), evict the oldest."""
+        """Add the new nodes of ``path``, mark the whole path as used, and evict the oldest nodes above the limit.
+
+        The root is marked last, so that it leaves last.
+        """
         with self._lock:
             room = self.limit_bytes // ONE_PROMPT
             for node in path[known:] if path[0] in self._used else (path[0], *path[known:]):
@@ -196,7 +205,7 @@ class Trie:
     def _add(self, node: Node, cost: int) -> None:
         parent = node.parent
         if parent is None or node in self._used or node.key in parent.children:
-            return  # known, or another thread was first
+            return  # it is in the trie, or another thread has added its like
         if parent is self._top or parent in self._used:
             parent.children[node.key] = parent.latest = node
             self._used[node] = cost
@@ -213,15 +222,15 @@ class Trie:
 
 
 def whole(node: Node) -> tuple[list[int], str | None, Lora]:
-    """The ids up to the end of this piece, and the salt and the adapter of the prompts that it belongs to."""
+    """The ids of a prompt up to the end of this piece, and the salt and the adapter of such prompts."""
     path = [node]
     while (above := path[-1].parent) is not None:
         path.append(above)
     _top, root = path.pop(), path[-1]
     _name, _prefix, _hashers, salt, lora = cast("tuple[Hashable, ...]", root.key)
     ids = array("I")
-    for one in reversed(path):
-        ids += one.ids
+    for piece in reversed(path):
+        ids += piece.ids
     return ids.tolist(), cast("str | None", salt), cast("Lora", lora)
 
 
@@ -230,7 +239,7 @@ def _digits(ids: array[int]) -> bytes:
 
 
 def _chain(k: int, hasher: Hasher, path: list[Node], known: int, tail: array[int], reading: Reading) -> Chain:
-    """The chain by hasher ``k`` of a path, of which the first ``known`` nodes are hashed already, and its tail."""
+    """The chain, by hasher number ``k``, of a path and the ids behind it. The first ``known`` nodes have hashes."""
     ids = _rest(path[:known], hasher)
     for node in path[known:]:
         ids += node.ids
@@ -256,9 +265,9 @@ def _blocks(tokens: int, hasher: Hasher) -> int:
 
 
 def _hash(hasher: Hasher, end: bytes, path: Sequence[Node], known: int, ids: array[int], reading: Reading) -> bytes:
-    """Packed hashes of what is behind the ``known`` first nodes, in one go; each new node gets its share.
+    """Packed hashes of the blocks behind the first ``known`` nodes, made in one call. Each new node gets its share.
 
-    end: the digest before; ids: behind the blocks that it ends.
+    end: the digest of the last block before. ids: all ids behind that block.
     """
     before = done = _blocks(path[known - 1].tokens, hasher) if known else 0
     digests = hasher.digests(end, before, ids, reading.salt, reading.lora)

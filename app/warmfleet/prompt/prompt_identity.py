@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
     from warmfleet.prompt.tokenizer import Encoder
 
-MAX_WAITING = 64  # texts in the executor; beyond, requests are routed by load
-INLINE_BYTES = 65_536  # larger bodies are rendered and read in the executor: 1 ms of the event loop and more
+MAX_WAITING = 64  # texts that wait for the executor; further requests are routed by load
+INLINE_BYTES = 65_536  # larger bodies are rendered and read in the executor: they take more than 1 ms
 INLINE_CHARACTERS = 2_000  # a longer new text is tokenised in a thread: 1.5 ms of the event loop with the slow engine
-FAST_FACTOR = 20  # how much longer a new text may be inline with the fast engine: 1.5 ms of the event loop
+FAST_FACTOR = 20  # the fast tokenizer reads so much longer texts in the event loop: it then takes 1.5 ms
 
 NO_IDS = array("I")
 Made = TypeVar("Made")
@@ -63,7 +63,11 @@ class WorkerTemplate(Protocol):
 
 
 class Identity:
-    """Token ids and block hashes of requests of one model, exactly as its engines see them."""
+    """Makes the token ids and block hashes of one model's requests, exactly as its engines do.
+
+    facts: announced by the server that brought the template and the tokenizer. cuts: where texts may be cut (``None``:
+    nowhere). ``key`` names the identity among those of this replica.
+    """
 
     kind = "exact"
 
@@ -92,23 +96,23 @@ class Identity:
 
     @property
     def tokenizer(self) -> str:
-        """For people: how fast texts become ids, and whether of a conversation only what is new has to."""
+        """For people: ``fast`` or ``slow``, and ``no pieces`` if every turn of a chat is tokenised as a whole."""
         cuts = self._readings[True].cuts
         engine = "fast" if self.encoder.fast else "slow"
         return engine if cuts.separators or cuts.spaces else f"{engine}, no pieces"
 
     @property
     def template(self) -> str:
-        """For people: what becomes of chats."""
+        """For people: the state of the chat template, or ``none``."""
         return self._template.state if self._template is not None else "none"
 
     async def prompts(
         self, request: Request, hashers: tuple[Hasher, ...], lora: Lora, inline_characters: int
     ) -> list[Prompt]:
-        """Every prompt of the request; of several only the longest gets its chains: it decides where they go.
+        """Every prompt of the request. Of several, only the longest gets chains: it decides where all of them go.
 
-        Raises NotReproducible with the reason. What has more than ``inline_characters`` of new text (for the slow
-        engine) goes to the executor, large chats as a whole.
+        A text with more than ``inline_characters`` new characters is read in the executor; with the fast tokenizer
+        FAST_FACTOR times as many. A large chat is rendered there as well. Raises NotReproducible with the reason.
         """
         reading = replace(self._readings[request.add_special_tokens], hashers=hashers, salt=request.salt, lora=lora)
         if request.endpoint == "chat":
@@ -125,16 +129,19 @@ class Identity:
         return [await self._read(prompt, reading, inline_characters)]
 
     async def token_ids(self, request: Request, inline_characters: int) -> list[list[int]]:
-        """The ids alone, a list for each prompt. Raises NotReproducible with the reason."""
+        """The ids alone, one list for each prompt. Raises NotReproducible with the reason."""
         return [prompt.ids for prompt in await self.prompts(request, (), None, inline_characters)]
 
     async def beginning(self, request: Request) -> tuple[list[int], int]:
-        """Ids that a chat with images certainly begins with, and how many it has about. Raises NotReproducible."""
+        """The certain first ids of a chat with images, and about how many ids it has. Raises NotReproducible."""
         template = self._template
         if template is None or not self._multimodal:
             raise NotReproducible("parts")
         form = await template.ready() if template.here is None else template.here.content_format
-        texts = [await self._variant(template, form, *one) for one in variants(request, form, self._placeholders)]
+        texts = [
+            await self._variant(template, form, variant, change)
+            for variant, change in variants(request, form, self._placeholders)
+        ]
         reading = self._readings[request.add_special_tokens]
         return await self._elsewhere(lambda: agreed(texts, lambda text: self._read_now(text, reading).ids))
 
@@ -148,14 +155,14 @@ class Identity:
         return await self._elsewhere(lambda: here.render(*make()))
 
     def render(self, request: Request) -> str:
-        """The prompt text of a chat request, made in this process."""
+        """The prompt text of a chat, rendered in this process. Raises NotReproducible."""
         here = None if self._template is None else self._template.here
         if here is None:
             raise NotReproducible("no_template")
         return here.render(*self._rendering(request, here.content_format, knows_developer=here.knows_developer))
 
     async def _render_apart(self, request: Request, template: WorkerTemplate) -> str:
-        """The same in the process of a template that nobody approved."""
+        """The prompt text of a chat, rendered in the template's own process. Raises NotReproducible."""
         form = await template.ready()
         make = partial(self._rendering, request, form, knows_developer=template.knows_developer)
         large = request.size_bytes > INLINE_BYTES
@@ -164,7 +171,10 @@ class Identity:
     def _rendering(
         self, request: Request, content_format: Format, *, knows_developer: bool, change: Change | None = None
     ) -> Rendering:
-        """Messages and variables as a template gets them. change: of the messages, before."""
+        """The messages, the request's variables and the fixed ones, as the template gets them.
+
+        change: applied to the messages of ``conversation``.
+        """
         tools = request.tools
         if tools and not self._tools_known:
             raise NotReproducible("tools")
@@ -187,22 +197,24 @@ class Identity:
     def _read_now(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
         try:
             return self._trie.read(text, reading, path)
-        except (UnicodeEncodeError, UnicodeDecodeError) as error:  # a lone surrogate: the engine answers 400
+        except (UnicodeEncodeError, UnicodeDecodeError) as error:  # half a surrogate pair: the engine answers 400
             raise NotReproducible("unicode") from error
 
     def _read_all(self, given: Sequence[str | list[int]], reading: Reading) -> list[Prompt]:
         plain = replace(reading, hashers=()) if len(given) > 1 else reading
-        prompts = [_given(one, plain) if isinstance(one, list) else self._read_now(one, plain) for one in given]
+        prompts = [
+            _given(prompt, plain) if isinstance(prompt, list) else self._read_now(prompt, plain) for prompt in given
+        ]
         if len(given) > 1:
-            k = max(range(len(prompts)), key=lambda one: prompts[one].tokens)
-            prompts[k] = _given(prompts[k].ids, reading)
+            longest = max(range(len(prompts)), key=lambda k: prompts[k].tokens)
+            prompts[longest] = _given(prompts[longest].ids, reading)
         return prompts
 
     def _render_and_read(self, request: Request, reading: Reading) -> Prompt:
         return self._read_now(self.render(request), reading)
 
     async def _elsewhere(self, work: Callable[..., Made], *args: Any) -> Made:
-        """In the executor. Raises NotReproducible if too many wait for it."""
+        """Run ``work`` in the executor. Raises NotReproducible if too many texts wait for it."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
         self._waiting += 1
@@ -213,7 +225,7 @@ class Identity:
 
 
 def _reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:
-    """How texts are read; what differs from request to request is filled in later."""
+    """How texts are read. Hashers, salt and adapter differ from request to request and are filled in later."""
     if encoder.affixes is None or cuts is None:
         encode = encoder.whole if special else encoder.plain
         return Reading((encoder.name, special), encode, Cuts((), spaces=False))
@@ -223,17 +235,20 @@ def _reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:
 
 
 def _given(ids: list[int], reading: Reading) -> Prompt:
-    """A prompt whose ids the client has sent."""
+    """The prompt of ids that the client has sent."""
     made = array("I", ids)
     chains = tuple(hasher.chain(made, reading.salt, reading.lora) for hasher in reading.hashers)
     return Prompt((made,), len(made), chains)
 
 
 def canonical_text(request: Request) -> list[bytes]:
-    """What stands for the token ids where no tokenizer is known: equal prompts give equal bytes, and so do prefixes."""
+    """Bytes to hash in place of token ids while no tokenizer is known, for each prompt.
+
+    Equal prompts give equal bytes, and prompts that begin alike give bytes that begin alike. Raises NotReproducible.
+    """
     try:
         head = orjson.dumps([request.model, request.salt, request.tools])
-    except TypeError as error:  # nested deeper than orjson goes
+    except TypeError as error:  # nested deeper than orjson can write
         raise NotReproducible("tools") from error
     if request.endpoint == "completions":
         return [
@@ -242,5 +257,5 @@ def canonical_text(request: Request) -> list[bytes]:
         ]
     try:
         return [head + b"".join([orjson.dumps(message) for message in chat.conversation(request.messages, "string")])]
-    except TypeError as error:  # a lone surrogate in a tool call's arguments
+    except TypeError as error:  # half a surrogate pair in the arguments of a tool call
         raise NotReproducible("unicode") from error

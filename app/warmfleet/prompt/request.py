@@ -1,4 +1,4 @@
-"""Body → request: parsed once, checked only as far as routing needs; the engine judges the rest."""
+"""Parses the body of a request, once. Only the fields that routing needs are checked; the engine checks the rest."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/cha
 MAX_PROMPTS = 256
 MAX_SAMPLES = 256
 MAX_MESSAGES = 4_096
-MAX_VALUES = 1_100_000  # in a body, told by its commas: reading more would hold up all other requests
-MAX_MODEL_LEN = 2**20  # tokens, where an engine does not say
-TOKEN_BYTES = 16  # of JSON, for a token: real text has less than half
-MAX_BOOKED_TOKENS = 2**22  # one request may not overflow a row of sums
+MAX_VALUES = 1_100_000  # in a body, by its commas: parsing more would hold up all other requests
+MAX_MODEL_LEN = 2**20  # tokens, where an engine announces no limit
+TOKEN_BYTES = 16  # of JSON for one token, at most: real text has less than half of that
+MAX_BOOKED_TOKENS = 2**22  # one request must not overflow the sums of a load row
 
-#: Fields that change the prompt behind the router's back: refused unless the operator allows them by name.
+#: Fields by which an engine makes another prompt than the router. Refused unless the operator allows them by name.
 REFUSED = ("chat_template", "kv_transfer_params")
-#: Fields that make the prompt, or the use of the cache, unforeseeable: such a request is routed by load alone.
+#: Field → reason, if with it the prompt or its use of the cache cannot be foreseen. Such a request is routed by load.
 UNFORESEEABLE = {
     "prompt_embeds": "embeds",
     "prompt_logprobs": "prompt_logprobs",  # such requests skip the cache
@@ -36,26 +36,27 @@ UNFORESEEABLE = {
     "mm_processor_kwargs": "parts",
     "suffix": "suffix",
 }
-#: Fields for which the engine needs the prompt's text itself: such a request is never handed off as token ids.
+#: Fields for which the engine needs the text of the prompt: such a request is never handed off as token ids.
 TEXT_ONLY = ("echo", "return_prompt_text")
-#: Fields of a chat whose numbers a template may print, beside those in its messages.
+#: Fields of a chat, beside its messages, whose numbers a template may print.
 NOT_ONLY_TEXT = ("tools", "chat_template_kwargs", "documents")
-#: Of chat_template_kwargs: with ``tokenize`` the template's ids come by another way.
+#: Keys of chat_template_kwargs with which the engine makes the ids in another way.
 UNFORESEEABLE_ARGUMENTS = ("tokenize", "chat_template")
 MAX_SALT = 1_024  # characters; newer engines take 128
-#: orjson reads an integer of more than 64 bits as a float, vLLM does not.
+#: orjson reads an integer of more than 64 bits as a float; vLLM reads it exactly.
 _LONG = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
 _LONG_NUMBER = re.compile(rb"[\[:,]\s*-?\d{19}")
-MAX_LONG_NUMBERS_BYTES = 1_000_000  # of a body with such numbers: the other parser is slow
+MAX_LONG_NUMBERS_BYTES = 1_000_000  # of a body with such numbers: the exact parser is slow
 
 
 @dataclass(slots=True)
 class Request:
-    """What routing needs of a body. ``unforeseen``: why the prompt cannot be known, else empty. ``text_only``: the
-    engine needs the prompt's text to answer.
+    """The fields of a body that routing needs.
 
-    prompts: completions only, each a text or token ids. arguments: for the chat template. size_bytes: of the body.
-    cache_key: OpenAI's ``prompt_cache_key``, which names what requests have in common.
+    unforeseen: the reason why the prompt cannot be known, else empty. text_only: the engine needs the text of the
+    prompt to answer. prompts: of a completion, each a text or token ids. arguments: of a chat, for its template.
+    size_bytes: of the body. cache_key: OpenAI's ``prompt_cache_key``, by which clients group requests with a common
+    beginning.
     """
 
     endpoint: Endpoint
@@ -82,7 +83,7 @@ class Request:
 
 
 def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
-    """Raises BadRequest naming the field at fault, TooLarge."""
+    """The request of a body. Raises BadRequest with the name of the field at fault, or TooLarge."""
     data = decoded(body)
     request = from_dict(endpoint, data, allowed)
     request.size_bytes = len(body)
@@ -92,7 +93,10 @@ def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Req
 
 
 def decoded(body: bytes) -> dict[str, Any]:
-    """The JSON object, its numbers as vLLM reads them if it is not very large. Raises BadRequest, TooLarge."""
+    """The JSON object of a body. Raises BadRequest, TooLarge.
+
+    Its long numbers are exact, as vLLM reads them, unless the body is larger than MAX_LONG_NUMBERS_BYTES.
+    """
     if body.count(b",") > MAX_VALUES:
         raise TooLarge(f"The body has more than {MAX_VALUES} values.")
     try:
@@ -107,7 +111,7 @@ def decoded(body: bytes) -> dict[str, Any]:
 
 
 def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = ()) -> Request:
-    """The same for a body that is already parsed; its size is the caller's to tell."""
+    """The request of a body that is parsed already. The caller sets ``size_bytes``."""
     for name in REFUSED:
         given = data.get(name)
         if given is None and name == "chat_template" and isinstance(data.get("chat_template_kwargs"), dict):
@@ -138,17 +142,17 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
 
 
 def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
-    """Whether a number that may reach the prompt is one that orjson has changed, perhaps: the other parser decides."""
+    """orjson may have changed a number that reaches the prompt, so the exact parser must read the body."""
     if not any(data.get(name) for name in NOT_ONLY_TEXT):
         messages = data.get("messages")
-        values = [one.values() for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
-        if {type(value) for one in values for value in one} <= {str}:
+        objects = [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+        if {type(value) for message in objects for value in message.values()} <= {str}:
             return False
     return b"0" * 19 in body.translate(_LONG) and _LONG_NUMBER.search(body) is not None
 
 
 def priority(request: Request) -> int:
-    """Of a request that may name its own: lower goes first. Raises BadRequest."""
+    """The priority that the request names, 0 if it names none; lower goes first. Raises BadRequest."""
     if request.priority is None:
         return 0
     if type(request.priority) is not int:
@@ -157,7 +161,7 @@ def priority(request: Request) -> int:
 
 
 def estimated_tokens(request: Request) -> int:
-    """What a prompt that cannot be known is booked as: a token for four characters of its text, at least 1."""
+    """The tokens that are booked for a prompt that cannot be known: one for four characters of its text, at least 1."""
     characters, tokens = 0, 0
     for prompt in request.prompts:
         if isinstance(prompt, str):
@@ -174,13 +178,13 @@ def estimated_tokens(request: Request) -> int:
 
 
 def too_long(request: Request, max_model_len: int) -> bool:
-    """No engine that takes ``max_model_len`` tokens will take this, as far as a quick look tells."""
+    """A quick estimate: no engine with a limit of ``max_model_len`` tokens takes this prompt."""
     limit = max_model_len * TOKEN_BYTES
-    if any(len(one) > (limit if isinstance(one, str) else max_model_len) for one in request.prompts):
+    if any(len(prompt) > (limit if isinstance(prompt, str) else max_model_len) for prompt in request.prompts):
         return True
     if request.endpoint == "completions" or request.size_bytes <= limit:
         return False
-    try:  # without what images weigh
+    try:  # the size without images
         return len(orjson.dumps([list(map(_text_only, request.messages)), request.tools, request.arguments])) > limit
     except TypeError:  # a lone surrogate, or nested deeper than orjson goes
         return True
@@ -192,7 +196,7 @@ def _text_only(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_tokens(request: Request, prompt_tokens: int, expected_output: int) -> int:
-    """Context tokens that every decode step of this request will read, once for each of its samples."""
+    """Context tokens that each decode step of this request reads, counted once for each of its samples."""
     output = expected_output if request.max_tokens is None else min(request.max_tokens, expected_output)
     return min(request.samples * (prompt_tokens + output), MAX_BOOKED_TOKENS)
 
@@ -212,7 +216,9 @@ def _unforeseen(endpoint: Endpoint, data: dict[str, Any]) -> str:
         if data.get(name) is not None:
             return name
     if data.get("echo") and (endpoint == "chat" or data.get("logprobs") is not None):
-        return "prompt_logprobs"  # the engine turns echoed logprobs into them; a chat's are 0 where none are asked for
+        return (
+            "prompt_logprobs"  # for echoed logprobs the engine computes prompt logprobs; a chat with echo always does
+        )
     given = data.get("chat_template_kwargs")
     if isinstance(given, dict) and any(given.get(name) is not None for name in UNFORESEEABLE_ARGUMENTS):
         return "chat_template"
@@ -232,11 +238,11 @@ def _prompts(data: dict[str, Any]) -> list[str | list[int]]:
 
 
 def is_ids(value: Any) -> bool:
-    """A list of token ids: some, and all of 32 bits."""
+    """``value`` is a list of at least one token id, each of 32 bits."""
     if not isinstance(value, list) or set(map(type, value)) != {int}:
         return False
     try:
-        array.array("I", value)  # of all ways to look at each the fastest
+        array.array("I", value)  # the fastest way to check the range of every id
     except OverflowError:
         return False
     return True
@@ -255,7 +261,7 @@ def _messages(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
-    """As vLLM merges them: the request's chat_template_kwargs under the fields of their own name."""
+    """The template's arguments as vLLM merges them: fields of the request override its chat_template_kwargs."""
     given = _typed(data, "chat_template_kwargs", dict, None) or {}
     effort = data.get("reasoning_effort")
     fields = {
@@ -270,7 +276,7 @@ def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set(values: dict[str, Any]) -> dict[str, Any]:
-    """Without those that mean "as the server likes"."""
+    """The values without those that leave the choice to the server (null and ``auto``)."""
     return {name: value for name, value in values.items() if value is not None and value != "auto"}
 
 

@@ -1,4 +1,4 @@
-"""Text → token ids as the engines make them: by `tokenizers`, or by a faster twin proved equal when it is loaded."""
+"""Makes token ids as the engines do: with `tokenizers`, or with the faster `fastokens` if it gives equal ids."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.prompt.tokenizer")
 
 PROBES = 300
-MAX_SPECIAL = 256  # characters of a special token that is tried in texts
-UNTOLD = Facts((), spaces=False, added=())
+MAX_SPECIAL = 256  # characters of a special token that is put into probe texts
+NO_FACTS = Facts((), spaces=False, added=())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoder:
-    """Text and whether to add special tokens → token ids, unsigned 32-bit. fast: the 30 to 90 times faster engine.
+    """A loaded tokenizer.
 
-    affixes: the special tokens that are added before and behind every text; None: they are not the same for all.
-    ``encode`` raises UnicodeEncodeError for half a surrogate pair, NotReproducible for any other text it fails on.
+    encode: text, and whether to add special tokens, → unsigned 32-bit ids. It raises UnicodeEncodeError for half a
+    surrogate pair and NotReproducible for any other text on which the library fails. fast: ``fastokens`` encodes, 30
+    to 90 times faster. facts: empty after ``made``. affixes: the special tokens before and behind every text; None if
+    they depend on the text.
     """
 
     name: str
@@ -46,16 +48,18 @@ class Encoder:
 
     @classmethod
     def load(cls, tokenizer_json: bytes) -> Encoder:
-        """Try it in this process: for those that are trusted. Raises ValueError. 0.1 to 6 s: call it in an executor."""
+        """Load a trusted file and try it in this process. Takes 0.1 to 6 s, so call it in an executor. Raises
+        ValueError.
+        """
         return cls.of(read(tokenizer_json), tokenizer_json)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tokenizer_json: bytes) -> Encoder:
-        """The same of what ``read`` gave. Raises ValueError."""
+        """``load`` for a file that ``read`` has read. Raises ValueError."""
         try:
             slow = _slow(tokenizer)
             facts = Facts.of(tokenizer)
-            samples = _samples(tuple(one for one in facts.added if len(one) <= MAX_SPECIAL)[:64])
+            samples = _samples(tuple(token for token in facts.added if len(token) <= MAX_SPECIAL)[:64])
             fast = _proven_twin(tokenizer_json.decode(), slow, samples)
             affixes = _affixes(fast or slow, samples)
         except NotReproducible as error:
@@ -64,12 +68,12 @@ class Encoder:
 
     @classmethod
     def made(cls, tokenizer_json: bytes, *, fast: bool, affixes: Affixes | None) -> Encoder:
-        """One that was tried elsewhere: only constructed here, so other threads wait less. Raises ValueError."""
+        """Load a file that another process has tried, with the results of the trial. Raises ValueError."""
         encode = _fast(tokenizer_json.decode()) if fast else _slow(read(tokenizer_json))
-        return cls(_name(tokenizer_json), encode, fast, UNTOLD, affixes)
+        return cls(_name(tokenizer_json), encode, fast, NO_FACTS, affixes)
 
     def cuts(self, template: str) -> Cuts:
-        """Where texts of this tokenizer may be cut; template: the chat template that will make them."""
+        """Where texts of this tokenizer may be cut. template: the source of the chat template that makes the texts."""
         if self.affixes is None:
             return Cuts((), spaces=False)
         try:
@@ -78,54 +82,55 @@ class Encoder:
             return Cuts((), spaces=False)
 
     def plain(self, text: str) -> array[int]:
+        """The ids of the text alone."""
         return self.encode(text, False)
 
     def whole(self, text: str) -> array[int]:
-        """With the special tokens that the tokenizer adds."""
+        """The ids of the text with the special tokens that the tokenizer adds."""
         return self.encode(text, True)
 
 
 def read(tokenizer_json: bytes) -> Tokenizer:
-    """Raises ValueError. Holds the interpreter's lock: 50 ms for each MB."""
+    """A tokenizer of the library. Raises ValueError. Holds the interpreter for 50 ms per MB."""
     with _refusing("not a tokenizer"):
         tokenizer: Tokenizer = _unlimited(Tokenizer.from_str(tokenizer_json.decode()))
     return tokenizer
 
 
 def in_words(error: BaseException | None) -> str:
-    """What a foreign file made a library say, fit for a line of a log."""
+    """The message of a library's error in one line of at most 200 characters, for a log."""
     return " ".join(str(error).split())[:200]
 
 
-#: What ends a thread or a task is no panic of Rust's, which is a BaseException, too.
-OURS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+#: A panic in Rust arrives as a BaseException. These are BaseExceptions that end a thread or a task, and no panic.
+ENDINGS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
 @contextmanager
 def _refusing(what: str) -> Iterator[None]:
-    """A file on which a library fails is refused, with ``what`` and the library's words."""
+    """Raise ValueError, with ``what`` and the library's words, if a library fails on a file."""
     try:
         yield
-    except OURS:
+    except ENDINGS:
         raise
     except BaseException as error:  # a panic in Rust is no Exception, and must not end the replica
         raise ValueError(f"{what}: {in_words(error)}") from error
 
 
 def _unlimited(tokenizer: Any) -> Any:
-    """Of either library: as engines use it, whole texts as they are."""
+    """Switch off truncation and padding in a tokenizer of either library, as engines do."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def _guarded(encode: Encode) -> Encode:
-    """A text on which a library fails costs that text its identity and nobody anything else."""
+    """``encode``, with NotReproducible in place of whatever a library raises: only that text is routed by load."""
 
     def guarded(text: str, special: bool) -> array[int]:
         try:
             return encode(text, special)
-        except (UnicodeError, *OURS):
+        except (UnicodeError, *ENDINGS):
             raise
         except BaseException as error:  # a panic in Rust is no Exception: it costs this text only
             raise NotReproducible("tokenizer") from error
@@ -136,15 +141,15 @@ def _guarded(encode: Encode) -> Encode:
 def _slow(tokenizer: Tokenizer) -> Encode:
     def encode(text: str, special: bool) -> array[int]:
         if not text.isascii():
-            text.encode()  # of half a surrogate pair the library says TypeError
-        # Of all ways only this one releases the GIL: other requests go on meanwhile.
+            text.encode()  # raises UnicodeEncodeError for half a surrogate pair; the library would raise TypeError
+        # Only this function of the library releases the interpreter: other requests go on meanwhile.
         return array("I", tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     return _guarded(encode)
 
 
 def _fast(text: str) -> Encode:
-    """Raises ValueError where fastokens is not installed or does not take it."""
+    """Encode with fastokens. Raises ValueError if it is not installed or does not take the file."""
     if sys.byteorder != "little":
         raise ValueError("fastokens gives little-endian ids")
     with _refusing("fastokens does not take it"):
@@ -161,9 +166,10 @@ def _fast(text: str) -> Encode:
 
 
 def _proven_twin(text: str, slow: Encode, samples: list[str]) -> Encode | None:
+    """The fast encoding of this file, or None if it does not give the ids of ``slow`` for every sample."""
     try:
         fast = _fast(text)
-    except ValueError as error:  # whatever a faster engine stumbles over, the reference remains
+    except ValueError as error:  # the slow tokenizer remains
         logger.info("%s", error)
         return None
     for sample in samples:
@@ -184,7 +190,7 @@ def _name(tokenizer_json: bytes) -> str:
 
 
 def _affixes(encode: Encode, samples: list[str]) -> Affixes | None:
-    """What ``special`` adds, if it is the same whatever the text."""
+    """The special tokens before and behind every sample, or None if they are not the same for all."""
     plain, whole = encode("a", False), encode("a", True)
     ends = range(len(whole) - len(plain) + 1)
     at = next((k for k in ends if whole[k : k + len(plain)] == plain), None)
@@ -196,7 +202,7 @@ def _affixes(encode: Encode, samples: list[str]) -> Affixes | None:
 
 
 def _samples(specials: tuple[str, ...]) -> list[str]:
-    """Strings that tell tokenizers apart: scripts, digits, odd white space, normalisation, special tokens in text."""
+    """Texts in which tokenizers differ: scripts, digits, odd white space, normalisation, special tokens in the text."""
     rng = random.Random(20)
     pieces = ["def f(x):\n    return x ** 2\n", "The quick brown fox", " jumps", "don't", "I'LL", "1234567890", "3.14"]
     pieces += [

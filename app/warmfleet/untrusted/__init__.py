@@ -1,1 +1,1 @@
-"""Code and tables that workers bring, run in processes of their own until they are trusted."""
+"""Runs the code and tables that workers bring: in processes of their own until an operator trusts them."""

@@ -1,9 +1,10 @@
-"""The process that renders one chat template nobody approved. Started by ``sandbox``, a replica runs nothing of it.
+"""The program of a process that renders one chat template that no operator has approved.
 
-It speaks over standard input, a socket: a request is 4 bytes of length and marshalled values, first ``(source, content
-format)``, then ``(messages, arguments, fixed)`` each; an answer is a status, 4 bytes of length and text. It opens no
-file, no connection and no process: the kernel refuses. It ends with its parent, whose death closes the socket, and at
-its CPU limit by SIGPROF, which also ends a single call that never comes back to Python.
+``render_process`` starts it; a replica itself runs nothing of it but the constants. The process speaks over its
+standard input, which is a socket. A request is 4 bytes of length and marshalled values: ``(source, content format)``
+first, then ``(messages, arguments, fixed)`` each time. An answer is one byte of status, 4 bytes of length and a text.
+The kernel refuses it every file, connection and process. It ends when its parent dies, which closes the socket, and at
+its CPU limit by SIGPROF, which also ends a call that never returns to Python.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warmfleet.prompt.chat_template import ChatTemplate
 
-CPU_S = 0.25  # of one render, or of compiling: 0.02 s are usual for that
+CPU_S = 0.25  # for one render, or for compiling, which usually takes 0.02 s
 MEMORY_BYTES = 256 * 2**20
 HEAD_BYTES = 4
 
-#: An answer's first byte: the text (or the content format), why it cannot be rendered, or out of memory.
+#: First byte of an answer: the text follows (or the content format); the reason of a refusal follows; out of memory.
 DONE, REFUSED, MEMORY = b"=", b"-", b"!"
 Answer = tuple[bytes, str]
 
 
 def main() -> None:
-    """Serve until the parent closes the socket. Arguments: folders to import from."""
+    """Serve until the parent closes the socket. The command's arguments are folders to import from."""
     sys.path[:0] = sys.argv[1:]
     _import_all()
     close_doors(MEMORY_BYTES)
@@ -49,14 +50,15 @@ def main() -> None:
 
 
 def _compiled(request: bytes) -> tuple[ChatTemplate | None, Answer]:
+    """The template of the first request and its content format, or the name of the error that compiling raises."""
     from warmfleet.prompt.chat_template import ChatTemplate
 
-    source, form = marshal.loads(request)  # noqa: S302  what the parent made
+    source, form = marshal.loads(request)  # noqa: S302  the parent has written it
     try:
         template = ChatTemplate(source, form)
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001  a template may make the compiler raise anything at all
+    except Exception as error:  # noqa: BLE001  a template may make the compiler raise any exception
         return None, (REFUSED, type(error).__name__)
     return template, (DONE, template.content_format)
 
@@ -66,40 +68,40 @@ def _rendered(template: ChatTemplate, request: bytes) -> Answer:
 
     try:
         return DONE, template.render(*marshal.loads(request))  # noqa: S302  as above
-    except NotReproducible as why:
-        return REFUSED, why.reason
+    except NotReproducible as refusal:
+        return REFUSED, refusal.reason
 
 
 def _import_all() -> None:
-    """Also what jinja2 would import late: no file can be opened then."""
-    import pprint  # noqa: F401  of jinja2.utils
+    """Import every module now, also those that jinja2 imports late: later no file can be opened."""
+    import pprint  # noqa: F401  for jinja2.utils
 
     import jinja2.constants
-    import jinja2.debug  # noqa: F401  of its tracebacks
+    import jinja2.debug  # noqa: F401  for its tracebacks
 
     from warmfleet.prompt.chat_template import ChatTemplate
 
-    ChatTemplate("{{ strftime_now('%Y') }}").render([], {}, {})  # the time zone is read now
+    ChatTemplate("{{ strftime_now('%Y') }}").render([], {}, {})  # this reads the time zone from its file
 
 
 def close_doors(memory_bytes: int) -> None:
-    """From here on this process gets nothing from the kernel but ``memory_bytes`` of address space."""
+    """Give up everything that the kernel grants, but for ``memory_bytes`` of address space and the open socket."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:  # noqa: PTH123  pathlib takes time to import
-        score.write("1000")  # if memory is short, this process is the one to end
+        score.write("1000")  # if the machine runs out of memory, it ends this process first
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NPROC: 0,
-        resource.RLIMIT_NOFILE: 0,  # what is open stays open
+        resource.RLIMIT_NOFILE: 0,  # open files stay open
     }
     for name, value in limits.items():
-        with suppress(ValueError, OSError):  # not every system has each
+        with suppress(ValueError, OSError):  # not every system has every limit
             resource.setrlimit(name, (value, value))
 
 
 def read_request() -> bytes | None:
-    """None: the parent closed the socket."""
+    """The next request, or None when the parent has closed the socket."""
     head = _exactly(HEAD_BYTES)
     return None if head is None else _exactly(int.from_bytes(head, "little"))
 
@@ -115,6 +117,7 @@ def _exactly(size: int) -> bytes | None:
 
 
 def send_answer(status: bytes, body: bytes) -> None:
+    """Write one answer to the parent."""
     view = memoryview(status + len(body).to_bytes(HEAD_BYTES, "little") + body)
     while view:
         view = view[os.write(0, view) :]

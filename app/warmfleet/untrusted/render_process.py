@@ -1,8 +1,8 @@
-"""Templates that nobody approved, rendered in a process of their own: a sandbox bounds neither time nor memory.
+"""Renders templates that no operator has approved, each in a process of its own: a sandbox bounds no time or memory.
 
-One process for each template, so that a template can harm only its own requests, and one request at a time in it: a
-render that meets a limit costs that request its identity (it is routed by load), the process is replaced, and
-those who wait are served by the next. A template that keeps meeting limits is left alone for a while.
+Every template has a process, so it can harm only its own requests. The process renders one request at a time. If a
+render meets a limit, its request is routed by load, the process is replaced, and the requests that wait go to the new
+process. A template that meets limits again and again is not run for a while.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import markupsafe
 
 import warmfleet
 from warmfleet.prompt.messages import Format, Message, NotReproducible
-from warmfleet.untrusted import render_child as sandbox_child
+from warmfleet.untrusted import render_child
 from warmfleet.untrusted.render_child import DONE, HEAD_BYTES, MEMORY
 
 if TYPE_CHECKING:
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.untrusted.render_process")
 
 START_S = 10.0
-WALL_S = 3.0  # CPU has a limit of its own: this one ends a process that is stopped
-WAIT_S = 2.0  # for those before; then a request is routed by load
+WALL_S = 3.0  # for one answer: the limit of CPU time does not end a process that is stopped
+WAIT_S = 2.0  # a request waits so long for its turn; then it is routed by load
 MAX_WAITING = 64
 MAX_REQUEST_BYTES = 4 * 2**20
-PIECE_BYTES = 2**20  # one write: what it copies holds up the event loop
-#: A prompt is hardly longer than what it is made of; who prints more makes others wait for the tokenizer.
+PIECE_BYTES = 2**20  # of one write: copying more would hold up the event loop
+#: A prompt is hardly longer than its request. A template that prints more would keep the tokenizer from others.
 OUTPUT_BYTES, OUTPUT_FACTOR = 65_536, 4
-STRIKES, WITHIN_S = 3, 60.0
-HOLD_S = 60.0, 600.0
+STRIKES, WITHIN_S = 3, 60.0  # a template that meets so many limits within this time is held back
+FIRST_HOLD_S, LONGEST_HOLD_S = 60.0, 600.0  # the time doubles each time
 
 
 def folders_of(*modules: ModuleType) -> Sequence[str]:
-    """What a process needs on its path to import them."""
+    """The folders that a process needs on its path to import these modules."""
     return sorted({str(Path(str(module.__file__)).parents[1]) for module in modules})
 
 
 _FOLDERS = folders_of(warmfleet, jinja2, markupsafe)
 
 
-class LimitMet(Exception):  # noqa: N818  what happens to foreign code is no error of ours
-    """``kind``: ``time``, ``memory``, ``output``, ``stuck``, ``crash``."""
+class LimitMet(Exception):  # noqa: N818  the fate of foreign code is no error of ours
+    """A process met a limit or died. ``kind``: ``time``, ``memory``, ``output``, ``stuck`` or ``crash``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -65,7 +65,7 @@ class LimitMet(Exception):  # noqa: N818  what happens to foreign code is no err
 
 
 class Child:
-    """One process, and our end of the only thing that it has of us: a socket."""
+    """One process, and our end of the socket that connects us: the only thing that the process shares with us."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -75,24 +75,24 @@ class Child:
         self._writer = writer
 
     @classmethod
-    async def start(cls, program: str = sandbox_child.__file__, folders: Sequence[str] = _FOLDERS) -> Child:
-        """folders: what ``program`` may import from. Raises LimitMet if no process can be had."""
+    async def start(cls, program: str = render_child.__file__, folders: Sequence[str] = _FOLDERS) -> Child:
+        """Start ``program``, which may import from ``folders``. Raises LimitMet if no process can be started."""
         spawning = asyncio.ensure_future(asyncio.to_thread(_spawn, program, folders))
         try:
             process, ours = await asyncio.shield(spawning)
         except asyncio.CancelledError:
-            process, ours = await spawning  # a process that nobody knows of would live on
+            process, ours = await spawning  # else the process would live on unseen
             ours.close()
             process.kill()
             process.wait()
             raise
         except OSError as error:
-            logger.warning("no process for what a worker brought: %s", error)
+            logger.warning("no process can be started for a template or tokenizer of a worker: %s", error)
             raise LimitMet("crash") from error
         return cls(process, *await asyncio.open_unix_connection(sock=ours))
 
     async def ask(self, request: bytes, seconds: float | None = None) -> tuple[bytes, bytes]:
-        """Status and body of the answer. After LimitMet it must be ended."""
+        """Status and body of the answer. Raises LimitMet; the caller must then ``end`` the process."""
         try:
             async with asyncio.timeout(seconds or WALL_S):
                 self._writer.write(len(request).to_bytes(HEAD_BYTES, "little") + request[:PIECE_BYTES])
@@ -107,7 +107,7 @@ class Child:
         except TimeoutError as error:
             raise LimitMet("stuck") from error
         except (asyncio.IncompleteReadError, OSError) as error:
-            self.process.kill()  # it may have closed the socket and live on; what it died of before stays known
+            self.process.kill()  # it may live on with a closed socket; if it is dead, its exit status stays as it was
             status = await asyncio.to_thread(self.process.wait)
             raise LimitMet("time" if status == -signal.SIGPROF else "crash") from error
         if head[:1] == MEMORY:
@@ -115,7 +115,7 @@ class Child:
         return head[:1], body
 
     async def end(self) -> None:
-        """Kill and reap it."""
+        """Kill the process and take its exit status."""
         self.process.kill()
         self._writer.close()
         await asyncio.to_thread(self.process.wait)
@@ -123,7 +123,7 @@ class Child:
 
 def _spawn(program: str, folders: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
-    zone = {"TZ": os.environ["TZ"]} if "TZ" in os.environ else {}  # strftime_now must say what the engine's says
+    zone = {"TZ": os.environ["TZ"]} if "TZ" in os.environ else {}  # strftime_now must give the engine's time
     try:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", program, *folders],
@@ -134,7 +134,7 @@ def _spawn(program: str, folders: Sequence[str]) -> tuple[subprocess.Popen[bytes
             env=zone,
             start_new_session=True,
         )
-    except BaseException:  # cancelled or failed: nobody else knows of the socket
+    except BaseException:  # cancelled or failed: nothing else would close the socket
         ours.close()
         raise
     finally:
@@ -144,14 +144,14 @@ def _spawn(program: str, folders: Sequence[str]) -> tuple[subprocess.Popen[bytes
 
 
 class Sandboxed:
-    """One template that nobody approved. Its process starts with the first request and may be ended at any time."""
+    """One template that is not approved. Its process starts with the first request and may be ended at any time."""
 
     def __init__(self, source: str, content_format: str, name: str, metrics: Metrics) -> None:
         self.name = name
-        self.content_format: Format | None = None  # known once the template was compiled
+        self.content_format: Format | None = None  # None until the template is compiled
         self.started: Callable[[Sandboxed], None] = lambda _: None
         self._source = source
-        self._form = content_format
+        self._given_format = content_format
         self._metrics = metrics
         self._child: Child | None = None
         self._turn = asyncio.Lock()
@@ -160,7 +160,7 @@ class Sandboxed:
         self._refused = False  # it does not compile
         self._strikes: deque[float] = deque(maxlen=STRIKES)
         self._held_until = 0.0
-        self._hold_s = HOLD_S[0]
+        self._hold_s = FIRST_HOLD_S
 
     @property
     def state(self) -> str:
@@ -168,7 +168,7 @@ class Sandboxed:
         return "does not compile" if self._refused else "held back" if self._held else "sandbox"
 
     async def ready(self) -> Format:
-        """The content format, compiling the template if need be. Raises NotReproducible."""
+        """The content format; the template is compiled first if it was not. Raises NotReproducible."""
         if self.content_format is None:
             await self._in_turn(b"")
         if self.content_format is None:
@@ -176,7 +176,7 @@ class Sandboxed:
         return self.content_format
 
     async def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
-        """The prompt text. Raises NotReproducible: the template refuses, met a limit, or has too much to do."""
+        """The prompt text. Raises NotReproducible if the template refuses, meets a limit or has too many requests."""
         try:
             request = marshal.dumps((messages, arguments, fixed))
         except ValueError as error:  # nested too deep
@@ -187,12 +187,12 @@ class Sandboxed:
         return text
 
     async def end(self) -> None:
-        """End the process once it has answered; the next request starts another."""
+        """End the process after its current answer. The next request starts a new one."""
         async with self._turn:
             await self._end_child()
 
     async def _in_turn(self, request: bytes) -> str:
-        """Shielded: a client that hangs up must not leave half an answer in the socket."""
+        """Ask the process in turn. Shielded: a client that hangs up must not leave an answer in the socket."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
         task = asyncio.ensure_future(self._serve(request))
@@ -229,7 +229,7 @@ class Sandboxed:
             return ""
         status, body = await self._child.ask(request)
         if status != DONE:
-            raise NotReproducible("template")  # whatever it says: its words would become a label
+            raise NotReproducible("template")  # without the template's words, which would become a label
         return _text(body)
 
     async def _start(self) -> None:
@@ -237,7 +237,7 @@ class Sandboxed:
         self._child = await Child.start()
         self._metrics.template_processes.inc()
         self.started(self)
-        status, body = await self._child.ask(marshal.dumps((self._source, self._form)), START_S)
+        status, body = await self._child.ask(marshal.dumps((self._source, self._given_format)), START_S)
         text = _text(body)
         if status == DONE and text in ("string", "openai"):
             self.content_format = text  # type: ignore[assignment]  # of these two words
@@ -248,6 +248,7 @@ class Sandboxed:
         raise NotReproducible("template")
 
     async def _strike(self, kind: str) -> None:
+        """End the process that met a limit; hold the template back if that happens often."""
         self._metrics.template_limits.labels(kind).inc()
         await self._end_child()
         now = time.monotonic()
@@ -255,15 +256,16 @@ class Sandboxed:
         logger.warning("chat template %s met a limit: %s; the request is routed by load", self.name, kind)
         if len(self._strikes) < STRIKES or self._strikes[0] < now - WITHIN_S:
             return
-        if now - self._held_until > HOLD_S[1]:
-            self._hold_s = HOLD_S[0]
+        if now - self._held_until > LONGEST_HOLD_S:
+            self._hold_s = FIRST_HOLD_S
         self._held_until = now + self._hold_s
         logger.error("chat template %s keeps meeting limits: not rendered for %.0f s", self.name, self._hold_s)
-        self._hold_s = min(2 * self._hold_s, HOLD_S[1])
+        self._hold_s = min(2 * self._hold_s, LONGEST_HOLD_S)
         self._strikes.clear()
 
     @property
     def _held(self) -> bool:
+        """The template is held back and not rendered now."""
         return time.monotonic() < self._held_until
 
     async def _end_child(self) -> None:
@@ -273,6 +275,7 @@ class Sandboxed:
 
 
 def _text(body: bytes) -> str:
+    """Raises LimitMet if the process answered with no text."""
     try:
         return body.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
-"""Where a worker's chat template runs: in this process once the operator approved it, until then in a child's sandbox.
+"""Decides where a worker's chat template runs: in this process if an operator has approved it, else in its own process.
 
-A chat template is code of whoever brought it. Approved is what a setting names by its digest, what
-``warmfleet artifacts approve`` wrote to Redis, or everything (``trust_templates``).
+A chat template is code of the worker that brought it. A template is approved if a setting names its digest, if
+``warmfleet artifacts approve`` wrote its digest to Redis, or if the setting ``trust_templates`` approves all.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.untrusted.template_approval")
 
 MAX_TEMPLATES = 16
-MAX_PROCESSES = 4  # of 256 MiB at most; beyond, the one started first is ended, and started anew when needed
+MAX_PROCESSES = 4  # of at most 256 MiB each; a further one ends the process that was started first
 MAX_SOURCE_BYTES = 2**20
 
 
 class Template:
-    """One template as workers brought it. is_approved: by its digest, asked at every render."""
+    """One template as workers brought it. ``is_approved`` is asked with its digest at every render."""
 
     def __init__(self, source: str, content_format: str, is_approved: Callable[[str], bool], metrics: Metrics) -> None:
         self.sha256 = hashlib.sha256(source.encode()).hexdigest()
@@ -41,16 +41,16 @@ class Template:
         self._is_approved = is_approved
         self._compiled: ChatTemplate | None = None
         self._source = source
-        self._form = content_format
+        self._content_format = content_format
 
     @property
     def here(self) -> ChatTemplate | None:
-        """It in this process; None unless it is approved now, whoever holds it and whatever became of a look."""
+        """The template compiled in this process, or None while the operator has not approved it."""
         return self._compiled if self._is_approved(self.sha256) else None
 
     @property
     def state(self) -> str:
-        """For people: ``approved``, or how it fares in its sandbox."""
+        """For people: ``approved``, or the state of its process."""
         return "approved" if self.here is not None else self.sandbox.state
 
     async def ready(self) -> Format:
@@ -59,21 +59,21 @@ class Template:
         return here.content_format if here is not None else await self.sandbox.ready()
 
     async def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
-        """The prompt text, wherever it is made. Raises NotReproducible."""
+        """The prompt text, rendered here or in the template's process. Raises NotReproducible."""
         here = self.here
         if here is not None:
             return here.render(messages, arguments, fixed)
         return await self.sandbox.render(messages, arguments, fixed)
 
     async def compile(self) -> None:
-        """Be ready to render in this process. Raises jinja2.TemplateError."""
+        """Compile the template for this process and end its own. Raises jinja2.TemplateError."""
         if self._compiled is None:
-            self._compiled = await asyncio.to_thread(ChatTemplate, self._source, self._form, trusted=True)
+            self._compiled = await asyncio.to_thread(ChatTemplate, self._source, self._content_format, trusted=True)
         await self.sandbox.end()
 
 
 class Templates:
-    """All templates of this replica, and what is approved."""
+    """All templates of this replica, and the digests of the approved ones."""
 
     def __init__(self, metrics: Metrics, *, trust_all: bool = False, approved: Collection[str] = ()) -> None:
         self._metrics = metrics
@@ -82,15 +82,19 @@ class Templates:
         self._of_model: dict[str, frozenset[str]] = {}
         self._approved = self._configured
         self._known: OrderedDict[tuple[str, str], Template] = OrderedDict()
-        self._held: WeakSet[Template] = WeakSet()  # those that identities still hold, too
+        self._held: WeakSet[Template] = WeakSet()  # also those that only an identity still holds
         self._processes: OrderedDict[Sandboxed, None] = OrderedDict()
         self._ending: set[asyncio.Task[None]] = set()
 
     def is_approved(self, sha256: str) -> bool:
+        """The template with this digest may run in this process."""
         return self.trust_all or sha256 in self._approved
 
     async def take(self, source: bytes, content_format: str) -> Template:
-        """The template with this source, ready to render. Raises ValueError, and what compiling it raises."""
+        """The template with this source, ready to render. Raises ValueError if it is too large or no UTF-8.
+
+        Raises jinja2.TemplateError if it is approved and does not compile.
+        """
         if len(source) > MAX_SOURCE_BYTES:
             raise ValueError(f"a chat template has {len(source)} bytes; {MAX_SOURCE_BYTES} are allowed")
         key = hashlib.sha256(source).hexdigest(), content_format
@@ -113,7 +117,7 @@ class Templates:
         for template in list(self._held) if before != self._approved else ():
             try:
                 await self._settle(template)
-            except Exception as error:  # noqa: BLE001  compiling foreign code may raise anything; it stays in its sandbox
+            except Exception as error:  # noqa: BLE001  compiling foreign code may raise any exception
                 logger.warning("chat template %s does not compile: %s", template.sha256[:12], error)
 
     async def close(self) -> None:
@@ -123,7 +127,7 @@ class Templates:
         await asyncio.gather(*self._ending)
 
     async def _settle(self, template: Template) -> None:
-        """Have it ready where it may run. Raises what compiling it raises, if it is approved."""
+        """Make the template ready where it may run. Raises the error of compiling if it is approved."""
         if self.is_approved(template.sha256):
             await template.compile()
             logger.info("chat template %s is approved: rendered in this process", template.sha256[:12])
@@ -138,7 +142,7 @@ class Templates:
             await template.ready()
 
     def _bound(self, started: Sandboxed) -> None:
-        """Called when a sandbox starts its process: the least recently started makes room."""
+        """Called when a template starts its process. The process that was started first makes room."""
         self._processes[started] = None
         self._processes.move_to_end(started)
         while len(self._processes) > MAX_PROCESSES:

@@ -1,6 +1,7 @@
-"""Tokenizers by content. One that a worker brought is tried in a process of its own before this one loads it.
+"""Loads tokenizers. A tokenizer that a worker brought is tried in a process of its own first.
 
-What the trial refuses, and what meets a limit in it, is not tried again for a while: its models are routed by load.
+A tokenizer that fails its trial or meets a limit in it is not tried again for AGAIN_S. Requests for its model are
+routed by load.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ logger = logging.getLogger("warmfleet.untrusted.tokenizer_trial")
 
 MAX_TOKENIZERS = 4  # 30 to 340 MB each
 MAX_VERDICTS = 64
-AT_ONCE = 2  # processes
+AT_ONCE = 2  # trials
 AGAIN_S = 600.0
-#: Above the limits of CPU in ``trial_child``: this one ends a process that is stopped, or starved.
+#: Seconds, and seconds per MB. Above the limits of CPU time in ``trial_child``: these end a process that is stopped.
 WALL_S, WALL_PER_MB = 30.0, 3.0
 
 
-class Refused(ValueError):  # noqa: N818  what a worker brings is no error of ours
-    """A tokenizer that no replica should load. again_s: not before that is it tried again."""
+class Refused(ValueError):  # noqa: N818  a worker's bad file is no error of ours
+    """A tokenizer that no replica should load. again_s: it is not tried again before that time."""
 
     def __init__(self, name: str, reason: str, again_s: float = AGAIN_S) -> None:
         super().__init__(f"tokenizer {name[:12]} is refused: {reason}")
@@ -55,7 +56,7 @@ class Refused(ValueError):  # noqa: N818  what a worker brings is no error of ou
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a trial found out, so that the replica need not."""
+    """The results of a trial, with which a replica loads the tokenizer without probing it."""
 
     fast: bool
     affixes: Affixes | None
@@ -63,7 +64,7 @@ class Verdict:
 
 
 class Encoders:
-    """Built once, the last few kept."""
+    """The tokenizers of this replica by the digest of their file. The MAX_TOKENIZERS last used are kept."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -73,9 +74,10 @@ class Encoders:
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def take(self, tokenizer_json: bytes, template: str, *, trusted: bool) -> tuple[Encoder, Cuts]:
-        """The encoder, and where texts that ``template`` makes may be cut. trusted: the operator chose it.
+        """The encoder, and where texts of the chat template ``template`` may be cut.
 
-        Raises ValueError; Refused for what a worker brought.
+        trusted: the operator chose the file, so it needs no trial. Raises ValueError: for a file that is not trusted,
+        Refused.
         """
         name = await asyncio.to_thread(_digest, tokenizer_json)
         if trusted:
@@ -113,7 +115,7 @@ class Encoders:
 
 
 async def _tried(name: str, tokenizer_json: bytes, template: str) -> Verdict:
-    """Raises Refused, ValueError if there is no process to be had."""
+    """Try a tokenizer. Raises Refused; ValueError if no process can be started."""
     request = await asyncio.to_thread(marshal.dumps, (tokenizer_json, template))
     try:
         child = await Child.start(trial_child.__file__, _folders())
@@ -133,21 +135,22 @@ async def _tried(name: str, tokenizer_json: bytes, template: str) -> Verdict:
 
 
 def _verdict(body: bytes) -> Verdict:
-    """Raises LimitMet if the process did not say what it should."""
+    """The results in the answer of the process. Raises LimitMet if the answer has another form."""
     try:
-        said = orjson.loads(body)
-        affixes = said["affixes"]
+        answer = orjson.loads(body)
+        affixes = answer["affixes"]
         if affixes is not None:
             before, behind = affixes
             affixes = array("I", before), array("I", behind)
         return Verdict(
-            bool(said["fast"]), affixes, Cuts([str(one) for one in said["separators"]], spaces=said["spaces"])
+            bool(answer["fast"]), affixes, Cuts([str(token) for token in answer["separators"]], spaces=answer["spaces"])
         )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise LimitMet("crash") from error
 
 
 def _folders() -> list[str]:
+    """The folders that the process may import from."""
     found = {*folders_of(warmfleet, tokenizers)}
     if (fast := importlib.util.find_spec("fastokens")) is not None and fast.origin:
         found.add(str(Path(fast.origin).parents[1]))
@@ -159,6 +162,7 @@ def _digest(content: bytes) -> str:
 
 
 def _remember(cache: OrderedDict[Any, Any], key: Any, value: Any, limit: int) -> None:
+    """Keep ``value`` as the last used of at most ``limit``."""
     cache[key] = value
     cache.move_to_end(key)
     while len(cache) > limit:

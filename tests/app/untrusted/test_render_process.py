@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from warmfleet.prompt.messages import Message, NotReproducible
-from warmfleet.untrusted import render_process as sandbox
+from warmfleet.untrusted import render_process
 from warmfleet.untrusted.render_process import Child, LimitMet, Sandboxed
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ async def test_compiling_has_limits_too(started: Callable[..., Sandboxed], sourc
 
 async def test_a_request_that_is_too_large_is_not_sent(started: Callable[..., Sandboxed]) -> None:
     box = started(PLAIN)
-    assert await refused(box, [{"role": "user", "content": "x" * sandbox.MAX_REQUEST_BYTES}]) == "template_limit"
+    assert await refused(box, [{"role": "user", "content": "x" * render_process.MAX_REQUEST_BYTES}]) == "template_limit"
     assert limits(box) == {}
 
 
@@ -131,13 +131,13 @@ async def test_the_event_loop_and_the_others_go_on(started: Callable[..., Sandbo
 
 
 async def test_the_queue_is_short(started: Callable[..., Sandboxed], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "WAIT_S", 0.05)
+    monkeypatch.setattr(render_process, "WAIT_S", 0.05)
     box = started(WHEN.replace("MISCHIEF", HOURS))
     await box.ready()
     slow = asyncio.ensure_future(refused(box))
     await asyncio.sleep(0.01)
     assert await refused(box, HELLO) == "busy"
-    monkeypatch.setattr(sandbox, "MAX_WAITING", 0)
+    monkeypatch.setattr(render_process, "MAX_WAITING", 0)
     assert await refused(box, HELLO) == "busy"
     await slow
 
@@ -161,7 +161,7 @@ async def test_a_client_that_hangs_up_leaves_no_answer_behind(started: Callable[
 async def test_repeated_offenders_are_left_alone_for_a_while(
     started: Callable[..., Sandboxed], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sandbox, "HOLD_S", (0.5, 600.0))
+    monkeypatch.setattr(render_process, "FIRST_HOLD_S", 0.5)
     box = started(WHEN.replace("MISCHIEF", "{{ 'x' * (10**9 + messages | length) }}"))
     box._hold_s = 0.5
     for _ in range(3):
@@ -191,7 +191,7 @@ async def test_a_process_that_dies_is_replaced(
     stopped = process(box)
     stopped.suspend()
     with monkeypatch.context() as patch:
-        patch.setattr(sandbox, "WALL_S", 0.3)
+        patch.setattr(render_process, "WALL_S", 0.3)
         assert await refused(box) == "template_limit"
     assert not stopped.is_running()
     assert limits(box) == {"crash": 1, "stuck": 1}

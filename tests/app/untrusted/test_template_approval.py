@@ -20,7 +20,7 @@ from warmfleet.fleet import Fleet
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import Fallback
 from warmfleet.pools.pool import Pool, Pools
-from warmfleet.untrusted import template_approval as approval
+from warmfleet.untrusted import template_approval
 from warmfleet.untrusted.template_approval import Templates
 from warmfleet_worker.tracker import Tracker
 
@@ -145,7 +145,7 @@ async def test_a_revocation_counts_at_once_whatever_becomes_of_the_others(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that does not compile is before it, another model's Redis key is damaged, and only an identity holds it."""
-    monkeypatch.setattr(approval, "MAX_TEMPLATES", 2)
+    monkeypatch.setattr(template_approval, "MAX_TEMPLATES", 2)
     damaged = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#damaged", timeouts=PATIENT)
     await fleet.redis.set(damaged.keys.operator_approved, "not a set")
     pools = Pools([Pool(one.keys.tag, one, Fallback(1.0)) for one in (damaged, fleet)])
@@ -175,7 +175,7 @@ async def test_a_revocation_counts_at_once_whatever_becomes_of_the_others(
 
 
 async def test_processes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(approval, "MAX_PROCESSES", 2)
+    monkeypatch.setattr(template_approval, "MAX_PROCESSES", 2)
     templates = Templates(Metrics())
     taken = [await templates.take(f"{number}{PLAIN}".encode(), "auto") for number in range(4)]
     await poll(lambda: sum(one.sandbox._child is not None for one in taken) == 2, 20, "two processes are left")
@@ -185,7 +185,7 @@ async def test_processes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_templates_are_bounded_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(approval, "MAX_TEMPLATES", 2)
+    monkeypatch.setattr(template_approval, "MAX_TEMPLATES", 2)
     templates = Templates(Metrics(), approved=[sha256("{% for %}")])
     first = await templates.take(b"1", "auto")
     assert await templates.take(b"1", "auto") is first
@@ -194,7 +194,7 @@ async def test_templates_are_bounded_and_checked(monkeypatch: pytest.MonkeyPatch
     await poll(lambda: first.sandbox._child is None, 20, "the oldest is forgotten")
     assert (await Templates(Metrics(), trust_all=True).take(b"1", "auto")).here is not None
     with pytest.raises(ValueError, match="bytes"):
-        await templates.take(b"x" * (approval.MAX_SOURCE_BYTES + 1), "auto")
+        await templates.take(b"x" * (template_approval.MAX_SOURCE_BYTES + 1), "auto")
     with pytest.raises(jinja2.TemplateError):
         await templates.take(b"{% for %}", "auto")
     await templates.close()

@@ -24,7 +24,7 @@ from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.prompt.prompt_identity import Identity as RouterIdentity
 from warmfleet.prompt.request import Request, parse
 from warmfleet.prompt.tokenizer import Encoder
-from warmfleet.untrusted import tokenizer_trial as trial
+from warmfleet.untrusted import tokenizer_trial
 from warmfleet.untrusted.render_process import Child
 from warmfleet.untrusted.tokenizer_trial import Encoders, Refused
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
@@ -118,8 +118,8 @@ HOSTILE = {
 }
 
 SLOW = {
-    "a quadratic pattern": (split(r"[\s\S](?=[\s\S]*\x{e000})|[\s\S]"), "and again"),
-    "counts of counts": (split("((((a{999}){999}){999}){999})"), "and again"),
+    "a quadratic pattern": (split(r"[\s\S](?=[\s\S]*\x{e000})|[\s\S]"), "repeated"),
+    "counts of counts": (split("((((a{999}){999}){999}){999})"), "repeated"),
     "a text many times": (raw(post_processor=adding([TEXT] * 20_000, {})), "limit of its trial: time"),
 }
 
@@ -169,7 +169,7 @@ async def test_a_refusal_is_remembered_for_a_while(encoders: Encoders, monkeypat
         return await start(*args)
 
     monkeypatch.setattr(Child, "start", counted)
-    monkeypatch.setattr(trial, "AGAIN_S", 0.5)
+    monkeypatch.setattr(tokenizer_trial, "AGAIN_S", 0.5)
     first = await refusal(encoders, content)
     second = await refusal(encoders, content)
     assert str(second) == str(first)
@@ -198,7 +198,7 @@ async def test_a_worker_with_such_a_tokenizer_is_routed_to_by_load(
     begun: list[bytes] = []
     judged = Encoders._judged
 
-    async def counted(self: Encoders, name: str, content: bytes, template: str) -> trial.Verdict:
+    async def counted(self: Encoders, name: str, content: bytes, template: str) -> tokenizer_trial.Verdict:
         begun.append(content)
         return await judged(self, name, content, template)
 
