@@ -1,4 +1,4 @@
-"""The ``warmfleet`` command: ``warmfleet --help`` says what it can do."""
+"""The ``warmfleet`` command; ``warmfleet --help`` lists its subcommands."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status. What a user can mend is one line on standard error, and 2."""
+    """Run one subcommand and return its exit status. An error that the user can mend is one line on stderr, and 2."""
     options = build_parser().parse_args(arguments)
     try:
-        # imported late: `workers` needs neither tokenizers nor a web server
+        # imported here, because `workers` needs neither tokenizers nor a web server
         return int(importlib.import_module(f"warmfleet.cli.{options.command}").run(options))
     except (CommandError, WarmfleetError) as error:
         print(f"warmfleet {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout once more
         return 141
 
 

@@ -1,4 +1,4 @@
-"""The composition root: builds everything, hands it on, closes it. Nothing imports this module but the command line."""
+"""The composition root: builds every object, passes it to its users, closes it. Only the command line imports this."""
 
 from __future__ import annotations
 
@@ -54,17 +54,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-DRAIN_SETTLES_S = 3.0  # a settle takes 2 at most
-BACKLOG = 2_048
+DRAIN_SETTLES_S = 3.0  # at the stop, for settlements under way, each of which takes 2 s at most
+BACKLOG = 2_048  # connections that the kernel keeps until they are accepted
 CLEAR_INTERVAL_S = 1.0
-ALARM_GAP_S = 0.1
+ALARM_GAP_S = 0.1  # between two probes that suspicions begin
 MEMORY_INTERVAL_S = 1.0
-AUDIT_LOOK_S = 1.0  # whether anybody is due
+AUDIT_LOOK_S = 1.0  # between two looks whether a worker's audit is due
 TOKENIZER_THREADS = 2
 
 
 def create_app(settings: Settings, health: Health | None = None) -> Application:
-    """The ASGI application of one replica; its lifespan runs the background tasks. BadArgument without models."""
+    """The ASGI application of one replica; its lifespan runs the background tasks.
+
+    Raises BadArgument if the settings name no model, or a policy or an objective for a model that they do not name.
+    """
     if not settings.models:
         raise BadArgument("WARMFLEET_MODELS is empty: name the models to serve")
     for name, given in ("POLICY", policies(settings.policy)), ("TTFT_OBJECTIVE_S", settings.ttft_objective_s):
@@ -104,8 +107,10 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
 
 
 async def serve(settings: Settings, sockets: Sequence[socket.socket] | None = None) -> None:
-    """Serve until SIGINT or SIGTERM, on ``sockets`` (bound by the caller, perhaps with SO_REUSEPORT) or host:port."""
-    os.environ.setdefault("RAYON_NUM_THREADS", "1")  # one text a call: a pool of threads only costs
+    """Serve until SIGINT or SIGTERM, on ``sockets`` that the caller has bound, else on the settings' host and port."""
+    os.environ.setdefault(
+        "RAYON_NUM_THREADS", "1"
+    )  # the router tokenises one text per call: more threads would only cost
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name, why in unknown_variables().items():
         logger.warning("%s is set, but %s", name, why)
@@ -113,7 +118,7 @@ async def serve(settings: Settings, sockets: Sequence[socket.socket] | None = No
 
 
 def server(settings: Settings) -> uvicorn.Server:
-    """uvicorn with our limits, not yet running. Raises BadArgument."""
+    """A uvicorn server with the settings' limits, not yet running. Raises BadArgument."""
     health = Health()
     config = uvicorn.Config(
         create_app(settings, health),
@@ -125,7 +130,7 @@ def server(settings: Settings) -> uvicorn.Server:
         lifespan="on",
         access_log=False,
         log_config=None,
-        proxy_headers=False,  # nothing here looks at the client address
+        proxy_headers=False,  # the router never looks at the client's address
         server_header=False,
         date_header=False,
         backlog=BACKLOG,
@@ -135,7 +140,7 @@ def server(settings: Settings) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
-    """Says on /readyz that it is going before it goes. A second signal stops at once."""
+    """A server that answers /readyz with 503 for ``drain_s`` before it stops. A second signal stops it at once."""
 
     def __init__(self, config: uvicorn.Config, health: Health, drain_s: float) -> None:
         super().__init__(config)
@@ -171,7 +176,7 @@ async def _background(
 ) -> AsyncIterator[None]:
     reader = Reader(pools, identities, settings, metrics)
     prober = Prober(pools, engine_client, settings, metrics)
-    work: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
+    rounds: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
         ("apply", upkeep.APPLY_INTERVAL_S, partial(upkeep.apply, pools, metrics)),
         ("view", settings.view_interval_s, reader.refresh),
         ("approved", settings.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
@@ -184,11 +189,11 @@ async def _background(
         ("clear", CLEAR_INTERVAL_S, partial(upkeep.clear, pools)),
         ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
     ]
-    work += [("alarm", ALARM_GAP_S, partial(_alarm, pool, reader, prober)) for pool in pools.all]
+    rounds += [("alarm", ALARM_GAP_S, partial(_alarm, pool, reader, prober)) for pool in pools.all]
     if settings.static_workers:
         static = StockEngines(pools, engine_client, settings)
-        work.append(("health", stock_engines.HEALTH_INTERVAL_S, static.round))
-    tasks = [asyncio.create_task(supervise(name, seconds, call, metrics), name=name) for name, seconds, call in work]
+        rounds.append(("health", stock_engines.HEALTH_INTERVAL_S, static.round))
+    tasks = [asyncio.create_task(supervise(name, seconds, call, metrics), name=name) for name, seconds, call in rounds]
     try:
         yield
     finally:
@@ -198,7 +203,7 @@ async def _background(
 
 
 async def _alarm(pool: Pool, reader: Reader, prober: Prober) -> None:
-    """Return when a worker that requests made suspected is being tested: without waiting for the next round."""
+    """Wait until requests make a worker suspected, then begin its probe without waiting for the next round."""
     await pool.fleet.suspected.wait()
     pool.fleet.suspected.clear()
     await reader.refresh()
@@ -206,6 +211,7 @@ async def _alarm(pool: Pool, reader: Reader, prober: Prober) -> None:
 
 
 async def _drain(router: Router) -> None:
+    """Wait for the settlements that are under way."""
     try:
         async with asyncio.timeout(DRAIN_SETTLES_S):
             await router.drained()

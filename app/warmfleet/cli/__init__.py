@@ -1,1 +1,1 @@
-"""The ``warmfleet`` command: a local stack, one replica, a demo, and two views into a running fleet."""
+"""The subcommands of ``warmfleet``, one module each, and the local stack that ``up`` and ``demo`` start."""

@@ -1,4 +1,4 @@
-"""``warmfleet acl``: Redis users with as few rights as routers and workers can live with."""
+"""``warmfleet acl``: prints Redis users with no more rights than routers and workers need."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-PASSWORD_BYTES = 24  # random, hence safe although Redis keeps a plain SHA-256
+PASSWORD_BYTES = 24  # long and random, because Redis keeps an unsalted SHA-256
 MAX_PASSWORD_FILE_BYTES = 1_048_576
 ADMIN_RULES = ("~*", "&*", "+@all")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Rules on standard output, generated passwords on standard error: ``> users.acl`` keeps the two apart."""
+    """Print rules on standard output and generated passwords on standard error, so that ``> users.acl`` parts them."""
     rules = rules_of(options)
     given = read_passwords(options.password_file, list(rules)) if options.password_file else {}
     passwords = given or {name: secrets.token_urlsafe(PASSWORD_BYTES) for name in rules}
@@ -29,22 +29,23 @@ def run(options: argparse.Namespace) -> int:
         print(line)
     sys.stdout.flush()
     if not given:
-        print("passwords (not kept anywhere, Redis gets their digests):", file=sys.stderr)
+        print("passwords (they are stored nowhere, Redis gets their digests):", file=sys.stderr)
         for name in rules:
             print(f"  {name} {passwords[name]}", file=sys.stderr)
     if options.commands:
         print(
-            "user `default` is as it was: once you have an admin of your own, ACL SETUSER default off", file=sys.stderr
+            "user `default` is unchanged: once you have an admin of your own, run ACL SETUSER default off",
+            file=sys.stderr,
         )
     return 0
 
 
 def rules_of(options: argparse.Namespace) -> dict[str, Sequence[str]]:
-    """Rules by user name. Raises CommandError for a name that keys may not have."""
+    """Rules by user name. Raises CommandError for a name that Redis keys cannot contain."""
     if options.worker and len(options.models) > 1:
         raise CommandError("a worker belongs to one model: name one MODEL with --worker")
     if options.no_router and not options.worker:
-        raise CommandError("--no-router without --worker leaves nobody")
+        raise CommandError("--no-router without --worker leaves no user to print")
     users: dict[str, Sequence[str]] = {}
     try:
         if not options.no_router:
@@ -60,14 +61,14 @@ def rules_of(options: argparse.Namespace) -> dict[str, Sequence[str]]:
 
 
 def lines(rules: dict[str, Sequence[str]], passwords: dict[str, str], *, commands: bool) -> list[str]:
-    """Of an aclfile, or commands for redis-cli. A whole aclfile turns the user off that everybody is by default."""
+    """The lines of an aclfile, or commands for redis-cli. A whole aclfile turns off the password-less `default`."""
     verb = "ACL SETUSER" if commands else "user"
     closed = ["user default reset off"] if "admin" in rules else []
-    return closed + [f"{verb} {user(name, passwords[name], some)}" for name, some in rules.items()]
+    return closed + [f"{verb} {user(name, passwords[name], given)}" for name, given in rules.items()]
 
 
 def read_passwords(file: str, names: Sequence[str]) -> dict[str, str]:
-    """``name password`` on each line. Raises CommandError if one of ``names`` has none."""
+    """The passwords from a file with ``name password`` on each line. Raises CommandError if a name has none."""
     try:
         with Path(file).open(encoding="utf-8") as source:
             text = source.read(MAX_PASSWORD_FILE_BYTES)

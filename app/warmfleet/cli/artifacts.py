@@ -1,4 +1,4 @@
-"""``warmfleet artifacts``: what workers brought, and which chat templates may run in the routers' own process."""
+"""``warmfleet artifacts``: lists the files that workers announced, and approves their chat templates."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _DIGEST = re.compile(r"[0-9a-f]{12,64}\Z")
 
 
 @dataclass
-class Brought:
-    """One artifact of one model. entry: of a manifest; servers: who brought it."""
+class Artifact:
+    """One file of one model. ``entry``: its row of a server's manifest; ``servers``: the servers that announced it."""
 
     name: str
     entry: dict[str, Any]
@@ -38,21 +38,21 @@ class Brought:
 
 @dataclass
 class Shelf:
-    """Everything of one model: artifacts by digest, and the digests that are approved."""
+    """The artifacts of one model by digest, and the digests that the operator approved."""
 
     fleet: Fleet
-    brought: dict[str, Brought]
+    artifacts: dict[str, Artifact]
     approved: frozenset[str]
 
     def templates(self) -> set[str]:
-        return {sha256 for sha256, one in self.brought.items() if one.name == TEMPLATE} | self.approved
+        return {sha256 for sha256, artifact in self.artifacts.items() if artifact.name == TEMPLATE} | self.approved
 
 
 def run(options: argparse.Namespace) -> int:
-    """0, or CommandError in words for whoever typed the command."""
+    """Run the chosen action; returns 0. Raises CommandError."""
     wanted = [digest.lower() for digest in options.sha256]
     if wrong := [digest for digest in wanted if not _DIGEST.match(digest)]:
-        raise CommandError(f"{wrong[0]!r} is no sha256, nor its first 12 or more hex digits")
+        raise CommandError(f"{wrong[0]!r} is neither a sha256 nor its first 12 or more hex digits")
     if (options.action == "list") == bool(wanted):
         raise CommandError("list takes no SHA256; show, approve and revoke take at least one")
     models = options.model or [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
@@ -90,34 +90,42 @@ async def _shelves(url: str, models: Sequence[str]) -> AsyncIterator[list[Shelf]
 
 
 async def _shelf(fleet: Fleet) -> Shelf:
-    brought: dict[str, Brought] = {}
+    artifacts: dict[str, Artifact] = {}
     for worker in await fleet.workers():
         server_id = str(worker.record.get("server_id", ""))
         for name, entry in ((worker.server or {}).get("artifacts") or {}).items():
             if not isinstance(entry, dict) or not _DIGEST.match(str(entry.get("sha256"))):
-                continue  # a worker may write what it likes; routers do not take it either
-            found = brought.setdefault(entry["sha256"], Brought(name, entry))
+                continue  # a malformed entry: routers ignore it, too
+            found = artifacts.setdefault(entry["sha256"], Artifact(name, entry))
             if server_id not in found.servers:
                 found.servers.append(server_id)
-    return Shelf(fleet, brought, await fleet.approved())
+    return Shelf(fleet, artifacts, await fleet.approved())
 
 
 def listing(shelf: Shelf) -> str:
-    """One model's table. Whole digests: they are what approving is about."""
+    """One model's table, with whole digests, because an approval names a digest."""
     rows: list[tuple[object, ...]] = []
-    for sha256, one in sorted(shelf.brought.items(), key=lambda item: (item[1].name, item[0])):
-        state = "-" if one.name != TEMPLATE else "approved" if sha256 in shelf.approved else "not approved"
-        more = f" and {len(one.servers) - NAMED_WORKERS} more" if len(one.servers) > NAMED_WORKERS else ""
-        rows.append((sha256, one.name, one.entry.get("bytes"), ", ".join(one.servers[:NAMED_WORKERS]) + more, state))
-    rows += [(sha256, TEMPLATE, "-", "-", "approved") for sha256 in sorted(shelf.approved - shelf.brought.keys())]
-    return f"{shelf.fleet.keys.tag}\n" + (table(HEADER, rows) if rows else "no worker has brought anything")
+    for sha256, artifact in sorted(shelf.artifacts.items(), key=lambda item: (item[1].name, item[0])):
+        state = "-" if artifact.name != TEMPLATE else "approved" if sha256 in shelf.approved else "not approved"
+        more = f" and {len(artifact.servers) - NAMED_WORKERS} more" if len(artifact.servers) > NAMED_WORKERS else ""
+        rows.append(
+            (
+                sha256,
+                artifact.name,
+                artifact.entry.get("bytes"),
+                ", ".join(artifact.servers[:NAMED_WORKERS]) + more,
+                state,
+            )
+        )
+    rows += [(sha256, TEMPLATE, "-", "-", "approved") for sha256 in sorted(shelf.approved - shelf.artifacts.keys())]
+    return f"{shelf.fleet.keys.tag}\n" + (table(HEADER, rows) if rows else "no worker has announced a file")
 
 
 def whole(digest: str, known: set[str]) -> str:
-    """The digest that begins so. Raises CommandError unless it is exactly one of ``known``, or has all 64 digits."""
+    """The one digest of ``known`` that begins so, or ``digest`` itself if it has all 64 digits. Raises CommandError."""
     if len(digest) == 64:
         return digest
-    found = sorted(one for one in known if one.startswith(digest))
+    found = sorted(sha256 for sha256 in known if sha256.startswith(digest))
     if len(found) == 1:
         return found[0]
     if found:
@@ -127,19 +135,20 @@ def whole(digest: str, known: set[str]) -> str:
 
 async def _source(shelves: Sequence[Shelf], digest: str) -> str:
     for shelf in shelves:
-        if digest in shelf.brought:
-            one = shelf.brought[digest]
-            return printable((await shelf.fleet.artifact(one.servers[0], one.entry)).decode("utf-8", "replace"))
-    raise CommandError(f"no worker has brought {digest}")
+        if digest in shelf.artifacts:
+            artifact = shelf.artifacts[digest]
+            source = await shelf.fleet.artifact(artifact.servers[0], artifact.entry)
+            return printable(source.decode("utf-8", "replace"))
+    raise CommandError(f"no worker has announced {digest}")
 
 
 def printable(text: str) -> str:
-    """Control characters written out: what is read before it is approved must not steer the terminal."""
+    """``text`` with control characters written out, so that an unapproved template cannot steer the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 async def _change(action: str, digest: str, shelves: Sequence[Shelf]) -> None:
-    """For every model that knows the template; one that nobody brought yet, for every model that was named."""
+    """Approve or revoke for each model that knows the template, or for all named models if none knows it."""
     concerned = [shelf for shelf in shelves if digest in shelf.templates()] or shelves
     for shelf in concerned:
         try:
@@ -147,7 +156,7 @@ async def _change(action: str, digest: str, shelves: Sequence[Shelf]) -> None:
         except FleetUnavailable as error:
             if "permission" not in str(error).lower():
                 raise
-            text = "this Redis user may not: it takes an operator, such as `admin` of `warmfleet acl`"
+            text = "this Redis user may not do that: use an operator's, such as `admin` of `warmfleet acl`"
             raise WarmfleetError(text) from error
         print(f"{shelf.fleet.keys.tag}: {digest} {'approved' if action == 'approve' else 'revoked'}")
     print("routers follow within WARMFLEET_VIEW_INTERVAL_S")

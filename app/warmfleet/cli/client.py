@@ -1,4 +1,4 @@
-"""Asking a running replica, and printing tables."""
+"""HTTP calls of a subcommand to a running replica, and the tables that it prints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT_SECONDS = 10.0
 
 
 def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
-    """The JSON answer of a replica. Raises CommandError in words for whoever typed the command."""
+    """The JSON answer of a replica. Raises CommandError."""
     headers = admin_headers() | ({b"content-type": b"application/json"} if body is not None else {})
     try:
         answer = httpx.request(method, url.rstrip("/") + path, content=body, headers=headers, timeout=TIMEOUT_SECONDS)
@@ -35,13 +35,13 @@ def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
 
 
 def admin_headers() -> dict[bytes, bytes]:
-    """What a replica wants of its operator: ``WARMFLEET_ADMIN_KEY`` of this command's own environment, if it is set."""
+    """The header that a replica requires from its operator, from ``WARMFLEET_ADMIN_KEY``; empty if that is not set."""
     key = os.environ.get("WARMFLEET_ADMIN_KEY", "")
     return {b"authorization": f"Bearer {key}".encode()} if key else {}
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Plain aligned columns; numbers to the right."""
+    """Aligned columns of text; columns of numbers are aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [list(header), *cells]) for column in range(len(header))]
     right = [bool(rows) and all(isinstance(row[column], int | float) for row in rows) for column in range(len(header))]

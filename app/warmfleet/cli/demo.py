@@ -22,7 +22,7 @@ SEED = 2026
 BLOCKS = 1_024  # of 16 tokens: small enough to be filled in seconds
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 600, 200, 48
 CONVERSATIONS_PER_SYSTEM_PROMPT = 4
-THINK_SECONDS = 0.3
+THINK_SECONDS = 0.3  # mean pause between an answer and the next turn
 START_SPREAD_SECONDS = 2.0
 
 
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def four_states(stack: Stack) -> bool:
-    """Say each verdict as it comes; True if all passed."""
+    """Print each verdict as it comes; True if all passed."""
     chat = Chat(stack.names[0])
     try:
         walk = Walk(stack, chat, random.Random(SEED))
@@ -69,7 +69,7 @@ async def four_states(stack: Stack) -> bool:
 
 
 async def converse(stack: Stack, work: Work) -> list[Answer]:
-    """Every answer of the comparison's work. The seed is fixed: each policy gets the same conversations."""
+    """All answers of the comparison. The seed is fixed, so each policy gets the same conversations."""
     chat = Chat(stack.names[0])
     rng = random.Random(SEED)
     groups = -(-work.conversations // CONVERSATIONS_PER_SYSTEM_PROMPT)
@@ -95,7 +95,7 @@ async def converse(stack: Stack, work: Work) -> list[Answer]:
 
 
 def compare(results: dict[str, list[Answer]]) -> str:
-    """The table of both policies, as counted by the engines."""
+    """The table of both policies, by the engines' own counts."""
     rows: list[tuple[object, ...]] = []
     for policy, answers in results.items():
         prompt = sum(answer.prompt_tokens for answer in answers)

@@ -17,14 +17,14 @@ HEADER = ("", "WORKER", "MATCHED", "BLOCKS", "SPECULATIVE", "TO COMPUTE", "PREFI
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print every worker and the choice; 1 if there is none."""
+    """Print every worker and the choice; returns 1 if no worker can be chosen."""
     answer = ask("POST", options.url, "/explain", body_of(options))
     print(json.dumps(answer, indent=2) if options.json else render(answer))
     return 0 if answer["chosen"] else 1
 
 
 def body_of(options: argparse.Namespace) -> bytes:
-    """The request body that the options describe. Raises CommandError unless exactly one of them does."""
+    """The request body that the options describe. Raises CommandError unless there is exactly one."""
     given = [name for name in ("file", "message", "prompt") if getattr(options, name) is not None]
     if len(given) != 1:
         raise CommandError("give one of: FILE (- for standard input), --message TEXT, --prompt TEXT")
@@ -39,7 +39,11 @@ def body_of(options: argparse.Namespace) -> bytes:
 
 
 def render(answer: dict[str, Any]) -> str:
-    """MATCHED, TO COMPUTE: tokens of this prompt. PREFILL, DECODE: tokens of open requests. COST: s to first token."""
+    """The table of workers, the cheapest first.
+
+    MATCHED, TO COMPUTE: tokens of this prompt. PREFILL, DECODE: tokens that open requests have booked. COST: predicted
+    seconds to the first token.
+    """
     prompt = answer["prompt_tokens"]
     known = f"prompt identified: {answer['identity']}" + (f" ({answer['reason']})" if answer["reason"] else "")
     lines = [f"{answer['model']}, policy {answer['policy']}: {prompt} tokens, {answer['blocks']} full blocks, {known}"]

@@ -1,4 +1,4 @@
-"""The command line of ``warmfleet``: every option with its unit, default and an example."""
+"""The command line of ``warmfleet``: every subcommand and option, with units, defaults and examples."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 MAIN = """\
 Warmfleet sends each request to the vLLM engine whose KV cache already holds its prefix.
 
-  warmfleet up                        a whole fleet on this machine, with simulated engines
+  warmfleet up                        start a whole fleet on this machine, with simulated engines
   warmfleet up --worker URL           route to vLLM engines that you already run
-  warmfleet serve                     one router replica, configured by the environment
-  warmfleet demo                      shows what prefix-aware routing gains, then exits
-  warmfleet workers                   the engines of a running fleet
+  warmfleet serve                     run one router replica, configured by the environment
+  warmfleet demo                      show the gain of prefix-aware routing, then exit
+  warmfleet workers                   list the engines of a running fleet
   warmfleet drain WORKER              send an engine no new requests, and let it finish
-  warmfleet explain --message "Hi"    why a request would go where
-  warmfleet replay FILE               decisions of a log, made again, and by other policies
+  warmfleet explain --message "Hi"    show where a request would go, and why
+  warmfleet replay FILE               make the decisions of a log again, also by other policies
   warmfleet policy NAME               place requests by another policy, on all replicas at once
-  warmfleet artifacts                 chat templates that workers brought, and which may run in routers
-  warmfleet acl MODEL                 Redis users with no more rights than they need
+  warmfleet artifacts                 list chat templates of workers, and approve them
+  warmfleet acl MODEL                 print Redis users with no more rights than they need
 """
 
 UP = """\
@@ -33,15 +33,15 @@ examples:
   warmfleet up                                     4 simulated engines, 2 replicas, http://127.0.0.1:8080
   warmfleet up --engines 8 --policy round_robin    the same work without cache-aware routing
   warmfleet up --worker http://gpu1:8000 --worker http://gpu2:8000
-                                                   your own vLLM engines, no plugin needed; what they hold is
-                                                   then inferred from the requests that went there
+                                                   your own vLLM engines, without the plugin: their cached
+                                                   blocks are inferred from the requests sent to them
   warmfleet up --engine vllm --engines 2           real vLLM on the CPU with a tiny model (after `make vllm`)
   warmfleet up --redis redis://127.0.0.1:6379/0    your store instead of the embedded one
 """
 
 SERVE = """\
-Runs one router replica. Everything is set by WARMFLEET_* environment variables (README, "Configuration");
-the options below win over them.
+Runs one router replica. WARMFLEET_* environment variables configure it (app/docs/settings.md); the options
+below win over them.
 
 example:
   WARMFLEET_REDIS_URL=redis://redis:6379/0 WARMFLEET_MODELS=Qwen/Qwen3-8B warmfleet serve --host 0.0.0.0
@@ -49,8 +49,8 @@ example:
 
 DEMO = """\
 Starts a private fleet, walks the four states of a cached prefix (cold start, stickiness under load, eviction,
-recovery) and says pass or FAIL for each, then runs the same conversations with prefix-aware and with round-robin
-routing and prints both. Exit status 0 if everything passed, else 1.
+recovery) and prints pass or FAIL for each. Then it runs the same conversations with prefix-aware and with round-robin
+routing, and prints the figures of both. The exit status is 0 if everything passed, else 1.
 """
 
 WORKERS = """\
@@ -87,45 +87,45 @@ examples:
 """
 
 ARTIFACTS = """\
-Workers bring their model's tokenizer and chat template. A template is code: until you approve it, routers render it
-in a sandbox in a process of its own, with limits on time and memory, at a few times the cost. Read it, then approve it
-by its sha256 or the first 12 or more digits. Routers follow within a second, without a restart.
+Workers announce their model's tokenizer and chat template. A template is code: until you approve it, routers render
+it in a sandbox in a process of its own, with limits on time and memory, at a few times the cost. Read a template, then
+approve it by its sha256 or the first 12 or more digits. Routers follow within a second, without a restart.
 
 examples:
-  warmfleet artifacts --model Qwen/Qwen3-8B            who brought what, and what is approved
-  warmfleet artifacts show 3f1c09e2aa41                the template itself
+  warmfleet artifacts --model Qwen/Qwen3-8B            list the files, their servers, and approvals
+  warmfleet artifacts show 3f1c09e2aa41                print the template
   warmfleet artifacts approve 3f1c09e2aa41
-  warmfleet artifacts revoke 3f1c09e2aa41              back into the sandbox
+  warmfleet artifacts revoke 3f1c09e2aa41              render it in the sandbox again
 
-This talks to Redis, and needs a user that may write there: `admin` of `warmfleet acl`, not `router`. Settings approve,
-too: WARMFLEET_APPROVED_TEMPLATES=SHA256,... or, for everything that any worker brings, WARMFLEET_TRUST_TEMPLATES=1.
+This talks to Redis, and needs a user that may write there: `admin` of `warmfleet acl`, not `router`. A router's
+settings approve, too: WARMFLEET_APPROVED_TEMPLATES=SHA256,... or, for every worker's, WARMFLEET_TRUST_TEMPLATES=1.
 """
 
 POLICY = """\
-Shows by which policy a model's requests are placed, or switches it: every replica follows within a second, without a
-restart. `default` takes the switch back: each replica then does what its WARMFLEET_POLICY says.
+Shows the policy that places a model's requests, or switches it. Every replica follows within a second, without a
+restart. `default` takes the switch back: each replica then follows its own WARMFLEET_POLICY.
 
 examples:
   warmfleet policy --model Qwen/Qwen3-8B
   warmfleet policy least_loaded --model Qwen/Qwen3-8B
   warmfleet policy default --model Qwen/Qwen3-8B
 
-This talks to Redis, and needs a user that may write there: `admin` of `warmfleet acl`, not `router`. What each policy
-does, and where it comes from, is in lua/README.md.
+This talks to Redis, and needs a user that may write there: `admin` of `warmfleet acl`, not `router`. lua/README.md
+describes each policy and its source.
 """
 
 REPLAY = """\
-Makes the decisions of a log (WARMFLEET_DECISION_LOG) again, with the text that made them, and says how many come out
-exactly as they were: all must, unless routers of another version wrote the log. With --policy also what other policies
-would have chosen on the same states. Exit status 1 if any came out otherwise.
+Makes the decisions of a log (WARMFLEET_DECISION_LOG) again, with the script that made them, and says how many come out
+exactly as they were. All must, unless routers of another version wrote the log; else the exit status is 1. --policy
+also shows the choices of other policies on the same states.
 
 examples:
   warmfleet replay decisions.jsonl
   warmfleet replay decisions.jsonl --policy sticky --policy chwbl
   warmfleet replay decisions.jsonl --policy all --redis redis://127.0.0.1:6379/0
 
-Any Redis 7 or newer, or Valkey, will do: the script runs by EVAL_RO and touches no key. These are single choices on the
-states that were, not what the fleet would have become under another policy.
+Any Redis 7 or newer, or Valkey, will do: the script runs by EVAL_RO and touches no key. The choices are made one by one
+on the logged states; a fleet that had run under another policy would have had other states.
 """
 
 ACL = """\
@@ -160,15 +160,15 @@ def build_parser() -> argparse.ArgumentParser:
     _serve(_command(commands, "serve", "run one router replica", SERVE))
     _demo(_command(commands, "demo", "show and check what routing gains", DEMO))
     workers = _command(commands, "workers", "list the engines of a running fleet", WORKERS)
-    workers.add_argument("--json", action="store_true", help="print what the replica answered, unchanged")
+    workers.add_argument("--json", action="store_true", help="print the replica's answer as it came")
     _drain(_command(commands, "drain", "send engines no new requests, and let them finish", DRAIN))
-    explain = _command(commands, "explain", "why a request would go where", EXPLAIN)
+    explain = _command(commands, "explain", "show where a request would go, and why", EXPLAIN)
     explain.add_argument("file", nargs="?", help="request body as JSON, - for standard input")
     explain.add_argument("--message", help="a chat request with this one user message")
     explain.add_argument("--prompt", help="a completion request with this prompt")
     explain.add_argument("--model", help="model name (default: the first that the replica serves)")
-    explain.add_argument("--json", action="store_true", help="print what the replica answered, unchanged")
-    _artifacts(_command(commands, "artifacts", "chat templates that workers brought; approve them", ARTIFACTS))
+    explain.add_argument("--json", action="store_true", help="print the replica's answer as it came")
+    _artifacts(_command(commands, "artifacts", "list chat templates of workers, and approve them", ARTIFACTS))
     _policy(_command(commands, "policy", "show or switch how requests are placed", POLICY))
     replay = _command(commands, "replay", "make the decisions of a log again", REPLAY)
     replay.add_argument("file", metavar="FILE", help="lines of a decision log")
@@ -176,7 +176,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--policy", metavar="NAME", action="append", default=[], help="another policy, or all; repeatable"
     )
     _store(replay)
-    _acl(_command(commands, "acl", "Redis users with least rights", ACL))
+    _acl(_command(commands, "acl", "print Redis users with least rights", ACL))
     for client in (workers, explain):
         client.add_argument("--url", default=DEFAULT_URL, help="address of a replica (default %(default)s)")
     return parser
@@ -187,16 +187,20 @@ def _up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=_port, default=8080, help="port to serve on, 0 = any (default %(default)s)")
     parser.add_argument("--replicas", type=_count, default=2, help="router processes behind it (default %(default)s)")
     usual = os.environ.get("WARMFLEET_POLICY", "cost")
-    parser.add_argument("--policy", choices=POLICIES, default=usual, help="how to choose (WARMFLEET_POLICY, else cost)")
+    parser.add_argument(
+        "--policy", choices=POLICIES, default=usual, help="placement policy (WARMFLEET_POLICY, else cost)"
+    )
     parser.add_argument(
         "--redis",
         metavar="URL",
         default=os.environ.get("WARMFLEET_REDIS_URL", ""),
         help="your store (default: WARMFLEET_REDIS_URL, else an embedded Valkey)",
     )
-    parser.add_argument("--logs", metavar="DIR", help="keep the output of every process there (default: discarded)")
+    parser.add_argument("--logs", metavar="DIR", help="folder for the output of every process (default: discarded)")
     engines = parser.add_argument_group("engines that are started for you")
-    engines.add_argument("--engines", type=_count, default=None, help="how many (default 4; 2 with --engine vllm)")
+    engines.add_argument(
+        "--engines", type=_count, default=None, help="number of engines (default 4; 2 with --engine vllm)"
+    )
     engines.add_argument("--engine", choices=("sim", "vllm"), default="sim", help="kind (default %(default)s)")
     engines.add_argument("--model", help="served model name (sim) or model folder (vllm)")
     engines.add_argument("--step-time", metavar="PRESET", help="speed of simulated engines: preset or scale factor")
@@ -211,20 +215,20 @@ def _up(parser: argparse.ArgumentParser) -> None:
         "--worker-api-key",
         metavar="KEY",
         default=os.environ.get("WARMFLEET_WORKER_API_KEY", ""),
-        help="their API key (default: WARMFLEET_WORKER_API_KEY; the variable keeps it out of process lists)",
+        help="the engines' API key (default: WARMFLEET_WORKER_API_KEY, which keeps it out of process lists)",
     )
     own.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="folder or name of their tokenizer (needs transformers; default: matched by text)",
+        help="folder or name of the engines' tokenizer (needs transformers; default: prompts are matched by text)",
     )
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help="address to listen on (WARMFLEET_HOST)")
     parser.add_argument("--port", type=_port, help="port to listen on (WARMFLEET_PORT)")
-    parser.add_argument("--policy", choices=POLICIES, help="how to choose (WARMFLEET_POLICY)")
-    parser.add_argument("--redis", metavar="URL", help="the store (WARMFLEET_REDIS_URL)")
+    parser.add_argument("--policy", choices=POLICIES, help="placement policy (WARMFLEET_POLICY)")
+    parser.add_argument("--redis", metavar="URL", help="address of the store (WARMFLEET_REDIS_URL)")
     parser.add_argument("--models", metavar="NAME,...", help="base models to route for (WARMFLEET_MODELS)")
     parser.add_argument(
         "--reuse-port",
@@ -236,14 +240,18 @@ def _serve(parser: argparse.ArgumentParser) -> None:
 
 def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=_count, default=4, help="simulated engines (default %(default)s)")
-    parser.add_argument("--conversations", type=_count, default=16, help="in the comparison (default %(default)s)")
-    parser.add_argument("--turns", type=_count, default=4, help="of each conversation (default %(default)s)")
+    parser.add_argument(
+        "--conversations", type=_count, default=16, help="conversations of the comparison (default %(default)s)"
+    )
+    parser.add_argument("--turns", type=_count, default=4, help="turns of each conversation (default %(default)s)")
 
 
 def _artifacts(parser: argparse.ArgumentParser) -> None:
     actions = ("list", "show", "approve", "revoke")
-    parser.add_argument("action", nargs="?", choices=actions, default="list", help="default: list")
-    parser.add_argument("sha256", nargs="*", metavar="SHA256", help="of a template, or its first 12 or more hex digits")
+    parser.add_argument("action", nargs="?", choices=actions, default="list", help="action (default: list)")
+    parser.add_argument(
+        "sha256", nargs="*", metavar="SHA256", help="digest of a template, or its first 12 or more hex digits"
+    )
     parser.add_argument(
         "--model",
         metavar="MODEL",
@@ -279,21 +287,25 @@ def _store(parser: argparse.ArgumentParser) -> None:
         "--redis",
         metavar="URL",
         default=os.environ.get("WARMFLEET_REDIS_URL", "redis://127.0.0.1:6379/0"),
-        help="the store (default: WARMFLEET_REDIS_URL, which keeps a password out of process lists)",
+        help="address of the store (default: WARMFLEET_REDIS_URL, which keeps a password out of process lists)",
     )
 
 
 def _acl(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="model tag, as in WARMFLEET_MODELS")
     parser.add_argument(
-        "--worker", metavar="ID", action="append", default=[], help="its WARMFLEET_WORKER_ID; repeatable"
+        "--worker", metavar="ID", action="append", default=[], help="WARMFLEET_WORKER_ID of a worker; repeatable"
     )
     parser.add_argument("--ranks", type=_count, default=1, help="data-parallel ranks of a worker (default %(default)s)")
-    parser.add_argument("--no-router", action="store_true", help="workers only, to add to users that exist")
-    parser.add_argument("--sentinel", action="store_true", help="also users `replica` and `sentinel`, for Redis itself")
-    parser.add_argument("--cluster", action="store_true", help="also what Redis Cluster takes: CLUSTER SLOTS")
-    parser.add_argument("--commands", action="store_true", help="ACL SETUSER commands in place of an aclfile")
-    parser.add_argument("--password-file", metavar="FILE", help="lines of `NAME PASSWORD` (default: generated)")
+    parser.add_argument("--no-router", action="store_true", help="print workers only, to add them to existing users")
+    parser.add_argument(
+        "--sentinel", action="store_true", help="print users `replica` and `sentinel`, too, for Redis itself"
+    )
+    parser.add_argument("--cluster", action="store_true", help="allow CLUSTER SLOTS, too, which Redis Cluster needs")
+    parser.add_argument("--commands", action="store_true", help="print ACL SETUSER commands in place of an aclfile")
+    parser.add_argument(
+        "--password-file", metavar="FILE", help="file with lines `NAME PASSWORD` (default: generated passwords)"
+    )
 
 
 def _version() -> str:

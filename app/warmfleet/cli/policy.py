@@ -1,4 +1,4 @@
-"""``warmfleet policy``: how a model's requests are placed; switching it for all replicas at once."""
+"""``warmfleet policy``: shows a model's placement policy, or switches it for all replicas at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT = "default"
 
 
 def run(options: argparse.Namespace) -> int:
-    """0, or CommandError in words for whoever typed the command."""
+    """Show or switch the policy of each named model; returns 0. Raises CommandError."""
     if options.name not in (None, DEFAULT, *POLICIES):
         raise CommandError(f"{options.name!r} is no policy; known are {', '.join(POLICIES)}, and {DEFAULT}")
     models = options.model or [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
@@ -44,12 +44,13 @@ async def _run(name: str | None, url: str, models: Sequence[str]) -> None:
         try:
             if name is not None:
                 await fleet.switch("" if name == DEFAULT else name)
-            told = await fleet.switched()
-            known = await fleet.workers()
+            switched_to = await fleet.switched()
+            workers = await fleet.workers()
         finally:
             await fleet.close()
-        print(f"{model}: {told or 'as each replica is set (WARMFLEET_POLICY)'}")
-        if not known:
+        print(f"{model}: {switched_to or 'as each replica is set (WARMFLEET_POLICY)'}")
+        if not workers:
             print(
-                f"warmfleet policy: warning: no worker of {model} is known; this is for those to come", file=sys.stderr
+                f"warmfleet policy: warning: no worker of {model} is known; the policy is for workers to come",
+                file=sys.stderr,
             )

@@ -1,4 +1,4 @@
-"""``warmfleet replay``: makes the choices of a decision log again, and those that other policies would have made."""
+"""``warmfleet replay``: makes the choices of a decision log again, also by other policies."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SHOWN = 5
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if every line is a decision that comes out as it was, else 1."""
+    """Print how many decisions come out as they were; returns 0 if every line does, else 1."""
     records, damaged = read(options.file)
     if damaged:
         lines = ", ".join(map(str, damaged[:SHOWN])) + (", …" if len(damaged) > SHOWN else "")
-        print(f"left out: {len(damaged)} lines that are no record of a decision log: {lines}", file=sys.stderr)
+        print(f"left out: {len(damaged)} lines that are not records of a decision log: {lines}", file=sys.stderr)
     wanted = POLICIES if "all" in options.policy else options.policy
     if wrong := [name for name in wanted if name not in POLICIES]:
         raise CommandError(f"{wrong[0]!r} is no policy; known are {', '.join(POLICIES)}, and all")
@@ -45,11 +45,11 @@ def run(options: argparse.Namespace) -> int:
 async def _run(replays: Replays, records: Sequence[dict[str, Any]], wanted: Sequence[str]) -> int:
     try:
         again = await replays.choices(records)
-        wrong = [(one, new) for one, new in zip(records, again, strict=True) if not same(one, new)]
+        wrong = [(record, new) for record, new in zip(records, again, strict=True) if not same(record, new)]
         print(f"{len(records) - len(wrong)} of {len(records)} decisions came out exactly as they were")
-        for one, new in wrong[:SHOWN]:
-            was = f"{one['worker_id']} ({one['why']}, {one['cost_s']} s)"
-            print(f"  {one['reservation']}: {was} is {new.worker_id} ({new.why}, {new.cost_s} s) now")
+        for record, new in wrong[:SHOWN]:
+            was = f"{record['worker_id']} ({record['why']}, {record['cost_s']} s)"
+            print(f"  {record['reservation']}: {was} is {new.worker_id} ({new.why}, {new.cost_s} s) now")
         if wanted:
             found = {"(as it was)": again} | {name: await replays.choices(records, name) for name in wanted}
             print(table(HEADER, [_row(name, records, choices) for name, choices in found.items()]))
@@ -58,15 +58,16 @@ async def _run(replays: Replays, records: Sequence[dict[str, Any]], wanted: Sequ
     return 1 if wrong else 0
 
 
-def same(one: dict[str, Any], new: Choice) -> bool:
-    return (one["worker_id"], one["why"], one["cost_s"]) == (new.worker_id, new.why, new.cost_s)
+def same(record: dict[str, Any], new: Choice) -> bool:
+    """The logged decision and the new one agree on worker, reason and cost."""
+    return (record["worker_id"], record["why"], record["cost_s"]) == (new.worker_id, new.why, new.cost_s)
 
 
 def _row(name: str, records: Sequence[dict[str, Any]], choices: Sequence[Choice]) -> tuple[object, ...]:
-    """Of single choices, each on the state that was: not what a fleet under that policy would have become."""
+    """Figures over single choices, each on the logged state: not those of a fleet that had run under that policy."""
     count, chosen = max(1, len(choices)), [choice.worker_id for choice in choices]
-    agreed = sum(one["worker_id"] == worker for one, worker in zip(records, chosen, strict=True))
-    prompt = max(1, sum(one["prompt_tokens"] for one in records))
+    agreed = sum(record["worker_id"] == worker for record, worker in zip(records, chosen, strict=True))
+    prompt = max(1, sum(record["prompt_tokens"] for record in records))
     busiest = max((chosen.count(worker) for worker in set(chosen)), default=0)
     return (
         name,
@@ -78,8 +79,10 @@ def _row(name: str, records: Sequence[dict[str, Any]], choices: Sequence[Choice]
 
 
 def read(name: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """The records, and the numbers of lines that are none: one may have been cut off by a crash or a full disk. Raises
-    CommandError where there is no record at all."""
+    """The records, and the numbers of damaged lines, which a crash or a full disk may have left.
+
+    Raises CommandError if there is no record at all.
+    """
     try:
         lines = Path(name).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -87,10 +90,10 @@ def read(name: str) -> tuple[list[dict[str, Any]], list[int]]:
     records, damaged = [], []
     for number, line in enumerate(lines, 1):
         try:
-            one = json.loads(line)
-            arguments(one, "", 0)
+            record = json.loads(line)
+            arguments(record, "", 0)
             records.append(
-                {**one, **{field: str(one[field]) for field in ("worker_id", "why", "cost_s", "reservation")}}
+                {**record, **{field: str(record[field]) for field in ("worker_id", "why", "cost_s", "reservation")}}
             )
         except (ValueError, KeyError, TypeError, RecursionError, BadRequest):
             damaged.append(number)

@@ -28,11 +28,11 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM; open answers may end first (``WARMFLEET_SHUTDOWN_GRACE_S``)."""
+    """Serve until SIGINT or SIGTERM; open answers may finish first (``WARMFLEET_SHUTDOWN_GRACE_S``)."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     settings = settings_of(options)
     with ExitStack() as stack:
-        stack.enter_context(suppress(KeyboardInterrupt))  # uvicorn raises the signal anew once everything is closed
+        stack.enter_context(suppress(KeyboardInterrupt))  # uvicorn raises the signal again once everything is closed
         sockets = [stack.enter_context(closing(listen(settings.host, settings.port)))]
         if options.reuse_port:
             shared = listen(settings.host, options.reuse_port, shared=True)

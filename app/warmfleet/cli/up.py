@@ -18,7 +18,7 @@ from warmfleet.settings import engine_url
 if TYPE_CHECKING:
     import argparse
 
-POLL_SECONDS = 0.5  # until a death or a first answer is told: both are read off files
+POLL_SECONDS = 0.5  # between two looks for dead processes and first answers, both of which are read from files
 
 READY = """
 Warmfleet is ready: {address}   (Ctrl-C stops everything)
@@ -43,7 +43,7 @@ Why there:      {command} explain --url {address} --message "What is a KV cache?
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """The command line as a Plan. Raises CommandError for what it needs and is not installed."""
+    """The command line as a Plan. Raises CommandError if it needs a package that is not installed."""
     if options.tokenizer and find_spec("transformers") is None:
         raise CommandError("--tokenizer needs the package transformers: pip install 'transformers>=5'")
     engines = EngineOptions(
@@ -68,7 +68,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start, print how to use it, serve until Ctrl-C or SIGTERM. 1 if every replica died."""
+    """Start the stack, print how to use it, and serve until Ctrl-C or SIGTERM. Returns 1 if every replica died."""
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell starts background jobs with it ignored
         signal.signal(number, _interrupt)
     plan = plan_of(options)
@@ -84,9 +84,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def serve(stack: Stack) -> int:
-    """Tell what dies and, for engines without the plugin, what the first answers matched. Returns when nobody serves.
+    """Report dead processes and, for engines without the plugin, the matches of the first answers.
 
-    Nothing is restarted: a supervisor would hide what a person who runs this wants to see.
+    Returns 1 once no replica is alive. Nothing is restarted, because a user of this command wants to see a death.
     """
     watch = AnswerWatch(stack, say) if stack.plan.workers else None
     while True:
@@ -102,21 +102,21 @@ def serve(stack: Stack) -> int:
 
 
 def usage(address: str, model: str) -> str:
-    """What to type next: works as printed."""
+    """The commands to type next, which work as printed."""
     command = sys.argv[0] if Path(sys.argv[0]).name == "warmfleet" else f"{sys.executable} -m warmfleet"
     hint = "" if Path(sys.argv[0]).name != "warmfleet" else f" (installed for {Path(sys.executable)})"
     return READY.format(address=address, model=model, command=command, openai_hint=hint)
 
 
 def say(line: str) -> None:
-    """One line of progress, at once, also into a pipe."""
+    """Print a line of progress at once, also into a pipe."""
     print(line, flush=True)
 
 
 def _stock_note() -> str:
     return (
-        "Your engines run without the plugin: what they hold is inferred from what was sent to them.\n"
-        "The first answers are followed by a line on what was matched.\n"
+        "Your engines run without the plugin: their cached blocks are inferred from the requests sent to them.\n"
+        "After each of the first answers a line says how much of its prompt was matched.\n"
     )
 
 

@@ -74,7 +74,7 @@ def test_own_passwords(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ("line", "why"),
     [
         ("m n --worker w", "one model"),
-        ("m --no-router", "leaves nobody"),
+        ("m --no-router", "leaves no user"),
         ("m --worker a:b", "not a name"),
         ("m --worker *", "not a name"),
         ("m* ", "not a name"),

@@ -1,4 +1,4 @@
-"""``warmfleet artifacts``: what workers brought, in words; approving and revoking by digest or its beginning."""
+"""``warmfleet artifacts``: the list of files, and approval by a digest or its beginning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
 
 @contextmanager
 def joined(url: str, model: str, *names: str) -> Iterator[None]:
-    """Workers that brought FILES, and their joins applied."""
+    """Workers that have announced FILES, and whose joins are applied."""
     halves: list[Any] = []
     for name in names:
         config = PublisherConfig(url, model, f"{name}.0", name, 0, SCHEME, 100, 4_096, "test")
@@ -74,7 +74,7 @@ def test_list_show_approve_revoke(
         assert main(["artifacts", *words]) == 0
         return capsys.readouterr().out
 
-    assert says().count("no worker has brought anything") == 2
+    assert says().count("no worker has announced a file") == 2
     with joined(valkey_url, model, "w1", "w2"):
         lines = says("list").splitlines()
         [line] = [line for line in lines if "chat_template" in line]
@@ -106,11 +106,11 @@ def test_list_show_approve_revoke(
         ("", "name the model"),
         ("approve --model m", "at least one"),
         (f"list {'a' * 12} --model m", "takes no SHA256"),
-        ("approve xyz --model m", "no sha256"),
-        ("show abcdef12345 --model m", "no sha256"),
+        ("approve xyz --model m", "neither a sha256"),
+        ("show abcdef12345 --model m", "neither a sha256"),
         ("--model a{b", "is not a name"),
         ("--model m --redis nonsense://", "redis"),
-        (f"show {'a' * 64} --model nobody", "no worker has brought"),
+        (f"show {'a' * 64} --model nobody", "no worker has announced"),
     ],
 )
 def test_mistakes_are_told_in_words(
@@ -133,7 +133,7 @@ def test_a_router_s_user_may_look_and_not_approve(capsys: pytest.CaptureFixture[
         as_router = url.replace("unix://", "unix://router:pass@")
         assert main(["artifacts", "--model", "m", "--redis", as_router]) == 0
         assert main(["artifacts", "approve", "a" * 64, "--model", "m", "--redis", as_router]) == 2
-        assert "takes an operator" in capsys.readouterr().err
+        assert "use an operator" in capsys.readouterr().err
         assert asyncio.run(approved(url, "m")) == frozenset()
 
 

@@ -175,7 +175,7 @@ async def test_what_is_damaged_in_a_log_is_left_out_and_said(
     )
     said = capsys.readouterr()
     assert "4 of 4 decisions" in said.out
-    assert f"left out: {len(lines)} lines that are no record of a decision log: 1, 2, 3, 4, 5, …" in said.err
+    assert f"left out: {len(lines)} lines that are not records of a decision log: 1, 2, 3, 4, 5, …" in said.err
     (tmp_path / "other").write_text(json.dumps({**records[0], "policy": "newest"}))
     assert await asyncio.to_thread(main, ["replay", str(tmp_path / "other"), "--redis", redis_url]) == 2
     assert "cannot be replayed" in capsys.readouterr().err
