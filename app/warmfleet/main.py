@@ -16,9 +16,11 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 from warmfleet.api import connection_limits
-from warmfleet.api import endpoints as api
-from warmfleet.api.connection_limits import guarded
-from warmfleet.api.endpoints import Application, Health, Proxy, SmallEndpoints
+from warmfleet.api.application import Application
+from warmfleet.api.completions import CompletionsProxy
+from warmfleet.api.connection_limits import limited_protocol
+from warmfleet.api.error_answers import error_response, not_found
+from warmfleet.api.service_routes import Health, ServiceRoutes
 from warmfleet.background import outage_checks, stock_engines, upkeep
 from warmfleet.background.index_health import IndexHealthWatch
 from warmfleet.background.memory import MemoryWatch
@@ -34,7 +36,7 @@ from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fleet import Fleet, QueueLimits, Timeouts, connect
 from warmfleet.metrics import Metrics
 from warmfleet.pools import degraded
-from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identities import Identities
 from warmfleet.pools.pool import Pool, Pools
 from warmfleet.prompt.prefix_trie import Trie
@@ -42,7 +44,8 @@ from warmfleet.prompt.request import PATHS
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 from warmfleet.routing.decision_log import DecisionLog
-from warmfleet.routing.engine_tokenizer import Asker
+from warmfleet.routing.engine_tokenizer import EngineTokenizer
+from warmfleet.routing.identifier import Identifier
 from warmfleet.routing.router import Router
 from warmfleet.settings import Settings, policies, unknown_variables
 from warmfleet.untrusted.template_approval import Templates
@@ -79,8 +82,9 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
     upstream = Upstream(addresses, CONNECT_TIMEOUT_S, metrics.retries.labels("same").inc)
     engine_client = EngineClient(addresses, CONNECT_TIMEOUT_S)
     log = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
-    router = Router(pools, upstream, Asker(engine_client, settings, metrics), settings, metrics, log)
-    small = SmallEndpoints(router, settings, metrics, health)
+    identifier = Identifier(EngineTokenizer(engine_client, settings, metrics).token_ids, settings, metrics)
+    router = Router(pools, upstream, identifier, settings, metrics, log)
+    service = ServiceRoutes(router, settings, metrics, health)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -100,10 +104,10 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
             await stack.enter_async_context(_background(pools, engine_client, identities, settings, metrics))
             yield
 
-    handlers = {WarmfleetError: api.error_response, HTTPException: api.not_found}
-    starlette = Starlette(routes=small.routes(), lifespan=lifespan, exception_handlers=handlers)
-    hot = {path: Proxy(endpoint, router, settings, metrics) for endpoint, path in PATHS.items()}
-    return Application(starlette, hot)
+    handlers = {WarmfleetError: error_response, HTTPException: not_found}
+    starlette = Starlette(routes=service.routes(), lifespan=lifespan, exception_handlers=handlers)
+    proxies = {path: CompletionsProxy(endpoint, router, settings, metrics) for endpoint, path in PATHS.items()}
+    return Application(starlette, proxies)
 
 
 async def serve(settings: Settings, sockets: Sequence[socket.socket] | None = None) -> None:
@@ -125,7 +129,7 @@ def server(settings: Settings) -> uvicorn.Server:
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http=guarded(connection_limits.HEADER_TIMEOUT_S, settings.max_connections),
+        http=limited_protocol(connection_limits.HEADER_TIMEOUT_S, settings.max_connections),
         ws="none",
         lifespan="on",
         access_log=False,
@@ -167,7 +171,7 @@ def _pool(tag: str, settings: Settings) -> Pool:
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
     policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
     fleet.limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max)
-    return Pool(tag, fleet, Fallback(degraded.REDIS_RETRY_S), policy, objective_s)
+    return Pool(tag, fleet, DegradedMode(degraded.REDIS_RETRY_S), policy, objective_s)
 
 
 @asynccontextmanager

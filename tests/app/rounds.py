@@ -16,7 +16,7 @@ from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
-from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identities import Identities
 from warmfleet.pools.pool import Pool, Pools
 from warmfleet.prompt import request as prompt
@@ -39,7 +39,7 @@ class Replica:
     def __init__(self, fleet: Fleet, executor: ThreadPoolExecutor) -> None:
         self.fleet, self.metrics = fleet, Metrics()
         fleet.pace = Pace(min_gap_ms=0, share_permille=1000, max_streams=256)
-        self.pool = Pool(fleet.keys.tag, fleet, Fallback(1.0))
+        self.pool = Pool(fleet.keys.tag, fleet, DegradedMode(1.0))
         self.pools = Pools([self.pool])
         self.identities = Identities(executor, Trie(2**20), Templates(self.metrics, trust_all=True))
         self.reader = Reader(self.pools, self.identities, Settings(), self.metrics)
@@ -91,9 +91,9 @@ class Replica:
             ("chat", {"messages": [CHAT, IMAGE]}),
         ):
             request = prompt.from_dict(cast("Any", endpoint), {"model": "m", **more})
-            shape = await self.pool.shape(request, 4_096, 100)
-            assert shape.reason != "error", "a mistake of ours"
-            kinds.add(shape.kind)
+            known = await self.pool.identify(request, 100)
+            assert known.reason != "error", "a mistake of ours"
+            kinds.add(known.kind)
         return kinds
 
 

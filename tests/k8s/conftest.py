@@ -29,7 +29,7 @@ def program() -> Program:
     small = [route for route in app._starlette.routes if isinstance(route, Route)]
     sources = "".join(path.read_text() for path in (ROOT / "worker_plugin/warmfleet_worker").rglob("*.py"))
     return Program(
-        routes={"router": frozenset({*app._hot, *(route.path for route in small)}), "vllm": ENGINE_ROUTES},
+        routes={"router": frozenset({*app._proxies, *(route.path for route in small)}), "vllm": ENGINE_ROUTES},
         settings={
             "router": frozenset(PREFIX + item.name.upper() for item in fields(Settings)),
             "vllm": frozenset(re.findall(r'"(WARMFLEET_[A-Z_]+)"', sources)),

@@ -13,7 +13,7 @@ HEAD_MAX_BYTES = 65_536
 HEADER_TIMEOUT_S = 10.0  # headers fit into a packet or two: a slower client holds a connection for nothing
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class LimitedProtocol(HttpToolsProtocol):
     """A timer runs from the connection, or a request's first byte, until its headers are complete."""
 
     header_timeout_s = HEADER_TIMEOUT_S
@@ -66,7 +66,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def guarded(header_timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
+def limited_protocol(header_timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
     """A protocol class for uvicorn's ``http=``: closes a connection whose headers do not come, or come too long."""
     limits = {"header_timeout_s": header_timeout_s, "max_connections": max_connections}
-    return type("GuardedProtocol", (GuardedProtocol,), limits)
+    return type("LimitedProtocol", (LimitedProtocol,), limits)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
 from warmfleet.pools.ttft_window import SHOWN
-from warmfleet.prompt.prompt_identity import INLINE_CHARACTERS
 
 if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
@@ -35,8 +34,8 @@ def gauges(pools: Pools, metrics: Metrics) -> None:
     metrics.view_age_seconds.set(max(pool.view_age_s for pool in pools.all))
     for pool in pools.all:
         for share in SHOWN:
-            metrics.ttft_seconds.labels(pool.tag, str(share)).set(pool.tail.quantile(share))
-        metrics.objective_seconds.labels(pool.tag).set(pool.tail.in_force_s)
+            metrics.ttft_seconds.labels(pool.tag, str(share)).set(pool.ttft.quantile(share))
+        metrics.objective_seconds.labels(pool.tag).set(pool.ttft.in_force_s)
 
 
 async def workers(pool: Pool) -> dict[str, Any]:
@@ -57,7 +56,7 @@ async def workers(pool: Pool) -> dict[str, Any]:
         "template": known.template if known else "none",
         "tokenizer": known.tokenizer if known else "none",
         "queue": {"waiting": line.waiting, "prompt_tokens": line.tokens, "work_s": line.work_s},
-        "ttft": pool.tail.figures(),
+        "ttft": pool.ttft.figures(),
         "index": {
             "entries": truth.entries,
             "retired_slots": truth.retired_slots,
@@ -92,11 +91,12 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
 
 async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:
     """Where ``request`` would go now and what every worker would cost. Books nothing. Raises as ``Fleet.explain``."""
-    shape = await pool.shape(request, INLINE_CHARACTERS, settings.expected_output_tokens)
+    prompt = await pool.identify(request, settings.expected_output_tokens)
     order = pool.policy.order(pool.view, request, hints.session)
-    ask = shape.ask(new_reservation(shape.prompts), pool, shape.barred, hints.prefix_tokens, order)
+    reservation = new_reservation(prompt.prompt_count)
+    ask = pool.ask(prompt, reservation, prompt.unable_workers, hints.prefix_tokens, order)
     chosen, why, seen = await pool.fleet.consider(ask)
-    block_tokens = {chain.scheme_id: chain.block_tokens for chain in shape.chains}
+    block_tokens = {chain.scheme_id: chain.block_tokens for chain in prompt.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}
     rows = []
     for candidate in seen.candidates:
@@ -107,10 +107,10 @@ async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings
         "model": pool.tag,
         "policy": pool.policy.name,
         "why": why,
-        "identity": shape.kind,
-        "reason": shape.reason,
-        "prompt_tokens": shape.prompt_tokens,
-        "blocks": max((len(chain.hashes) // 8 for chain in shape.chains), default=0),
+        "identity": prompt.kind,
+        "reason": prompt.reason,
+        "prompt_tokens": prompt.prompt_tokens,
+        "blocks": max((len(chain.hashes) // 8 for chain in prompt.chains), default=0),
         "waits": seen.waits,
         "chosen": chosen,
         "candidates": rows,

@@ -23,7 +23,6 @@ from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Flag, Renewal, WorkerView, new_reservation
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import Hasher
-from warmfleet.prompt.prompt_identity import INLINE_CHARACTERS
 from warmfleet.protocol.wire import HASH_BYTES, Scheme, WireError
 
 if TYPE_CHECKING:
@@ -128,12 +127,12 @@ class Probe:
             body: dict[str, Any] = {"model": worker.models[0]}
             body |= {"messages": [{"role": "user", "content": text}]} if part == "chat" else {"prompt": text}
             request = prompt.from_dict(ENDPOINTS[part], body)
-            shape = await pool.shape(request, INLINE_CHARACTERS, 1)
-            chain = next((one for one in shape.chains if one.scheme_id == worker.load.scheme), None)
-            if shape.kind != "exact" or chain is None:
+            known = await pool.identify(request, 1)
+            chain = next((one for one in known.chains if one.scheme_id == worker.load.scheme), None)
+            if known.kind != "exact" or chain is None:
                 return None
-            if shape.prompt_tokens < limit:
-                return Question(part, body, shape.prompt_tokens, _split(chain.hashes))
+            if known.prompt_tokens < limit:
+                return Question(part, body, known.prompt_tokens, _split(chain.hashes))
             pieces //= 2
         return None
 

@@ -24,14 +24,14 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
     """Extend the leases of running requests, and book again those that Redis has lost."""
 
     async def renew_model(pool: Pool) -> None:
-        reservations = list(pool.open)
-        for start in range(0, len(reservations), RENEW_AT_ONCE):
-            batch = reservations[start : start + RENEW_AT_ONCE]
-            sent = [reservation for reservation in batch if reservation in pool.open]
-            counts = await pool.fleet.renew([pool.open[reservation] for reservation in sent])
+        names = [renewal.reservation for renewal in pool.reservations.renewals()]
+        for start in range(0, len(names), RENEW_AT_ONCE):
+            batch = names[start : start + RENEW_AT_ONCE]
+            sent = [renewal for name in batch if (renewal := pool.reservations.renewal(name)) is not None]
+            counts = await pool.fleet.renew(sent)
             # A request that ended during the call may have been booked again by it.
-            for ended in [reservation for reservation in sent if reservation not in pool.open]:
-                await pool.fleet.settle(ended, "cancelled")
+            for ended in [renewal for renewal in sent if renewal.reservation not in pool.reservations]:
+                await pool.fleet.settle(ended.reservation, "cancelled")
             for result, count in zip(("renewed", "rebuilt", "refused"), counts, strict=True):
                 metrics.renewed.labels(result).inc(count)
 
@@ -42,9 +42,9 @@ async def clear(pools: Pools) -> None:
     """Settle outcomes that Redis did not take, and remove expired leases and tickets of replicas that died."""
 
     async def clear_model(pool: Pool) -> None:
-        for reservation, outcome in list(pool.unsettled.items()):
+        for reservation, outcome in pool.reservations.outcomes():
             await pool.fleet.settle(reservation, outcome)
-            pool.unsettled.pop(reservation, None)
+            pool.reservations.outcome_taken(reservation)
         await pool.fleet.reap()
         if pool.fleet.limits.max_engine_wait_s:
             await pool.fleet.poll()

@@ -1,4 +1,4 @@
-"""Redis is gone or slow: the last known workers, chosen by a hash of the prompt's first blocks, with bounded load."""
+"""While Redis is gone or slow: the last known workers, and a choice among them without it."""
 
 from __future__ import annotations
 
@@ -30,41 +30,43 @@ LOOK_S = 1.0
 
 
 class LastKnown:
-    """Workers for when no decision can be had: of the last reading that had any routable, unless none had for too long.
+    """The workers to choose from while no decision can be had.
 
-    What counts is time with Redis: when it comes back after an outage, empty or with heartbeats of an old dump, nobody
-    is routable until the workers have been heard.
+    They are those of the last reading that had a routable worker, unless readings have had none for LAST_KNOWN_S. Only
+    time with Redis counts: when Redis comes back after an outage, empty or with the heartbeats of an old dump, no
+    worker is routable until the workers were heard again.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._last = self._with_any = View()
-        self._none_since = 0.0  # first of the readings without anybody routable, with no gap between them
+        self._last = self._with_routable = View()
+        self._none_since = 0.0  # the first reading without a routable worker, with no gap up to the last reading
         self._looking: asyncio.Task[None] | None = None
         self._looked_at = 0.0
 
     def show(self, view: View) -> None:
-        """Take a new reading."""
+        """Use a new reading of the fleet; an older one than the last is ignored."""
         if view.read_at < self._last.read_at:
-            return  # a look that took longer than a reading
+            return  # ``look`` took longer than a reading that began after it
         before, self._last = self._last, view
         if any(worker.routable for worker in view.workers):
-            self._with_any = view
+            self._with_routable = view
             return
-        if before is self._with_any or view.read_at - before.read_at > LAST_KNOWN_S:
+        if before is self._with_routable or view.read_at - before.read_at > LAST_KNOWN_S:
             self._none_since = view.read_at
         drained = {worker.worker_id for worker in view.workers if worker.draining}
         if drained:  # workers are remembered over an outage, but a drain is an order
-            others = tuple(worker for worker in self._with_any.workers if worker.worker_id not in drained)
-            self._with_any = replace(self._with_any, workers=others)
+            others = tuple(worker for worker in self._with_routable.workers if worker.worker_id not in drained)
+            self._with_routable = replace(self._with_routable, workers=others)
 
     @property
     def workers(self) -> Sequence[WorkerView]:
-        young = time.monotonic() - self._none_since < LAST_KNOWN_S
-        return (self._with_any if young else self._last).workers
+        """The workers to choose from, routable or not."""
+        recent = time.monotonic() - self._none_since < LAST_KNOWN_S
+        return (self._with_routable if recent else self._last).workers
 
     async def look(self) -> None:
-        """Read who is there, once for all who ask meanwhile and LOOK_S later. Nothing is known better if that fails."""
+        """Read the workers once more, at most every LOOK_S for all requests together. Never raises."""
         if self._looking is None or (self._looking.done() and time.monotonic() - self._looked_at >= LOOK_S):
             self._looking = asyncio.ensure_future(self._look())
         await asyncio.shield(self._looking)
@@ -75,25 +77,31 @@ class LastKnown:
             async with asyncio.timeout(LOOK_S):
                 found = await self._fleet.workers()
             self.show(View(tuple(found), read_at=begun))
-        except Exception as error:  # noqa: BLE001  the last resort of a request: whatever it is, there is no worker then
-            logger.warning("nobody is known, and the workers cannot be read: %s", error or type(error).__name__)
+        except Exception as error:  # noqa: BLE001  the last resort of a request: after any failure there is no worker
+            logger.warning("no worker is known, and the workers cannot be read: %s", error or type(error).__name__)
         self._looked_at = time.monotonic()
 
 
-class Fallback:
-    """What one replica knows by itself: its own requests in flight, and whether it is worth asking Redis."""
+class DegradedMode:
+    """Chooses workers while Redis cannot, and says whether asking Redis is worth a try.
+
+    It knows only this replica's own requests in flight.
+    """
 
     def __init__(self, retry_s: float) -> None:
+        """retry_s: after two failures in a row Redis is not asked for so many seconds."""
         self.in_flight: Counter[str] = Counter()
         self._retry_s = retry_s
         self._failures = 0
-        self._closed_again_at = 0.0
+        self._asks_again_at = 0.0
         self._logged_at = -LOG_EVERY_S
 
     def take(self, worker_id: str) -> None:
+        """Count one more request of this replica at the worker."""
         self.in_flight[worker_id] += 1
 
     def give(self, worker_id: str) -> None:
+        """Count one request less at the worker."""
         self.in_flight[worker_id] -= 1
         if self.in_flight[worker_id] <= 0:
             del self.in_flight[worker_id]
@@ -101,21 +109,26 @@ class Fallback:
     @property
     def asks_redis(self) -> bool:
         """False for ``retry_s`` after two failures in a row: a dead Redis must not cost every request a time-out."""
-        return self._failures < FAILURES_TO_OPEN or time.monotonic() >= self._closed_again_at
+        return self._failures < FAILURES_TO_OPEN or time.monotonic() >= self._asks_again_at
 
     def succeeded(self) -> None:
+        """Redis answered."""
         self._failures = 0
 
     def failed(self, why: str) -> None:
+        """Redis did not answer, or refused. why: for the log."""
         self._failures += 1
         now = time.monotonic()
-        self._closed_again_at = now + self._retry_s
+        self._asks_again_at = now + self._retry_s
         if now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now
             logger.warning("deciding without Redis: %s", why)
 
     def choose(self, workers: Sequence[WorkerView], key: bytes, exclude: Collection[str] = ()) -> WorkerView | None:
-        """Rendezvous hashing with bounded load: the same prefix goes to the same worker while that one keeps up."""
+        """Rendezvous hashing with bounded load: equal keys go to the same worker while it keeps up with the others.
+
+        Returns None if every routable worker is excluded.
+        """
         candidates = [worker for worker in workers if worker.routable and worker.worker_id not in exclude]
         if not candidates:
             return None
@@ -126,7 +139,7 @@ class Fallback:
 
 
 def unbooked(reservation: str, worker: WorkerView, prompt_tokens: int) -> Decision:
-    """For a request that goes to ``worker`` without a reservation: nothing of it is in Redis."""
+    """The decision for a request that goes to ``worker`` without a reservation: Redis holds nothing of it."""
     return Decision(
         reservation=reservation,
         outcome="booked",

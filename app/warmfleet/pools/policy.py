@@ -20,7 +20,7 @@ PREFIX_CHARACTERS = 100
 HOMES = 8  # of a session's workers, first to last, so many are told: one of them will be there
 
 
-class Switch:
+class PolicyChoice:
     """The policy of one model: the operator's while there is one, else the setting's."""
 
     def __init__(self, configured: str = "cost") -> None:

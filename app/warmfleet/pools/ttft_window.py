@@ -28,8 +28,8 @@ _SCALE = PER_OCTAVE / math.log(2)
 _OFFSET = math.log(LEAST_S) * _SCALE
 
 
-class Tail:
-    """The waits of the last minute. objective_s: 0 = none."""
+class TtftWindow:
+    """The waits of the last minute. objective_s: the time to first token that the operator wants; 0 = none."""
 
     def __init__(self, objective_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.objective_s = objective_s

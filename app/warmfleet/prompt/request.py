@@ -77,6 +77,10 @@ class Request:
     text_only: bool = False
     cache_key: str = ""
 
+    def use_salt(self, salt: str | None) -> None:
+        """Hash the prompt's blocks with this salt in place of the client's own."""
+        self.salt = salt
+
     @property
     def path(self) -> str:
         return PATHS[self.endpoint]
@@ -85,8 +89,7 @@ class Request:
 def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
     """The request of a body. Raises BadRequest with the name of the field at fault, or TooLarge."""
     data = decoded(body)
-    request = from_dict(endpoint, data, allowed)
-    request.size_bytes = len(body)
+    request = from_dict(endpoint, data, allowed, len(body))
     if len(body) > MAX_LONG_NUMBERS_BYTES and not request.unforeseen and _may_be_rounded(data, body):
         request.unforeseen = "numbers"
     return request
@@ -110,8 +113,8 @@ def decoded(body: bytes) -> dict[str, Any]:
     return data
 
 
-def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = ()) -> Request:
-    """The request of a body that is parsed already. The caller sets ``size_bytes``."""
+def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = (), size_bytes: int = 0) -> Request:
+    """The request of a body that is parsed already. size_bytes: of the body."""
     for name in REFUSED:
         given = data.get(name)
         if given is None and name == "chat_template" and isinstance(data.get("chat_template_kwargs"), dict):
@@ -127,6 +130,7 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
         salt=_salt(data),
         add_special_tokens=_typed(data, "add_special_tokens", bool, endpoint == "completions"),
         unforeseen=_unforeseen(endpoint, data),
+        size_bytes=size_bytes,
         priority=data.get("priority"),
         text_only=any(data.get(name) not in (None, False) for name in TEXT_ONLY),
     )

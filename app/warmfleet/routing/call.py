@@ -1,63 +1,55 @@
-"""What one request is on its way, and each of its tries. Plain data: who changes it is on the road in ``route``."""
+"""One request of a client: as it was read from its connection, and as it is ready to be decided."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from warmfleet.routing.client_hints import NONE, Hints
-from warmfleet.routing.token_handoff import NOTHING, Offer
+from warmfleet.routing.client_hints import NO_HINTS, Hints
 
 if TYPE_CHECKING:
-    from warmfleet.fleet import Decision
-    from warmfleet.fleet.reservations import Outcome
+    from collections.abc import Mapping
+
+    from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
-    from warmfleet.prompt.request import Endpoint
+    from warmfleet.prompt.request import Endpoint, Request
+    from warmfleet.routing.token_handoff import Offer
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Call:
-    """One request of a client. headers: what is passed on to the worker. tenant: whose it is, if they are kept apart.
-    ``flow``: whose turn it takes in the queue. patience_s: longest wait there, by the client; priority: likewise.
-    ``complete``: its answer is on the way out. ``offer``: its token ids. ``order``: asks where a hash ring would look;
-    ``rings``: the same by policy, for the decision log. ``explained``: what the client asked for of its decision.
+    """One request as it was read from its connection.
+
+    headers: those that the engine gets. tenant: the value of the tenant header, empty unless tenants are kept apart.
+    flow: 8 bytes of the same header by which the queue takes turns. patience_s: the longest wait in the queue that the
+    client accepts. received_at: when the body was complete, by ``time.perf_counter``.
     """
 
     endpoint: Endpoint
     body: bytes
     request_id: str
-    headers: dict[str, str]
-    send: Send
+    headers: Mapping[str, str]
     tenant: bytes = b""
     flow: bytes = b""
     patience_s: float = math.inf
-    priority: int = 0
-    began: float = 0.0  # perf_counter
-    started: bool = False
-    complete: bool = False
-    offer: Offer = NOTHING
-    hints: Hints = NONE
-    order: Callable[[], tuple[str, ...]] = tuple
-    rings: dict[str, tuple[str, ...]] | None = None
-    explained: bytes = b""
+    received_at: float = 0.0
+    hints: Hints = NO_HINTS
 
 
-@dataclass(slots=True)
-class Trip:
-    """One try: a reservation from before it is booked until it is settled."""
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A call that was parsed and identified: everything that all attempts at it share.
 
-    reservation: str
+    body: as an engine gets it, with the tenant's salt. priority: a lower one goes first in the queue. offer: the token
+    ids that an engine may get in place of the text. logged: whether its decisions belong into the decision log.
+    """
+
+    call: Call
+    request: Request
+    body: bytes
     pool: Pool
-    last: bool
-    decision: Decision | None = None
-    booked: bool = False
-    ticket: bool = False  # it may have one in the queue
-    may_wait: bool = True  # there is room for its body
-    spared: tuple[str, ...] = ()  # workers that its decision passed over: they failed others a moment ago
-    outcome: Outcome = "cancelled"  # until something better is known
-    tells_start: bool = True  # by its first streamed byte; of several prompts only the engine knows
-    word: str = "fallback"  # what the client is told of the reservation
+    prompt: IdentifiedPrompt
+    offer: Offer
+    priority: int = 0
+    logged: bool = False

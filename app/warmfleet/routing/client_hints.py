@@ -1,48 +1,70 @@
-"""What a client may tell of its request in headers: its session, how much of the prompt is shared, that it asks why."""
+"""What a client may tell the router about its request, in headers."""
 
 from __future__ import annotations
 
 import hmac
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from warmfleet.errors import BadRequest, Unauthorized
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 SESSION, PREFIX, EXPLAIN = b"x-warmfleet-session", b"x-warmfleet-prefix-len", b"x-warmfleet-explain"
 MAX_PREFIX_TOKENS = 2**22
+MAX_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """session: the key of its conversation, empty = none. prefix_tokens: of the prompt that others share, 0 = all."""
+    """What a client told about its request.
+
+    session: the key of its conversation, empty if it has none. prefix_tokens: how many tokens at the beginning of the
+    prompt other requests share; 0: perhaps all. explain: the client asks why the worker was chosen.
+    """
 
     session: bytes = b""
     prefix_tokens: int = 0
     explain: bool = False
 
 
-NONE = Hints()
+NO_HINTS = Hints()
 
 
-def read(told: Mapping[bytes, bytes], session_id: str, explain_key: str | None) -> Hints:
-    """``told``: the headers that begin with ``x-warmfleet-``. explain_key: what EXPLAIN must have as its value, if
-    anything; None: nobody may ask. Raises BadRequest, Unauthorized."""
-    session = told.get(SESSION) or session_id.encode("latin-1")
-    if not told:
-        return Hints(session) if session else NONE
-    return Hints(session, _prefix(told.get(PREFIX, b"")), _explain(told.get(EXPLAIN, b""), explain_key))
+def read_hints(headers: Mapping[bytes, bytes], session_id: str, explain_key: str | None) -> Hints:
+    """The hints in a request's headers. Raises BadRequest, Unauthorized.
+
+    headers: those that begin with ``x-warmfleet-``. session_id: the value of X-Session-ID, empty if there is none.
+    explain_key: the value that X-Warmfleet-Explain must have; "": any value will do; None: no client may ask.
+    """
+    session = headers.get(SESSION) or session_id.encode("latin-1")
+    if not headers:
+        return Hints(session) if session else NO_HINTS
+    return Hints(session, _prefix_tokens(headers.get(PREFIX, b"")), _explain(headers.get(EXPLAIN, b""), explain_key))
 
 
-def of(raw: list[tuple[bytes, bytes]]) -> Hints:
-    """Of an operator's own request, whose headers nobody has read yet. Raises BadRequest."""
-    told = {name: value for name, value in raw if name.startswith(b"x-warmfleet-")}
-    return read(told, dict(raw).get(b"x-session-id", b"").decode("latin-1"), "")
+def operators_hints(raw: list[tuple[bytes, bytes]]) -> Hints:
+    """The hints in an operator's request, from all of its headers. Raises BadRequest."""
+    ours = {name: value for name, value in raw if name.startswith(b"x-warmfleet-")}
+    return read_hints(ours, dict(raw).get(b"x-session-id", b"").decode("latin-1"), "")
 
 
-def _prefix(value: bytes) -> int:
+def patience_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
+    """How many seconds the client lets its request wait for a worker with room; infinite by default.
+
+    Raises BadRequest.
+    """
+    value = next((value.strip() for name, value in headers if name == b"x-request-timeout-ms"), None)
+    if value is None:
+        return math.inf
+    if not value.isdigit() or len(value) > MAX_DIGITS or int(value) == 0:
+        raise BadRequest("X-Request-Timeout-Ms must be a whole number of milliseconds.", "X-Request-Timeout-Ms")
+    return int(value) / 1_000
+
+
+def _prefix_tokens(value: bytes) -> int:
     if not value:
         return 0
     if not value.isdigit() or not 0 < len(value) < 10 or int(value) > MAX_PREFIX_TOKENS:
@@ -54,7 +76,7 @@ def _prefix(value: bytes) -> int:
 
 
 def _explain(value: bytes, key: str | None) -> bool:
-    """Authorization is the engine's: where a key guards, it is this header's value."""
+    """Whether the client asks why. The key is this header's value, because Authorization belongs to the engine."""
     if value.strip().lower() in (b"", b"0", b"false", b"no"):
         return False
     if key is None or (key and not hmac.compare_digest(value, key.encode())):

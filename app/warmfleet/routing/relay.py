@@ -1,96 +1,159 @@
-"""An engine's answer → the client, as its bytes come."""
+"""Sends a job to its worker, and passes the worker's answer on to the client as its bytes come."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Literal, Protocol
-
-import orjson
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from warmfleet.engines.upstream import upstream_errors
 from warmfleet.errors import Stopping, UpstreamError, UpstreamGone
+from warmfleet.prompt.request import PATHS
+from warmfleet.routing.explain_header import answer_headers
+from warmfleet.routing.token_handoff import REFUSALS, Handoff
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Mapping
 
     import aiohttp
 
-    from warmfleet.errors import WarmfleetError
+    from warmfleet.engines.upstream import Upstream
+    from warmfleet.fleet import Decision
+    from warmfleet.metrics import Metrics
+    from warmfleet.routing.attempt import Attempt
+    from warmfleet.routing.call import Job
+    from warmfleet.routing.client_answer import ClientAnswer
+    from warmfleet.settings import Settings
 
+#: Headers of an engine's answer that reach the client. All others are about the connection, or are the router's own.
+PASSED_BACK = ("Content-Type", "Retry-After", "Cache-Control")
 #: Of a plain answer, read before its headers go out: an engine that dies until then is a 502 and no broken answer.
 BUFFER_MAX_BYTES = 1_048_576
-#: Headers of an engine that reach the client. All others are about the connection, or ours.
-PASSED_BACK = ("Content-Type", "Retry-After", "Cache-Control")
+
+Ended = Literal["finished", "failed"]
 
 
 class FirstByte(Protocol):
-    """Called when the first byte of a good answer is there. streams: more will follow over time."""
+    """Called when the first byte of an answer is there. streams: more bytes will follow over time."""
 
     def __call__(self, *, streams: bool) -> None: ...
 
 
-class Answer:
-    """What is to be relayed, and to whom. ``cut_off``: the engine died after the first byte had gone out."""
+class Relay:
+    """Serves the attempts of one replica, once they have a worker."""
 
-    def __init__(
-        self,
-        upstream: aiohttp.ClientResponse,
-        send: Callable[[dict[str, Any]], Awaitable[None]],
-        headers: Mapping[bytes, bytes],
-    ) -> None:
-        self.upstream = upstream
-        self.status = upstream.status
-        self.send = send
+    def __init__(self, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
+        self._upstream = upstream
+        self._metrics = metrics
+        self._answer_headers = settings.answer_headers
+        self._handoff = Handoff(metrics, enabled=settings.token_handoff)
+
+    async def forward(self, job: Job, attempt: Attempt, decision: Decision, answer: ClientAnswer) -> Ended:
+        """Send the job to the chosen worker and relay its answer; returns how the answer ended.
+
+        Raises UpstreamGone if the worker failed, and UpstreamError if its answer cannot be used. Another worker may be
+        tried unless ``answer.started``.
+        """
+        call, view = job.call, job.pool.view
+        headers = {**call.headers, "X-Request-Id": f"{attempt.owner}.{call.request_id}"}
+        rank = view.ranks.get(decision.worker_id)
+        if rank is not None:
+            headers["X-data-parallel-rank"] = rank
+        response = await self._send(job, attempt, decision, headers)
+        try:
+            if response.status in (502, 503) and not attempt.last and len(job.pool.view.workers) > 1:
+                raise UpstreamGone(f"The worker answered {response.status}.", refused=True)
+            ours = answer_headers(call.request_id, attempt, decision, self._answer_headers)
+            engine_answer = EngineAnswer(response, ours)
+            first_byte = partial(self._first_byte, job, attempt, decision, response.status)
+            try:
+                return await relay(engine_answer, answer, first_byte)
+            finally:
+                if engine_answer.cut_off:
+                    self._metrics.stream_errors.inc()
+        finally:
+            response.close()  # gives the connection back if the answer was read to its end
+
+    async def _send(
+        self, job: Job, attempt: Attempt, decision: Decision, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        """Send the request with its token ids if the worker takes them; if it refuses those, as the client sent it."""
+        path, worker_id = PATHS[job.call.endpoint], decision.worker_id
+        with_ids = self._handoff.body(job.offer, job.call.endpoint, job.body, job.pool.view, worker_id)
+        sent = self._upstream.post(decision.url, path, with_ids or job.body, headers)
+        response = await attempt.sent(worker_id).headers(sent)
+        if with_ids is None or response.status not in REFUSALS:
+            return response
+        response.close()
+        sent = self._upstream.post(decision.url, path, job.body, headers)
+        again = await attempt.sent(worker_id).headers(sent)
+        if again.status < 400:
+            self._handoff.refused(worker_id, response.status)
+        return again
+
+    def _first_byte(self, job: Job, attempt: Attempt, decision: Decision, status: int, *, streams: bool) -> None:
+        pool, waited_s = job.pool, time.perf_counter() - job.call.received_at
+        self._metrics.first_byte_seconds.labels(pool.tag).observe(waited_s)
+        if streams and status < 400:  # the first byte of a plain answer comes with its last token
+            pool.ttft.observe(waited_s)
+        self._metrics.requests.labels(job.call.endpoint, str(status), attempt.reservation_word).inc()
+        # Of several prompts only the engine itself knows when each one's prefill is done.
+        if streams and (job.prompt.prompt_count == 1 or decision.approximate):
+            attempt.prefill_done()
+
+
+class EngineAnswer:
+    """An engine's answer. ``cut_off``: the engine died after the first byte had gone out to the client."""
+
+    __slots__ = ("cut_off", "headers", "response")
+
+    def __init__(self, response: aiohttp.ClientResponse, ours: Mapping[bytes, bytes]) -> None:
+        """ours: headers that the router adds for the client."""
+        self.response = response
         self.cut_off = False
-        given = upstream.headers
+        given = response.headers
         self.headers = [(name.lower().encode(), given[name].encode()) for name in PASSED_BACK if name in given]
-        self.headers += headers.items()
+        self.headers += ours.items()
 
     @property
     def streams(self) -> bool:
-        return self.upstream.content_type == "text/event-stream"
+        """Whether it is a stream of events."""
+        return self.response.content_type == "text/event-stream"
 
-    async def start(self, length: int | None = None) -> None:
-        if length is not None:
-            self.headers.append((b"content-length", b"%d" % length))
-        await self.send({"type": "http.response.start", "status": self.status, "headers": self.headers})
-
-    async def body(self, data: bytes, *, more: bool) -> None:
-        await self.send({"type": "http.response.body", "body": data, "more_body": more})
-
-    async def end(self, error: WarmfleetError) -> None:
-        """Say in the stream why it ends here: whatever was cut within an event, empty lines end it, or are nothing."""
-        await self.body(b"\n\ndata: " + orjson.dumps(error.as_dict()) + b"\n\n", more=False)
+    @property
+    def ended(self) -> Ended:
+        """The outcome of this answer once it was relayed as a whole."""
+        return "finished" if self.response.status < 400 else "failed"
 
 
-async def relay(answer: Answer, first_byte: FirstByte, complete: Callable[[], None]) -> Literal["finished", "failed"]:
-    """Pass the answer on; says how it ended. ``complete`` is called just before the last piece goes out.
+async def relay(engine: EngineAnswer, client: ClientAnswer, first_byte: FirstByte) -> Ended:
+    """Pass the answer on; returns how it ended.
 
-    Raises UpstreamGone if the engine died before the first byte of its answer's body (nothing was sent: another may be
-    tried), UpstreamError if a plain answer broke off before any of it was sent.
+    Raises UpstreamGone if the engine died before the first byte of its body: nothing was sent, another worker may be
+    tried. Raises UpstreamError if a plain answer broke off before any of it was sent.
     """
-    good: Literal["finished", "failed"] = "finished" if answer.status < 400 else "failed"
-    if answer.streams:
-        return await _stream(answer, await _first_piece(answer), first_byte, complete, good)
+    if engine.streams:
+        return await _stream(engine, client, await _first_piece(engine), first_byte)
+    response = engine.response
     try:
         with upstream_errors():
-            body, whole = await _read(answer.upstream.content, BUFFER_MAX_BYTES)
-    except UpstreamGone as error:  # its answer had begun, so the work was done once: not again elsewhere
+            body, whole = await _read(response.content, BUFFER_MAX_BYTES)
+    except UpstreamGone as error:  # its answer had begun, so the work was done once: not again at another worker
         raise UpstreamError(error.message) from error
     if not whole:
-        return await _stream(answer, body, first_byte, complete, good)
+        return await _stream(engine, client, body, first_byte)
     first_byte(streams=False)
-    await answer.start(len(body))
-    complete()
-    await answer.body(body, more=False)
-    return good
+    await client.start(response.status, [*engine.headers, (b"content-length", b"%d" % len(body))])
+    await client.body(body, more=False)
+    return engine.ended
 
 
-async def _first_piece(answer: Answer) -> bytes:
-    """Headers wait for it: until it is there, a dead engine can be replaced without the client seeing anything."""
+async def _first_piece(engine: EngineAnswer) -> bytes:
+    """The headers wait for it: until it is there, a dead engine can be replaced without the client's notice."""
     try:
         with upstream_errors():
-            return await answer.upstream.content.readany()
+            return await engine.response.content.readany()
     except UpstreamGone:
         raise
     except UpstreamError as error:  # the body broke off before it began
@@ -112,33 +175,24 @@ async def _read(content: aiohttp.StreamReader, limit: int) -> tuple[bytes, bool]
     return b"".join(pieces), False
 
 
-async def _stream(
-    answer: Answer,
-    piece: bytes,
-    first_byte: FirstByte,
-    complete: Callable[[], None],
-    good: Literal["finished", "failed"],
-) -> Literal["finished", "failed"]:
-    read, body = answer.upstream.content.readany, answer.body
+async def _stream(engine: EngineAnswer, client: ClientAnswer, piece: bytes, first_byte: FirstByte) -> Ended:
+    read, body = engine.response.content.readany, client.body
     first_byte(streams=True)
-    await answer.start()
+    await client.start(engine.response.status, engine.headers)
     try:
         while piece:
             await body(piece, more=True)
             with upstream_errors():
                 piece = await read()
     except UpstreamError as error:
-        answer.cut_off = True
-        if not answer.streams:
-            raise  # part of a plain answer is out: closing the connection is all that can still be said
-        complete()
-        await answer.end(error)
+        engine.cut_off = True
+        if not engine.streams:
+            raise  # part of a plain answer is out: only closing the connection can tell that it is not whole
+        await client.end_stream(error)
         return "failed"
-    except asyncio.CancelledError:  # the client is gone, and this goes nowhere; or this replica waits no longer
-        if answer.streams:
-            complete()
-            await answer.end(Stopping())
+    except asyncio.CancelledError:  # the client is gone and hears nothing, or this replica stops and waits no longer
+        if engine.streams:
+            await client.end_stream(Stopping())
         raise
-    complete()
     await body(b"", more=False)
-    return good
+    return engine.ended

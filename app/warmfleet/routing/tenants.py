@@ -41,12 +41,12 @@ class Tenancy:
         """
         return hashlib.blake2b(self._told(headers), digest_size=FLOW_BYTES, key=self._key[:64]).digest()
 
-    def apply(self, request: Request, body: bytes, tenant: bytes) -> bytes:
+    def isolate(self, request: Request, body: bytes, tenant: bytes) -> bytes:
         """Give ``request`` the tenant's salt; returns the body that tells the engine so."""
         salt = self.salt(tenant, request.salt)
         if salt == request.salt:
             return body
-        request.salt = salt
+        request.use_salt(salt)
         return with_key(body, "cache_salt", orjson.dumps(salt))
 
     def salt(self, tenant: bytes, own: str | None) -> str | None:

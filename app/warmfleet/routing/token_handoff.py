@@ -18,7 +18,7 @@ from warmfleet.routing.json_splice import spliced
 if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.fleet_view import View
-    from warmfleet.pools.pool import Shape
+    from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.prompt.prefix_trie import Prompt
     from warmfleet.prompt.request import Endpoint, Request
 
@@ -48,16 +48,16 @@ class Offer:
 NOTHING = Offer(reason="unknown")
 
 
-def offer(request: Request, shape: Shape) -> Offer:
+def offer(request: Request, prompt: IdentifiedPrompt) -> Offer:
     """What could be handed off of this request, to a worker that takes it."""
     if request.text_only:
         return Offer(reason="text")
-    if any(isinstance(prompt, list) for prompt in request.prompts):
+    if any(isinstance(given, list) for given in request.prompts):
         return Offer(reason="ids")  # an engine may refuse texts and ids in one request
-    if not shape.ids or not shape.identity_key or not all(one.tokens for one in shape.ids):
+    if not prompt.prompts or not prompt.identity_key or not all(one.tokens for one in prompt.prompts):
         return NOTHING
     text = request.prompts[0] if len(request.prompts) == 1 else ""
-    return Offer(shape.ids, shape.identity_key, characters=len(text))
+    return Offer(prompt.prompts, prompt.identity_key, characters=len(text))
 
 
 class Handoff:

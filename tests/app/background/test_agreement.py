@@ -9,7 +9,7 @@ from warmfleet.background.view_reader import Reader
 from warmfleet.fleet import Flag, LoadRow, WorkerState, WorkerView
 from warmfleet.fleet.worker.records import Records
 from warmfleet.metrics import Metrics
-from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool, Pools
 from warmfleet.settings import Settings
 from warmfleet_worker.protocol.wire import Scheme, default_none_hash
@@ -48,7 +48,7 @@ class Fixed:
 
 async def test_workers_that_differ_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     fixed, metrics = Fixed(), Metrics()
-    pools = Pools([Pool("m", cast("Fleet", fixed), Fallback(1.0))])
+    pools = Pools([Pool("m", cast("Fleet", fixed), DegradedMode(1.0))])
     reader = Reader(pools, cast("Identities", fixed), Settings(models=("m",)), metrics)
 
     async def read(*workers: WorkerView) -> list[str]:

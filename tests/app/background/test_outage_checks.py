@@ -17,7 +17,7 @@ from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.fleet import Fleet, connect
 from warmfleet.metrics import Metrics
-from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import view_of
 from warmfleet.pools.pool import Pool, Pools
 
@@ -66,7 +66,7 @@ async def test_a_dead_worker_is_found_without_heartbeats(
 
 async def test_no_health_is_checked_while_heartbeats_are_heard(valkey_url: str, model: str) -> None:
     fleet = Fleet(connect(valkey_url, timeout_s=5), model)
-    pool, metrics = Pool(model, fleet, Fallback(1.0)), Metrics()
+    pool, metrics = Pool(model, fleet, DegradedMode(1.0)), Metrics()
     async with engine(model) as one:
         await fleet.register("w.0", {"scheme_id": 7, "url": one.url, "models": [model]}, 10, healthy=True)
         pool.show(view_of(await fleet.workers(), None, (), text=True))

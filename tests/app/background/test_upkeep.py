@@ -22,14 +22,14 @@ from warmfleet.fleet import RENEW_AT_ONCE, Fleet, Renewal, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.main import _Server, server
 from warmfleet.metrics import Metrics
-from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool, Pools
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
-    from warmfleet.api.endpoints import Health
+    from warmfleet.api.service_routes import Health
 
 
 async def test_a_failing_round_is_counted_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,8 +101,9 @@ async def test_more_than_one_call_takes_are_renewed(model: str, valkey_url: str)
         fleet, metrics = Fleet(client, model), Metrics()
         record = {"scheme_id": 7, "url": "http://127.0.0.1:1", "models": [model]}
         await fleet.register("w.0", record, 10, healthy=True)
-        pool, count = Pool(model, fleet, Fallback(1.0)), RENEW_AT_ONCE + 3
-        pool.open = {f"wf-{number}": Renewal(f"wf-{number}", "w.0", 1, 1) for number in range(count)}
+        pool, count = Pool(model, fleet, DegradedMode(1.0)), RENEW_AT_ONCE + 3
+        for number in range(count):
+            pool.reservations.add(Renewal(f"wf-{number}", "w.0", 1, 1))
         await upkeep.renew(Pools([pool]), metrics)
         assert [worker.load.in_flight for worker in await fleet.workers()] == [count]
         assert metrics.renewed.labels("rebuilt")._value.get() == count
@@ -113,7 +114,7 @@ async def test_how_full_redis_is_reaches_the_next_tick_and_people(model: str, ca
         async with connect(url, timeout_s=5) as client:
             fleet, metrics = Fleet(client, model), Metrics()
             fleet.pace = Pace(min_gap_ms=0, short_ms=0)
-            watch = MemoryWatch(Pools([Pool(model, fleet, Fallback(1.0))]), metrics)
+            watch = MemoryWatch(Pools([Pool(model, fleet, DegradedMode(1.0))]), metrics)
             await client.config_set("maxmemory", (await fleet.memory()).used + 100_000)
             await client.config_set("maxmemory-policy", "allkeys-lru")
             for _ in range(2):
@@ -132,7 +133,7 @@ async def test_how_full_redis_is_reaches_the_next_tick_and_people(model: str, ca
         fleet = Fleet(connect("unix:///nowhere/s"), model)
         fleet.used_permille = 900
         with pytest.raises(FleetUnavailable):
-            await MemoryWatch(Pools([Pool(model, fleet, Fallback(1.0))]), metrics).look()
+            await MemoryWatch(Pools([Pool(model, fleet, DegradedMode(1.0))]), metrics).look()
         assert fleet.used_permille == -1
 
 
@@ -140,7 +141,7 @@ async def test_an_audit_goes_on_to_its_end_and_is_counted(
     store: aioredis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core, metrics = Core(store, fleet), Metrics()
-    pools = Pools([Pool(fleet.keys.tag, fleet, Fallback(1.0))])
+    pools = Pools([Pool(fleet.keys.tag, fleet, DegradedMode(1.0))])
     await core.join()
     for start in range(0, 1000, 100):
         await core.send("stored", blocks(*range(start, start + 100)))

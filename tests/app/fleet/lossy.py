@@ -11,24 +11,28 @@ from typing import TYPE_CHECKING, Any
 from tests.conftest import PATIENT
 
 from warmfleet.background import upkeep
-from warmfleet.engines.allowed_addresses import Addresses
-from warmfleet.engines.engine_client import EngineClient
-from warmfleet.engines.upstream import Upstream
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.reservations import Spans
 from warmfleet.metrics import Metrics
-from warmfleet.pools.degraded import Fallback
-from warmfleet.pools.pool import Pool, Pools, Shape
-from warmfleet.routing.call import Call, Trip
-from warmfleet.routing.engine_tokenizer import Asker
-from warmfleet.routing.router import Router
-from warmfleet.settings import Settings
+from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.identified_prompt import IdentifiedPrompt
+from warmfleet.pools.policy import PolicyChoice
+from warmfleet.pools.pool import Pool, Pools
+from warmfleet.prompt.request import from_dict
+from warmfleet.routing.attempt import Attempt, Attempts, AttemptState
+from warmfleet.routing.call import Call, Job
+from warmfleet.routing.decider import Decider
+from warmfleet.routing.decision_log import DecisionLog
+from warmfleet.routing.tickets import Tickets
+from warmfleet.routing.token_handoff import NOTHING
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
     from warmfleet.fleet import Ask, Decision, Place, Queued
+    from warmfleet.pools.fleet_view import View
+    from warmfleet.prompt.request import Request
 
 HOUR_MS = 3_600_000
 SPANS = Spans(lease_ms=HOUR_MS, tombstone_ms=HOUR_MS, linger_ms=HOUR_MS)  # time passes when a step says so
@@ -83,8 +87,13 @@ class Wire(Fleet):
                 await super().run(name, *args)
 
 
-async def _nothing(_: Any) -> None:
-    """To a client that is not there."""
+class GivenOrder(PolicyChoice):
+    """A policy whose hash ring gives the order that the next decision asks for."""
+
+    given: tuple[str, ...] = ()
+
+    def order(self, view: View, request: Request, session: bytes) -> tuple[str, ...]:
+        return self.given
 
 
 class Replica:
@@ -93,52 +102,55 @@ class Replica:
     def __init__(self, client: aioredis.Redis, model: str, policy: str, late: Late, spans: Spans = SPANS) -> None:
         self.fleet = Wire(client, model, timeouts=PATIENT, spans=spans)
         self.fleet.fates, self.fleet.late, self.fleet.asked, self.fleet.foretold = deque(), late, {}, {}
-        self.metrics, self.pool = Metrics(), Pool(model, self.fleet, Fallback(0.0), policy)
+        self.metrics, self.pool = Metrics(), Pool(model, self.fleet, DegradedMode(0.0), policy)
         self.pools = Pools([self.pool])
-        addresses, settings = Addresses((), ()), Settings()
-        asker = Asker(EngineClient(addresses, 1.0), settings, self.metrics)
-        self.router = Router(self.pools, Upstream(addresses, 1.0), asker, settings, self.metrics)
-        self.trips: list[Trip] = []
+        self.policy = self.pool.policy = GivenOrder(policy)
+        self.begun = Attempts(Tickets(), self.metrics)
+        self.decider = Decider(DecisionLog("", 0.0, self.metrics), self.metrics)
+        self.attempts: list[Attempt] = []
 
-    async def decide(self, ask: Ask) -> Trip:
-        trip = Trip(ask.reservation, self.pool, last=False)
-        call = Call("completions", b"", "", {}, _nothing, order=lambda: ask.order)
-        shape = Shape(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact")
+    async def decide(self, ask: Ask) -> Attempt:
+        attempt = Attempt(self.begun, self.pool, ask.reservation, ask.exclude)
+        self.policy.given = ask.order
         try:
-            await self.router._decide(call, trip, shape, ask.exclude, spare=False)
+            await self.decider.decide(self._job(ask), attempt, may_wait=True)
         except (WarmfleetError, asyncio.CancelledError):
-            await self.router._settled(trip)
+            await attempt.release("cancelled")
         else:
-            if trip.booked:
-                self.trips.append(trip)
+            if attempt.state is AttemptState.BOOKED:
+                self.attempts.append(attempt)
             else:
-                await self.router._settled(trip)  # it went where the fallback chose: nothing of it is booked
-        await self.router.drained()
-        return trip
+                await attempt.release("cancelled")  # it went where the degraded mode chose: nothing of it is booked
+        await self.begun.drained()
+        return attempt
+
+    def _job(self, ask: Ask) -> Job:
+        """A request whose decision asks for ``ask``, under a policy that gives its order."""
+        request = from_dict("completions", {"prompt": "x"})
+        prompt = IdentifiedPrompt(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact")
+        return Job(Call("completions", b"", "", {}), request, b"", self.pool, prompt, NOTHING)
 
     async def end(self, which: int, outcome: Any) -> None:
-        if self.trips:
-            trip = self.trips.pop(which % len(self.trips))
-            trip.outcome = outcome
+        if self.attempts:
+            attempt = self.attempts.pop(which % len(self.attempts))
             with suppress(asyncio.CancelledError):
-                await self.router._settled(trip)
-            await self.router.drained()
+                await attempt.release(outcome)
+            await self.begun.drained()
 
     async def end_cancelled(self, which: int) -> str:
         """Its task is cancelled again while it settles; returns the reservation."""
-        trip = self.trips.pop(which % len(self.trips))
-        task = asyncio.ensure_future(self.router._settled(trip))
+        attempt = self.attempts.pop(which % len(self.attempts))
+        task = asyncio.ensure_future(attempt.release("cancelled"))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait({task})
-        await self.router.drained()
-        return trip.reservation
+        await self.begun.drained()
+        return attempt.reservation
 
     async def start(self, which: int) -> None:
-        trip = self.trips[which % len(self.trips)] if self.trips else None
-        if trip and trip.reservation in self.pool.open:
-            with suppress(asyncio.CancelledError):
-                await self.router._started(trip)
+        if self.attempts:
+            self.attempts[which % len(self.attempts)].prefill_done()
+            await self.begun.drained()
 
     async def renew(self) -> None:
         with suppress(FleetUnavailable, asyncio.CancelledError):

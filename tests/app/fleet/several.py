@@ -18,6 +18,7 @@ from tests.lua.world import READY
 from warmfleet.errors import NoWorker
 from warmfleet.fleet import Ask, Fleet, Lease, LoadRow, Stage
 from warmfleet.prompt.block_hashes import Chain
+from warmfleet.routing.attempt import AttemptState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,16 +63,17 @@ class Several:
         """The same state and the same request, the same choice: what is foretold is made."""
         await self._reaped()
         one, ask = self._fated(who, b, a), self._ask(a, b)
-        trip = await one.decide(ask)
+        attempt = await one.decide(ask)
         one.fleet.fates.clear()
         lease = await self._lease(ask.reservation)
-        if trip.decision is not None and not trip.booked:
+        booked = attempt.state is AttemptState.BOOKED
+        if attempt.decision is not None and not booked:
             lost = {FATES[a % len(FATES)], FATES[b % len(FATES)]} - {"well", "twice"}
             assert lost or ask.reservation not in one.fleet.foretold, "else nobody falls back"
-        elif trip.decision is not None:
+        elif attempt.decision is not None:
             assert lease
             foretold = one.fleet.foretold[ask.reservation]
-            assert (lease.worker_id, lease.prefill_tokens) == (foretold, trip.decision.prefill_tokens)
+            assert (lease.worker_id, lease.prefill_tokens) == (foretold, attempt.decision.prefill_tokens)
 
     async def start(self, who: int, a: int, b: int) -> None:
         await self._fated(who, b).start(a)
@@ -82,7 +84,7 @@ class Several:
 
     async def end_cancelled(self, who: int, a: int, b: int) -> None:
         one = self._fated(who)
-        if one.trips:
+        if one.attempts:
             lease = await self._lease(await one.end_cancelled(a))
             assert lease is None or lease.stage == Stage.TOMBSTONE, "settled, not left to expire"
 
@@ -195,9 +197,12 @@ class Several:
             one.fleet.foretells, one.fleet.weights = False, twin.weights
         async with self.store.monitor() as monitor:
             at = [self.replicas[(who + number) % len(self.replicas)] for number in range(len(asks))]
-            trips = await asyncio.gather(*(one.decide(ask) for one, ask in zip(at, asks, strict=True)))
+            attempts = await asyncio.gather(*(one.decide(ask) for one, ask in zip(at, asks, strict=True)))
             order = await order_of(monitor, len(asks))
-        made = {trip.reservation: trip.decision if trip.booked else None for trip in trips}
+        made = {
+            attempt.reservation: attempt.decision if attempt.state is AttemptState.BOOKED else None
+            for attempt in attempts
+        }
         asked: dict[str, Ask] = {}
         for one in self.replicas:
             one.fleet.foretells, one.fleet.weights = True, weights
@@ -216,7 +221,7 @@ class Several:
     # ------------------------------------------------ what is there
 
     def _open(self) -> dict[str, Any]:
-        return {name: renewal for one in self.replicas for name, renewal in one.pool.open.items()}
+        return {renewal.reservation: renewal for one in self.replicas for renewal in one.pool.reservations.renewals()}
 
     async def _leases(self, of: Fleet | None = None) -> list[tuple[str, Lease]]:
         packed = await cast("Any", self.store.hgetall((of or self.plain).keys.lease))
@@ -264,7 +269,7 @@ class Several:
         for who, one in enumerate(self.replicas):
             await self._fated(who).clear()
             await one.renew()
-            assert not one.pool.unsettled
+            assert not one.pool.reservations.outcomes()
         kept = self._open()
         over = {name: 1 for name, _ in await self._leases() if name not in kept}
         if over:
@@ -284,7 +289,7 @@ class Several:
     async def _over(self) -> None:
         """All requests have ended: nothing is booked, nothing of them is left."""
         for who, one in enumerate(self.replicas):
-            while one.trips:
+            while one.attempts:
                 await self._fated(who).end(0, "finished")
         await self._rest()
         rows, left = await self._rows(), await self._named(self.keys.prefix)

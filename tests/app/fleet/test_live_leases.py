@@ -106,34 +106,34 @@ class Living:
 
     async def hold(self) -> None:
         """Every replica gets half of its share; every second one begins to answer."""
-        before = len(self.replicas[0].trips)
+        before = len(self.replicas[0].attempts)
 
         async def share(one: Replica) -> None:
             for _ in range(self.size.leases // REPLICAS // 2):
                 await self.ask(one)
-            for number in range(before // 2, len(one.trips), 2):
+            for number in range(before // 2, len(one.attempts), 2):
                 await one.start(number)
 
         await asyncio.gather(*map(share, self.replicas))
-        assert len({len(one.pool.open) for one in self.replicas}) == 1
+        assert len({len(one.pool.reservations) for one in self.replicas}) == 1
 
     def begin(self) -> None:
         """Others come and go besides."""
-        assert sum(len(one.pool.open) for one in self.replicas) == self.size.leases
+        assert sum(len(one.pool.reservations) for one in self.replicas) == self.size.leases
         self.load = asyncio.create_task(self._requests())
 
     async def _requests(self) -> None:
         while True:
             await asyncio.sleep(0.002)  # without the store nothing else waits
             for one in self.replicas:
-                held = len(one.trips)
+                held = len(one.attempts)
                 await self.ask(one)
-                if len(one.trips) > held:
+                if len(one.attempts) > held:
                     await one.end(held, "finished")
 
     async def equal(self) -> bool:
         """The sums of the rows are those of the live leases, to the token."""
-        renewals = [renewal for one in self.replicas for renewal in one.pool.open.values()]
+        renewals = [renewal for one in self.replicas for renewal in one.pool.reservations.renewals()]
         live = (
             sum(one.prefill_tokens for one in renewals),
             sum(one.decode_tokens for one in renewals if one.started),
@@ -155,9 +155,9 @@ class Living:
     async def over(self) -> None:
         """Everything ends: nothing is booked."""
         for one in self.replicas:
-            while one.trips:
+            while one.attempts:
                 await one.end(0, "finished")
-        assert sum(len(one.pool.open) for one in self.replicas) == 0
+        assert sum(len(one.pool.reservations) for one in self.replicas) == 0
         await poll(self.equal, 10, "nothing is booked")
 
     async def close(self) -> None:

@@ -83,7 +83,7 @@ def test_the_sum_of_load_is_the_sum_of_open_leases(request: Any, which: str) -> 
 async def test_who_is_cancelled_while_it_settles_settles_all_the_same(valkey_url: str) -> None:
     async with several(valkey_url) as world:
         await world.decide(0, 2, 1)
-        assert world.replicas[0].trips
+        assert world.replicas[0].attempts
         await world.end_cancelled(0, 0, 0)
 
 

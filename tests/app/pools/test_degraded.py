@@ -18,7 +18,7 @@ from tests.conftest import poll
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, LoadRow, WorkerState, WorkerView
 from warmfleet.pools import degraded as fallback_module
-from warmfleet.pools.degraded import LAST_KNOWN_S, LOOK_S, Fallback, LastKnown
+from warmfleet.pools.degraded import LAST_KNOWN_S, LOOK_S, DegradedMode, LastKnown
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.pool import Pool
 
@@ -35,7 +35,7 @@ WORKERS = [worker(f"w{n}") for n in range(8)]
 
 
 def test_the_same_prefix_stays_while_load_is_bounded() -> None:
-    fallback = Fallback(1.0)
+    fallback = DegradedMode(1.0)
     first = fallback.choose(WORKERS, b"prefix")
     assert first is not None
     assert fallback.choose(WORKERS, b"prefix") is first
@@ -54,7 +54,7 @@ def test_the_same_prefix_stays_while_load_is_bounded() -> None:
 
 
 def test_prefixes_spread_and_a_lost_worker_moves_only_its_own() -> None:
-    fallback = Fallback(1.0)
+    fallback = DegradedMode(1.0)
     before = {n: fallback.choose(WORKERS, b"%d" % n) for n in range(400)}
     spread = Counter(chosen.worker_id for chosen in before.values() if chosen)
     assert min(spread.values()) > 25
@@ -64,7 +64,7 @@ def test_prefixes_spread_and_a_lost_worker_moves_only_its_own() -> None:
 
 
 def test_nobody_to_choose() -> None:
-    assert Fallback(1.0).choose([worker("a", routable=False)], b"x") is None
+    assert DegradedMode(1.0).choose([worker("a", routable=False)], b"x") is None
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> float:
 
 async def test_what_was_known_does_not_age_while_redis_is_away(fleet: Fleet, now: float) -> None:
     """Redis comes back empty, or with heartbeats of an old dump: nobody is routable until the workers are heard."""
-    pool = Pool("m", fleet, Fallback(1.0))
+    pool = Pool("m", fleet, DegradedMode(1.0))
     pool.show(View((worker("a"),), read_at=now - 600))
     assert pool.last_known.workers == (worker("a"),)
     for age, workers in ((3.0, ()), (0.0, (worker("a", routable=False),))):
@@ -86,7 +86,7 @@ async def test_what_was_known_does_not_age_while_redis_is_away(fleet: Fleet, now
 
 
 async def test_who_stays_unroutable_is_not_known_for_ever(fleet: Fleet, now: float) -> None:
-    pool = Pool("m", fleet, Fallback(1.0))
+    pool = Pool("m", fleet, DegradedMode(1.0))
     pool.show(View((worker("a"),), read_at=now - LAST_KNOWN_S - 2))
     for age in (LAST_KNOWN_S + 1, 1.0, 0.0):
         pool.show(View((), read_at=now - age))
@@ -94,8 +94,8 @@ async def test_who_stays_unroutable_is_not_known_for_ever(fleet: Fleet, now: flo
 
 
 def test_redis_is_asked_again_after_a_while() -> None:
-    fallback = Fallback(0.0)
-    patient = Fallback(60.0)
+    fallback = DegradedMode(0.0)
+    patient = DegradedMode(60.0)
     for one in (fallback, patient):
         one.failed("slow")
         assert one.asks_redis

@@ -12,7 +12,7 @@ import pytest
 
 from warmfleet.fleet import LoadRow, WorkerState, WorkerView
 from warmfleet.pools import pool as pool_module
-from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View, view_of
 from warmfleet.pools.lora_adapters import Adapter, adapters_of
 from warmfleet.pools.pool import Pool, Pools
@@ -35,7 +35,7 @@ def state(routable: bool) -> WorkerState:
 
 
 def pools() -> Pools:
-    return Pools([Pool("m", cast("Fleet", SimpleNamespace()), Fallback(1.0))])
+    return Pools([Pool("m", cast("Fleet", SimpleNamespace()), DegradedMode(1.0))])
 
 
 def serving(name: str, loras: object, *, routable: bool = True) -> WorkerView:
@@ -104,8 +104,8 @@ async def test_a_mistake_of_ours_costs_a_log_line(failing: str, caplog: pytest.L
     (only,) = pools().all
     only.show(View((worker(True),), cast("Identity", Broken()), (), text=False, read_at=time.monotonic()))
     request = parse("chat", b'{"messages": [{"role": "user", "content": "four characters a token"}]}')
-    shape = await only.shape(request, 2_000, 256)
-    assert (shape.kind, shape.reason, shape.prompt_tokens, shape.chains) == ("load", "error", 5, ())
+    prompt = await only.identify(request, 256)
+    assert (prompt.kind, prompt.reason, prompt.prompt_tokens, prompt.chains) == ("load", "error", 5, ())
     assert "a prompt is not known" in caplog.text
     assert "secret" not in caplog.text
 
@@ -127,8 +127,8 @@ async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:
     only.show(View((worker(True),), cast("Identity", known), (), text=True, read_at=time.monotonic()))
     for count, text in (100, "中" * 1_000), (1_000, "中" * 1_000), (5, "x" * 1_000):
         known.ids = list(range(count))
-        shape = await only.shape(parse("completions", json.dumps({"prompt": text}).encode()), 2_000, 256)
-        (chain,) = shape.chains
+        prompt = await only.identify(parse("completions", json.dumps({"prompt": text}).encode()), 256)
+        (chain,) = prompt.chains
         held = len(chain.hashes) // 8 * chain.block_tokens
         assert held <= max(count, len(chain.hashes) // 8)
         assert (count, chain.block_tokens) in {(100, 2), (1_000, 16), (5, 1)}

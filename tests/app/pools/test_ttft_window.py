@@ -11,7 +11,7 @@ import pytest
 
 from warmfleet.errors import BadArgument
 from warmfleet.main import create_app
-from warmfleet.pools.ttft_window import BUCKETS, ENOUGH, LEAST_S, PER_OCTAVE, SLICES, WINDOW_S, Tail
+from warmfleet.pools.ttft_window import BUCKETS, ENOUGH, LEAST_S, PER_OCTAVE, SLICES, WINDOW_S, TtftWindow
 from warmfleet.settings import PerModel, Settings
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ SHAPES: dict[str, Callable[[random.Random], float]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [1, 7, 5_000])
 def test_quantiles_are_right_to_half_a_bucket(shape: str, count: int) -> None:
-    rng, found = random.Random(f"{shape} {count}"), Tail(clock=Clock())
+    rng, found = random.Random(f"{shape} {count}"), TtftWindow(clock=Clock())
     waits = sorted(SHAPES[shape](rng) for _ in range(count))
     for wait in rng.sample(waits, count):
         found.observe(wait)
@@ -52,7 +52,7 @@ def test_quantiles_are_right_to_half_a_bucket(shape: str, count: int) -> None:
 
 @pytest.mark.parametrize("wait", [0.0, -1.0, 1e-9, LEAST_S, 1e3, 1e9])
 def test_any_wait_is_counted_somewhere(wait: float) -> None:
-    found = Tail(clock=Clock())
+    found = TtftWindow(clock=Clock())
     found.observe(wait)
     assert found.count == 1
     assert LEAST_S <= found.quantile(0.5) < 2_000
@@ -61,7 +61,7 @@ def test_any_wait_is_counted_somewhere(wait: float) -> None:
 def test_what_is_older_than_the_window_is_forgotten() -> None:
     """Against all waits with their times, over quiet and busy spells and one longer than the window."""
     rng, clock, slice_s = random.Random(3), Clock(), WINDOW_S / SLICES
-    found, told = Tail(clock=clock), list[tuple[float, float]]()
+    found, told = TtftWindow(clock=clock), list[tuple[float, float]]()
     for _ in range(3_000):
         clock.now += rng.choice((0.0, 0.01, 0.5, 6.0, 6.0, 70.0)) if rng.random() < 0.1 else 0.0
         wait = rng.lognormvariate(-2, 1)
@@ -81,7 +81,7 @@ def test_its_size_does_not_grow() -> None:
         return sum(sys.getsizeof(one) for one in (found._total, *found._slices)) + len(vars(found))
 
     clock = Clock()
-    found = Tail(clock=clock)
+    found = TtftWindow(clock=clock)
     before = size()
     for number in range(20_000):
         clock.now += 0.05
@@ -91,7 +91,7 @@ def test_its_size_does_not_grow() -> None:
 
 def test_off_by_default_and_without_knowledge() -> None:
     assert Settings.from_environment({}).ttft_objective_s.of("any") == 0
-    none, some = Tail(clock=Clock()), Tail(0.5, Clock())
+    none, some = TtftWindow(clock=Clock()), TtftWindow(0.5, Clock())
     for _ in range(ENOUGH - 1):
         none.observe(2.0)
         some.observe(2.0)
@@ -103,7 +103,7 @@ def test_off_by_default_and_without_knowledge() -> None:
 def test_what_is_in_force_follows_the_tail() -> None:
     """None while nine of ten meet the objective; then the median, as far as the objective."""
     clock = Clock()
-    found = Tail(0.5, clock)
+    found = TtftWindow(0.5, clock)
     seen = []
     for quick, slow in ((0.1, 0.4), (0.1, 2.0), (0.2, 2.0), (2.0, 9.0), (0.1, 0.1)):
         clock.now += WINDOW_S
@@ -119,7 +119,7 @@ def test_what_is_in_force_follows_the_tail() -> None:
 
 def test_it_is_computed_once_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, walks = Clock(), list[float]()
-    found = Tail(0.5, clock)
+    found = TtftWindow(0.5, clock)
     quantile = found.quantile
 
     def counted(share: float) -> float:

@@ -21,9 +21,10 @@ from tests.conftest import poll, server, valkey_binary
 from warmfleet.errors import BadRequest
 from warmfleet.fleet import Ask, Fleet, connect
 from warmfleet.fleet.reservations import Spans
-from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool
-from warmfleet.routing.admission_queue import PAUSES, TicketPolls, patience_s
+from warmfleet.routing.client_hints import patience_s
+from warmfleet.routing.tickets import PAUSES, TicketPolls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -181,7 +182,7 @@ async def test_a_poll_that_takes_long_is_not_made_at_once_again(
 ) -> None:
     """A hundred requests end each second; the line is so long that asking about it takes 10 ms of Redis."""
     client = connect(valkey_url)
-    pool = Pool(model, Fleet(client, model), Fallback(1.0))
+    pool = Pool(model, Fleet(client, model), DegradedMode(1.0))
     asked, poll_redis = 0, pool.fleet.poll
 
     async def slowly(*ids: Any) -> Line:
@@ -195,7 +196,7 @@ async def test_a_poll_that_takes_long_is_not_made_at_once_again(
     waits = asyncio.create_task(polls.wait("wf-ticket"))
     began = time.monotonic()
     for _ in range(50):
-        polls.soon.set()
+        polls.ask_soon()
         await asyncio.sleep(0.01)  # until the next request ends
     took_s = time.monotonic() - began
     waits.cancel()

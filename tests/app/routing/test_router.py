@@ -17,11 +17,13 @@ from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.upstream import Upstream
 from warmfleet.fleet import Fleet
 from warmfleet.metrics import Metrics
-from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import view_of
 from warmfleet.pools.pool import Pool, Pools
 from warmfleet.routing.call import Call
-from warmfleet.routing.engine_tokenizer import Asker
+from warmfleet.routing.client_answer import ClientAnswer
+from warmfleet.routing.engine_tokenizer import EngineTokenizer
+from warmfleet.routing.identifier import Identifier
 from warmfleet.routing.router import Router
 from warmfleet.settings import Settings
 
@@ -267,19 +269,20 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
 
     async with engine(model, freezing(b"")) as upstream, replica(valkey_url, model, upstream.url) as router:
         settings = Settings(redis_url=valkey_url, models=(model,), decide_timeout_s=1.0)
-        pool = Pool(model, SlowFleet(router.fleet.redis, model), Fallback(1.0))
+        pool = Pool(model, SlowFleet(router.fleet.redis, model), DegradedMode(1.0))
         pool.show(view_of([], None, [], text=False))
         addresses, metrics = Addresses(settings.worker_addresses), Metrics()
         client = Upstream(addresses, 1.0)
         await client.open()
-        asker = Asker(EngineClient(addresses, 1.0), settings, metrics)
-        served = Router(Pools([pool]), client, asker, settings, metrics)
+        tokenizer = EngineTokenizer(EngineClient(addresses, 1.0), settings, metrics)
+        identifier = Identifier(tokenizer.token_ids, settings, metrics)
+        served = Router(Pools([pool]), client, identifier, settings, metrics)
         body = json.dumps({"model": model, "prompt": PROMPT}).encode()
-        task = asyncio.create_task(served.serve(Call("completions", body, "id", {}, send)))
+        task = asyncio.create_task(served.serve(Call("completions", body, "id", {}), ClientAnswer(send)))
         await poll(lambda: upstream.seen, what="the engine has the request")
         assert await router.load() > 0
         task.cancel()
-        while pool.open:  # noqa: ASYNC110  until the settle has begun: the reservation's leaving is its first act
+        while pool.reservations:  # noqa: ASYNC110  until the release has begun: this is the first that it gives back
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

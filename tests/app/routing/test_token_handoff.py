@@ -18,7 +18,7 @@ from warmfleet.fleet import LoadRow, WorkerState, WorkerView
 from warmfleet.metrics import Metrics
 from warmfleet.pools.capabilities import TokenCapability, token_capability
 from warmfleet.pools.fleet_view import View
-from warmfleet.pools.pool import Shape
+from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.prefix_trie import Prompt
 from warmfleet.routing import json_splice as splice
@@ -52,12 +52,12 @@ def handed(seen: View, request: dict[str, Any], endpoint: Endpoint = "completion
     """The result that is counted for the second request of its kind; the first is a check."""
     raw, metrics = json.dumps(request).encode(), Metrics()
     parsed = prompt.parse(endpoint, raw, ("kv_transfer_params",))
-    shape = Shape((), 3, 0, "exact", **({"ids": made([5, 6, 7]), "identity_key": "key"} | more))
+    known = IdentifiedPrompt((), 3, 0, "exact", **({"prompts": made([5, 6, 7]), "identity_key": "key"} | more))
     desk = Handoff(metrics, enabled=True)
     results = []
     for _ in range(2):
         before = counts(metrics)
-        body = desk.body(offer(parsed, shape), endpoint, raw, seen, "a.0")
+        body = desk.body(offer(parsed, known), endpoint, raw, seen, "a.0")
         [result] = [name for name, count in counts(metrics).items() if count != before.get(name, 0)]
         assert (body is None) == (result != "used")
         results.append(result)
@@ -89,8 +89,8 @@ TEXT = {"prompt": "abc"}
         ("worker", {}, TEXT, {"identity_key": "another"}),
         ("stale", {"age_s": 6.0}, TEXT, {}),
         ("length", {"max_model_len": 3}, TEXT, {}),
-        ("unknown", {}, TEXT, {"ids": ()}),
-        ("unknown", {}, TEXT, {"ids": made([1], [])}),
+        ("unknown", {}, TEXT, {"prompts": ()}),
+        ("unknown", {}, TEXT, {"prompts": made([1], [])}),
         ("unknown", {}, TEXT, {"identity_key": ""}),
         ("text", {}, TEXT | {"echo": True}, {}),
         ("text", {}, TEXT | {"return_prompt_text": True}, {}),

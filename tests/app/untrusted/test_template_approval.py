@@ -18,7 +18,7 @@ from warmfleet.background.upkeep import follow_approvals
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet
 from warmfleet.metrics import Metrics
-from warmfleet.pools.degraded import Fallback
+from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool, Pools
 from warmfleet.untrusted import template_approval
 from warmfleet.untrusted.template_approval import Templates
@@ -121,7 +121,7 @@ async def test_a_setting_approves(valkey_url: str, model: str) -> None:
 
 
 async def test_approvals_outlive_redis_but_not_their_revocation(fleet: Fleet) -> None:
-    pools = Pools([Pool(fleet.keys.tag, fleet, Fallback(1.0))])
+    pools = Pools([Pool(fleet.keys.tag, fleet, DegradedMode(1.0))])
     templates = Templates(Metrics(), approved=["0" * 64])
     template = await templates.take(PLAIN.encode(), "auto")
     await fleet.approve([sha256(PLAIN)])
@@ -148,7 +148,7 @@ async def test_a_revocation_counts_at_once_whatever_becomes_of_the_others(
     monkeypatch.setattr(template_approval, "MAX_TEMPLATES", 2)
     damaged = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#damaged", timeouts=PATIENT)
     await fleet.redis.set(damaged.keys.operator_approved, "not a set")
-    pools = Pools([Pool(one.keys.tag, one, Fallback(1.0)) for one in (damaged, fleet)])
+    pools = Pools([Pool(one.keys.tag, one, DegradedMode(1.0)) for one in (damaged, fleet)])
     templates, bad = Templates(Metrics()), "{{ x | bogus }}"
     held = await templates.take(PLAIN.encode(), "auto")
     await fleet.approve([sha256(bad), sha256(PLAIN)])

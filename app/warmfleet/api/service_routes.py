@@ -1,0 +1,116 @@
+"""The paths that this replica answers itself: models, health, metrics, workers, explain."""
+
+from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING
+
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from warmfleet.api import fleet_status
+from warmfleet.api.body import HungUp, read_body
+from warmfleet.errors import BadRequest, Unauthorized
+from warmfleet.prompt import request as requests
+from warmfleet.prompt.request import PATHS
+from warmfleet.routing.client_hints import operators_hints
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HTTPRequest
+
+    from warmfleet.metrics import Metrics
+    from warmfleet.routing.router import Router
+    from warmfleet.settings import Settings
+
+
+class Health:
+    """Whether this replica wants new requests; a stop signal sets ``draining``."""
+
+    draining = False
+
+
+class ServiceRoutes:
+    """Handlers for Starlette. Those that tell about other clients' requests take the operator's ``admin_key``."""
+
+    def __init__(self, router: Router, settings: Settings, metrics: Metrics, health: Health) -> None:
+        self._tenancy = router.tenancy
+        self._pools = router.pools
+        self._settings = settings
+        self._metrics = metrics
+        self._health = health
+
+    def routes(self) -> list[Route]:
+        """Every path with its handler."""
+        return [
+            Route("/v1/models", self.models),
+            Route("/livez", self.livez),
+            Route("/readyz", self.readyz),
+            Route("/metrics", self.metrics),
+            Route("/workers", self.workers),
+            Route("/explain", self.explain, methods=["POST"]),
+            Route("/favicon.ico", self.favicon),
+        ]
+
+    async def models(self, _request: HTTPRequest) -> Response:
+        """Everything that a client may name as its model, as OpenAI's API lists it."""
+        return JSONResponse({"object": "list", "data": fleet_status.models(self._pools)})
+
+    async def livez(self, _request: HTTPRequest) -> Response:
+        """200 while the event loop runs."""
+        return JSONResponse({"status": "alive"})
+
+    async def readyz(self, _request: HTTPRequest) -> Response:
+        """200 once requests can be served, and from then on until this replica drains; else 503 with the reason."""
+        reason = "draining" if self._health.draining else self._pools.unready()
+        return JSONResponse({"status": reason or "ready"}, status_code=503 if reason else 200)
+
+    async def metrics(self, request: HTTPRequest) -> Response:
+        """All metrics, for Prometheus."""
+        self._operators_only(request)
+        fleet_status.gauges(self._pools, self._metrics)
+        return Response(self._metrics.render(), headers={"content-type": self._metrics.content_type})
+
+    async def workers(self, request: HTTPRequest) -> Response:
+        """Every worker of every model."""
+        self._operators_only(request)
+        return JSONResponse({"models": [await fleet_status.workers(pool) for pool in self._pools.all]})
+
+    async def explain(self, request: HTTPRequest) -> Response:
+        """Where a request would go now, and why.
+
+        The body is the request. It may have two more fields: ``endpoint``, the path that the request would be sent to
+        (by default the path that its ``messages`` or ``prompt`` belong to), and ``tenant``, a value of the tenant
+        header.
+        """
+        self._operators_only(request)
+        try:
+            body = await read_body(request.receive, 0, self._settings)
+        except HungUp:
+            return Response()  # nobody reads it
+        data = requests.decoded(body)
+        tenant = data.pop("tenant", None)
+        if not isinstance(tenant, str | None):
+            raise BadRequest("tenant must be a string: a value of the tenant header.", "tenant")
+        path = data.pop("endpoint", PATHS["chat" if "messages" in data else "completions"])
+        endpoint = next((name for name, known in PATHS.items() if known == path), None)
+        if endpoint is None:
+            raise BadRequest(f"endpoint must be one of {', '.join(PATHS.values())}.", "endpoint")
+        asked = requests.from_dict(endpoint, data, self._settings.allowed_fields, size_bytes=len(body))
+        raw = request.headers.raw
+        asked.use_salt(self._tenancy.salt(self._tenant(raw, tenant), asked.salt))
+        pool = await self._pools.find(asked.model)
+        return JSONResponse(await fleet_status.explain(pool, asked, operators_hints(raw), self._settings))
+
+    def _tenant(self, raw: list[tuple[bytes, bytes]], named: str | None) -> bytes:
+        """The tenant that an operator named, else the one that the headers name."""
+        return self._tenancy.name(raw) if named is None else named.encode("utf-8", "replace")
+
+    def _operators_only(self, request: HTTPRequest) -> None:
+        """Raises Unauthorized."""
+        wanted, given = f"Bearer {self._settings.admin_key}", request.headers.get("authorization", "")
+        if self._settings.admin_key and not hmac.compare_digest(given.encode("latin-1"), wanted.encode()):
+            raise Unauthorized("This is the operator's: it takes WARMFLEET_ADMIN_KEY as bearer token.")
+
+    async def favicon(self, _request: HTTPRequest) -> Response:
+        """Nothing, so that browsers cause no 404."""
+        return Response(status_code=204)

@@ -1,0 +1,167 @@
+"""A request's prompt as a decision needs it: block hashes, token counts, and how sure they are.
+
+Identifying never fails. A prompt that cannot be reproduced is routed by load, and the reason is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from warmfleet.pools.fleet_view import MAX_SCHEMES
+from warmfleet.prompt import request as requests
+from warmfleet.prompt.block_hashes import text_block_tokens, text_chain, text_tokens
+from warmfleet.prompt.messages import NotReproducible
+from warmfleet.prompt.prompt_identity import INLINE_CHARACTERS, canonical_text
+
+if TYPE_CHECKING:
+    from warmfleet.pools.fleet_view import View
+    from warmfleet.prompt.block_hashes import Chain, Lora
+    from warmfleet.prompt.popular_prefixes import Uses
+    from warmfleet.prompt.prefix_trie import Prompt
+    from warmfleet.prompt.request import Request
+
+logger = logging.getLogger("warmfleet.pools.identified_prompt")
+
+BEGINNING_BLOCKS = 16  # requests that share so many blocks go to the same worker while Redis is away
+
+
+@dataclass(frozen=True, slots=True)
+class IdentifiedPrompt:
+    """The prompt or prompts of one request, as far as this replica knows them.
+
+    ``kind`` says how they were identified: ``exact`` (token ids made here), ``engine`` (token ids that an engine told),
+    ``text`` (workers are matched by the text), ``prefix`` (only the beginning is known) or ``load`` (nothing is known).
+    ``reason`` says why a prompt is not known as a whole; it is empty where it is.
+    ``prompts`` holds the token ids of every prompt if the kind is ``exact``; ``identity_key`` names the tokenizer and
+    template that made them. ``unable_workers`` cannot serve the request at all.
+    """
+
+    chains: tuple[Chain, ...]
+    prompt_tokens: int
+    decode_tokens: int
+    kind: str
+    reason: str = ""
+    prompt_count: int = 1
+    prompts: tuple[Prompt, ...] = ()
+    identity_key: str = ""
+    unable_workers: tuple[str, ...] = ()
+
+    @property
+    def beginning(self) -> bytes:
+        """The first block hashes, which requests with the same beginning share; empty if none is known."""
+        return self.chains[0].hashes[: BEGINNING_BLOCKS * 8] if self.chains else b""
+
+
+class _Found(NamedTuple):
+    """The part of an IdentifiedPrompt that follows from the prompt alone."""
+
+    chains: tuple[Chain, ...]
+    prompt_tokens: int
+    kind: str
+    reason: str = ""
+    prompts: tuple[Prompt, ...] = ()
+    identity_key: str = ""
+
+
+async def identify(request: Request, view: View, uses: Uses, expected_output: int) -> IdentifiedPrompt:
+    """Identify the prompt with what this replica has of the model. Never fails.
+
+    uses: counts how often prompts share a prefix. expected_output: tokens of an answer whose request sets no limit.
+    """
+    try:
+        found = await _reproduced(request, view, uses)
+    except NotReproducible as why:
+        found = await _in_part(request, view, why.reason)
+    except Exception as error:  # noqa: BLE001  a bug in reading a prompt must not fail a request that engines can serve
+        found = _unknown(request, error)
+    return _identified(found, request, view, expected_output)
+
+
+def identify_ids(
+    request: Request, view: View, prompts: list[list[int]], kind: str, expected_output: int
+) -> IdentifiedPrompt:
+    """Identify a request whose token ids came from elsewhere: from the client, or from an engine."""
+    chains = _chains(view, request, max(prompts, key=len))
+    return _identified(_Found(chains, sum(map(len, prompts)), kind), request, view, expected_output)
+
+
+def _identified(found: _Found, request: Request, view: View, expected_output: int) -> IdentifiedPrompt:
+    chains, prompt_tokens, kind, reason, prompts, identity_key = found
+    single = 0 if len(request.prompts) > 1 else prompt_tokens
+    longest = max([prompt.tokens for prompt in prompts], default=single)
+    return IdentifiedPrompt(
+        chains,
+        prompt_tokens,
+        requests.decode_tokens(request, prompt_tokens, expected_output),
+        kind,
+        reason,
+        max(1, len(request.prompts)),
+        prompts,
+        identity_key,
+        view.barred(request.model, longest + max(1, request.max_tokens or 1)),
+    )
+
+
+async def _reproduced(request: Request, view: View, uses: Uses) -> _Found:
+    """The prompt as the engines will see it. Raises NotReproducible with the reason."""
+    if request.unforeseen:
+        raise NotReproducible(request.unforeseen)
+    if requests.too_long(request, view.max_model_len):
+        raise NotReproducible("too_long")
+    identity = view.identity
+    if identity is None and not view.text:
+        raise NotReproducible("no_identity")
+    chains: tuple[Chain, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+    tokens, kind, key = 0, "text", ""
+    if identity is not None:
+        kind, key = "exact", identity.key
+        prompts = tuple(await identity.prompts(request, view.hashers, _lora(view, request), INLINE_CHARACTERS))
+        chains = next(prompt.chains for prompt in prompts if prompt.chains or not view.hashers)
+        tokens = max(1, sum([prompt.tokens for prompt in prompts]))
+        if len(prompts) == 1:
+            uses.note(prompts[0], key)
+    if view.text:
+        texts = canonical_text(request)
+        chain = text_chain(longest := max(texts, key=len))
+        if identity is not None:  # the token ids say how many tokens the blocks of this very text hold
+            held = text_block_tokens(len(longest), max(prompt.tokens for prompt in prompts))
+            chain = replace(chain, block_tokens=held)
+        chains = (*chains[: MAX_SCHEMES - 1], chain)
+        tokens = tokens or sum(text_tokens(len(text)) for text in texts)
+    return _Found(chains, tokens, kind, "", prompts, key)
+
+
+async def _in_part(request: Request, view: View, reason: str) -> _Found:
+    """Only the tokens that a chat with images certainly begins with, if it has any; its length is estimated."""
+    tokens = requests.estimated_tokens(request)
+    chains: tuple[Chain, ...] = ()
+    if reason == "parts" and view.identity is not None and request.endpoint == "chat":
+        try:
+            ids, tokens = await view.identity.beginning(request)
+            chains = tuple(chain for chain in _chains(view, request, ids) if chain.hashes)
+        except NotReproducible:
+            pass
+        except Exception as error:  # noqa: BLE001  a bug of ours, as in ``identify``
+            return _unknown(request, error)
+    return _Found(chains, max(tokens, 1), "prefix" if chains else "load", reason)
+
+
+def _unknown(request: Request, error: Exception) -> _Found:
+    place = traceback.extract_tb(error.__traceback__)[-1]  # not the message, which may tell the prompt
+    logger.error("%s at %s:%s: a prompt is not known", type(error).__name__, place.filename, place.lineno)
+    return _Found((), requests.estimated_tokens(request), "load", "error")
+
+
+def _chains(view: View, request: Request, ids: list[int]) -> tuple[Chain, ...]:
+    lora = _lora(view, request)
+    return tuple(hasher.chain(ids, request.salt, lora) for hasher in view.hashers)
+
+
+def _lora(view: View, request: Request) -> Lora:
+    """Name and path of the adapter that the request names: they are part of each of its block hashes."""
+    adapter = view.adapters.get(request.model)
+    return (request.model, adapter.path) if adapter else None

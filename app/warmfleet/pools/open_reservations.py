@@ -1,0 +1,66 @@
+"""Reservations that this replica still has to give back, and outcomes that Redis did not take yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import Renewal
+    from warmfleet.fleet.reservations import Outcome
+
+MAX_OUTCOMES = 10_000  # kept for Redis; of more than these the leases expire by themselves
+
+
+class OpenReservations:
+    """One model's reservations of this replica, from the decision that booked them until they are given back.
+
+    Background rounds renew the open ones, so that Redis does not let them expire, and repeat the outcomes.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, Renewal] = {}
+        self._outcomes: dict[str, Outcome] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, reservation: str) -> bool:
+        return reservation in self._open
+
+    def add(self, renewal: Renewal) -> None:
+        """Keep a reservation that was just booked."""
+        self._open[renewal.reservation] = renewal
+
+    def prefill_done(self, reservation: str) -> bool:
+        """Renew no prefill of this reservation from now on. Returns False if it is not open any more."""
+        renewal = self._open.get(reservation)
+        if renewal is None:
+            return False
+        self._open[reservation] = replace(renewal, prefill_tokens=0, started=True)
+        return True
+
+    def remove(self, reservation: str) -> None:
+        """Renew this reservation no longer; nothing happens if it is not open."""
+        self._open.pop(reservation, None)
+
+    def renewals(self) -> list[Renewal]:
+        """Everything that is open now."""
+        return list(self._open.values())
+
+    def renewal(self, reservation: str) -> Renewal | None:
+        """How to renew this reservation; None if it is not open any more."""
+        return self._open.get(reservation)
+
+    def keep_outcome(self, reservation: str, outcome: Outcome) -> None:
+        """Remember an outcome that Redis did not take, so that a background round repeats it."""
+        if len(self._outcomes) < MAX_OUTCOMES:
+            self._outcomes[reservation] = outcome
+
+    def outcomes(self) -> list[tuple[str, Outcome]]:
+        """Outcomes that Redis has not taken yet, by reservation."""
+        return list(self._outcomes.items())
+
+    def outcome_taken(self, reservation: str) -> None:
+        """Redis has the outcome of this reservation now."""
+        self._outcomes.pop(reservation, None)

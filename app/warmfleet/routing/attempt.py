@@ -1,0 +1,238 @@
+"""One attempt to serve a job: everything that it takes, and the one place where all of it is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.errors import WarmfleetError
+from warmfleet.fleet import Renewal, new_reservation
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from warmfleet.fleet import Decision
+    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.stalled_requests import Try
+    from warmfleet.routing.call import Job
+    from warmfleet.routing.tickets import Tickets
+
+logger = logging.getLogger("warmfleet.routing.attempt")
+
+
+class AttemptState(Enum):
+    """What Redis may hold of an attempt.
+
+    ========  ==========================================================================================
+    NEW       Nothing: Redis was not asked yet, or the queue refused the request.
+    ASKED     In doubt: a decision was asked for and not answered; a lease or a ticket may be there.
+    QUEUED    No lease; a ticket in the queue may be there.
+    BOOKED    A lease.
+    RELEASED  Nothing that is still this attempt's: all of it was given back, or a task is giving it back.
+    ========  ==========================================================================================
+
+    =================  =================================  ====================================================
+    method             from → to                          when
+    =================  =================================  ====================================================
+    ``asks``           NEW, QUEUED → ASKED                a decision is asked for, first or when its turn came
+    ``booked``         ASKED → BOOKED                     a worker was chosen and its load was booked
+    ``queued``         ASKED → QUEUED                     all workers are saturated; the request got a ticket
+    ``queue_refused``  ASKED → NEW                        all workers are saturated, and the queue is full
+    ``not_booked``     ASKED → QUEUED                     no worker can be chosen; an earlier ticket may be left
+    ``unanswered``     ASKED → QUEUED                     Redis failed; the reservation is cancelled besides
+    ``release``        every state → RELEASED             the attempt is over
+    =================  =================================  ====================================================
+
+    A worker that is chosen without Redis (``chose_without_redis``) changes no state: Redis holds what it held before.
+    """
+
+    NEW = auto()
+    ASKED = auto()
+    QUEUED = auto()
+    BOOKED = auto()
+    RELEASED = auto()
+
+
+class Attempts:
+    """Begins the attempts of this replica, and runs the tasks that tell Redis of them."""
+
+    def __init__(self, tickets: Tickets, metrics: Metrics) -> None:
+        self.tickets = tickets
+        self.metrics = metrics
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def begin(self, job: Job, failed_workers: tuple[str, ...], *, avoids_suspects: bool, last: bool) -> Attempt:
+        """A new attempt under a reservation of its own; ``release`` it, whatever becomes of it.
+
+        failed_workers: they failed earlier attempts at this job. avoids_suspects: see ``Attempt.excluded``. last: no
+        other attempt may follow.
+        """
+        prompt = job.prompt
+        reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact")
+        never = (*prompt.unable_workers, *failed_workers)
+        return Attempt(self, job.pool, reservation, never, avoids_suspects=avoids_suspects, last=last)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run ``work`` in a task that ``drained`` waits for, and that no cancelled request cancels."""
+        task = asyncio.ensure_future(work)
+        self._telling.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._telling.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("an outcome was not told, its lease expires by itself", exc_info=error)
+
+    async def drained(self) -> None:
+        """Return when Redis was told every outcome and every ticket was given up, or could not be."""
+        while self._telling:
+            await asyncio.wait(set(self._telling))
+        await self.tickets.drained()
+
+
+class Attempt:
+    """One worker's chance to serve a job, from before it is chosen until everything is given back.
+
+    ``decision`` is None until a worker is chosen. ``never`` are workers that must not be chosen at all; ``avoided``
+    are suspects that the last decision passed over. ``explanation`` is what the client asked for of the decision.
+    ``last`` says that no other attempt may follow.
+    """
+
+    __slots__ = (
+        "_attempts", "_avoids_suspects", "avoided", "decision", "explanation", "last", "never", "pool", "reservation",
+        "state",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        pool: Pool,
+        reservation: str,
+        never: tuple[str, ...] = (),
+        *,
+        avoids_suspects: bool = False,
+        last: bool = False,
+    ) -> None:
+        self._attempts = attempts
+        self._avoids_suspects = avoids_suspects
+        self.pool = pool
+        self.reservation = reservation
+        self.never = never
+        self.last = last
+        self.avoided: tuple[str, ...] = ()
+        self.state = AttemptState.NEW
+        self.decision: Decision | None = None
+        self.explanation = b""
+
+    # ------------------------------------------------ what becomes of it
+
+    def excluded(self) -> tuple[str, ...]:
+        """Workers that the decision about to be asked for must not choose.
+
+        These are ``never`` and, if this attempt avoids suspects, the workers that failed any request a moment ago.
+        """
+        self.avoided = self.pool.suspects() if self._avoids_suspects else ()
+        return (*self.never, *self.avoided)
+
+    def asks(self) -> None:
+        """A decision is asked for: until the answer comes, Redis may have booked the request or given it a ticket."""
+        self.state = AttemptState.ASKED
+
+    def queued(self) -> None:
+        """The answer was a ticket."""
+        self.state = AttemptState.QUEUED
+
+    def queue_refused(self) -> None:
+        """The answer was that the queue takes no more."""
+        self.state = AttemptState.NEW
+
+    def not_booked(self) -> None:
+        """The answer was that no worker can be chosen."""
+        self.state = AttemptState.QUEUED
+
+    def unanswered(self) -> None:
+        """The answer was an error. The reservation is cancelled, because it may be booked, or may be booked late."""
+        self.state = AttemptState.QUEUED
+        self._attempts.spawn(self._tell("cancelled"))
+
+    def booked(self, decision: Decision, explanation: bytes = b"") -> None:
+        """The answer was a worker: its load is booked from now on, and renewed."""
+        self.state = AttemptState.BOOKED
+        self.decision, self.explanation = decision, explanation
+        self.pool.reservations.add(
+            Renewal(self.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
+        )
+        self.pool.degraded.take(decision.worker_id)
+
+    def chose_without_redis(self, decision: Decision) -> None:
+        """A worker was chosen without Redis; only this replica counts the request."""
+        self.decision = decision
+        self.pool.degraded.take(decision.worker_id)
+
+    # ------------------------------------------------ at the worker
+
+    @property
+    def owner(self) -> str:
+        """The reservation as the worker is told it.
+
+        Load without a reservation must count as foreign: the worker must not take it for load that is booked.
+        """
+        return self.reservation if self.state is AttemptState.BOOKED else "unbooked"
+
+    @property
+    def reservation_word(self) -> str:
+        """How the client and the metrics are told of the reservation: ``booked``, ``known`` or ``fallback``."""
+        return self.decision.outcome if self.decision and self.state is AttemptState.BOOKED else "fallback"
+
+    def sent(self, worker_id: str) -> Try:
+        """The request is sent to the worker: watch for the worker falling silent."""
+        return self.pool.tries.begin(self.reservation, worker_id)
+
+    def prefill_done(self) -> None:
+        """The first token came: give the booked prefill back, beside the stream, and delay none of its bytes."""
+        if self.pool.reservations.prefill_done(self.reservation):
+            self._attempts.spawn(self._tell("started"))
+
+    def worker_failed(self) -> None:
+        """Let all requests avoid this attempt's worker for a moment."""
+        if self.decision is not None:
+            self.pool.suspect(self.decision.worker_id)
+
+    # ------------------------------------------------ the end
+
+    async def release(self, outcome: Outcome) -> None:
+        """Give back everything that this attempt took; a second call does nothing.
+
+        A task of its own tells Redis, so that no cancellation can stop it. This waits for it, so that Redis knows the
+        end before another attempt is decided; but not longer than one command may take.
+        """
+        state, self.state = self.state, AttemptState.RELEASED
+        if state is AttemptState.RELEASED:
+            return
+        pool, reservation = self.pool, self.reservation
+        pool.reservations.remove(reservation)
+        pool.tries.end(reservation)
+        if self.decision is not None:
+            pool.degraded.give(self.decision.worker_id)
+        if state in (AttemptState.ASKED, AttemptState.QUEUED) and pool.fleet.limits.max_engine_wait_s:
+            self._attempts.tickets.leave(pool, reservation)
+        if state in (AttemptState.ASKED, AttemptState.BOOKED):
+            self._attempts.metrics.settled.labels(outcome).inc()
+            await asyncio.wait([self._attempts.spawn(self._tell(outcome))], timeout=pool.fleet.timeouts.request_s)
+
+    async def _tell(self, outcome: Outcome) -> None:
+        """Settle the reservation in Redis. An outcome that Redis does not take is repeated by a background round."""
+        pool = self.pool
+        try:
+            await pool.fleet.settle(self.reservation, outcome)
+            self._attempts.tickets.room_freed(pool)
+        except WarmfleetError as error:
+            self._attempts.metrics.settle_failures.inc()
+            if outcome != "started":
+                pool.reservations.keep_outcome(self.reservation, outcome)
+            logger.info("settle %s: %s; told again soon, and the lease expires by itself", outcome, error)

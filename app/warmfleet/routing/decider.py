@@ -1,0 +1,102 @@
+"""Chooses the worker of an attempt: by a decision in Redis, else by what this replica knows itself."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
+from warmfleet.fleet import Decision, Place, Queued
+from warmfleet.pools.degraded import unbooked
+from warmfleet.pools.pool import NOT_READ
+from warmfleet.routing.decision_log import record
+from warmfleet.routing.explain_header import explanation
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import Ask
+    from warmfleet.metrics import Metrics
+    from warmfleet.routing.attempt import Attempt
+    from warmfleet.routing.call import Job
+    from warmfleet.routing.decision_log import DecisionLog
+
+
+class Decider:
+    """Tells an attempt which worker it gets. Redis chooses and books in one call; without Redis nothing is booked."""
+
+    def __init__(self, log: DecisionLog, metrics: Metrics) -> None:
+        self._log = log
+        self._metrics = metrics
+
+    async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:
+        """Choose a worker, or take a ticket if all are saturated. may_wait: the queue has room for the body.
+
+        Raises NoWorker, and FleetUnavailable if the fleet was never read.
+        """
+        pool, call = job.pool, job.call
+        exclude = attempt.excluded()
+        if not pool.degraded.asks_redis:
+            return await self._without_redis(job, attempt, exclude, "open")
+        started = time.perf_counter()
+        waited_ms = round(1_000 * (started - call.received_at))
+        place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait)
+        order = pool.policy.order(pool.view, job.request, call.hints.session)
+        ask = pool.ask(job.prompt, attempt.reservation, exclude, call.hints.prefix_tokens, order)
+        attempt.asks()
+        try:
+            decision = await pool.fleet.decide_in_turn(ask, place, tell=job.logged or call.hints.explain)
+        except NoWorker:
+            attempt.not_booked()
+            if len(exclude) > len(job.prompt.unable_workers):
+                raise  # the excluded workers may be there: the router tries without the exclusion
+            return await self._without_redis(job, attempt, exclude, "no_worker")  # perhaps Redis came back empty
+        except WarmfleetError as error:  # Redis is gone or slow, or a script refuses: no reason to fail a request
+            pool.degraded.failed(f"{error.code}: {error}")
+            attempt.unanswered()
+            reason = "away" if isinstance(error, FleetUnavailable) else error.code
+            return await self._without_redis(job, attempt, exclude, reason)
+        finally:
+            self._metrics.decide_seconds.observe(time.perf_counter() - started)
+        pool.degraded.succeeded()
+        if isinstance(decision, Queued):
+            if decision.outcome == "queued":
+                attempt.queued()
+            else:
+                attempt.queue_refused()
+            return decision
+        attempt.booked(decision, self._explained(job, ask, decision))
+        self._metrics.prompt_tokens.inc(decision.prompt_tokens)
+        self._metrics.matched_tokens.inc(decision.matched_tokens)
+        self._metrics.decisions.labels(ask.policy, decision.why).inc()
+        return decision
+
+    def _explained(self, job: Job, ask: Ask, decision: Decision) -> bytes:
+        """Log a decision that belongs to the sample; returns its explanation if the client asked for one, else b""."""
+        if decision.seen is None:
+            return b""
+        pool, hints = job.pool, job.call.hints
+        if job.logged:
+            rings = pool.policy.orders(pool.view, job.request, hints.session)
+            self._log.note(record(pool.tag, ask, pool.fleet.weights, decision, rings))
+        return explanation(ask, pool.fleet.weights, decision) if hints.explain else b""
+
+    async def _without_redis(self, job: Job, attempt: Attempt, exclude: tuple[str, ...], reason: str) -> Decision:
+        """A worker of those that were last known. reason: for the metrics, why Redis did not choose.
+
+        Raises NoWorker, and FleetUnavailable if the fleet was never read.
+        """
+        pool = job.pool
+        key = job.prompt.beginning or attempt.reservation.encode()
+        if reason == "no_worker":
+            await pool.last_known.look()  # the operator may have drained the last worker since the last reading
+        worker = pool.degraded.choose(pool.last_known.workers, key, exclude)
+        if worker is None and reason != "no_worker" and not attempt.avoided:
+            await pool.last_known.look()  # a worker may have joined since the last reading, while decisions were slow
+            worker = pool.degraded.choose(pool.last_known.workers, key, exclude)
+        if worker is None:
+            if not pool.contacted:
+                raise FleetUnavailable(NOT_READ)
+            raise NoWorker("No worker is alive, as far as is known.")
+        self._metrics.fallback.labels(reason).inc()
+        decision = unbooked(attempt.reservation, worker, job.prompt.prompt_tokens)
+        attempt.chose_without_redis(decision)
+        return decision

@@ -1,0 +1,73 @@
+"""Step 2 of a request: from the parsed request to its identified prompt, with an engine's help where that pays."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from warmfleet.pools.identified_prompt import identify_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.identified_prompt import IdentifiedPrompt
+    from warmfleet.pools.pool import Pool
+    from warmfleet.prompt.request import Request
+    from warmfleet.settings import Settings
+
+logger = logging.getLogger("warmfleet.routing.identifier")
+
+#: Reasons for which this replica cannot make the token ids, but an engine can.
+ENGINE_CAN_TELL = frozenset({"no_template", "no_identity", "tools"})
+
+
+class AskEngine(Protocol):
+    """Asks an engine for the token ids of a request; an empty list if none tells them."""
+
+    async def __call__(
+        self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: Mapping[str, str]
+    ) -> list[int]: ...
+
+
+class Identifier:
+    """Identifies prompts for the router, and counts how."""
+
+    def __init__(self, ask_engine: AskEngine, settings: Settings, metrics: Metrics) -> None:
+        self._ask_engine = ask_engine
+        self._expected_output = settings.expected_output_tokens
+        self._metrics = metrics
+        self._logged: set[tuple[str, str]] = set()
+
+    async def identify(self, pool: Pool, request: Request, body: bytes, headers: Mapping[str, str]) -> IdentifiedPrompt:
+        """The request's prompt, as far as this replica or an engine can tell it. Never fails.
+
+        body and headers: the request as an engine is asked about it.
+        """
+        prompt = await pool.identify(request, self._expected_output)
+        if prompt.reason in ENGINE_CAN_TELL:
+            prompt = await self._from_elsewhere(pool, request, prompt, body, headers)
+        self._count(pool, prompt)
+        return prompt
+
+    async def _from_elsewhere(
+        self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: Mapping[str, str]
+    ) -> IdentifiedPrompt:
+        """``prompt``, or a better one with token ids that the client gave or an engine told."""
+        given = [ids for ids in request.prompts if isinstance(ids, list)]
+        if prompt.reason == "no_identity" and given and len(given) == len(request.prompts):
+            return identify_ids(request, pool.view, given, "exact", self._expected_output)
+        ids = await self._ask_engine(pool, request, prompt, body, headers)
+        return identify_ids(request, pool.view, [ids], "engine", self._expected_output) if ids else prompt
+
+    def _count(self, pool: Pool, prompt: IdentifiedPrompt) -> None:
+        self._metrics.identity.labels(prompt.kind).inc()
+        known = sum([one.known_tokens for one in prompt.prompts])
+        self._metrics.identified_tokens.labels("known").inc(known)
+        self._metrics.identified_tokens.labels("new").inc(sum([one.tokens for one in prompt.prompts]) - known)
+        if prompt.kind == "load":
+            self._metrics.load_only.labels(prompt.reason).inc()
+            if (pool.tag, prompt.reason) not in self._logged:
+                self._logged.add((pool.tag, prompt.reason))
+                text = "%s: a prompt is not known here and is routed by load: %s (logged once for each reason)"
+                logger.info(text, pool.tag, prompt.reason)

@@ -1,0 +1,140 @@
+"""Asks Redis about the tickets of requests that wait here. Their order is in Redis (lua/parts/shared/fair_queue.lua).
+
+While a model has tickets in this replica, one task asks about all of them: every 50 ms, and as soon as a request of
+this replica ends. While it has none, no task runs. A ticket that is not asked about expires, so a replica that dies
+leaves no ticket behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from warmfleet.errors import WarmfleetError
+from warmfleet.fleet import POLL_AT_ONCE, Standing
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import Line
+    from warmfleet.pools.pool import Pool
+
+POLL_S = 0.05  # a ticket lives for 1 s after it was asked about
+MIN_PAUSE_S = 0.005  # between two polls: requests that end at the same time cause one poll
+PAUSES = 4  # a pause lasts at least so many times as long as the poll took: a long queue must not keep Redis busy
+
+
+class Tickets:
+    """The tickets of this replica, of all models."""
+
+    def __init__(self) -> None:
+        self._polls: dict[str, TicketPolls] = {}
+
+    async def wait(self, pool: Pool, ticket: str) -> Standing:
+        """Return when the ticket waits no longer: it is its turn, another request displaced it, or it is unknown."""
+        return await self._of(pool).wait(ticket)
+
+    def work_s(self, pool: Pool) -> float:
+        """Seconds that the whole fleet needs for the prompts in the queue, as of the last poll."""
+        return self._of(pool).work_s
+
+    def leave(self, pool: Pool, ticket: str) -> None:
+        """Give up a ticket; it need not exist."""
+        self._of(pool).leave(ticket)
+
+    def room_freed(self, pool: Pool) -> None:
+        """Ask soon: a worker has more room now."""
+        if polls := self._polls.get(pool.tag):
+            polls.ask_soon()
+
+    def _of(self, pool: Pool) -> TicketPolls:
+        if pool.tag not in self._polls:
+            self._polls[pool.tag] = TicketPolls(pool)
+        return self._polls[pool.tag]
+
+    async def drained(self) -> None:
+        """Return when no request waits and every ticket was given up, or could not be."""
+        while running := [polls.task for polls in self._polls.values() if polls.task is not None]:
+            await asyncio.wait(running)
+
+
+class TicketPolls:
+    """The tickets of one model in this replica. ``task`` runs while there are any."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.work_s = 0.0
+        self._pool = pool
+        self._soon = asyncio.Event()
+        self._waiting: dict[str, asyncio.Future[Standing]] = {}
+        self._leaving: list[str] = []
+
+    async def wait(self, ticket: str) -> Standing:
+        """Return when the ticket's standing is another one than WAITS."""
+        future: asyncio.Future[Standing]
+        future = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        self._run()
+        try:
+            return await future
+        finally:
+            self._waiting.pop(ticket, None)
+
+    def leave(self, ticket: str) -> None:
+        """Give up a ticket at the next poll."""
+        self._leaving.append(ticket)
+        self._soon.set()
+        self._run()
+
+    def ask_soon(self) -> None:
+        """Make the next poll as soon as the least pause is over."""
+        self._soon.set()
+
+    def _run(self) -> None:
+        if self.task is None:
+            self.task = asyncio.ensure_future(self._polling())
+
+    async def _polling(self) -> None:
+        try:
+            pause_s = MIN_PAUSE_S
+            while True:
+                await asyncio.sleep(pause_s)
+                self._soon.clear()
+                began = time.perf_counter()
+                await self._poll()
+                if not self._waiting and not self._leaving:
+                    return
+                pause_s = min(max(MIN_PAUSE_S, PAUSES * (time.perf_counter() - began)), POLL_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S - pause_s):
+                        await self._soon.wait()
+        finally:
+            self.task = None
+            self._end_all_waits()  # there are none, unless this task was cancelled or failed
+
+    async def _poll(self) -> None:
+        """Ask about all tickets. While Redis is away every wait ends, and its request is decided without Redis."""
+        leaving, waiting = self._leaving, list(self._waiting)
+        self._leaving = []
+        try:
+            for start in range(0, len(leaving), POLL_AT_ONCE):
+                self._take_answer(await self._pool.fleet.poll((), leaving[start : start + POLL_AT_ONCE]))
+            for start in range(0, len(waiting), POLL_AT_ONCE):
+                self._take_answer(await self._pool.fleet.poll(waiting[start : start + POLL_AT_ONCE]))
+        except WarmfleetError as error:
+            self._pool.degraded.failed(f"queue: {error}")
+            if not self._pool.degraded.asks_redis:
+                self._end_all_waits()
+        else:
+            self._pool.degraded.succeeded()
+
+    def _take_answer(self, line: Line) -> None:
+        self.work_s = line.work_s
+        for ticket, standing in line.standings.items():
+            future = self._waiting.get(ticket)
+            if standing is not Standing.WAITS and future is not None and not future.done():
+                future.set_result(standing)
+
+    def _end_all_waits(self) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_result(Standing.UNKNOWN)
