@@ -26,10 +26,10 @@ from tests.vllm.engine import MODEL, SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import PATIENT_SECONDS, Replica, running_replicas
 from tokenizers import Tokenizer
 
+from warmfleet.prompt.json_splice import spliced
 from warmfleet.prompt.prefix_trie import Reading, Trie
 from warmfleet.prompt.request import PATHS
 from warmfleet.prompt.tokenizer import Encoder
-from warmfleet.routing.json_splice import spliced
 from warmfleet.routing.token_handoff import CHECK_EVERY
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import orjson
 
 from warmfleet.api.body import HungUp, read_body
+from warmfleet.api.client_hints import patience_s, read_hints
 from warmfleet.api.error_answers import error_headers
 from warmfleet.errors import MethodNotAllowed, Stopping, WarmfleetError
 from warmfleet.routing.call import Call
 from warmfleet.routing.client_answer import ClientAnswer
-from warmfleet.routing.client_hints import patience_s, read_hints
 
 if TYPE_CHECKING:
     from warmfleet.api.body import Receive

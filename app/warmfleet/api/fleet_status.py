@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools
     from warmfleet.prompt.request import Request
-    from warmfleet.routing.client_hints import Hints
+    from warmfleet.routing.call import Hints
     from warmfleet.settings import Settings
 
 

@@ -10,10 +10,10 @@ from starlette.routing import Route
 
 from warmfleet.api import fleet_status
 from warmfleet.api.body import HungUp, read_body
+from warmfleet.api.client_hints import operators_hints
 from warmfleet.errors import BadRequest, Unauthorized
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.request import PATHS
-from warmfleet.routing.client_hints import operators_hints
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from warmfleet.routing.client_hints import NO_HINTS, Hints
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -15,6 +13,22 @@ if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool
     from warmfleet.prompt.request import Endpoint, Request
     from warmfleet.routing.token_handoff import Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a client told about its request.
+
+    session: the key of its conversation, empty if it has none. prefix_tokens: how many tokens at the beginning of the
+    prompt other requests share; 0: perhaps all. explain: the client asks why the worker was chosen.
+    """
+
+    session: bytes = b""
+    prefix_tokens: int = 0
+    explain: bool = False
+
+
+NO_HINTS = Hints()
 
 
 @dataclass(frozen=True, slots=True)

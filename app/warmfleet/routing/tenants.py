@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from warmfleet.routing.json_splice import with_key
+from warmfleet.prompt.json_splice import with_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

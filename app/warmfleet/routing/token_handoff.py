@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from warmfleet.routing.json_splice import spliced
+from warmfleet.prompt.json_splice import spliced
 
 if TYPE_CHECKING:
     from warmfleet.metrics import Metrics

@@ -18,12 +18,12 @@ from tests.app.replica import Replica, replica
 from tests.app.simulated import simulated
 from tests.conftest import poll, server, valkey_binary
 
+from warmfleet.api.client_hints import patience_s
 from warmfleet.errors import BadRequest
 from warmfleet.fleet import Ask, Fleet, connect
 from warmfleet.fleet.reservations import Spans
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool
-from warmfleet.routing.client_hints import patience_s
 from warmfleet.routing.tickets import PAUSES, TicketPolls
 
 if TYPE_CHECKING:

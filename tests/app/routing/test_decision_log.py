@@ -16,12 +16,12 @@ from tests.conftest import poll
 from tests.lua.world import READY, World
 
 from warmfleet.__main__ import main
+from warmfleet.api import client_hints as hints
 from warmfleet.cli.replay import read
 from warmfleet.errors import BadArgument, Unauthorized
 from warmfleet.fleet import Flag, Fleet, Weights, connect
 from warmfleet.fleet.replays import Choice, Replays
 from warmfleet.metrics import Metrics
-from warmfleet.routing import client_hints as hints
 from warmfleet.routing.decision_log import DecisionLog, record
 from warmfleet.settings import POLICIES, Settings
 

@@ -19,9 +19,9 @@ from warmfleet.metrics import Metrics
 from warmfleet.pools.capabilities import TokenCapability, token_capability
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
+from warmfleet.prompt import json_splice as splice
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.prefix_trie import Prompt
-from warmfleet.routing import json_splice as splice
 from warmfleet.routing.token_handoff import CHECK_EVERY, NOTHING, Handoff, Offer, offer
 from warmfleet_worker.tracker import Tracker
 

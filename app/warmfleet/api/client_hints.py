@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hmac
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from warmfleet.errors import BadRequest, Unauthorized
+from warmfleet.routing.call import NO_HINTS, Hints
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -15,22 +15,6 @@ if TYPE_CHECKING:
 SESSION, PREFIX, EXPLAIN = b"x-warmfleet-session", b"x-warmfleet-prefix-len", b"x-warmfleet-explain"
 MAX_PREFIX_TOKENS = 2**22
 MAX_DIGITS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Hints:
-    """What a client told about its request.
-
-    session: the key of its conversation, empty if it has none. prefix_tokens: how many tokens at the beginning of the
-    prompt other requests share; 0: perhaps all. explain: the client asks why the worker was chosen.
-    """
-
-    session: bytes = b""
-    prefix_tokens: int = 0
-    explain: bool = False
-
-
-NO_HINTS = Hints()
 
 
 def read_hints(headers: Mapping[bytes, bytes], session_id: str, explain_key: str | None) -> Hints:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warmfleet.routing import json_splice as splice
-from warmfleet.routing.json_splice import spliced, with_key
+from warmfleet.prompt import json_splice as splice
+from warmfleet.prompt.json_splice import spliced, with_key
 
 if TYPE_CHECKING:
     import random
