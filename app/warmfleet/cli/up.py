@@ -104,7 +104,7 @@ def serve(stack: Stack) -> int:
 def usage(address: str, model: str) -> str:
     """The commands to type next, which work as printed."""
     command = sys.argv[0] if Path(sys.argv[0]).name == "warmfleet" else f"{sys.executable} -m warmfleet"
-    hint = "" if Path(sys.argv[0]).name != "warmfleet" else f" (installed for {Path(sys.executable)})"
+    hint = f" (installed for {sys.executable})" if find_spec("openai") else " (pip install openai)"
     return READY.format(address=address, model=model, command=command, openai_hint=hint)
 
 
