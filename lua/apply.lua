@@ -1,49 +1,56 @@
 --[[
-apply: what one worker's stream says inside its slots: stored, removed, chunk, heartbeat, progress, in stream order.
-Stops before an entry that decides which slots those are, or that needs a verdict on the stream: apply_control's work.
+apply: applies the next entries of one worker's stream to the index: stored, removed, chunk, heartbeat and progress, in
+the order of the stream. It stops before an entry that decides which slots the worker has, and before one that needs a
+verdict on the whole stream: those are apply_control's.
 
-Guarantee: exactly once, whoever calls and how often: the cursor moves and what was applied is trimmed in this same
-call. A stream changes only its own worker's slots, record, row and leases. While memory is short (tick says so) nothing
-is inserted and no digest compared; the row is PARTIAL until the index equals the engine's table again.
-Its parts: apply/block_events, apply/progress, and what others who apply need, too: shared/stream_entry, shared/resync.
+Guarantee: exactly once, whichever replica calls it and however often: the cursor moves and the applied entries are
+trimmed in this same call. A stream changes only the slots, the record, the row and the leases of its own worker. While
+memory is short (tick says so) nothing is inserted and no digest is compared; the row is PARTIAL until the index equals
+the engine's table again.
 
 KEYS: workers load alive cursor batch digest resync retired lease counts tick
-ARGV: prefix, worker_id, max_blocks (an entry costs its bytes / 8)
-Returns: {entries, blocks, next, suspect}; blocks = hashes read; next: 0 nothing left, 1 call again, 2 call
-      apply_control; suspect: 1 = the worker has become suspected: a probe is due
+ARGV: prefix, worker_id, max_blocks (an entry counts as its bytes / 8)
+Returns: {entries, blocks, next, suspect}; blocks: hashes that were read; next: 0 NOTHING (the stream is empty), 1 APPLY
+      (call apply again), 2 CONTROL (call apply_control); suspect: 1 if the worker has become suspected: a probe is due
 Cost: O(max_blocks), 0.3-0.45 ms cold at 128
 Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, b:<hash>, s:<slot>
 --]]
 local WORKERS, LOAD, ALIVE, CURSOR, BATCH = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local DIGEST, RESYNC, RETIRED, LEASE, COUNTS, TICK = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local PREFIX, WORKER, MAX_BLOCKS = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local FIELD, SHADOW = "events:" .. WORKER, "~" .. WORKER
-local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
-local PROBE = PREFIX .. "probe:" .. WORKER
-local ROW, FLAGS, PARTIAL = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 6, 64
+local PREFIX, WORKER_ID, MAX_BLOCKS = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local FIELD, SHADOW = "events:" .. WORKER_ID, "~" .. WORKER_ID
+local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER_ID
+local PROBE = PREFIX .. "probe:" .. WORKER_ID
+local ROW, ROW_FIELDS, FLAG_PARTIAL = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 15, 64
+local FLAGS_FIELD, SPEED_TPS_FIELD, FOREIGN_PREFILL_TOKENS_FIELD, FOREIGN_DECODE_TOKENS_FIELD = 6, 8, 9, 10
+local BLOCKS_FIELD, EVICTED_FIELD = 11, 13 -- of an unpacked row
+local DIGEST_SUMS, DIGEST_BYTES = ">I4I4I4", 12
+local NEXT_NOTHING, NEXT_APPLY, NEXT_CONTROL = 0, 1, 2
+local BEAT_FIELDS, BEAT_FIELDS_WITH_DIGEST, CHECKED_EVERY_MS = 7, 10, 1000
 local PAGE, JSON_BYTES, U32 = 8, 16384, 2 ^ 32
 local CONTROL = { join = true, cleared = true, begin = true, ["end"] = true, leave = true }
 
 local call = redis.call
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local raw, packed = call("HGET", WORKERS, WORKER), call("HGET", LOAD, WORKER)
+local raw, packed = call("HGET", WORKERS, WORKER_ID), call("HGET", LOAD, WORKER_ID)
 local record = raw and packed and cjson.decode(raw)
-if not record or record.rejoin or call("TYPE", STREAM).ok ~= "stream" then return { 0, 0, 2, 0 } end
-call("ZREM", RESYNC, "") -- after a write that takes no memory, a full Redis allows the others
+if not record or record.rejoin or call("TYPE", STREAM).ok ~= "stream" then return { 0, 0, NEXT_CONTROL, 0 } end
+call("ZREM", RESYNC, "") -- a first write that takes no memory: then a Redis at its limit allows the others
 local short = (call("GET", TICK) or ""):match("^%d+ %d+ %d+ %d+ [1-9]") ~= nil
 local row = { struct.unpack(ROW, packed) }
-local last = tonumber(call("HGET", BATCH, WORKER) or "0")
-local sums = call("HMGET", DIGEST, WORKER, SHADOW)
-local live = { struct.unpack(">I4I4I4", sums[1] or string.rep("\0", 12)) }
-local shadow = { struct.unpack(">I4I4I4", sums[2] or string.rep("\0", 12)) }
+local last = tonumber(call("HGET", BATCH, WORKER_ID) or "0")
+local sums = call("HMGET", DIGEST, WORKER_ID, SHADOW)
+local live = { struct.unpack(DIGEST_SUMS, sums[1] or string.rep("\0", DIGEST_BYTES)) }
+local shadow = { struct.unpack(DIGEST_SUMS, sums[2] or string.rep("\0", DIGEST_BYTES)) }
 local truth, changed = record.truth or {}, {}
 record.truth = truth
-local of = { prefix = PREFIX, worker = WORKER, record = record, row = row, live = live, shadow = shadow, truth = truth,
-  changed = changed, short = short, probed = call("TYPE", PROBE).ok == "set", blocks = 0, seen = nil }
+-- What is known of the worker and what this call changes; the parts read and write it.
+local state = { prefix = PREFIX, worker = WORKER_ID, record = record, row = row, live = live, shadow = shadow,
+  truth = truth, changed = changed, short = short, probed = call("TYPE", PROBE).ok == "set", blocks = 0, seen = nil }
 
 local entry_of, resync = include "shared/stream_entry", include "shared/resync"
-local _, _, ask_resync = resync(RESYNC, RETIRED, DIGEST, WORKER, now, truth, changed)
+local _, _, ask_resync = resync(RESYNC, RETIRED, DIGEST, WORKER_ID, now, truth, changed)
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 local function lost(cause) count(cause) ask_resync(record, cause) end
 
@@ -61,32 +68,35 @@ local function parse_list(data)
   return ok and list or nil
 end
 
-local operation = {} -- name -> function(data, time in ms): false if the data is malformed
-local blocks, progress = include "apply/block_events", include "apply/progress"
-blocks(of, operation, count, lost)
-progress(of, operation, LEASE, count, parse_list, integers)
+local operation = {} -- name -> function(data, time in ms), which returns false if the data is malformed
+local add_block_events, add_progress = include "apply/block_events", include "apply/progress"
+add_block_events(state, operation, count, lost)
+add_progress(state, operation, LEASE, count, parse_list, integers)
 
 function operation.heartbeat(data, time)
   local beat = parse_list(data)
-  if not beat or (#beat ~= 7 and #beat ~= 10) or not integers(beat, 1) then return false end
-  of.seen, changed.row = time, true
-  row[9], row[10], row[11], row[13] = beat[4], beat[5], beat[3], beat[7]
-  if beat[6] > 0 then row[8] = beat[6] end
-  if #beat == 7 or record.shadow or short then return true end
-  if math.abs(time - (truth.checked or 0)) >= 1000 then truth.checked, changed.record = time, true end
-  local whole = bit.band(row[FLAGS], bit.bnot(PARTIAL))
-  if beat[8] ~= live[1] or beat[9] ~= live[2] or beat[10] ~= live[3] then
-    if row[FLAGS] == whole then count("mismatch") end
+  if not beat or not integers(beat, 1) then return false end
+  if #beat ~= BEAT_FIELDS and #beat ~= BEAT_FIELDS_WITH_DIGEST then return false end
+  local _, _, blocks, foreign_prefill, foreign_decode, speed, evicted, digest_count, high, low = unpack(beat)
+  state.seen, changed.row = time, true
+  row[FOREIGN_PREFILL_TOKENS_FIELD], row[FOREIGN_DECODE_TOKENS_FIELD] = foreign_prefill, foreign_decode
+  row[BLOCKS_FIELD], row[EVICTED_FIELD] = blocks, evicted
+  if speed > 0 then row[SPEED_TPS_FIELD] = speed end
+  if not digest_count or record.shadow or short then return true end
+  if math.abs(time - (truth.checked or 0)) >= CHECKED_EVERY_MS then truth.checked, changed.record = time, true end
+  local whole = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_PARTIAL))
+  if digest_count ~= live[1] or high ~= live[2] or low ~= live[3] then
+    if row[FLAGS_FIELD] == whole then count("mismatch") end
     ask_resync(record, "digest")
   else
-    row[FLAGS] = whole
-    local waits = tonumber(call("ZSCORE", RESYNC, WORKER) or "0")
-    if waits < 0 then call("ZREM", RESYNC, WORKER) end -- it lost no blocks
+    row[FLAGS_FIELD] = whole
+    local waits = tonumber(call("ZSCORE", RESYNC, WORKER_ID) or "0")
+    if waits < 0 then call("ZREM", RESYNC, WORKER_ID) end -- it lost no blocks
     if waits <= 0 and truth.cause then truth.cause, truth.healed, changed.record = nil, truth.found, true end
   end
 end
 
--- One entry of the current nonce. Batch numbers tell what was lost or came twice.
+-- One entry of the current nonce. Its batch number tells whether entries before it were lost, or it came twice.
 local function apply(batch, name, data, time)
   if batch <= last then return count("duplicate") end
   if batch ~= last + 1 then lost("gap") end
@@ -94,12 +104,12 @@ local function apply(batch, name, data, time)
   if not operation[name] or operation[name](data, time) == false then count("malformed") end
 end
 
--- What is applied is trimmed: a first entry at or before the cursor is a stream that began anew.
+-- Applied entries are trimmed. A first entry at or before the cursor shows that the stream began anew.
 local cursor = call("HGET", CURSOR, FIELD) or "0-0"
 local ms, sequence = cursor:match("^(%d+)-(%d+)$")
 ms, sequence = tonumber(ms), tonumber(sequence)
 local entries, spent, from, want, full, control = 0, 0, "-", 1, false, false
-repeat -- one entry first: a full batch is all that a call may apply
+repeat -- the first page is one entry: a full batch is all that a call may apply
   local page = call("XRANGE", STREAM, from, "+", "COUNT", want)
   for _, item in ipairs(page) do
     local fields, id_ms, id_sequence, hostile, good = item[2], entry_of(item, now)
@@ -122,17 +132,18 @@ until control or full
 if entries > 0 then
   call("HSET", CURSOR, FIELD, cursor)
   call("XTRIM", STREAM, "MINID", string.format("%.0f-%.0f", ms, sequence + 1))
-  if of.seen then call("ZADD", ALIVE, of.seen, WORKER) end
-  if changed.live then call("HSET", DIGEST, WORKER, struct.pack(">I4I4I4", live[1], live[2], live[3])) end
+  if state.seen then call("ZADD", ALIVE, state.seen, WORKER_ID) end
+  if changed.live then call("HSET", DIGEST, WORKER_ID, struct.pack(DIGEST_SUMS, live[1], live[2], live[3])) end
   if changed.shadow then
-    call("HSET", DIGEST, SHADOW, struct.pack(">I4I4I4", shadow[1], shadow[2], shadow[3]))
-    call("ZADD", RESYNC, "XX", now, WORKER)
+    call("HSET", DIGEST, SHADOW, struct.pack(DIGEST_SUMS, shadow[1], shadow[2], shadow[3]))
+    call("ZADD", RESYNC, "XX", now, WORKER_ID)
   end
-  if changed.row then call("HSET", LOAD, WORKER, struct.pack(ROW, unpack(row, 1, 15)) .. WORKER) end
-  if changed.record then call("HSET", WORKERS, WORKER, cjson.encode(record)) end
-  call("HSET", BATCH, WORKER, last)
+  if changed.row then call("HSET", LOAD, WORKER_ID, struct.pack(ROW, unpack(row, 1, ROW_FIELDS)) .. WORKER_ID) end
+  if changed.record then call("HSET", WORKERS, WORKER_ID, cjson.encode(record)) end
+  call("HSET", BATCH, WORKER_ID, last)
   local command = cjson.decode(call("GET", COMMAND) or "{}")
   command.nonce, command.applied = record.nonce, last
   call("SET", COMMAND, cjson.encode(command))
 end
-return { entries, of.blocks, control and 2 or call("XLEN", STREAM) > 0 and 1 or 0, changed.suspect or 0 }
+local following = control and NEXT_CONTROL or call("XLEN", STREAM) > 0 and NEXT_APPLY or NEXT_NOTHING
+return { entries, state.blocks, following, changed.suspect or 0 }

@@ -1,41 +1,44 @@
 --[[
-apply_control: the entries of one worker's stream that decide who the worker is and which slots it has: join, begin,
-end, cleared, leave; and the verdict on a stream that breaks the rules. Stops before an entry that is apply's.
+apply_control: applies the entries of one worker's stream that decide who the worker is and which slots it has: join,
+begin, end, cleared and leave. It also gives the verdict on a stream that breaks the rules. It stops before an entry
+that is apply's.
 
-Guarantee: exactly once, as apply. The latest join is who the worker is. Clear, restart and a finished snapshot never
-rewrite entries: they give the worker another slot and retire the old one, so readers see the old state or the new.
-A stream of a wrong type, or with an id in the far future, is deleted; its worker is hostile until it joins anew.
+Guarantee: exactly once, as apply. The latest join says who the worker is. A clear, a restart and a finished snapshot
+rewrite no entries of the index: they give the worker another slot and retire the old one, so that readers see the old
+state or the new one. A stream of a wrong type, or with an id in the far future, is deleted, and its worker is hostile
+until it joins anew.
 
 KEYS: workers load alive alive_servers cursor batch digest next_slot resync retired counts
 ARGV: prefix, worker_id, max_entries, ttl_ms
-Returns: {entries, 0, next}; next: 0 nothing left, 1 call apply
+Returns: {entries, 0, next}; next: 0 NOTHING (the stream is empty), 1 APPLY (call apply)
 Cost: O(max_entries), no blocks are touched
 Keys that depend on data: events:<worker_id>, command:<worker_id>
 --]]
 local WORKERS, LOAD, ALIVE, ALIVE_SERVERS, CURSOR, BATCH = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local DIGEST, NEXT_SLOT, RESYNC, RETIRED, COUNTS = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local PREFIX, WORKER, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local FIELD = "events:" .. WORKER
-local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER
-local ROW, JSON_BYTES = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 4096
-local SLOT, FLAGS, SERVER, DRAINING, CLOSED, HOSTILE = 5, 6, 1, 8, 32, 128 -- of the row; four flags
+local PREFIX, WORKER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local FIELD = "events:" .. WORKER_ID
+local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER_ID
+local ROW, ROW_FIELDS, SLOT_FIELD, FLAGS_FIELD = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 15, 5, 6
+local FLAG_SERVER, FLAG_DRAINING, FLAG_CLOSED, FLAG_HOSTILE = 1, 8, 32, 128
+local NEXT_NOTHING, NEXT_APPLY, JSON_BYTES = 0, 1, 4096
 
 local call = redis.call
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local raw, packed = call("HGET", WORKERS, WORKER), call("HGET", LOAD, WORKER)
+local raw, packed = call("HGET", WORKERS, WORKER_ID), call("HGET", LOAD, WORKER_ID)
 local row = packed and { struct.unpack(ROW, packed) }
 local record = row and raw and cjson.decode(raw) or nil
 local truth = record and record.truth or {}
-local last = tonumber(call("HGET", BATCH, WORKER) or "0")
+local last = tonumber(call("HGET", BATCH, WORKER_ID) or "0")
 local command = cjson.decode(call("GET", COMMAND) or "{}")
 
 local entry_of, resync = include "shared/stream_entry", include "shared/resync"
 local announced, snapshot = include "apply_control/worker_join", include "apply_control/snapshot"
-local drop_shadow, diverged, ask_resync = resync(RESYNC, RETIRED, DIGEST, WORKER, now, truth, {})
+local drop_shadow, diverged, ask_resync = resync(RESYNC, RETIRED, DIGEST, WORKER_ID, now, truth, {})
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 local function lost(cause) count(cause) ask_resync(record, cause) end
-local begin, finish = snapshot(DIGEST, NEXT_SLOT, RESYNC, RETIRED, WORKER, now, truth, count, lost, drop_shadow)
+local begin, finish = snapshot(DIGEST, NEXT_SLOT, RESYNC, RETIRED, WORKER_ID, now, truth, count, lost, drop_shadow)
 
 local function parse(data)
   if #data > JSON_BYTES or data:sub(1, 1) ~= "{" then return {} end
@@ -45,10 +48,10 @@ end
 
 local function new_slot()
   drop_shadow(record)
-  if row[SLOT] > 0 then call("SADD", RETIRED, row[SLOT]) end
-  row[SLOT] = call("INCR", NEXT_SLOT)
-  record.slot = row[SLOT]
-  call("HDEL", DIGEST, WORKER)
+  if row[SLOT_FIELD] > 0 then call("SADD", RETIRED, row[SLOT_FIELD]) end
+  row[SLOT_FIELD] = call("INCR", NEXT_SLOT)
+  record.slot = row[SLOT_FIELD]
+  call("HDEL", DIGEST, WORKER_ID)
 end
 
 local function demand_rejoin(reason)
@@ -57,39 +60,39 @@ local function demand_rejoin(reason)
   drop_shadow(record)
   diverged("rejoin")
   record.rejoin = true
-  command.id, command["do"] = redis.sha1hex(WORKER .. clock[1] .. clock[2]):sub(1, 8), "rejoin"
+  command.id, command["do"] = redis.sha1hex(WORKER_ID .. clock[1] .. clock[2]):sub(1, 8), "rejoin"
 end
 
--- A new slot, nothing proved. The load stays: its reservations are still open.
+-- The worker gets a new slot and nothing of it is proved. Its load stays: the reservations are still open.
 local function join(data, time, nonce, batch, id)
-  local fresh = announced(parse(data), WORKER)
+  local fresh = announced(parse(data), WORKER_ID)
   if not fresh then return count("malformed") end
-  local same_process = record and record.nonce == nonce -- it was told to join again: its cache is not empty
+  local same_process = record and record.nonce == nonce -- it was commanded to join again: its cache is not empty
   if record then drop_shadow(record) end
   local server_ms = tonumber(call("ZSCORE", ALIVE_SERVERS, fresh.server_id) or "-1")
-  local flags = (server_ms >= now - TTL_MS and SERVER or 0) + (fresh.closed and CLOSED or 0)
-  if row then flags = flags + bit.band(row[FLAGS], DRAINING) end -- the operator's, so only the operator ends it
-  local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- never used twice: an old lease has another epoch
+  local flags = (server_ms >= now - TTL_MS and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
+  if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends a drain
+  local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- an epoch that was never used: old leases have another
   row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0, 0, 0 }
-  record, command, last = fresh, { joined = id }, batch -- the writer compares: who reads a later one was replaced
+  record, command, last = fresh, { joined = id }, batch -- a process that reads a later join than its own was replaced
   record.nonce, truth.cause = nonce, truth.cause or "join"
   new_slot()
-  call("ZADD", ALIVE, time, WORKER)
-  call("ZREM", RESYNC, WORKER)
+  call("ZADD", ALIVE, time, WORKER_ID)
+  call("ZREM", RESYNC, WORKER_ID)
   if same_process then ask_resync(record, "rejoin") end
 end
 
-local control = {} -- of the current nonce, except join
+local control = {} -- the operations, for entries of the current nonce; of these only a join changes nothing
 function control.join() end
 function control.cleared()
-  if record.shadow then call("ZREM", RESYNC, WORKER) end
+  if record.shadow then call("ZREM", RESYNC, WORKER_ID) end
   new_slot()
 end
-function control.leave() call("ZREM", ALIVE, WORKER) end
+function control.leave() call("ZREM", ALIVE, WORKER_ID) end
 function control.begin(data) begin(record, command, parse(data)) end
 control["end"] = function(data) finish(record, row, parse(data)) end
 
--- One entry: "stop" if it is apply's. Batch numbers tell what was lost or came twice.
+-- One entry; returns "stop" if it is apply's. Its batch number tells whether entries were lost, or it came twice.
 local function enter(fields, good, time, id)
   local nonce, batch, name, data = fields[2], fields[4], fields[6], fields[8]
   local mine = good and record and not record.rejoin and nonce == record.nonce
@@ -104,45 +107,45 @@ local function enter(fields, good, time, id)
   control[name](data)
 end
 
-call("ZREM", RESYNC, "") -- after a write that takes no memory, a full Redis allows the others
+call("ZREM", RESYNC, "") -- a first write that takes no memory: then a Redis at its limit allows the others
 local kind = call("TYPE", STREAM).ok
 local cursor = call("HGET", CURSOR, FIELD) or "0-0"
-local entries, following, hostile = 0, 0, kind ~= "stream" and kind ~= "none"
+local entries, following, hostile = 0, NEXT_NOTHING, kind ~= "stream" and kind ~= "none"
 local page = kind == "stream" and call("XRANGE", STREAM, "-", "+", "COUNT", MAX_ENTRIES) or {}
 local ms, sequence = cursor:match("^(%d+)-(%d+)$")
 for at, item in ipairs(page) do
   local id_ms, id_sequence, good
   id_ms, id_sequence, hostile, good = entry_of(item, now)
   if hostile then break end
-  -- Everything applied was trimmed, so a first entry at or before the cursor is a stream that began anew.
+  -- Applied entries are trimmed. A first entry at or before the cursor shows that the stream began anew.
   if at == 1 and (id_ms < tonumber(ms) or id_ms == tonumber(ms) and id_sequence <= tonumber(sequence)) then
     demand_rejoin("regress")
   end
   if enter(item[2], good, math.min(id_ms, now), item[1]) == "stop" then
-    following = 1
+    following = NEXT_APPLY
     break
   end
   ms, sequence, cursor, entries = id_ms, id_sequence, item[1], entries + 1
 end
-if #page == MAX_ENTRIES then following = 1 end
+if #page == MAX_ENTRIES then following = NEXT_APPLY end
 
 if hostile then
   demand_rejoin("hostile")
   call("UNLINK", STREAM)
-  if row then row[FLAGS] = bit.bor(row[FLAGS], HOSTILE) end
-  cursor, following = "0-0", 0
+  if row then row[FLAGS_FIELD] = bit.bor(row[FLAGS_FIELD], FLAG_HOSTILE) end
+  cursor, following = "0-0", NEXT_NOTHING
 elseif entries > 0 then
   call("XTRIM", STREAM, "MINID", string.format("%.0f-%.0f", ms, sequence + 1))
 end
 if record then
   record.truth = truth
   call("HSET", CURSOR, FIELD, cursor)
-  call("HSET", LOAD, WORKER, struct.pack(ROW, unpack(row, 1, 15)) .. WORKER)
-  call("HSET", WORKERS, WORKER, cjson.encode(record))
-  call("HSET", BATCH, WORKER, last)
+  call("HSET", LOAD, WORKER_ID, struct.pack(ROW, unpack(row, 1, ROW_FIELDS)) .. WORKER_ID)
+  call("HSET", WORKERS, WORKER_ID, cjson.encode(record))
+  call("HSET", BATCH, WORKER_ID, last)
   command.nonce, command.applied = record.nonce, last
   call("SET", COMMAND, cjson.encode(command))
-elseif following == 0 then -- nobody joined: the writer's next XADD finds no stream, and it joins
+elseif following == NEXT_NOTHING then -- no worker has joined: its next XADD then finds no stream, and it joins
   call("UNLINK", STREAM)
   call("HDEL", CURSOR, FIELD)
 else

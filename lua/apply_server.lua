@@ -1,13 +1,13 @@
 --[[
-apply_server: one API server's stream: join, heartbeat, leave. Its workers are `<server_id>.<rank>`.
+apply_server: applies one API server's stream: join, heartbeat, leave. Its workers are `<server_id>.<rank>`.
 
-Guarantee: exactly once, as apply. The latest join is who the server is; another process under the name has proved
-nothing, so its workers lose URL and PROVEN. Its workers' SERVER flag is set while it lives. A broken stream is deleted,
-so is one that only a process without a join writes: it joins again.
+Guarantee: exactly once, as apply. The latest join says who the server is. Another process under the same name has
+proved nothing, so its workers lose URL and PROVEN. The flag SERVER of its workers is set while it lives. A broken
+stream is deleted, and so is a stream that only a process without a join writes to: that process then joins again.
 
 KEYS: servers workers load alive_servers cursor counts
 ARGV: prefix, server_id, max_entries, ttl_ms
-Returns: {entries, more 0/1}
+Returns: {entries, more 0/1}; more: entries are left in the stream
 Cost: O(max_entries + workers); a join of another process also O(its artifact chunks)
 Keys that depend on data: server:<server_id>, artifact:<server_id>:<sha256>
 --]]
@@ -15,7 +15,7 @@ local SERVERS, WORKERS, LOAD, ALIVE_SERVERS, CURSOR, COUNTS = KEYS[1], KEYS[2], 
 local PREFIX, SERVER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local FIELD = "server:" .. SERVER_ID
 local STREAM, ARTIFACT = PREFIX .. FIELD, PREFIX .. "artifact:" .. SERVER_ID .. ":"
-local SERVER, URL_AND_PROVEN = 1, 2 + 4 -- flags of a row
+local ROW_FLAGS, FLAGS_AT, FLAG_SERVER, FLAG_URL, FLAG_PROVEN = ">I2", 21, 1, 2, 4
 
 local call = redis.call
 local clock = call("TIME")
@@ -23,34 +23,35 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw = call("HGET", SERVERS, SERVER_ID)
 local record, rejoined, stranger = raw and cjson.decode(raw) or nil, false, false
 
-local entry_of, join_of = include "shared/stream_entry", include "apply_server/server_join"
-local announced, chunks_of = join_of()
+local entry_of, with_flags = include "shared/stream_entry", include "shared/with_flags"
+local announced, chunks_of = (include "apply_server/server_join")()
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 
--- Call patch(row's flags) -> flags for every worker of this server.
+-- For every worker of this server: patch(flags of its row, worker_id) returns the new flags.
 local function each_worker(patch)
   for _, worker_id in ipairs(call("HKEYS", LOAD)) do
     if worker_id:match("^(.*)%.%d+$") == SERVER_ID then
       local row = call("HGET", LOAD, worker_id)
-      local flags = struct.unpack(">I2", row, 21)
-      call("HSET", LOAD, worker_id, row:sub(1, 20) .. struct.pack(">I2", patch(flags, worker_id)) .. row:sub(23))
+      local flags = struct.unpack(ROW_FLAGS, row, FLAGS_AT)
+      call("HSET", LOAD, worker_id, with_flags(row, patch(flags, worker_id)))
     end
   end
 end
 
 local function join(data, nonce)
-  local it = announced(data, SERVER_ID)
-  if not it then return count("malformed") end
-  local kept = chunks_of(it.artifacts)
+  local fresh = announced(data, SERVER_ID)
+  if not fresh then return count("malformed") end
+  local kept = chunks_of(fresh.artifacts)
   for sha256 in pairs(record and chunks_of(record.artifacts) or {}) do
     if not kept[sha256] then call("UNLINK", ARTIFACT .. sha256) end
   end
-  -- decide takes the first URL it finds; facts may have some. Parsers take the last of two equal keys.
-  call("HSET", SERVERS, SERVER_ID, ('{"nonce":"%s","url":"%s",'):format(nonce, it.url) .. data:sub(2))
-  it.nonce, record, rejoined = nonce, it, true
+  -- The URL is put in front once more: decide takes the first that it finds in the text, and facts may hold others.
+  -- Parsers take the last of two equal keys, which is the join's own.
+  call("HSET", SERVERS, SERVER_ID, ('{"nonce":"%s","url":"%s",'):format(nonce, fresh.url) .. data:sub(2))
+  fresh.nonce, record, rejoined = nonce, fresh, true
 end
 
--- One entry; returns true if it shows that the server lives, false if it says goodbye.
+-- One entry; returns true if it shows that the server lives, false if the server leaves, nil if it says neither.
 local function enter(fields, good)
   local nonce, name = fields[2], fields[6]
   if not good then return count("malformed") end
@@ -64,7 +65,7 @@ local function enter(fields, good)
   end
 end
 
-call("ZREM", ALIVE_SERVERS, "") -- after a write that takes no memory, a full Redis allows the others
+call("ZREM", ALIVE_SERVERS, "") -- a first write that takes no memory: then a Redis at its limit allows the others
 local kind = call("TYPE", STREAM).ok
 local page = kind == "stream" and call("XRANGE", STREAM, "-", "+", "COUNT", MAX_ENTRIES) or {}
 local entries, hostile, ms, sequence = 0, kind ~= "stream" and kind ~= "none", nil, nil
@@ -87,7 +88,7 @@ elseif entries > 0 then
 end
 local more = not hostile and #page == MAX_ENTRIES and 1 or 0
 local alive = tonumber(call("ZSCORE", ALIVE_SERVERS, SERVER_ID) or "-1") >= now - TTL_MS
-if more == 0 and (not record or stranger and not alive) then -- the writer's join is lost: it finds no stream, and joins
+if more == 0 and (not record or stranger and not alive) then -- its join is lost: it finds no stream, and joins again
   call("UNLINK", STREAM)
   call("HDEL", CURSOR, FIELD)
   return { entries, 0 }
@@ -95,7 +96,7 @@ end
 
 each_worker(function(flags, worker_id)
   if rejoined then
-    flags = bit.band(flags, bit.bnot(URL_AND_PROVEN))
+    flags = bit.band(flags, bit.bnot(FLAG_URL + FLAG_PROVEN))
     local worker = call("HGET", WORKERS, worker_id)
     if worker then
       worker = cjson.decode(worker)
@@ -103,6 +104,6 @@ each_worker(function(flags, worker_id)
       call("HSET", WORKERS, worker_id, cjson.encode(worker))
     end
   end
-  return bit.bor(bit.band(flags, bit.bnot(SERVER)), alive and SERVER or 0)
+  return bit.bor(bit.band(flags, bit.bnot(FLAG_SERVER)), alive and FLAG_SERVER or 0)
 end)
 return { entries, more }

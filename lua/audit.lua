@@ -1,13 +1,13 @@
 --[[
-audit: walks the blocks of one worker's live slot after another, a bounded piece a call, and compares them with what
-`digest` says of the slot.
+audit: compares the blocks of a worker's live slot with `digest`, which says what the slot holds; one worker after
+another, a bounded piece at each call.
 
-Guarantee: no false alarm, whatever is applied meanwhile. Each hash of s: has the slot in b:, and s: has as many members
-as the digest counts: that holds between any two calls, so every piece tells at once. The sums take a whole walk; they
-count if the digest was the same at each piece (else the walk is made again, three in all) and if a second walk finds
-the same difference. A difference: the worker waits for a snapshot, and its digest is spoilt, so that no heartbeat
-agrees with it before that. One walk at a time for the fleet, one piece in min_gap_ms, each worker every period_ms.
-Not seen: a slot in b: of a hash that s: does not have.
+Guarantee: no false alarm, whatever is applied meanwhile. Two things are true between any two calls, so each piece tells
+at once: each hash of s:<slot> has the slot in b:<hash>, and s:<slot> has as many members as the digest counts. The sums
+need a whole walk. They count if the digest was the same at each piece (else the walk is made again, three times in all)
+and if a second walk finds the same difference. After a difference the worker waits for a snapshot, and its digest is
+spoilt, so that no heartbeat agrees with it before that. One walk at a time for the fleet, one piece in min_gap_ms, each
+worker every period_ms. Not seen: a slot in b:<hash> of a hash that s:<slot> does not have.
 
 KEYS: workers load digest resync counts audit audit_walk
 ARGV: prefix, max_blocks, period_ms, min_gap_ms
@@ -18,7 +18,9 @@ Keys that depend on data: b:<hash>, s:<slot>
 local WORKERS, LOAD, DIGEST, RESYNC, COUNTS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local AUDIT, AUDIT_WALK = KEYS[6], KEYS[7]
 local PREFIX, MAX_BLOCKS, PERIOD_MS, MIN_GAP_MS = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local APPROXIMATE, U32, WALKS, SUMS = 16, 2 ^ 32, 3, ">I4I4I4"
+local ROW_SLOT_TO_FLAGS, SLOT_AT, FLAG_APPROXIMATE = ">I4I2", 17, 16
+local DIGEST_SUMS, DIGEST_BYTES, DIGEST_COUNT, HASH_HALVES, HASH_BYTES = ">I4I4I4", 12, ">I4", ">I4I4", 8
+local U32, WALKS = 2 ^ 32, 3
 
 local call = redis.call
 local clock = call("TIME")
@@ -28,7 +30,7 @@ if not MAX_BLOCKS or not PERIOD_MS or not MIN_GAP_MS or MAX_BLOCKS < 1 then
   return redis.error_reply("BAD_ARGUMENT audit needs max_blocks, period_ms and min_gap_ms")
 end
 
--- Whoever is new has its turn a period from now.
+-- A new worker has its turn a period from now.
 local function enlist()
   local known, names = {}, call("HKEYS", WORKERS)
   for _, worker in ipairs(names) do
@@ -52,8 +54,8 @@ local function start(walk, slot, digest)
 end
 
 local function alarm(worker, digest)
-  local count, high, low = struct.unpack(SUMS, digest)
-  call("HSET", DIGEST, worker, struct.pack(SUMS, count, (high + 1) % U32, low))
+  local count, high, low = struct.unpack(DIGEST_SUMS, digest)
+  call("HSET", DIGEST, worker, struct.pack(DIGEST_SUMS, count, (high + 1) % U32, low))
   call("ZADD", RESYNC, "NX", -now, worker)
   local record = cjson.decode(call("HGET", WORKERS, worker))
   local truth = record.truth or {}
@@ -69,19 +71,19 @@ local function piece(walk, slot, digest)
   local members = PREFIX .. "s:" .. slot
   local page, forward, high, low = call("SSCAN", members, walk.cursor, "COUNT", MAX_BLOCKS), PREFIX .. "b:", 0, 0
   for _, hash in ipairs(page[2]) do
-    if #hash ~= 8 or call("SISMEMBER", forward .. hash, slot) == 0 then return true end
-    local left, right = struct.unpack(">I4I4", hash)
+    if #hash ~= HASH_BYTES or call("SISMEMBER", forward .. hash, slot) == 0 then return true end
+    local left, right = struct.unpack(HASH_HALVES, hash)
     high, low = high + left, low + right
   end
   walk.cursor, walk.count = page[1], walk.count + #page[2]
   walk.high, walk.low = (walk.high + high) % U32, (walk.low + low) % U32
   walk.moved = walk.moved or digest ~= walk.digest
-  return call("SCARD", members) ~= struct.unpack(">I4", digest)
+  return call("SCARD", members) ~= struct.unpack(DIGEST_COUNT, digest)
 end
 
--- The end of a walk over a slot that did not change: how far the digest is off, as text; nil if it is right.
+-- At the end of a walk over a slot that did not change: how far the digest is off, as text; nil if it is right.
 local function difference(walk, digest)
-  local count, high, low = struct.unpack(SUMS, digest)
+  local count, high, low = struct.unpack(DIGEST_SUMS, digest)
   if count == walk.count and high == walk.high and low == walk.low then return nil end
   return string.format("%.0f %.0f %.0f", count - walk.count, (high - walk.high) % U32, (low - walk.low) % U32)
 end
@@ -103,11 +105,11 @@ if not row or not call("HGET", WORKERS, worker) then
   call("ZREM", AUDIT, worker)
   return { 0, 0, 0 }
 end
-local number, flags = struct.unpack(">I4I2", row, 17)
-local slot, digest = string.format("%d", number), call("HGET", DIGEST, worker) or ("\0"):rep(12)
+local number, flags = struct.unpack(ROW_SLOT_TO_FLAGS, row, SLOT_AT)
+local slot, digest = string.format("%d", number), call("HGET", DIGEST, worker) or ("\0"):rep(DIGEST_BYTES)
 if walk.walks == 0 then start(walk, slot, digest) end
--- Another slot is a fresh one, and so is what a snapshot that is asked for will bring.
-if bit.band(flags, APPROXIMATE) ~= 0 or walk.slot ~= slot or call("ZSCORE", RESYNC, worker) then
+-- No walk over an approximate worker, over another slot than the walk began with, or while a snapshot will replace it.
+if bit.band(flags, FLAG_APPROXIMATE) ~= 0 or walk.slot ~= slot or call("ZSCORE", RESYNC, worker) then
   finish(worker)
   return { 0, 0, 0 }
 end

@@ -1,8 +1,8 @@
 --[[
-collect: remove the entries of retired slots, a bounded piece at a time.
+collect: removes the entries of retired slots, a bounded piece at a time.
 
-Guarantee: touches retired slots only: no row names them, nothing writes to them, their numbers are never used again.
-The slot leaves `retired` with its last entry.
+Guarantee: touches retired slots only: no row names them, no script writes to them, and their numbers are never used
+again. A slot leaves `retired` with its last entry.
 
 KEYS: retired
 ARGV: prefix, max_blocks
@@ -11,7 +11,8 @@ Cost: O(max_blocks)
 Keys that depend on data: b:<hash>, s:<slot>, x:<hash>, lru:<slot>
 --]]
 local RETIRED, PREFIX, MAX_BLOCKS = KEYS[1], ARGV[1], tonumber(ARGV[2])
-local SLOT_BLOCKS = 8 -- what ending a slot costs, in blocks: small ones go many at a time
+local SLOT_BLOCKS = 8 -- ending a slot costs as much as so many blocks: small slots go many at a time
+local MARK_MAKER, MARK_TRAIL = "+", "="
 local call = redis.call
 
 local room, removed = MAX_BLOCKS, 0
@@ -21,10 +22,10 @@ while room > 0 do
   local hashes = call("SPOP", PREFIX .. "s:" .. slot, room)
   for _, hash in ipairs(hashes) do call("SREM", PREFIX .. "b:" .. hash, slot) end
   local mirrored = room > #hashes and call("ZPOPMIN", PREFIX .. "lru:" .. slot, room - #hashes) or {}
-  for i = 1, #mirrored, 2 do -- the mirror of an approximate worker: one count of its own per checkpoint
+  for i = 1, #mirrored, 2 do -- the mirror of an approximate worker counts once at each of its checkpoints
     local key = PREFIX .. "x:" .. mirrored[i]
-    call("HDEL", key, slot .. "=")
-    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. "+") end
+    call("HDEL", key, slot .. MARK_TRAIL)
+    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
   end
   local taken = #hashes + #mirrored / 2
   removed = removed + taken

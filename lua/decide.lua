@@ -1,85 +1,79 @@
 --[[
-decide: choose a worker for one request and book its load, in one step for the whole fleet.
+decide: chooses a worker for one request and books the request's load there, in one atomic step for the whole fleet.
 
-Guarantee: as if decisions were made one after another; the same state and the same request give the same choice; a
-known id gets its stored answer, one that ended before books nothing. mode = 1 books nothing.
-How: the matched tokens of every worker, by bisection of the chain (exact while a worker's set is prefix-closed, else
-the winner is verified and the choice made again, at most twice); blocks that open reservations will make (x: at the
-checkpoints of a chain, the chains of leases between them) count as held. Then the policy chooses; cost takes the
-predicted seconds to first token, lowest wins:
-  (wait_price*wait + lambda*uncached + kappa*(tokens that another worker is making - own match)
-  + pressure_price*overfill*prompt) / speed + wait_price*decode_s_per_token * decode tokens
-wait: prefill booked there, less what is done of the one under way by time and speed; lambda is 1 while some worker
-waits for work; overfill: how much fuller (0..1) its cache is than the mean. Costs within max(1 block, 2 % of the
-prompt, 5 ms) of the lowest are equal: then the session's home (the first of `order` that is a candidate) wins, then the
-least evicting, the least filled, the least in flight, a hash of the seed. Who stays under objective_s at the least load
-is not traded for a bigger hit.
-Its steps are parts (parts/decide, parts/shared): `include "<name>"` is replaced by the part's text, as a function's
-body; it
-stands where the part is needed: to make the functions of all at every call was 3 % of its time.
+Guarantee: decisions take effect as if they were made one after another. The same state and the same request give the
+same choice. An id that is booked already gets its stored answer; an id that ended before it was booked books nothing.
+The steps, each a part (lua/README.md says how a part is included):
+1. shared/candidates: the workers that are alive and routable, with what is booked on each.
+2. decide/wait_turn, only while other requests wait or no candidate has room: the request may have to wait.
+3. decide/prefix_match: how much of the prompt each candidate holds, or will hold once open reservations are computed.
+4. decide/cost_rule: the choice; decide/verified_choice checks the winner's match and may choose again.
+5. decide/reserve: the choice is booked.
 
 KEYS: alive load workers servers leases lease tick counts queue
-ARGV: prefix, id, policy, prompt_tokens, decode_tokens, lease_ms, ttl_ms, max_probes, mode (0 book, 1 dry, 2 book and
-      tell all rows), exclude (ids joined by commas), seed (integer), lambda, kappa, pressure_price, decode_s_per_token,
-      wait_price, prefix_tokens (useful at most; 0: all), min_match_tokens (useful at least), order (ids joined by
-      commas: where a hash ring would look, first to last), objective_s (time to first token that is enough; 0:
-      none), tenant (8 bytes), priority (0 first, 15 last), max_engine_wait_s (0: no queue), block_sizes (scheme=tokens
-      joined by commas), queue_max (tickets), waited_ms (so far), ticket_ms, barred (those of exclude that can never
-      serve it, for its ticket: not who only failed a moment ago),
+ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy, prompt_tokens, decode_tokens, mode (0
+      BOOK; 1 DRY: books nothing; 2 TELL: books, and answers all that the choice saw), exclude (ids of workers not to
+      choose, joined by commas), seed (integer), prefix_tokens (of a match no more counts; 0: all does), order (ids
+      joined by commas: where a hash ring would look, first to last), objective_s (a time to first token that is enough;
+      0: none), tenant (8 bytes; empty: this request neither waits nor gives way to others), priority (0 first, 15
+      last), waited_ms (so far), may_wait (0: it gets no ticket), barred (those of exclude that can never serve it,
+      for its
+      ticket: not a worker that only failed a moment ago),
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens, flags, why}, in mode 2 then what DRY tells after why;
       {QUEUED, FULL or DISPLACED, tickets that wait, ms of work in them}: nothing is booked; QUEUED: it has a ticket;
-      {DRY, worker_id, why, {median speed, block_tokens, turn, ms}, {worker_id, matched_tokens, speculative_tokens, load
-      row, cost_s}...}: all that the choice saw
+      {DRY, worker_id, why, {median speed, block_tokens, turn, ms, waits 0/1}, {worker_id, matched_tokens,
+      speculative_tokens, load row, cost_s}...}: all that the choice saw
 Cost: O(workers + max_probes + checkpoints), while tickets wait 256 of them more; at most 8 leases reaped
 Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>
 --]]
 local alive_key, load_key, workers_key, servers_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local leases_key, lease_key, tick_key, counts_key, queue_key = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local prefix, id, policy, prompt, decode_tokens = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
-local lease_ms, ttl_ms, max_probes, mode = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
-local exclude, seed, lambda, kappa = ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
-local pressure_price, decode_s, wait_price = tonumber(ARGV[14]), tonumber(ARGV[15]), tonumber(ARGV[16])
-local prefix_tokens, min_match, order = tonumber(ARGV[17]), tonumber(ARGV[18]), ARGV[19]
-local objective_s, tenant, priority = tonumber(ARGV[20]), ARGV[21], tonumber(ARGV[22])
-local max_engine_wait_s, block_sizes, queue_max = tonumber(ARGV[23]), ARGV[24], tonumber(ARGV[25])
-local waited_ms, ticket_ms, barred = tonumber(ARGV[26]), tonumber(ARGV[27]), ARGV[28]
+local prefix, id, constants, policy = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local prompt_tokens, decode_tokens, mode = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local exclude, seed, prefix_tokens, order = ARGV[8], tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11]
+local objective_s, tenant, priority = tonumber(ARGV[12]), ARGV[13], tonumber(ARGV[14])
+local waited_ms, may_wait, barred = tonumber(ARGV[15]), ARGV[16], ARGV[17]
 
-local LEASE, TOMBSTONE, APPROXIMATE, MAX_REAPED, FIRST_CHAIN = ">I4I4I4I4I4I4BB", 3, 16, 8, 29
+local FIRST_CHAIN, MAX_CHAINS, MAX_REAPED, MAX_TOKENS = 18, 4, 8, 2147483647
+local MODE_DRY, MODE_TELL, STAGE_TOMBSTONE = 1, 2, 3
+local LEASE, ROW_FLAGS, ROW_BYTES, FLAGS_AT, WORKER_ID_AT, FLAG_APPROXIMATE = ">I4I4I4I4I4I4BB", ">I2", 58, 21, 59, 16
 local POLICIES = { cost = 1, least_loaded = 1, round_robin = 1, random = 1, power_of_two = 1, session = 1, sticky = 1,
   two_state = 1, prefix_affinity = 1, chwbl = 1 }
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
 local max, format = math.max, string.format
 
-if id == "" or not POLICIES[policy] or not (prompt and decode_tokens and lease_ms and ttl_ms and max_probes and mode
-    and seed and lambda and kappa and pressure_price and decode_s and wait_price and prefix_tokens and min_match
-    and objective_s and tenant and priority and max_engine_wait_s and block_sizes and queue_max and waited_ms
-    and ticket_ms)
-    or max_engine_wait_s > 0 and (#tenant ~= 8 or priority < 0 or priority > 15)
-    or #ARGV > FIRST_CHAIN + 11
-    or not (prompt >= 1 and prompt < 2147483648 and decode_tokens >= 0 and decode_tokens < 2147483648) then
-  return redis.error_reply("BAD_ARGUMENT decide: an id, a policy it knows and twenty numbers, at most four chains")
+if id == "" or not POLICIES[policy] or not (prompt_tokens and decode_tokens and mode and seed and prefix_tokens
+    and order and objective_s and tenant and priority and waited_ms and may_wait and barred)
+    or tenant ~= "" and (#tenant ~= 8 or priority < 0 or priority > 15)
+    or #ARGV > FIRST_CHAIN + MAX_CHAINS * 3 - 1
+    or not (prompt_tokens >= 1 and prompt_tokens <= MAX_TOKENS and decode_tokens >= 0 and decode_tokens <= MAX_TOKENS)
+then
+  return redis.error_reply("BAD_ARGUMENT decide: an id, a known policy, its numbers, and at most four chains")
 end
+local replica, refusal = (include "shared/constants")(constants)
+if not replica then return refusal end
 
-local rows_of, match, choose = include "shared/candidates", include "decide/prefix_match", include "decide/cost_rule"
-local alive_rows, verify = include "shared/alive_workers", include "decide/verified_choice"
-local book = include "decide/reserve"
+-- An include stands where the part is needed: to make the functions of all parts at every call took 3 % of its time.
+local candidates, match, choose = include "shared/candidates", include "decide/prefix_match", include "decide/cost_rule"
+local alive_workers, verified_choice = include "shared/alive_workers", include "decide/verified_choice"
+local reserve = include "decide/reserve"
 
--- Cut out of the record, which may be long: its other fields concern nobody here.
+-- The URL is cut out of the record, which may be long: decide needs none of its other fields.
 local function url_of(worker, flags)
-  local record = band(flags, APPROXIMATE) ~= 0 and call("HGET", workers_key, worker)
+  local record = band(flags, FLAG_APPROXIMATE) ~= 0 and call("HGET", workers_key, worker)
     or call("HGET", servers_key, worker:match("^(.*)%.") or "") or ""
   local _, before = record:find('"url":"', 1, true)
   return before and (record:match('^[^"]*', before + 1):gsub("\\/", "/")) or ""
 end
 
-local known = mode ~= 1 and call("HGET", lease_key, id)
+local known = mode ~= MODE_DRY and call("HGET", lease_key, id)
 if known then
-  local _, _, prefill, decode, own, tokens, stage, length, at = unpack_from(LEASE, known)
-  if stage == TOMBSTONE then return redis.error_reply("CANCELLED " .. id .. " ended before it was booked") end
-  local worker = sub(known, at, at + length - 1)
-  local flags = unpack_from(">I2", call("HGET", load_key, worker) or ("\0"):rep(58), 21)
+  local _, _, prefill, decode, own, tokens, stage, length, worker_at = unpack_from(LEASE, known)
+  if stage == STAGE_TOMBSTONE then return redis.error_reply("CANCELLED " .. id .. " ended before it was booked") end
+  local worker = sub(known, worker_at, worker_at + length - 1)
+  local flags = unpack_from(ROW_FLAGS, call("HGET", load_key, worker) or ("\0"):rep(ROW_BYTES), FLAGS_AT)
   return { "KNOWN", worker, own, 0, 0, "0", url_of(worker, flags), 0, tokens, prefill, decode, flags, "known" }
 end
 local time = call("TIME")
@@ -87,41 +81,41 @@ local now = time[1] * 1000 + floor(time[2] / 1000)
 local expired = call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED)
 if expired[1] then (include "shared/release_lease")(load_key, leases_key, lease_key, prefix, now).reap(expired) end
 
-local all, alive, median = alive_rows(alive_key, load_key, tick_key, now, ttl_ms, exclude)
-local s = rows_of(all, alive, median, decode_s, now)
+local ttl_ms, decode_s_per_token = replica.ttl_ms, replica.decode_s_per_token
+local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, ttl_ms, exclude)
+local s = candidates(all, alive, median, decode_s_per_token, now)
 if s.count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " workers is alive and routable") end
 
--- While all are saturated, or others wait whose turn is before, it waits in its replica.
-local wait, served
+local max_engine_wait_s, served = tenant ~= "" and replica.max_engine_wait_s or 0, nil
 s.waits = max_engine_wait_s > 0
-  and (call("ZCARD", queue_key) > 0 or not (include "shared/capacity")(s, max_engine_wait_s, block_sizes, true))
-if s.waits and mode ~= 1 then
+  and (call("ZCARD", queue_key) > 0 or not (include "shared/capacity")(s, max_engine_wait_s, replica.block_sizes, true))
+if s.waits and mode ~= MODE_DRY then
   local function everybody()
     if exclude == "" then return s end
-    local everyone = select(2, alive_rows(alive_key, load_key, tick_key, now, ttl_ms, ""))
-    return rows_of(all, everyone, median, decode_s, now)
+    local everyone = select(2, alive_workers(alive_key, load_key, tick_key, now, ttl_ms, ""))
+    return candidates(all, everyone, median, decode_s_per_token, now)
   end
-  local now_us, wait_turn = time[1] * 1000000 + time[2], include "decide/wait_turn"
-  wait, served = wait_turn(s, everybody, queue_key, leases_key, id, now_us, {
-    priority = priority, tenant = tenant, tokens = prompt, barred = barred, waited_ms = waited_ms,
-    queue_max = queue_max, limit_s = max_engine_wait_s, block_sizes = block_sizes, ticket_ms = ticket_ms,
+  local wait_turn, now_us = include "decide/wait_turn", time[1] * 1000000 + time[2]
+  local waits
+  waits, served = wait_turn(s, everybody, queue_key, leases_key, id, now_us, replica, {
+    priority = priority, tenant = tenant, tokens = prompt_tokens, barred = barred, waited_ms = waited_ms,
+    queue_max = may_wait == "1" and replica.queue_max or 0,
   })
-  if wait then return wait end
+  if waits then return waits end
 end
 
-s.policy, s.prompt, s.seed, s.lambda, s.kappa, s.pressure_price = policy, prompt, seed, lambda, kappa, pressure_price
-s.wait_price = wait_price
-s.prefix_tokens, s.min_match, s.order, s.objective_s = prefix_tokens, min_match, order, objective_s
+s.constants, s.policy, s.prompt, s.seed, s.prefix_tokens = replica, policy, prompt_tokens, seed, prefix_tokens
+s.order, s.objective_s = order, objective_s
 s.turn = policy == "round_robin" and tonumber(call("HGET", counts_key, "round_robin") or 0) or 0
-local wrong = match(s, prefix, prompt, max_probes, FIRST_CHAIN)
-if wrong then return wrong end
-local w, why, saw = verify(s, prefix, choose)
-local worker, flags = sub(s.rows[w], 59), unpack_from(">I2", s.rows[w], 21)
+local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAIN)
+if malformed then return malformed end
+local w, why, match_seen = verified_choice(s, prefix, choose)
+local worker, flags = sub(s.rows[w], WORKER_ID_AT), unpack_from(ROW_FLAGS, s.rows[w], FLAGS_AT)
 
-if mode == 1 then return (include "decide/dump_state")(s, { "DRY", worker, why }, w, saw) end
-local prefill = book(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, now + lease_ms)
-if served then served(prefill + max(0, decode_tokens - prompt)) end
+if mode == MODE_DRY then return (include "decide/dump_state")(s, { "DRY", worker, why }, w, match_seen) end
+local prefill = reserve(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, now + replica.lease_ms)
+if served then served(prefill + max(0, decode_tokens - prompt_tokens)) end
 if policy == "round_robin" then call("HINCRBY", counts_key, "round_robin", 1) end
 local answer = { "BOOKED", worker, s.matched[w] or 0, s.speculated[w] and 1 or 0, s.flagged, format("%.6f", s.cost[w]),
-  url_of(worker, flags), s.wait[w], prompt, prefill, decode_tokens, flags, why }
-return mode == 2 and (include "decide/dump_state")(s, answer, w, saw) or answer
+  url_of(worker, flags), s.wait[w], prompt_tokens, prefill, decode_tokens, flags, why }
+return mode == MODE_TELL and (include "decide/dump_state")(s, answer, w, match_seen) or answer

@@ -1,9 +1,10 @@
 --[[
-drain: the operator takes a worker out of rotation, or puts it back. It finishes what it has and gets no new request.
+drain: the operator takes a worker out of rotation, or puts it back. It finishes the requests that it has and gets no
+new one.
 
-Guarantee: from this call on `decide` does not choose the worker, whichever replica asks, until the flag is taken back
-or the worker is forgotten: a join, a heartbeat and a probe keep it. Works at the memory limit. Needs nothing of the
-worker, so it works for stock engines too.
+Guarantee: from this call on decide does not choose the worker, whichever replica asks, until the flag is taken back or
+the worker is forgotten: a join, a heartbeat and a probe keep it. Works at the memory limit. The worker itself need not
+do anything, so that engines without the plugin can be drained, too.
 
 KEYS: load
 ARGV: worker_id, draining (0/1)
@@ -11,13 +12,14 @@ Returns: 1, or 0 if the worker has no row
 Cost: O(1)
 --]]
 local load_key, worker_id, draining = KEYS[1], ARGV[1], ARGV[2]
-local DRAINING = 8 -- flag of a row
+local ROW_FLAGS, FLAGS_AT, FLAG_DRAINING = ">I2", 21, 8
+local with_flags = include "shared/with_flags"
 
 if draining ~= "0" and draining ~= "1" then return redis.error_reply("BAD_ARGUMENT drain: 0 or 1") end
-redis.call("HDEL", load_key, "") -- after a write that takes no memory, a full Redis allows the others
+redis.call("HDEL", load_key, "") -- a first write that takes no memory: then a Redis at its limit allows the others
 local row = redis.call("HGET", load_key, worker_id)
 if not row then return 0 end
-local flags = struct.unpack(">I2", row, 21)
-flags = draining == "1" and bit.bor(flags, DRAINING) or bit.band(flags, bit.bnot(DRAINING))
-redis.call("HSET", load_key, worker_id, row:sub(1, 20) .. struct.pack(">I2", flags) .. row:sub(23))
+local flags = struct.unpack(ROW_FLAGS, row, FLAGS_AT)
+flags = draining == "1" and bit.bor(flags, FLAG_DRAINING) or bit.band(flags, bit.bnot(FLAG_DRAINING))
+redis.call("HSET", load_key, worker_id, with_flags(row, flags))
 return 1

@@ -1,9 +1,11 @@
 --[[
-forget: a worker that is gone, and its API server with the artifacts it brought once no worker of it is left.
+forget: deletes a worker that is gone; and its API server, with the artifacts that it brought, once that has no worker
+left.
 
-Guarantee: nothing of it stays but entries of retired slots, which collect removes. With silent_ms > 0 only if it was
-silent for so long and its stream holds nothing unread: it may have come back since someone asked. 0: anyhow.
-Its open reservations hurt no successor: another row has another epoch.
+Guarantee: nothing of it stays but entries of retired slots, which collect removes. With silent_ms > 0 it is deleted
+only
+if it was silent for so long and its stream is empty: it may have come back since it was found to be due. With 0 it is
+deleted in any case. Its open reservations do not hurt a successor: a new row has another epoch.
 
 KEYS: workers servers load alive alive_servers cursor batch digest resync retired
 ARGV: prefix, worker_id, silent_ms
@@ -14,8 +16,8 @@ Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker
 --]]
 local WORKERS, SERVERS, LOAD, ALIVE, ALIVE_SERVERS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local CURSOR, BATCH, DIGEST, RESYNC, RETIRED = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
-local PREFIX, WORKER, SILENT_MS = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local UNLINK_AT_ONCE = 500
+local PREFIX, WORKER_ID, SILENT_MS = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local UNLINK_AT_ONCE, ROW_SLOT, SLOT_AT = 500, ">I4", 17
 
 local call = redis.call
 local clock = call("TIME")
@@ -29,17 +31,17 @@ local function silent(alive_key, name, stream)
 end
 
 local function forget_worker()
-  local row, record = call("HGET", LOAD, WORKER), call("HGET", WORKERS, WORKER)
-  if not silent(ALIVE, WORKER, "events:" .. WORKER) then return 0 end
-  call("ZREM", RESYNC, WORKER) -- first: a full Redis then allows the rest
-  if row then call("SADD", RETIRED, (struct.unpack(">I4", row, 17))) end
+  local row, record = call("HGET", LOAD, WORKER_ID), call("HGET", WORKERS, WORKER_ID)
+  if not silent(ALIVE, WORKER_ID, "events:" .. WORKER_ID) then return 0 end
+  call("ZREM", RESYNC, WORKER_ID) -- the first write frees memory: then a Redis at its limit takes the other writes
+  if row then call("SADD", RETIRED, (struct.unpack(ROW_SLOT, row, SLOT_AT))) end
   local shadow = record and cjson.decode(record).shadow
   if shadow then call("SADD", RETIRED, shadow) end
-  for _, key in ipairs({ WORKERS, LOAD, BATCH }) do call("HDEL", key, WORKER) end
-  call("HDEL", DIGEST, WORKER, "~" .. WORKER)
-  call("HDEL", CURSOR, "events:" .. WORKER)
-  call("ZREM", ALIVE, WORKER)
-  call("UNLINK", PREFIX .. "events:" .. WORKER, PREFIX .. "command:" .. WORKER, PREFIX .. "probe:" .. WORKER)
+  for _, key in ipairs({ WORKERS, LOAD, BATCH }) do call("HDEL", key, WORKER_ID) end
+  call("HDEL", DIGEST, WORKER_ID, "~" .. WORKER_ID)
+  call("HDEL", CURSOR, "events:" .. WORKER_ID)
+  call("ZREM", ALIVE, WORKER_ID)
+  call("UNLINK", PREFIX .. "events:" .. WORKER_ID, PREFIX .. "command:" .. WORKER_ID, PREFIX .. "probe:" .. WORKER_ID)
   return (row or record) and 1 or 0
 end
 
@@ -61,5 +63,5 @@ local function forget_server(server)
 end
 
 local gone = forget_worker()
-local server = WORKER:match("^(.*)%.%d+$")
+local server = WORKER_ID:match("^(.*)%.%d+$")
 return server and math.max(gone, forget_server(server)) or gone

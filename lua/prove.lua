@@ -1,27 +1,30 @@
 --[[
-prove: the result of a probe, written to the worker's record and to its row; or that a replica warms the worker first.
+prove: writes the result of a probe to the worker's record and row; or notes that a replica warms the worker up first.
 
-Guarantee: counts only for the incarnation that was probed: another nonce changes nothing. Of two probes at a time a
-failure does not undo a success: it counts only while nothing else was recorded since the worker was looked up. One
-replica warms an incarnation, once: while its lease lives nobody else's result counts, after that not its own.
+Guarantee: a result counts only for the incarnation that was probed: with another nonce it changes nothing. Of two
+probes
+at a time a failure does not undo a success: it counts only if no other result was recorded since the worker was looked
+up. One replica warms an incarnation up, once: while its lease lives no other replica's result counts, and after that
+its own does not.
 proven: its URL answers and its blocks may be matched. identity: routable, by load only. url, pending: not routable.
-warming: proven as far as its owner knows, not routable yet; the same owner again: its lease lives longer.
-A suspicion (apply's) ends with any result. `tries` counts results in a row that settled nothing: a failure, or a
-suspicion that proved wrong; whoever probes waits the longer, the more there are.
+warming: its owner has found it proven and warms it up, it is not routable yet; the same owner again prolongs the lease.
+Any result ends a suspicion (see apply). `tries` counts results in a row that settled nothing: a failure, or a suspicion
+that proved wrong. The more there are, the longer a replica waits before the next probe.
 
 KEYS: workers load counts
 ARGV: worker_id, nonce, proof (pending, proven, identity, url, warming), cause (a word for counters, or empty), reason
       (a line for people), probed (ms, as the record had it when the probe began, 0 if none; empty: counts in any
       case), owner (of the warming that begins, goes on or ends with this; empty: of none), lease_ms (of a warming)
-Returns: OK, DOWNGRADED (it was proven, now it is not), STALE (not recorded) or TAKEN (somebody else warms it, or did)
+Returns: OK, DOWNGRADED (it was proven, now it is not), STALE (not recorded) or TAKEN (another replica warms it, or did)
 Cost: O(1)
 --]]
 local workers_key, load_key, counts_key = KEYS[1], KEYS[2], KEYS[3]
 local worker_id, nonce, proof, cause, reason = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local probed, owner, lease_ms = ARGV[6], ARGV[7], tonumber(ARGV[8])
 
-local URL, PROVEN = 2, 4
-local FLAGS = { pending = 0, proven = URL + PROVEN, identity = URL, url = 0, warming = 0 }
+local ROW_FLAGS, FLAGS_AT, FLAG_URL, FLAG_PROVEN = ">I2", 21, 2, 4
+local FLAGS = { pending = 0, proven = FLAG_URL + FLAG_PROVEN, identity = FLAG_URL, url = 0, warming = 0 }
+local with_flags = include "shared/with_flags"
 
 if not FLAGS[proof] or not lease_ms then return redis.error_reply("BAD_ARGUMENT unknown proof " .. proof) end
 local packed, row = redis.call("HGET", workers_key, worker_id), redis.call("HGET", load_key, worker_id)
@@ -47,9 +50,9 @@ record.tries = settled and 0 or downgraded and 1 or (record.tries or 0) + 1
 record.proof, record.cause, record.reason, record.suspect, record.strikes = proof, cause, reason, nil, nil
 record.probed = now
 redis.call("HSET", workers_key, worker_id, cjson.encode(record))
-local flags = struct.unpack(">I2", row, 21)
-flags = bit.bor(bit.band(flags, bit.bnot(URL + PROVEN)), FLAGS[proof])
-redis.call("HSET", load_key, worker_id, row:sub(1, 20) .. struct.pack(">I2", flags) .. row:sub(23))
+local flags = struct.unpack(ROW_FLAGS, row, FLAGS_AT)
+flags = bit.bor(bit.band(flags, bit.bnot(FLAG_URL + FLAG_PROVEN)), FLAGS[proof])
+redis.call("HSET", load_key, worker_id, with_flags(row, flags))
 if not downgraded then return "OK" end
 redis.call("HINCRBY", counts_key, "downgrade_" .. cause, 1)
 return "DOWNGRADED"

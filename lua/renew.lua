@@ -1,9 +1,10 @@
 --[[
-renew: leases of running requests live on, in bulk; those that Redis lost are booked anew.
+renew: keeps the leases of running requests alive, in bulk, and books anew those that Redis has lost.
 
-Guarantee: a known open lease gets a new expiry; if its first token was told and Redis has lost that, it has started
-now; nothing else changes. An unknown id is booked on its worker as it stands (that is how reservations are rebuilt
-after Redis came back empty); a tombstone or a forgotten worker refuses.
+Guarantee: a known open lease gets a new expiry. If its replica says that the first token came and the lease does not
+say so, it starts now; nothing else changes. An unknown id is booked on its worker as the replica tells it: this is
+how reservations are rebuilt after Redis came back empty. A tombstone, a lingering lease and a forgotten worker
+refuse.
 
 KEYS: load leases lease
 ARGV: lease_ms, then per reservation: id, worker_id, prefill_tokens (still booked), decode_tokens, stage (0, 1)
@@ -13,15 +14,15 @@ Cost: O(ids * log leases), at most 200 ids
 local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
 local lease_ms = tonumber(ARGV[1])
 
-local BOOKED, STARTED, LINGERING = 0, 1, 2
-local LEASE = ">I4I4I4I4I4I4BB"
-local MAX_IDS = 200
+local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING = 0, 1, 2
+local LEASE, LEASE_STAGE_AT = ">I4I4I4I4I4I4BB", 25
+local FIRST_ID, ID_FIELDS, MAX_IDS = 2, 5, 200
 local call = redis.call
 
-if not lease_ms or (#ARGV - 1) % 5 ~= 0 or #ARGV > 1 + MAX_IDS * 5 then
+if not lease_ms or (#ARGV - 1) % ID_FIELDS ~= 0 or #ARGV > 1 + MAX_IDS * ID_FIELDS then
   return redis.error_reply("BAD_ARGUMENT renew takes lease_ms and at most 200 times five values")
 end
-for i = 2, #ARGV, 5 do
+for i = FIRST_ID, #ARGV, ID_FIELDS do
   local prefill, decode, stage = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3]), ARGV[i + 4]
   if not prefill or not decode or prefill < 0 or decode < 0 or (stage ~= "0" and stage ~= "1") then
     return redis.error_reply("BAD_ARGUMENT malformed reservation " .. ARGV[i])
@@ -35,31 +36,31 @@ local add_load = (include "shared/row_load")(load_key, now)
 
 -- Book what is left of a reservation on the row of its worker. False if the worker is gone.
 local function rebuild(id, worker, prefill, decode, stage)
-  if stage == STARTED then prefill = 0 end
-  local epoch, slot = add_load(worker, nil, prefill, stage == STARTED and decode or 0, 1)
+  if stage == STAGE_STARTED then prefill = 0 end
+  local epoch, slot = add_load(worker, nil, prefill, stage == STAGE_STARTED and decode or 0, 1)
   if not epoch then return false end
   call("HSET", lease_key, id, struct.pack(LEASE, epoch, slot, prefill, decode, 0, 0, stage, #worker) .. worker)
   call("ZADD", leases_key, expiry, id)
   return true
 end
 
--- What settle does with a first token, but for the mirror of an approximate worker.
+-- As settle does with a first token, but without the mirror of an approximate worker.
 local function start(id, lease)
   local epoch, slot, prefill, decode, matched, prompt, _, length, at = struct.unpack(LEASE, lease)
   add_load(lease:sub(at, at + length - 1), epoch, -prefill, decode, 0)
-  local head = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, STARTED, length)
+  local head = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, STAGE_STARTED, length)
   call("HSET", lease_key, id, head .. lease:sub(at))
 end
 
-call("ZREM", leases_key, "") -- after a write that takes no memory, a full Redis allows the others
+call("ZREM", leases_key, "") -- a first write that takes no memory: then a Redis at its limit allows the others
 local renewed, rebuilt, refused = 0, 0, 0
-for i = 2, #ARGV, 5 do
+for i = FIRST_ID, #ARGV, ID_FIELDS do
   local id = ARGV[i]
   local lease = call("HGET", lease_key, id)
   if lease then
-    local stage = lease:byte(25)
-    if stage == BOOKED and ARGV[i + 4] == "1" then start(id, lease) end
-    if stage < LINGERING then
+    local stage = lease:byte(LEASE_STAGE_AT)
+    if stage == STAGE_BOOKED and ARGV[i + 4] == "1" then start(id, lease) end
+    if stage < STAGE_LINGERING then
       call("ZADD", leases_key, expiry, id)
       renewed = renewed + 1
     else

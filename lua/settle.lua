@@ -1,15 +1,15 @@
 --[[
-settle: the end, or the first token, of a reservation.
+settle: what became of a reservation: its first token came, or it ended.
 
-Guarantee: subtracts exactly what the lease still holds, once; a call again changes nothing. A worker that joined
-anew (another epoch) owes nothing. The outcome of an id that was never booked, if it failed or was cancelled, leaves a
-tombstone, so that a decide that comes late books nothing. What a finished request computed and the engine has not yet
-reported stays credited to its worker for linger_ms: the report is on its way. Reaps a few expired leases, so that
-decide need not.
+Guarantee: subtracts exactly what the lease still holds, once; a repeated call changes nothing. A worker that has joined
+anew (another epoch) owes nothing. If an id was never booked and its outcome is failed or cancelled, a tombstone is
+left, so that a decide that arrives later books nothing. When a request has finished, the blocks that it computed and
+the engine has not yet reported stay credited to the worker for linger_ms, as the report is on its way. Gives back a
+few expired leases, so that decide need not.
 
 KEYS: load leases lease
 ARGV: prefix, id, outcome (started, finished, failed, cancelled), tombstone_ms, linger_ms
-Returns: {what happened}: STARTED, SETTLED, UNKNOWN (tombstone if failed or cancelled), SAME (nothing to do)
+Returns: {word}: STARTED, SETTLED, UNKNOWN (never booked, or ended long ago), SAME (this call changes nothing)
 Cost: O(log leases + checkpoints), at most 8 leases reaped
 Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>
 --]]
@@ -17,8 +17,10 @@ local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
 local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
 local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 
-local BOOKED, STARTED, LINGERING, TOMBSTONE = 0, 1, 2, 3
-local APPROXIMATE, MAX_REAPED = 16, 8
+local LEASE, ROW_SLOT_TO_CAPACITY_BLOCKS, SLOT_AT = ">I4I4I4I4I4I4BB", ">I4I2I4I4I4I4I4I4", 17
+local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING, STAGE_TOMBSTONE = 0, 1, 2, 3
+local FLAG_APPROXIMATE, MARK_MAKER, MARK_TRAIL = 16, "+", "="
+local MAX_REAPED, MIRROR_EVICTIONS = 8, 64
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then
@@ -30,17 +32,18 @@ end
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
-local lease_over = (include "shared/release_lease")(load_key, leases_key, lease_key, prefix, now)
-local function reap() lease_over.reap(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED)) end
+local release = (include "shared/release_lease")(load_key, leases_key, lease_key, prefix, now)
+local function reap() release.reap(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED)) end
 
--- An approximate worker keeps what it was sent, oldest prompt and deepest block given up first: its mirror. Each
--- checkpoint there keeps its own trail, the hashes up to the next one, and a longer chain lengthens it.
+-- The mirror of an approximate worker: the index cannot know what it holds, so it notes what it was sent. The oldest
+-- prompt and its deepest block are given up first. Each checkpoint keeps a trail, the hashes up to the next
+-- checkpoint; a longer chain lengthens it.
 local function mirror(lease)
-  local _, slot, _, _, _, _, _, length, at = struct.unpack(">I4I4I4I4I4I4BB", lease)
+  local _, slot, _, _, _, _, _, length, at = struct.unpack(LEASE, lease)
   local row = call("HGET", load_key, lease:sub(at, at + length - 1))
   if not row then return end
-  local row_slot, flags, _, _, _, _, _, capacity = struct.unpack(">I4I2I4I4I4I4I4I4", row, 17)
-  if row_slot ~= slot or bit.band(flags, APPROXIMATE) == 0 then return end
+  local row_slot, flags, _, _, _, _, _, capacity = struct.unpack(ROW_SLOT_TO_CAPACITY_BLOCKS, row, SLOT_AT)
+  if row_slot ~= slot or bit.band(flags, FLAG_APPROXIMATE) == 0 then return end
   slot = string.format("%d", slot)
   local lru, added, depth, here = prefix .. "lru:" .. slot, 0, 0, 1
   local chain = call("GET", prefix .. "c:" .. slot .. ":" .. id) or ""
@@ -51,58 +54,56 @@ local function mirror(lease)
     if call("ZADD", lru, string.format("%.0f", time[1] * 1000000 + time[2] - depth), hash) == 1 then
       added = added + 1
       call("HINCRBY", key, slot, 1)
-      call("HSET", key, slot .. "=", trail)
-    elseif #trail > call("HSTRLEN", key, slot .. "=") then
-      local kept = call("HGET", key, slot .. "=") or ""
-      if trail:sub(1, #kept) == kept then call("HSET", key, slot .. "=", trail) end
+      call("HSET", key, slot .. MARK_TRAIL, trail)
+    elseif #trail > call("HSTRLEN", key, slot .. MARK_TRAIL) then
+      local kept = call("HGET", key, slot .. MARK_TRAIL) or ""
+      if trail:sub(1, #kept) == kept then call("HSET", key, slot .. MARK_TRAIL, trail) end
     end
     here = there or here
   end
-  local over = math.min(call("ZCARD", lru) - capacity, added + 64)
+  local over = math.min(call("ZCARD", lru) - capacity, added + MIRROR_EVICTIONS)
   if over <= 0 then return end
   local evicted = call("ZPOPMIN", lru, over)
   for i = 1, #evicted, 2 do
     local key = prefix .. "x:" .. evicted[i]
-    call("HDEL", key, slot .. "=")
-    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. "+") end
+    call("HDEL", key, slot .. MARK_TRAIL)
+    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
   end
 end
 
 local lease = call("HGET", lease_key, id)
 if not lease then
-  call("ZREM", leases_key, id) -- a first write that frees memory is allowed when Redis is full, so are those after it
+  call("ZREM", leases_key, id) -- the first write frees memory: then a Redis at its limit takes the other writes
   reap()
   if outcome == "failed" or outcome == "cancelled" then
     call("ZADD", leases_key, now + tombstone_ms, id)
-    call("HSET", lease_key, id, struct.pack(">I4I4I4I4I4I4BB", 0, 0, 0, 0, 0, 0, TOMBSTONE, 0))
+    call("HSET", lease_key, id, struct.pack(LEASE, 0, 0, 0, 0, 0, 0, STAGE_TOMBSTONE, 0))
   end
   return { "UNKNOWN" }
 end
 
-local epoch, slot, prefill, decode, matched, prompt, stage, length, at = struct.unpack(">I4I4I4I4I4I4BB", lease)
-if stage > STARTED or (stage == STARTED and outcome == "started") then return { "SAME" } end
+local epoch, slot, prefill, decode, matched, prompt, stage, length, at = struct.unpack(LEASE, lease)
+if stage > STAGE_STARTED or (stage == STAGE_STARTED and outcome == "started") then return { "SAME" } end
 call("HDEL", lease_key, id)
-if outcome == "started" or outcome == "finished" then
-  if stage == BOOKED then mirror(lease) end
-end
--- Blocks are reported in order, so the deepest checkpoint speaks for all: what is confirmed needs no credit, and must
--- have none, or an eviction that follows would go unseen.
+if stage == STAGE_BOOKED and (outcome == "started" or outcome == "finished") then mirror(lease) end
+-- Blocks are reported in order, so the deepest checkpoint speaks for all. Blocks that are confirmed need no credit, and
+-- must have none, or an eviction that follows would go unseen.
 local deepest = #lease >= at + length and lease:sub(-8)
 local unreported = outcome == "finished" and deepest
   and call("SISMEMBER", prefix .. "b:" .. deepest, string.format("%d", slot)) == 0
-local keep = outcome == "started" and STARTED or unreported and LINGERING
+local kept_stage = outcome == "started" and STAGE_STARTED or unreported and STAGE_LINGERING
 if outcome == "started" then
-  lease_over.add(lease:sub(at, at + length - 1), epoch, -prefill, decode, 0)
+  release.add(lease:sub(at, at + length - 1), epoch, -prefill, decode, 0)
 else
-  lease_over.load(lease)
+  release.load(lease)
 end
-if keep then
-  local head = struct.pack(">I4I4I4I4I4I4BB", epoch, slot, 0, decode, matched, prompt, keep, length)
+if kept_stage then
+  local head = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, kept_stage, length)
   call("HSET", lease_key, id, head .. lease:sub(at))
-  if keep == LINGERING then call("ZADD", leases_key, now + linger_ms, id) end
+  if kept_stage == STAGE_LINGERING then call("ZADD", leases_key, now + linger_ms, id) end
 else
-  lease_over.forget(id)
-  lease_over.speculation(id, lease)
+  release.forget(id)
+  release.speculation(id, lease)
 end
 reap()
-return { keep == STARTED and "STARTED" or "SETTLED" }
+return { kept_stage == STAGE_STARTED and "STARTED" or "SETTLED" }

@@ -1,28 +1,34 @@
 --[[
-tick: the fleet's clock: who has a backlog, who is due for a snapshot, who is to be forgotten, whether memory is short.
+tick: the fleet's clock: which streams have a backlog, which worker is due for a snapshot or to be forgotten, and
+whether memory is short.
 
-Guarantee: runs at most once per min_gap_ms for the whole fleet, by the server's clock, however many call. If the last
-tick is over a second old or in the future, a grace of one TTL begins: Redis or all routers were away, and in grace no
-server expires and nobody is forgotten; so it is while Redis is full: nobody can say that it lives. At most two
-snapshots fill at once, none while memory is short; a command is issued again after 30 s without progress.
-Pace: a tick grants what it may take of Redis's time to apply, share_permille of the time since the last tick (200 ms
-at most are kept): all replicas together get no more. Twice that when heartbeats would wait too long in their streams.
+Guarantee: does its work at most once per min_gap_ms for the whole fleet, by the server's clock, however many replicas
+call it. If the last tick is over a second old or in the future, a time of grace begins that lasts one TTL: Redis or all
+routers were away, so heartbeats wait unread. In grace no server expires and no worker is forgotten. It is also grace
+while Redis is full, as then no worker can write that it lives. At most two snapshots are sent at a time, none while
+memory is short; a command is issued again after 30 s without progress.
+Pace: a tick grants the time of Redis that its caller may take to apply: share_permille of the time since the last tick
+(at most 200 ms of it count). All replicas together get no more. It is twice that while heartbeats would wait too long.
 
 KEYS: tick hello cursor alive alive_servers servers load resync retired counts
 ARGV: prefix, min_gap_ms, ttl_ms, forget_ms, max_streams, used_permille (of maxmemory; -1: unknown), short_ms,
       share_permille
-Returns: {ran 0/1, grace 0/1, retired slots, short 0/1, granted us, name...}; name = events:<id>, server:<id> (backlog),
-      snapshot:<id> (backlog of a worker whose snapshot fills: after the others), forget:<id>
+Returns: {ran 0/1, grace 0/1, retired slots, short 0/1, granted us, name...}; name = events:<id>, server:<id> (a stream
+      with a backlog), snapshot:<id> (the backlog of a worker that sends a snapshot: applied after the others),
+      forget:<id>
 Cost: O(max_streams), <= 150 us idle; once a second O(workers)
 Keys that depend on data: events:<worker_id>, server:<server_id>, command:<worker_id>
 --]]
 local TICK, HELLO, CURSOR, ALIVE, ALIVE_SERVERS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local SERVERS, LOAD, RESYNC, RETIRED, COUNTS = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local PREFIX, MIN_GAP_MS, TTL_MS = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local FORGET_MS, MAX_STREAMS, USED = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local SHORT_MS, SHARE, SHORT_FROM, SHORT_TO = tonumber(ARGV[7]), tonumber(ARGV[8]), 850, 750
-local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- so many entries take the usual share about 4 s
+local FORGET_MS, MAX_STREAMS, USED_PERMILLE = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local SHORT_MS, SHARE_PERMILLE = tonumber(ARGV[7]), tonumber(ARGV[8])
+local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: short from the first on, until below the second
+local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- so many entries take about 4 s of the usual share
 local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, HELLOS, FAR_FUTURE_MS = 1000, 2, 30000, 64, 3600000
+local GRANTED_US = 5 -- its place in the answer
+local LAST_SEQUENCE = 2 ^ 52
 
 local call = redis.call
 local clock = call("TIME")
@@ -34,32 +40,32 @@ start, short = tonumber(start) or 0, tonumber(short) or 0 -- short: since when m
 local skip = last and last <= now and now - last < MIN_GAP_MS
 if skip then return { 0, grace_until > now and 1 or 0, 0, short > 0 and 1 or 0, 0 } end
 local full = (redis.pcall("SET", TICK, before).err or ""):find("OOM", 1, true)
-call("ZREM", RESYNC, "") -- after a write that takes no memory, the others are allowed
+call("ZREM", RESYNC, "") -- a first write that takes no memory: then a Redis at its limit allows the others
 if full or not last or last > now or now - last > GRACE_AFTER_MS then grace_until = now + TTL_MS end
-if last and last > now then -- the clock has stepped back: nothing was heard, commanded or short later than now
+if last and last > now then -- the clock has stepped back: nothing may have happened later than now
   for _, key in ipairs({ ALIVE, ALIVE_SERVERS, RESYNC }) do
     for _, name in ipairs(call("ZRANGEBYSCORE", key, "(" .. now, "+inf")) do call("ZADD", key, "XX", now, name) end
   end
   short = math.min(short, now)
 end
-if full or USED >= SHORT_FROM then
+if full or USED_PERMILLE >= SHORT_FROM then
   short = short > 0 and short or now
-elseif USED < SHORT_TO and now - short >= SHORT_MS then
+elseif USED_PERMILLE < SHORT_TO and now - short >= SHORT_MS then
   short = 0
 end
 local grace = grace_until > now
 local answer = { 1, grace and 1 or 0, call("SCARD", RETIRED), short > 0 and 1 or 0, 0 }
-answer[5] = SHARE * math.max(LEAST_MS, math.min(KEPT_MS, last and now - last or KEPT_MS))
+answer[GRANTED_US] = SHARE_PERMILLE * math.max(LEAST_MS, math.min(KEPT_MS, last and now - last or KEPT_MS))
 
--- Length and time of the last id of a stream; nil if it is none.
+-- The length of a stream and the time of its last id; nil if the key holds no stream.
 local function stream_of(key)
-  local info, of = redis.pcall("XINFO", "STREAM", key), {}
+  local info, field = redis.pcall("XINFO", "STREAM", key), {}
   if info.err then return end
-  for i = 1, #info, 2 do of[info[i]] = info[i + 1] end
-  return of.length, tonumber(of["last-generated-id"]:match("^%d+"))
+  for i = 1, #info, 2 do field[info[i]] = info[i + 1] end
+  return field.length, tonumber(field["last-generated-id"]:match("^%d+"))
 end
 
--- New names. A forged hello changes nothing: a name counts only if its stream is there.
+-- New names become known. A forged hello changes nothing: a name counts only if its stream is there.
 local function greet()
   local kind = call("TYPE", HELLO).ok
   if kind == "none" then return end
@@ -67,7 +73,7 @@ local function greet()
   local page = call("XRANGE", HELLO, "-", "+", "COUNT", HELLOS)
   if not page[1] then
     local _, said = stream_of(HELLO)
-    if said > now + FAR_FUTURE_MS then call("UNLINK", HELLO) end -- nobody could write to it any more
+    if said > now + FAR_FUTURE_MS then call("UNLINK", HELLO) end -- it would take no entry any more
     return
   end
   for _, item in ipairs(page) do
@@ -77,23 +83,23 @@ local function greet()
       call("HINCRBY", COUNTS, "malformed", 1)
     else
       local length, ms = stream_of(PREFIX .. stream)
-      if length == 0 and ms > now + FAR_FUTURE_MS then -- its ids are used up, and it holds nothing for apply to judge
+      if length == 0 and ms > now + FAR_FUTURE_MS then -- it takes no entry any more, and holds none for apply to judge
         call("HINCRBY", COUNTS, "hostile", 1)
         call("UNLINK", PREFIX .. stream)
-      elseif call("TYPE", PREFIX .. stream).ok ~= "none" then -- a wrong type, too
+      elseif call("TYPE", PREFIX .. stream).ok ~= "none" then -- also a wrong type: apply_control deletes it
         call("HSETNX", CURSOR, stream, "0-0")
       end
     end
   end
   local ms, sequence = page[#page][1]:match("^(%d+)-(%d+)$")
-  if tonumber(sequence) < 2 ^ 52 then
+  if tonumber(sequence) < LAST_SEQUENCE then
     call("XTRIM", HELLO, "MINID", string.format("%s-%.0f", ms, sequence + 1))
   else
     call("UNLINK", HELLO) -- ids as good as exhausted
   end
 end
 
--- What is applied is trimmed, so a backlog is a stream that is not empty. The next tick starts where this one ends.
+-- Applied entries are trimmed, so a stream that is not empty has a backlog. The next tick starts where this one ends.
 local function backlogs()
   local streams, filling, entries = call("HKEYS", CURSOR), {}, 0
   local n = math.min(#streams, MAX_STREAMS)
@@ -106,11 +112,12 @@ local function backlogs()
     if type(length) ~= "number" or length > 0 then answer[#answer + 1] = filling[stream] or stream end
     entries = entries + (tonumber(length) or 0)
   end
-  if entries > RUSH_ENTRIES then answer[5] = 2 * answer[5] end
+  if entries > RUSH_ENTRIES then answer[GRANTED_US] = 2 * answer[GRANTED_US] end
   start = n > 0 and (start + n) % #streams or 0
 end
 
--- resync scores: -ms = waiting since, +ms = commanded or last progress. The longest waiting live worker is next.
+-- Scores of resync: -ms = waits since then, +ms = commanded then, or its last progress. Of the workers that are alive
+-- the one that has waited longest is next.
 local function command_resyncs()
   local filling, waiting = 0, {}
   for _, worker in ipairs(call("ZREVRANGEBYSCORE", RESYNC, "+inf", "-inf", "LIMIT", 0, MAX_STREAMS)) do
@@ -121,7 +128,7 @@ local function command_resyncs()
     elseif alive then
       waiting[#waiting + 1] = worker
     elseif not grace then
-      call("ZREM", RESYNC, worker) -- should it come back, its digest asks anew; till then it would stand in the way
+      call("ZREM", RESYNC, worker) -- it would stand in the way; should it come back, its digest asks anew
     end
   end
   for i = 1, math.min(#waiting, SHADOWS_AT_ONCE - filling) do

@@ -13,8 +13,7 @@ from tests.conftest import poll
 
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import FleetUnavailable, WarmfleetError
-from warmfleet.fleet import Ask, Fleet, Renewal, Timeouts, connect, new_reservation
-from warmfleet.fleet.reservations import Spans
+from warmfleet.fleet import Ask, Fleet, Renewal, Spans, Timeouts, connect, new_reservation
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire

@@ -14,8 +14,7 @@ from tests.app.engine import STREAM_HEAD, Engine, Seen, chunk, engine, event
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
-from warmfleet.fleet import Lease, Stage
-from warmfleet.fleet.reservations import Spans
+from warmfleet.fleet import Lease, Spans, Stage
 
 STREAMS = 12  # of which every third ends with its client, every third with its engine's connection
 PROMPT = "a prompt with blocks of its own " * 20

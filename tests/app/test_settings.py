@@ -10,7 +10,7 @@ from warmfleet import settings
 from warmfleet.background import probe, upkeep
 from warmfleet.background.outage_checks import UNREAD_S
 from warmfleet.errors import BadArgument
-from warmfleet.fleet.reservations import Spans
+from warmfleet.fleet import Spans
 from warmfleet.main import create_app
 from warmfleet.pools.degraded import LAST_KNOWN_S
 from warmfleet.pools.stalled_requests import GAP_S

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 import redis
 from tests.conftest import server, valkey_binary
 
+from warmfleet.fleet import Ask, Place, Queue, QueueLimits, Weights
 from warmfleet.fleet.client import SCRIPT_KEYS, connect, script_source
-from warmfleet.fleet.queueing import Place, Queue, QueueLimits
-from warmfleet.fleet.reservations import Ask, Weights
 from warmfleet.fleet.rows import Flag, LoadRow
 from warmfleet.prompt.block_hashes import Chain
 

@@ -19,7 +19,7 @@ from tests.bench.virtual_workers import MODEL, VirtualWorker
 
 from warmfleet.background import upkeep
 from warmfleet.fleet import RENEW_AT_ONCE, Ask, Fleet, Renewal, Weights
-from warmfleet.fleet.reservations import ONE_PROMPT
+from warmfleet.fleet.codes import Mark
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
 from warmfleet_worker.protocol.wire import RESERVATION_PREFIX
@@ -200,7 +200,7 @@ class Cluster:
 
     def _reservation(self) -> str:
         """As ``new_reservation`` makes them, but the same in every run."""
-        return RESERVATION_PREFIX + ONE_PROMPT + "".join(self._ids.choices(WORDS, k=21))
+        return RESERVATION_PREFIX + Mark.ONE_PROMPT + "".join(self._ids.choices(WORDS, k=21))
 
 
 async def play(url: str, trace: Trace, plan: Plan) -> Played:

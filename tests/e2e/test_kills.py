@@ -19,7 +19,7 @@ from tests.e2e.conftest import left_of_requests, load
 from warmfleet.cli.local import stack
 from warmfleet.cli.local.engines import EngineOptions, engine_command
 from warmfleet.cli.local.stack import Member, Plan, Stack
-from warmfleet.fleet.reservations import Spans
+from warmfleet.fleet import Spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -77,4 +77,4 @@ async def test_what_drain_refuses(world: World) -> None:
     assert not await world.fleet.drain("w2.0", draining=True), "nobody of that name"
     assert set(await cast("Any", world.store.hkeys(world.keys.load))) == {b"w1.0"}
     with pytest.raises(BadArgument):
-        await world.fleet.keep("drain", "w1.0", 2)
+        await world.fleet.keep("drain", worker_id="w1.0", draining=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from warmfleet.fleet import SCRIPT_KEYS
+from warmfleet.fleet import SCRIPT_ARGS, SCRIPT_KEYS
 from warmfleet.fleet.client import INCLUDE, script_source
 from warmfleet_worker.protocol.wire import SINGLE_KEYS
 
@@ -110,15 +110,37 @@ def test_keys_of_header_body_python_and_readme_agree(name: str) -> None:
             assert len(re.findall(rf"\b{variable}\b", body)) > 1, f"{variable} is never used"
 
 
+def named_slots(text: str, array: str) -> dict[int, str]:
+    """The local names that a script gives to KEYS or ARGV (``array``), by slot, in lower case."""
+    found: dict[int, str] = {}
+    for names, values in re.findall(rf"^local ([\w, ]+) = (.*\b{array}\[.*)$", text, re.MULTILINE):
+        for name, value in zip(names.split(", "), re.split(r", (?![^(]*\))", values), strict=True):
+            if slot := re.fullmatch(rf"(?:tonumber\()?{array}\[(\d+)\]\)?", value):
+                assert int(slot[1]) not in found, f"{array}[{slot[1]}] has two names"
+                found[int(slot[1])] = name.lower()
+    return found
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_arguments_of_header_and_body_agree(name: str) -> None:
+def test_arguments_of_header_body_python_and_readme_agree(name: str) -> None:
+    """By name: two arguments that change places in one of the four are noticed."""
     header, body = parts(name)
     wanted = arguments(field(header, "ARGV"))
+    assert tuple(wanted) == SCRIPT_ARGS[name]
+    assert wanted == arguments(table(name)[1]), "lua/README.md lists other arguments"
+    assert named_slots(COMMANDS[name], "ARGV") == dict(enumerate(wanted, 1))
     used = {int(number) for number in re.findall(r"ARGV\[(\d+)\]", body)}
     beyond = {number for number in used if number > len(wanted)}
     assert set(range(1, len(wanted) + 1)) <= used, f"documented but not used: {wanted}"
     assert not beyond or " then" in field(header, "ARGV"), f"used but not documented: {beyond}"
-    assert len(wanted) == len(arguments(table(name)[1])), "lua/README.md lists other arguments"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_key_or_argument_is_read_without_a_name(name: str) -> None:
+    """The head of a script names its slots, and nothing below it reads one by its number."""
+    text = re.sub(r"--\[\[.*?--\]\]", "", COMMANDS[name], flags=re.DOTALL)
+    for array in ("KEYS", "ARGV"):
+        assert len(re.findall(rf"\b{array}\[\d+\]", text)) == len(named_slots(COMMANDS[name], array))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,8 +10,7 @@ from tests.conftest import PATIENT
 from tests.lua.world import BLOCK, SCHEME, World
 
 from warmfleet.errors import BadArgument
-from warmfleet.fleet import Ask, Fleet, Stage
-from warmfleet.fleet.reservations import Spans
+from warmfleet.fleet import Ask, Fleet, Spans, Stage
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis

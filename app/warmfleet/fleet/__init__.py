@@ -1,30 +1,35 @@
-"""The only Redis module: index, load, reservations and upkeep of one model's fleet. See lua/README.md."""
+"""The only package that speaks to Redis: index, load, reservations and upkeep of one model's fleet.
+
+Keys and scripts are described in lua/README.md.
+"""
 
 from __future__ import annotations
 
-from warmfleet.fleet.approvals import Approvals
-from warmfleet.fleet.client import SCRIPT_KEYS, Timeouts, connect
+from warmfleet.fleet.client import SCRIPT_ARGS, SCRIPT_KEYS, Timeouts, connect
+from warmfleet.fleet.codes import Standing
+from warmfleet.fleet.constants import QueueLimits, Spans, Weights
 from warmfleet.fleet.index_health import Truth, Truths, WorkerTruth
-from warmfleet.fleet.queueing import POLL_AT_ONCE, TENANT_BYTES, Line, Place, Queue, Queued, QueueLimits, Standing
+from warmfleet.fleet.operator import OperatorKeys
+from warmfleet.fleet.queueing import POLL_AT_ONCE, Line, Queue, Queued
 from warmfleet.fleet.reservations import (
     RENEW_AT_ONCE,
+    TENANT_BYTES,
     Ask,
     Candidate,
     Decision,
+    Place,
     Renewal,
     Reservations,
     Seen,
-    Weights,
     new_reservation,
 )
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
-from warmfleet.fleet.switches import Switches
 from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
 from warmfleet.fleet.views import Memory, Views, WorkerView
 from warmfleet.fleet.worker.state import WorkerState
 
 
-class Fleet(Queue, Views, Truths, Upkeep, Approvals, Switches):
+class Fleet(Queue, Views, Truths, Upkeep, OperatorKeys):
     """Everything that routers do with one model's keys. Closing it closes the client that it was given."""
 
     async def close(self) -> None:
@@ -34,6 +39,7 @@ class Fleet(Queue, Views, Truths, Upkeep, Approvals, Switches):
 __all__ = [
     "POLL_AT_ONCE",
     "RENEW_AT_ONCE",
+    "SCRIPT_ARGS",
     "SCRIPT_KEYS",
     "TENANT_BYTES",
     "Applied",
@@ -54,6 +60,7 @@ __all__ = [
     "Renewal",
     "Reservations",
     "Seen",
+    "Spans",
     "Stage",
     "Standing",
     "Tick",

@@ -28,11 +28,12 @@ from warmfleet.protocol.redis_address import RedisAddressError, parse
 from warmfleet.protocol.wire import Keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from redis.commands.core import AsyncScript
 
-#: KEYS of every script, in order (names of lua/README.md). The header test compares this with the scripts.
+#: KEYS of every script, in order, by their names in lua/README.md. tests/lua/test_headers.py compares them with the
+#: header of each script, with its body, and with lua/README.md.
 SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
     name: tuple(keys.split())
     for name, keys in {
@@ -55,6 +56,31 @@ SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
     }.items()
 }
 
+#: ARGV of every script, in order and by name, up to a list of varying length at the end. Compared as SCRIPT_KEYS is.
+SCRIPT_ARGS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(args.split())
+    for name, args in {
+        "decide": "prefix id constants policy prompt_tokens decode_tokens mode exclude seed prefix_tokens order "
+        "objective_s tenant priority waited_ms may_wait barred",
+        "queue": "constants leaving",
+        "settle": "prefix id outcome tombstone_ms linger_ms",
+        "renew": "lease_ms",
+        "tick": "prefix min_gap_ms ttl_ms forget_ms max_streams used_permille short_ms share_permille",
+        "apply": "prefix worker_id max_blocks",
+        "apply_control": "prefix worker_id max_entries ttl_ms",
+        "apply_server": "prefix server_id max_entries ttl_ms",
+        "prove": "worker_id nonce proof cause reason probed owner lease_ms",
+        "register": "worker_id record_json capacity_checkpoints healthy",
+        "drain": "worker_id draining",
+        "forget": "prefix worker_id silent_ms",
+        "collect": "prefix max_blocks",
+        "lag": "prefix start max_streams",
+        "replay": "constants policy prompt_tokens seed prefix_tokens order objective_s median_tps block_tokens turn "
+        "now_ms",
+        "audit": "prefix max_blocks period_ms min_gap_ms",
+    }.items()
+}
+
 #: The first word of a script's error reply -> the class that Python raises.
 ERROR_CODES: Mapping[str, type[WarmfleetError]] = {
     "NO_WORKER": NoWorker,
@@ -63,12 +89,12 @@ ERROR_CODES: Mapping[str, type[WarmfleetError]] = {
 }
 
 
-CONNECT_S = 1.0  # calls have their own limits on top: only what no request waits for waits that long
+CONNECT_S = 1.0  # a request never waits that long: its calls have limits of their own
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds until a call is given up: the request path falls back, what no request waits for only comes again."""
+    """Seconds until a call is given up. A request then falls back to a degraded choice; upkeep is tried again."""
 
     request_s: float = 0.25
     upkeep_s: float = 2.0
@@ -117,9 +143,23 @@ def _with_parts(path: str) -> str:
     return INCLUDE.sub(lambda include: f"(function()\n{_with_parts(f'parts/{include[1]}.lua')}\nend)()", text)
 
 
+Argument = bytes | str | int | float
+
+
+def argv(script: str, rest: Iterable[Argument] = (), /, **values: Argument) -> list[Argument]:
+    """The ARGV of a script, from its arguments by name and then ``rest``, the list of varying length.
+
+    Raises TypeError if a name is missing or unknown.
+    """
+    names = SCRIPT_ARGS[script]
+    if len(values) != len(names) or any(name not in values for name in names):
+        raise TypeError(f"{script} takes {', '.join(names)}, not {', '.join(values)}")
+    return [*[values[name] for name in names], *rest]
+
+
 @contextmanager
 def redis_errors() -> Iterator[None]:
-    """Translate what redis-py raises into the error tree of this package."""
+    """Translate what redis-py raises into the error tree of ``warmfleet.errors``."""
     try:
         yield
     except ResponseError as error:
@@ -140,15 +180,15 @@ class ScriptClient:
         self.redis = redis
         self.keys = Keys(model)
         self.timeouts = timeouts or Timeouts()
-        self.suspected = asyncio.Event()  # set when an apply of ours has made a worker suspected
+        self.suspected = asyncio.Event()  # set when an apply of this replica has made a worker suspected
         self._prefix = self.keys.prefix.encode()
         self._scripts: dict[str, tuple[AsyncScript, list[str]]] = {
             name: (redis.register_script(script_source(name)), [getattr(self.keys, key) for key in keys])
             for name, keys in SCRIPT_KEYS.items()
         }
 
-    async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
-        """EVALSHA of ``lua/<name>.lua`` with ``args`` as ARGV (loaded once on NOSCRIPT).
+    async def run(self, name: str, *args: Argument, timeout_s: float | None = None) -> Any:
+        """EVALSHA of ``lua/<name>.lua`` with ``args`` as ARGV (see ``argv``); the script is loaded on NOSCRIPT.
 
         Default time limit: ``timeouts.request_s``. Raises FleetUnavailable or the class of the script's error code.
         """
@@ -157,6 +197,6 @@ class ScriptClient:
             async with Patience(timeout_s or self.timeouts.request_s):
                 return await script(keys=keys, args=args)
 
-    async def keep(self, name: str, *args: bytes | str | int | float) -> Any:
-        """``run`` of what no request waits for: it is late rather than given up."""
-        return await self.run(name, *args, timeout_s=self.timeouts.upkeep_s)
+    async def keep(self, name: str, rest: Iterable[Argument] = (), /, **values: Argument) -> Any:
+        """``run`` with arguments by name and the time limit of upkeep: no request waits for it, so it may be late."""
+        return await self.run(name, *argv(name, rest, **values), timeout_s=self.timeouts.upkeep_s)

@@ -83,7 +83,7 @@ class Truths(ScriptClient):
         lags: dict[str, tuple[int, int]] = {}
         start, streams = 0, 1
         while start < streams:
-            answer = await self.keep("lag", self._prefix, start, LAGS_AT_ONCE)
+            answer = await self.keep("lag", prefix=self._prefix, start=start, max_streams=LAGS_AT_ONCE)
             streams, start = answer[0], start + LAGS_AT_ONCE
             for at in range(1, len(answer), 3):
                 lags[answer[at].decode()] = (answer[at + 1], answer[at + 2])

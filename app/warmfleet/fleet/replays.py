@@ -1,15 +1,20 @@
-"""Choices of a decision log, made again by the very text that made them (lua/replay.lua), on any Redis or Valkey."""
+"""Choices of a decision log, made again by the very text that made them (lua/replay.lua), on any Redis or Valkey.
+
+A replay touches no key.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
 from warmfleet.errors import BadRequest
-from warmfleet.fleet.client import redis_errors, script_source
+from warmfleet.fleet.client import argv, redis_errors, script_source
+from warmfleet.fleet.constants import QueueLimits, Spans, Weights, packed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,12 +22,15 @@ if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
 AT_ONCE = 100
-ORDER = 9  # numbers before it
-SHOWN = 200  # characters of what Redis says
+SHOWN = 200  # characters of an error of Redis
+#: Numbers of a record that are arguments of the script under the same name.
+NUMBERS = ("prompt_tokens", "seed", "prefix_tokens", "objective_s", "median_tps", "block_tokens", "now_ms")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
+    """What a replay chose: the worker, why (one word), the predicted cost as text, and the match."""
+
     worker_id: str
     why: str
     cost_s: str
@@ -37,9 +45,9 @@ class Replays:
         self._source = script_source("replay")
 
     async def choices(self, records: Sequence[dict[str, Any]], policy: str = "") -> list[Choice]:
-        """What is chosen on the state of each record, by ``policy`` (default: its own).
+        """What is chosen on the state of each record, by ``policy`` (default: the policy of the record).
 
-        Raises FleetUnavailable, BadRequest for what is no record.
+        Raises FleetUnavailable, and BadRequest for a record that is malformed or cannot be replayed.
         """
         found: list[Choice] = []
         for start in range(0, len(records), AT_ONCE):
@@ -67,31 +75,26 @@ def _choice(one: dict[str, Any], answer: Any) -> Choice:
 
 
 def arguments(one: dict[str, Any], policy: str, turn: int) -> list[Any]:
-    """ARGV of lua/replay.lua. turn: of a round robin that was not the record's own policy. Raises BadRequest."""
+    """ARGV of lua/replay.lua for a record of a decision log, by ``policy`` or, if that is empty, by the record's own.
+
+    turn: decisions that round_robin has made, if that is not the record's own policy. Raises BadRequest.
+    """
     try:
-        weights, own = one["weights"], policy in ("", one["policy"])
+        own = policy in ("", one["policy"])
+        weights = {field.name: one["weights"][field.name] for field in fields(Weights)}
+        numbers = {name: one[name] for name in NUMBERS} | {"turn": one["turn"] if own else turn}
         order = one["order"] if own else one["rings"].get(policy, [])
-        numbers = [
-            one["prompt_tokens"],
-            one["seed"],
-            weights["lambda_"],
-            weights["kappa"],
-            weights["pressure_price"],
-            weights["decode_s_per_token"],
-            weights["wait_price"],
-            one["prefix_tokens"],
-            weights["min_match_tokens"],
-            one["objective_s"],
-            one["median_tps"],
-            one["block_tokens"],
-            one["turn"] if own else turn,
-            one["now_ms"],
-        ]
-        candidates = [(bytes.fromhex(row), matched, making) for row, matched, making in one["candidates"]]
-        told: list[Any] = [policy or one["policy"], *numbers[:ORDER], ",".join(order), *numbers[ORDER:]]
+        candidates = [(bytes.fromhex(row), matched, speculative) for row, matched, speculative in one["candidates"]]
+        texts: dict[str, Any] = {"policy": policy or one["policy"], "order": ",".join(order)}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadRequest(f"this is no record of a decision log: {type(error).__name__} {error}") from error
-    numbers += [number for _, *two in candidates for number in two]
-    if not all(type(number) in (int, float) for number in numbers) or type(told[0]) is not str:
+    matches = [number for _, *two in candidates for number in two]
+    if not all(type(number) in (int, float) for number in [*weights.values(), *numbers.values(), *matches]):
         raise BadRequest("this is no record of a decision log: a number is of another type")
-    return [*told, *chain.from_iterable(candidates)]
+    if type(texts["policy"]) is not str:
+        raise BadRequest("this is no record of a decision log: its policy is no text")
+    try:
+        constants = packed(Weights(**weights), Spans(), QueueLimits(), {})
+    except (struct.error, OverflowError) as error:
+        raise BadRequest(f"this is no record of a decision log: {error}") from error
+    return argv("replay", chain.from_iterable(candidates), constants=constants, **texts, **numbers)

@@ -1,4 +1,7 @@
-"""The read path: decide (choose and book in one call), settle, renew. The policy itself lives in lua/decide.lua."""
+"""Reservations: decide chooses a worker and books a request in one call, settle ends that, renew keeps it alive.
+
+How a worker is chosen is written in lua/decide.lua and its parts.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +11,48 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from warmfleet.errors import BadArgument, FleetUnavailable
-from warmfleet.fleet.client import ScriptClient, Timeouts, redis_errors
+from warmfleet.fleet.client import ScriptClient, Timeouts, argv, redis_errors
+from warmfleet.fleet.codes import Mark, Mode
+from warmfleet.fleet.constants import QueueLimits, Spans, Weights, packed
 from warmfleet.fleet.rows import Flag, LoadRow
 from warmfleet.protocol.wire import RESERVATION_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import redis.asyncio as aioredis
 
+    from warmfleet.fleet.client import Argument
     from warmfleet.prompt.block_hashes import Chain
 
 Outcome = Literal["started", "finished", "failed", "cancelled"]
 REAP_AT_ONCE = 512
 SETTLES_AT_ONCE = 128  # of 256 connections: decisions need some while Redis hangs
+REAPED_PER_SETTLE = 8  # lua/settle.lua gives back so many expired leases at each call
 RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
-
-BOOK, DRY, TELL = 0, 1, 2  # modes of lua/decide.lua
-NO_QUEUE = ("", 0, 0, "", 0, 0, 0, "")  # what decide_in_turn tells of a place; max_engine_wait_s 0: there is no queue
-
-
-#: First character of a reservation's random part, for scripts. An engine tells of each prompt's prefill by itself; of
-#: several prompts each may give back only its share of what was booked. Only what was foreseen exactly is compared.
-ONE_PROMPT, SEVERAL_PROMPTS, ESTIMATED = "0", "-", "_"
+ANSWER_FIELDS = 13  # of an answer of decide that booked, before what a choice saw
+FIRST_CLASS, LAST_CLASS = -8, 7  # priorities beyond these are cut to them
+TENANT_BYTES = 8
+NO_TENANT = bytes(TENANT_BYTES)
 
 
 def new_reservation(prompts: int, *, exact: bool = True) -> str:
-    """A random id for a request with so many prompts. exact: their token ids are known."""
-    mark = SEVERAL_PROMPTS if prompts != 1 else ONE_PROMPT if exact else ESTIMATED
+    """A random id for a request with so many prompts. exact: their token ids are known.
+
+    The scripts read the mark in it (``codes.Mark``): an engine reports the prefill of each prompt by itself.
+    """
+    mark = Mark.SEVERAL_PROMPTS if prompts != 1 else Mark.ONE_PROMPT if exact else Mark.ESTIMATED
     return RESERVATION_PREFIX + mark + secrets.token_urlsafe(16)[1:]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, as ``decide`` needs it. decode_tokens: resident context while it decodes (prompt + answer).
+    """One request, as ``decide`` needs it.
 
-    ``seed`` breaks ties; 0 takes one from the reservation id. ``exclude``: worker ids not to choose.
-    ``prefix_tokens``: of a match no more is useful (0: all of it). ``order``: where a hash ring would look.
-    ``objective_s``: a time to first token that is enough (0: none).
+    decode_tokens: resident context while it decodes (prompt and answer). seed: breaks ties; 0: one is made from the
+    reservation's id. exclude: worker ids not to choose. prefix_tokens: of a match no more counts (0: all of it does).
+    order: worker ids in the order in which a hash ring would look. objective_s: a time to first token that is enough
+    (0: none).
     """
 
     reservation: str
@@ -65,11 +72,37 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """Where a request goes and what was booked for it. ``wait_tokens``: prefill ahead of it when it was chosen.
+class Place:
+    """What decides a request's place in the queue.
 
-    ``speculative``: the match is what an open reservation will make. ``flagged``: the match is a lower bound.
-    Of an answer that was known already, cost, wait and the two flags are 0.
+    tenant: 8 bytes; none at all if the request does not use the queue. waited_ms: since it first came. barred: workers
+    that can never serve it, for its ticket. (A worker that is excluded from one decision because it failed a moment ago
+    is not among them, or the ticket would be passed over for as long as it waits.) may_wait: False if it may have no
+    ticket, and may take the place of no other.
+    """
+
+    tenant: bytes = NO_TENANT
+    priority: int = 0
+    waited_ms: int = 0
+    barred: tuple[str, ...] = ()
+    may_wait: bool = True
+
+    @property
+    def priority_class(self) -> int:
+        """0 (served first) to 15."""
+        return min(max(self.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS
+
+
+NO_PLACE = Place(tenant=b"")  # of a request that neither waits nor gives way to those that do
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes and what was booked for it.
+
+    outcome: ``known`` if this id was booked before; then cost, wait and the two flags are 0. speculative: the match is
+    what an open reservation will make. flagged: the match is a lower bound. wait_tokens: prefill ahead of it when the
+    worker was chosen. why: one word, see lua/parts/decide/cost_rule.lua. seen: only if it was asked for.
     """
 
     reservation: str
@@ -92,10 +125,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """All that a choice saw besides its ``Ask``: median_tps, block_tokens, turn, now_ms (modulo 2**32), and ``rows``.
+    """All that a choice saw besides its ``Ask``.
 
-    A row: worker_id, matched_tokens, speculative_tokens, load row, cost_s. waits: what is only considered would have to
-    wait for its turn first.
+    context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: of each candidate worker_id, matched_tokens,
+    speculative_tokens, load row, cost_s. waits: the request would have to wait its turn first.
     """
 
     context: tuple[int, int, int, int]
@@ -104,7 +137,7 @@ class Seen:
 
     @classmethod
     def of(cls, answer: list[Any]) -> Seen:
-        """From an answer of ``decide``, after its ``why``."""
+        """From the part of an answer of ``decide`` that follows its ``why``."""
         median, block_tokens, turn, now_ms, waits = map(int, answer[0])
         return cls((median, block_tokens, turn, now_ms), answer[1:], bool(waits))
 
@@ -142,33 +175,6 @@ class Renewal:
     started: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Of the cost rule in lua/decide.lua: lambda_, kappa, pressure_price, wait_price are factors. max_probes: calls.
-
-    A match under min_match_tokens counts for nothing.
-    """
-
-    lambda_: float = 2.0  # of an uncached token while no worker is idle: then it delays somebody else too
-    kappa: float = 2.5  # the least, at this wait_price, that keeps one new prefix on at most two workers
-    pressure_price: float = 1.0
-    decode_s_per_token: float = 1e-7
-    wait_price: float = 1.5  # of a token ahead: who joins a line makes it longer for those who come after
-    max_probes: int = 64
-    min_match_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """Milliseconds that the scripts count with."""
-
-    lease_ms: int = 30_000  # renewed every 10 s: two renewals may be lost
-    worker_ttl_ms: int = 15_000
-    tombstone_ms: int = 60_000
-    ticket_ms: int = 1_000  # asked about every 50 ms: who stalls for longer gets its old place back, by arrival
-    linger_ms: int = 500  # a finished request's blocks are reported within 0.2 s; evictions must not go unseen long
-
-
 class Reservations(ScriptClient):
     """``decide`` takes, ``settle`` gives back, ``renew`` keeps: a reservation also expires by itself."""
 
@@ -183,20 +189,23 @@ class Reservations(ScriptClient):
         super().__init__(redis, model, timeouts)
         self.weights = weights or Weights()
         self.spans = spans or Spans()
+        self.limits = QueueLimits()
+        self.block_tokens: Mapping[int, int] = {}  # scheme id -> tokens: how large the caches of its workers are
+        self._packed: tuple[tuple[object, ...], bytes] = ((), b"")
         self._settles = 0
 
     async def decide(self, ask: Ask, *, tell: bool = False) -> Decision:
-        """Choose a worker and book the request there. The same reservation id again gets the same answer.
+        """Choose a worker and book the request there, whether or not others wait.
 
-        tell: with all that the choice saw, unless the answer was known.
+        The same reservation id again gets the same answer. tell: with all that the choice saw, unless the id was known.
         Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
         """
-        return self._decision(ask, await self.run("decide", *self._ask_args(ask, TELL if tell else BOOK)))
+        mode = Mode.TELL if tell else Mode.BOOK
+        return self._decision(ask, await self.run("decide", *self._ask_args(ask, mode)))
 
     def _decision(self, ask: Ask, answer: list[Any]) -> Decision:
-        outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = answer[
-            :13
-        ]
+        booked, told = answer[:ANSWER_FIELDS], answer[ANSWER_FIELDS:]
+        outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = booked
         worker_id = worker.decode()
         approximate = bool(flags & Flag.APPROXIMATE)
         return Decision(
@@ -215,71 +224,86 @@ class Reservations(ScriptClient):
             prefill_tokens=prefill,
             decode_tokens=decode,
             why=why.decode(),
-            seen=Seen.of(answer[13:]) if len(answer) > 13 else None,
+            seen=Seen.of(told) if told else None,
         )
 
     async def settle(self, reservation: str, outcome: Outcome) -> str:
-        """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. Safe to repeat.
+        """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. It is safe to repeat.
 
-        Raises FleetUnavailable, also while SETTLES_AT_ONCE are waited for.
+        Raises FleetUnavailable, also while SETTLES_AT_ONCE calls wait for their answer.
         """
         if self._settles >= SETTLES_AT_ONCE:
             raise FleetUnavailable(f"{SETTLES_AT_ONCE} outcomes are on their way already.")
         spans = self.spans
         self._settles += 1
         try:
-            answer = await self.keep("settle", self._prefix, reservation, outcome, spans.tombstone_ms, spans.linger_ms)
+            answer = await self.keep(
+                "settle",
+                prefix=self._prefix,
+                id=reservation,
+                outcome=outcome,
+                tombstone_ms=spans.tombstone_ms,
+                linger_ms=spans.linger_ms,
+            )
         finally:
             self._settles -= 1
         return str(answer[0].decode())
 
     async def reap(self) -> int:
-        """Give back expired leases, at most REAP_AT_ONCE; returns how many had expired. decide and settle reap, too."""
+        """Give back expired leases, at most REAP_AT_ONCE; returns how many had expired.
+
+        decide and settle give back eight at each call; this is for a fleet without requests.
+        """
         with redis_errors():
             now_ms = (await self.redis.time())[0] * 1000
             expired = int(await self.redis.zcount(self.keys.leases, "-inf", now_ms))
-        for _ in range(-(-min(expired, REAP_AT_ONCE) // 8)):  # a settle of nothing reaps eight
+        for _ in range(-(-min(expired, REAP_AT_ONCE) // REAPED_PER_SETTLE)):  # of an id that is no reservation
             await self.settle("nothing", "finished")
         return expired
 
     async def renew(self, renewals: Sequence[Renewal]) -> tuple[int, int, int]:
         """Keep at most RENEW_AT_ONCE reservations alive; returns (renewed, rebuilt after Redis lost them, refused)."""
-        args: list[Any] = [self.spans.lease_ms]
+        rest: list[Argument] = []
         for one in renewals:
-            args += [one.reservation, one.worker_id, one.prefill_tokens, one.decode_tokens, int(one.started)]
-        renewed, rebuilt, refused = await self.keep("renew", *args)
+            rest += [one.reservation, one.worker_id, one.prefill_tokens, one.decode_tokens, int(one.started)]
+        renewed, rebuilt, refused = await self.keep("renew", rest, lease_ms=self.spans.lease_ms)
         return renewed, rebuilt, refused
 
-    def _ask_args(self, ask: Ask, mode: int = BOOK, queue: tuple[Any, ...] = NO_QUEUE) -> list[Any]:
+    def constants(self) -> bytes:
+        """The argument ``constants`` of the scripts; packed anew only after one of the four attributes was replaced."""
+        parts = (self.weights, self.spans, self.limits, self.block_tokens)
+        if self._packed[0] != parts:
+            self._packed = (parts, packed(*parts))
+        return self._packed[1]
+
+    def _ask_args(self, ask: Ask, mode: Mode = Mode.BOOK, place: Place = NO_PLACE) -> list[Argument]:
+        """ARGV of decide. Raises BadArgument for a reservation without an id."""
         if not ask.reservation:
             raise BadArgument("a reservation needs an id")
-        weights, spans = self.weights, self.spans
-        args: list[Any] = [
-            self._prefix,
-            ask.reservation,
-            ask.policy,
-            ask.prompt_tokens,
-            ask.decode_tokens,
-            spans.lease_ms,
-            spans.worker_ttl_ms,
-            weights.max_probes,
-            mode,
-            ",".join(ask.exclude),
-            ask.tie_seed,
-            weights.lambda_,
-            weights.kappa,
-            weights.pressure_price,
-            weights.decode_s_per_token,
-            weights.wait_price,
-            ask.prefix_tokens,
-            weights.min_match_tokens,
-            ",".join(ask.order),
-            ask.objective_s,
-            *queue,
-        ]
+        chains: list[Argument] = []
         for chain in ask.chains:
-            args += (chain.scheme_id, chain.block_tokens, chain.hashes)
-        return args
+            chains += (chain.scheme_id, chain.block_tokens, chain.hashes)
+        return argv(
+            "decide",
+            chains,
+            prefix=self._prefix,
+            id=ask.reservation,
+            constants=self.constants(),
+            policy=ask.policy,
+            prompt_tokens=ask.prompt_tokens,
+            decode_tokens=ask.decode_tokens,
+            mode=int(mode),
+            exclude=",".join(ask.exclude),
+            seed=ask.tie_seed,
+            prefix_tokens=ask.prefix_tokens,
+            order=",".join(ask.order),
+            objective_s=ask.objective_s,
+            tenant=place.tenant,
+            priority=place.priority_class,
+            waited_ms=place.waited_ms,
+            may_wait=int(place.may_wait),
+            barred=",".join(place.barred),
+        )
 
 
 def _candidate(worker_id: bytes, matched: int, speculative: int, packed: bytes, cost_s: bytes) -> Candidate:

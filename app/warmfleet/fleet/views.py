@@ -205,8 +205,17 @@ class Views(ScriptClient):
         first; TAKEN if another replica warms the worker, or if this owner's lease is over; DOWNGRADED if the worker was
         proven before and is not any more. Raises FleetUnavailable.
         """
-        seen = "" if probed_ms is None else probed_ms
-        answer = await self.keep("prove", worker_id, nonce, proof, cause, reason, seen, owner, 0)
+        answer = await self.keep(
+            "prove",
+            worker_id=worker_id,
+            nonce=nonce,
+            proof=proof,
+            cause=cause,
+            reason=reason,
+            probed="" if probed_ms is None else probed_ms,
+            owner=owner,
+            lease_ms=0,
+        )
         return cast("Proved", answer.decode())
 
     async def warming(self, worker_id: str, nonce: str, owner: str, lease_ms: int) -> Proved:
@@ -214,20 +223,36 @@ class Views(ScriptClient):
 
         Returns TAKEN if another owner warms it or has done so. Raises FleetUnavailable.
         """
-        answer = await self.keep("prove", worker_id, nonce, "warming", "", "", "", owner, lease_ms)
+        answer = await self.keep(
+            "prove",
+            worker_id=worker_id,
+            nonce=nonce,
+            proof="warming",
+            cause="",
+            reason="",
+            probed="",
+            owner=owner,
+            lease_ms=lease_ms,
+        )
         return cast("Proved", answer.decode())
 
     async def register(self, worker_id: str, record: dict[str, Any], capacity_checkpoints: int, healthy: bool) -> int:
         """Register an approximate worker, or keep it alive; returns its slot. record: scheme_id, url, models, ..."""
-        packed = json.dumps(record, separators=(",", ":"))
-        return int(await self.keep("register", worker_id, packed, capacity_checkpoints, int(healthy)))
+        slot = await self.keep(
+            "register",
+            worker_id=worker_id,
+            record_json=json.dumps(record, separators=(",", ":")),
+            capacity_checkpoints=capacity_checkpoints,
+            healthy=int(healthy),
+        )
+        return int(slot)
 
     async def drain(self, worker_id: str, *, draining: bool) -> bool:
         """Send no new request to a worker, or send them again; what runs there goes on. False if it is not known.
 
         For the operator: no replica calls this. Raises FleetUnavailable.
         """
-        return bool(await self.keep("drain", worker_id, int(draining)))
+        return bool(await self.keep("drain", worker_id=worker_id, draining=int(draining)))
 
 
 def _view(

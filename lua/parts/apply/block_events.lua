@@ -1,55 +1,58 @@
 --[[
-apply/block_events: the operations stored, removed and chunk: what they do to the sets of a worker's slots and to its
-digests.
+apply/block_events: the operations stored, removed and chunk: what they do to the sets of a worker's slots, and to the
+digests of these sets.
 
-Takes apply's view of the worker: the key prefix, its name, record, row, digests (live, shadow), what has changed, the
-blocks read so far, when it was last heard, whether memory is short and whether it is being probed; count and lost.
+Takes the state of apply (key prefix, worker, record, row, the digests live and shadow, changed, short, probed; it adds
+to blocks and sets seen), the table of operations, which gets three more, and two functions: count(counter) and
+lost(cause), which counts and asks for a snapshot.
 --]]
 local call = redis.call
-local SLOT, FLAGS, CAPACITY, PARTIAL = 5, 6, 12, 64 -- of the row; a flag
-local BATCH_BLOCKS, U32 = 128, 2 ^ 32
+local SLOT_FIELD, FLAGS_FIELD, CAPACITY_BLOCKS_FIELD, FLAG_PARTIAL = 5, 6, 12, 64 -- of an unpacked row; a flag
+local BATCH_BLOCKS, HASH_HALVES, U32 = 128, ">I4I4", 2 ^ 32
+local CHUNK_HASHES_AT = 9 -- of a chunk: the snapshot's id, then hashes
 
-return function(of, operation, count, lost)
-  local BLOCK, HELD, PROBE = of.prefix .. "b:", of.prefix .. "s:", of.prefix .. "probe:" .. of.worker
+return function(state, operation, count, lost)
+  local BLOCK, HELD, PROBE = state.prefix .. "b:", state.prefix .. "s:", state.prefix .. "probe:" .. state.worker
   local record, row, live, shadow, changed, short, probed =
-    of.record, of.row, of.live, of.shadow, of.changed, of.short, of.probed
+    state.record, state.row, state.live, state.shadow, state.changed, state.short, state.probed
 
-  -- Write (SADD, sign 1) or erase (SREM, sign -1) packed hashes from `first` on. Only a real change moves the digest.
+  -- Write (SADD, sign 1) or erase (SREM, sign -1) the packed hashes from `first` on. A hash that was there already, or
+  -- was not there, does not move the digest.
   local function change(verb, sign, data, first, slot, digest)
     local hashes, n, high, low = {}, 0, 0, 0
-    slot = string.format("%d", slot) -- once, not at every call
+    slot = string.format("%d", slot) -- once, not at every call of SADD
     for at = first, #data, 8 do
       local hash = data:sub(at, at + 7)
       if call(verb, BLOCK .. hash, slot) == 1 then
-        local left, right = struct.unpack(">I4I4", hash)
+        local left, right = struct.unpack(HASH_HALVES, hash)
         n, high, low = n + 1, high + left, low + right
         hashes[n] = hash
       end
     end
     if n > 0 then call(verb, HELD .. slot, unpack(hashes)) end
-    if n > 0 and sign > 0 and probed then call("SREM", PROBE, unpack(hashes)) end -- told, though it may be evicted next
+    if n > 0 and sign > 0 and probed then call("SREM", PROBE, unpack(hashes)) end -- seen, even if evicted next
     digest[1], digest[2] = digest[1] + sign * n, (digest[2] + sign * high) % U32
     digest[3] = (digest[3] + sign * low) % U32
-    of.blocks = of.blocks + (#data - first + 1) / 8
+    state.blocks = state.blocks + (#data - first + 1) / 8
   end
 
   local function packed_hashes(bytes) return bytes >= 0 and bytes % 8 == 0 and bytes <= BATCH_BLOCKS * 8 end
 
-  -- An honest engine never holds more than its capacity; twice that (a batch may add before it removes) is the bound.
+  -- An honest engine never holds more than its capacity. The bound is twice that: a batch may add before it removes.
   local function room(digest)
-    if not short and digest[1] + BATCH_BLOCKS <= 2 * row[CAPACITY] + 8 * BATCH_BLOCKS then return true end
-    if short then row[FLAGS], changed.row = bit.bor(row[FLAGS], PARTIAL), true end
+    if not short and digest[1] + BATCH_BLOCKS <= 2 * row[CAPACITY_BLOCKS_FIELD] + 8 * BATCH_BLOCKS then return true end
+    if short then row[FLAGS_FIELD], changed.row = bit.bor(row[FLAGS_FIELD], FLAG_PARTIAL), true end
     lost(short and "partial" or "overflow")
     return false
   end
 
   local function block_event(verb, sign, data)
     if not packed_hashes(#data) then return false end
-    if record.shadow then -- a plugin sends these after `end`: what came so far is no longer one cut
+    if record.shadow then -- a plugin sends block events after `end`: the snapshot so far is no longer one cut
       lost("interleaved")
     end
     if sign > 0 and not room(live) then return true end
-    change(verb, sign, data, 1, row[SLOT], live)
+    change(verb, sign, data, 1, row[SLOT_FIELD], live)
     changed.live = true
   end
 
@@ -58,11 +61,11 @@ return function(of, operation, count, lost)
 
   function operation.chunk(data, time)
     if not packed_hashes(#data - 8) then return false end
-    of.seen = time -- its heartbeats wait behind many of these
+    state.seen = time -- its heartbeats wait behind many chunks
     if not record.shadow or data:sub(1, 8) ~= record.snapshot then
       count("stale")
     elseif room(shadow) then
-      change("SADD", 1, data, 9, record.shadow, shadow)
+      change("SADD", 1, data, CHUNK_HASHES_AT, record.shadow, shadow)
       changed.shadow = true
     end
   end

@@ -1,60 +1,72 @@
 --[[
-apply/progress: the operation progress: prefill of some requests is done. Their booking is given back as the first token
-would, and what was predicted is compared with what came.
+apply/progress: the operation progress: the prefill of some requests is done. What they had booked is given back as the
+first token would give it back, and the predicted match is compared with what was cached.
 
-Takes apply's view of the worker: the key prefix, its name, record, row, truth, what has changed, whether memory is
-short; the key of the leases; count, and what reads lists and checks their integers.
+Takes the state of apply (key prefix, worker, record, row, truth, changed, short), the table of operations, which gets
+one more, the key of the leases, and three functions: count(counter), parse_list(data), integers(list, first).
 --]]
 local call = redis.call
 local LEASE_HEAD, LEASE_BYTES = ">I4I4I4I4I4I4BB", 26
-local NO_LEASE = ("\0"):rep(LEASE_BYTES)
-local EPOCH, PREFILL, DECODE, SLOT, FLAGS, UNDER_WAY, SINCE = 1, 2, 3, 5, 6, 14, 15 -- of the row
-local PARTIAL, PROVEN = 64, 4 -- two of its flags
-local PROGRESS_ITEMS, TOMBSTONE = 64, 3
+local LEASE_PROMPT_TOKENS_AT, LEASE_STAGE_AT, LEASE_WORKER_ID_AT = 21, 25, 27 -- of a packed lease
+local NO_LEASE, NO_PROMPT_TOKENS = ("\0"):rep(LEASE_BYTES), "\0\0\0\0"
+local EPOCH_FIELD, PREFILL_TOKENS_FIELD, DECODE_TOKENS_FIELD, SLOT_FIELD, FLAGS_FIELD = 1, 2, 3, 5, 6
+local UNDER_WAY_TOKENS_FIELD, SINCE_MS_FIELD = 14, 15 -- of an unpacked row
+local FLAG_PROVEN, FLAG_PARTIAL = 4, 64
+local STAGE_BOOKED, STAGE_STARTED, STAGE_TOMBSTONE = 0, 1, 3
+local MARK_SEVERAL_PROMPTS, MARK_ESTIMATED, MARK_AT = "-", "_", 4 -- of a reservation's id, behind wf-
+local PROGRESS_ITEMS, STRIKES, U32 = 64, 2, 2 ^ 32
 
-return function(of, operation, LEASE, count, parse_list, integers)
-  local PREFIX, WORKER, HELD = of.prefix, of.worker, of.prefix .. "s:"
-  local record, row, truth, changed, short = of.record, of.row, of.truth, of.changed, of.short
+return function(state, operation, LEASE, count, parse_list, integers)
+  local PREFIX, WORKER, HELD = state.prefix, state.worker, state.prefix .. "s:"
+  local record, row, truth, changed, short = state.record, state.row, state.truth, state.changed, state.short
 
-  -- Is this still the worker that was proved? Another prompt length says no; so does, twice running, a prompt whose
-  -- last block the index lacks: the engine has it, and tells of blocks first. Only a suspicion: a probe decides, not a
-  -- tenant.
+  -- Whether this is still the worker that was proved. Another prompt length says no. So does, twice in a row, a prompt
+  -- whose last block is not in the index: the engine has it, and reports blocks before progress. Both only make the
+  -- worker suspected, and a probe decides: else a tenant's prompts could take a healthy worker out.
   local function judge(same_prompt, hash)
-    if bit.band(row[FLAGS], PROVEN + PARTIAL) ~= PROVEN or record.shadow or truth.cause or short then return end
-    local before, held = record.strikes or 0, #hash == 8 and call("SISMEMBER", HELD .. row[SLOT], hash)
-    local strikes = not held and before or held == 1 and 0 or math.min(2, before + 1)
+    if bit.band(row[FLAGS_FIELD], FLAG_PROVEN + FLAG_PARTIAL) ~= FLAG_PROVEN then return end
+    if record.shadow or truth.cause or short then return end
+    local before, held = record.strikes or 0, #hash == 8 and call("SISMEMBER", HELD .. row[SLOT_FIELD], hash)
+    local strikes = not held and before or held == 1 and 0 or math.min(STRIKES, before + 1)
     if strikes ~= before then record.strikes, changed.record = strikes, true end
-    local why = not same_prompt and "prompt" or strikes == 2 and "blocks"
+    local why = not same_prompt and "prompt" or strikes == STRIKES and "blocks"
     if why then count("suspect_" .. why) end
     if why and not record.suspect then record.suspect, changed.record, changed.suspect = why, true, 1 end
   end
 
-  -- Prefill of these is done: give its booking back as the first token would, and compare prediction with outcome. Of
-  -- several prompts (their id begins wf--) each gives back its share; the lease keeps what is left of both.
+  -- The prefill of one prompt of a reservation is done. Of several prompts each gives back its share of what is booked;
+  -- the lease keeps what is left.
   local function started(id, cached, prompt_tokens, time)
     local lease = call("HGET", LEASE, id)
     local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE_HEAD, lease or NO_LEASE)
-    if not lease or stage == TOMBSTONE then return count("late") end
-    if lease:sub(LEASE_BYTES + 1, LEASE_BYTES + length) ~= WORKER then return count("foreign") end
-    local mark, expected = id:sub(4, 4), prompt
-    local several = mark == "-"
-    if prompt > 0 and not several and mark ~= "_" then -- else renew rebuilt it, or nobody could foresee this prompt
+    if not lease or stage == STAGE_TOMBSTONE then return count("late") end
+    if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= WORKER then return count("foreign") end
+    local mark, expected = id:sub(MARK_AT, MARK_AT), prompt
+    local several = mark == MARK_SEVERAL_PROMPTS
+    -- Not compared: a lease that renew has rebuilt (no prompt is known), and a prompt whose token ids nobody knew.
+    if prompt > 0 and not several and mark ~= MARK_ESTIMATED then
       count(cached == matched and "exact" or cached > matched and "over" or "short")
       if prompt_tokens ~= prompt then count("prompt") end
       judge(prompt_tokens == prompt, call("GETRANGE", ("%sc:%d:%s"):format(PREFIX, slot, id), -8, -1))
       prompt = 0 -- once: a beam search goes on with longer prompts under the same id
     end
-    if stage > 0 then -- the first byte was told before
-      return prompt < expected and call("HSET", LEASE, id, lease:sub(1, 20) .. "\0\0\0\0" .. lease:sub(25))
+    if stage > STAGE_BOOKED then -- settle has told the first byte before
+      if prompt == expected then return end
+      local head = lease:sub(1, LEASE_PROMPT_TOKENS_AT - 1)
+      return call("HSET", LEASE, id, head .. NO_PROMPT_TOKENS .. lease:sub(LEASE_STAGE_AT))
     end
     local left = several and math.max(0, prompt - prompt_tokens) or 0
-    local kept, done = math.floor(prefill * left / math.max(1, prompt)), left == 0 and 1 or 0
-    if epoch == row[EPOCH] then
-      row[PREFILL], row[DECODE], changed.row = row[PREFILL] - prefill + kept, row[DECODE] + done * decode, true
-      row[UNDER_WAY], row[SINCE] = math.max(0, math.min(prefill, row[PREFILL])), time % 2 ^ 32
+    local kept = math.floor(prefill * left / math.max(1, prompt))
+    local new_stage = left == 0 and STAGE_STARTED or STAGE_BOOKED
+    if epoch == row[EPOCH_FIELD] then
+      local row_prefill = row[PREFILL_TOKENS_FIELD] - prefill + kept
+      row[PREFILL_TOKENS_FIELD], changed.row = row_prefill, true
+      if new_stage == STAGE_STARTED then row[DECODE_TOKENS_FIELD] = row[DECODE_TOKENS_FIELD] + decode end
+      row[UNDER_WAY_TOKENS_FIELD], row[SINCE_MS_FIELD] = math.max(0, math.min(prefill, row_prefill)), time % U32
     end
-    local head = struct.pack(LEASE_HEAD, epoch, slot, kept, decode, matched, several and left or prompt, done, length)
-    call("HSET", LEASE, id, head .. lease:sub(LEASE_BYTES + 1))
+    local new_prompt = several and left or prompt
+    local head = struct.pack(LEASE_HEAD, epoch, slot, kept, decode, matched, new_prompt, new_stage, length)
+    call("HSET", LEASE, id, head .. lease:sub(LEASE_WORKER_ID_AT))
   end
 
   function operation.progress(data, time)

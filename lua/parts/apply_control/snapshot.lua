@@ -1,13 +1,14 @@
 --[[
-apply_control/snapshot: begin and end of a snapshot: a worker gets a shadow slot, and changes over to it when it is
+apply_control/snapshot: begin and end of a snapshot: a worker gets a shadow slot, and changes over to it once it is
 whole.
 
-Takes the keys digest, next_slot, resync and retired, the worker's name, the server's time in ms, what its record says
-of divergences (truth); count, lost and what gives up a snapshot. Gives begin(record, command, what the entry says) and
-finish(record, row, what the entry says).
+Takes the keys digest, next_slot, resync and retired, the worker's name, the server's time in ms, what the worker's
+record says of divergences (truth), and three functions: count(counter), lost(cause), drop_shadow(record).
+Returns begin(record, command, data of the entry) and finish(record, row, data of the entry).
 --]]
 local call = redis.call
-local SLOT, FLAGS, PARTIAL = 5, 6, 64 -- of the row; a flag
+local SLOT_FIELD, FLAGS_FIELD, FLAG_PARTIAL = 5, 6, 64 -- of an unpacked row; a flag
+local DIGEST_SUMS, DIGEST_BYTES = ">I4I4I4", 12
 
 return function(DIGEST, NEXT_SLOT, RESYNC, RETIRED, WORKER, now, truth, count, lost, drop_shadow)
   local SHADOW = "~" .. WORKER
@@ -22,22 +23,22 @@ return function(DIGEST, NEXT_SLOT, RESYNC, RETIRED, WORKER, now, truth, count, l
     call("ZADD", RESYNC, now, WORKER)
   end
 
-  -- Readers see the old slot or the new one, and the new one only if it holds exactly what was sent.
+  -- Readers see the old slot or the new one, and the new one only if it holds exactly the blocks that were sent.
   local function finish(record, row, done)
     if type(done.snapshot) ~= "string" then return count("malformed") end
     if done.snapshot ~= record.snapshot then return count("stale") end
-    local digest = call("HGET", DIGEST, SHADOW) or string.rep("\0", 12)
-    local blocks, high, low = struct.unpack(">I4I4I4", digest)
+    local digest = call("HGET", DIGEST, SHADOW) or string.rep("\0", DIGEST_BYTES)
+    local blocks, high, low = struct.unpack(DIGEST_SUMS, digest)
     if done.count ~= blocks or done.high ~= high or done.low ~= low then return lost("spoilt") end
-    call("SADD", RETIRED, row[SLOT])
+    call("SADD", RETIRED, row[SLOT_FIELD])
     call("HSET", DIGEST, WORKER, digest)
     call("HDEL", DIGEST, SHADOW)
     call("ZREM", RESYNC, WORKER)
-    row[SLOT], record.slot, record.shadow, record.snapshot = record.shadow, record.shadow, nil, nil
-    row[FLAGS] = bit.band(row[FLAGS], bit.bnot(PARTIAL))
-    local cause, of = truth.cause or "worker", truth.resyncs or {}
-    of[cause] = (of[cause] or 0) + 1
-    truth.cause, truth.healed, truth.checked, truth.resyncs = nil, truth.found, now, of
+    row[SLOT_FIELD], record.slot, record.shadow, record.snapshot = record.shadow, record.shadow, nil, nil
+    row[FLAGS_FIELD] = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_PARTIAL))
+    local cause, resyncs = truth.cause or "worker", truth.resyncs or {}
+    resyncs[cause] = (resyncs[cause] or 0) + 1
+    truth.cause, truth.healed, truth.checked, truth.resyncs = nil, truth.found, now, resyncs
     count("resync_" .. cause)
   end
 

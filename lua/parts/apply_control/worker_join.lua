@@ -1,7 +1,8 @@
 --[[
-apply_control/worker_join: is this what an engine core says that announces itself properly?
+apply_control/worker_join: checks the announcement of a worker (one vLLM engine core) and makes its record.
 
-Takes what its join says and the worker's name. Gives the worker's record, with what is known only; or nil.
+Takes the decoded data of its join and the worker's name. Returns the record, of known fields only; or nil if anything
+in the announcement is not as it must be.
 --]]
 local SCHEMA, U31 = 1, 2 ^ 31 - 1
 
@@ -9,12 +10,13 @@ local function integer(value, low, high)
   return type(value) == "number" and value >= low and value <= high and value == math.floor(value)
 end
 
-return function(it, WORKER)
-  local scheme = it.scheme
-  if it.schema ~= SCHEMA or it.worker_id ~= WORKER or type(it.server_id) ~= "string" or not integer(it.rank, 0, 65535)
-    or it.server_id .. "." .. it.rank ~= WORKER or type(it.version) ~= "string" or type(scheme) ~= "table"
-    or not integer(it.capacity_blocks, 0, U31) or not integer(it.max_model_len, 0, U31)
-    or not integer(it.scheme_id, 0, U31) or not integer(scheme.block_tokens, 1, 4096) then
+return function(join, WORKER)
+  local scheme = join.scheme
+  if join.schema ~= SCHEMA or join.worker_id ~= WORKER or type(join.server_id) ~= "string"
+    or not integer(join.rank, 0, 65535)
+    or join.server_id .. "." .. join.rank ~= WORKER or type(join.version) ~= "string" or type(scheme) ~= "table"
+    or not integer(join.capacity_blocks, 0, U31) or not integer(join.max_model_len, 0, U31)
+    or not integer(join.scheme_id, 0, U31) or not integer(scheme.block_tokens, 1, 4096) then
     return nil
   end
   local kept = { block_tokens = scheme.block_tokens }
@@ -23,8 +25,8 @@ return function(it, WORKER)
     kept[name] = scheme[name]
   end
   return {
-    server_id = it.server_id, rank = it.rank, scheme = kept, scheme_id = it.scheme_id, proof = "pending",
-    capacity_blocks = it.capacity_blocks, max_model_len = it.max_model_len,
-    version = it.version:gsub("[^%w._+-]", ""):sub(1, 64), closed = it.closed == true or it.closed == 1,
+    server_id = join.server_id, rank = join.rank, scheme = kept, scheme_id = join.scheme_id, proof = "pending",
+    capacity_blocks = join.capacity_blocks, max_model_len = join.max_model_len,
+    version = join.version:gsub("[^%w._+-]", ""):sub(1, 64), closed = join.closed == true or join.closed == 1,
   }
 end

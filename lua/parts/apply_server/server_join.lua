@@ -1,19 +1,19 @@
 --[[
-apply_server/server_join: is this what an API server says that announces itself properly?
+apply_server/server_join: checks the announcement of an API server.
 
-Gives announced(data of its join, the server's name) -> what it says, or nil; and chunks_of(artifacts) -> names of the
-chunks of a manifest.
+Takes nothing. Returns announced(data of its join, the server's name) -> the decoded announcement, or nil if anything in
+it is not as it must be; and chunks_of(artifacts) -> the set of the names of a manifest's chunks, or nil.
 --]]
 local SCHEMA = 1
 local MAX_JOIN_BYTES, MAX_URL_BYTES, MAX_MODELS, MAX_FILES, MAX_CHUNKS, MAX_BRACKETS = 262144, 512, 256, 8, 2048, 500
 local URL = '^https?://[^%s%c"\\<>\128-\255]+$'
-local MAX_NUMBER_BYTES = 24 -- what Python writes of any float; of thousands of digits some parsers make an error
+local MAX_NUMBER_BYTES = 24 -- Python writes every float in so many; some parsers refuse thousands of digits
 
 local function text(value, pattern, bytes)
   return type(value) == "string" and #value <= bytes and value:match(pattern) ~= nil
 end
 
--- An object (keys "") or a list (keys 1); of an empty one nobody can tell.
+-- An object (keys "") or a list (keys 1). An empty one may be either: cjson decodes both to an empty table.
 local function holds(value, keys) return type(value) == "table" and type(next(value) or keys) == type(keys) end
 
 -- Names of the artifact chunks of a manifest, as a set; nil if it is malformed.
@@ -35,7 +35,8 @@ local function chunks_of(artifacts)
   return files <= MAX_FILES and chunks or nil
 end
 
--- Kept as it came, so it must read the same to every parser: ASCII, no deep nesting, no number that only cjson reads.
+-- A join is kept as it came, so every parser must read the same in it: ASCII, no deep nesting, and no number that only
+-- cjson reads.
 local function plain(data)
   local bare = data:gsub("\\.", ""):gsub('"[^"]*"', "")
   for token in bare:gmatch("[^%[%]{}:,%s]+") do
@@ -49,12 +50,12 @@ end
 
 local function announced(data, SERVER_ID)
   if #data > MAX_JOIN_BYTES or not plain(data) then return nil end
-  local ok, it = pcall(cjson.decode, data)
-  if not ok or it.schema ~= SCHEMA or it.server_id ~= SERVER_ID or it.nonce ~= nil then return nil end
-  if not text(it.url, URL, MAX_URL_BYTES) or type(it.version) ~= "string" then return nil end
-  if type(it.models) ~= "table" or #it.models < 1 or #it.models > MAX_MODELS then return nil end
-  for _, model in ipairs(it.models) do if not text(model, "^[^%c]+$", 256) then return nil end end
-  return holds(it.facts, "") and chunks_of(it.artifacts) and it or nil
+  local ok, join = pcall(cjson.decode, data)
+  if not ok or join.schema ~= SCHEMA or join.server_id ~= SERVER_ID or join.nonce ~= nil then return nil end
+  if not text(join.url, URL, MAX_URL_BYTES) or type(join.version) ~= "string" then return nil end
+  if type(join.models) ~= "table" or #join.models < 1 or #join.models > MAX_MODELS then return nil end
+  for _, model in ipairs(join.models) do if not text(model, "^[^%c]+$", 256) then return nil end end
+  return holds(join.facts, "") and chunks_of(join.artifacts) and join or nil
 end
 
 return function() return announced, chunks_of end

@@ -1,8 +1,10 @@
 --[[
-decide/checkpoints: where open reservations count along a chain.
+decide/checkpoints: the blocks of a chain at which open reservations are counted (keys x:).
 
-Guarantee: pure. A chain's checkpoints above a block, deepest first: the last block n, its fork (where it leaves a chain
-that is being made already), powers of two down to 16, and 1. Returns them and the first that is not above the block.
+Guarantee: pure. The checkpoints above a block, deepest first: the last block n, the fork, the powers of two down to 16,
+and block 1. The fork is the block where this chain leaves a chain that is being made already.
+Takes n, the block above which checkpoints are wanted, and the fork or nil. Returns the checkpoints, and the first block
+of the same series that is not above (0: there is none).
 --]]
 return function(n, above, fork)
   local blocks, block, power = {}, n, 8192

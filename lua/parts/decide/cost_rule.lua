@@ -1,22 +1,148 @@
 --[[
-decide/cost_rule: which candidate a request goes to, by ten policies; lua/README.md names their sources. What replays a
-decision log runs this very text on the states in it.
+decide/cost_rule: which candidate a request goes to. The policy `cost` is this file; the other nine policies are in
+decide/baseline_policies.
 
-Guarantee: pure: the same state gives the same choice. Takes the state of shared/candidates and decide/prefix_match
-(rows, wait,
-base_s, speed, fill, count, least_wait, total_fill, matched, speculated, block) and in it the request: policy, prompt,
-seed, lambda, kappa, pressure_price, prefix_tokens, min_match, order, objective_s, turn (decisions of round_robin).
-Returns the candidate and one word why: lowest (cost or load), home, pressure, flight, seed (what decided among equals),
-objective, match, smallest, imbalance, bound, turn. Sets s.cost: predicted seconds to first token, with the prices.
+`cost` takes the candidate with the lowest predicted seconds to first token:
+  (wait_price * wait + lambda * uncached + kappa * again + pressure_price * overfill * prompt) / speed
+    + wait_price * decode_s_per_token * decode tokens
+  wait      prefill tokens that are ahead on this worker, less what it has computed by now of the prefill under way
+  uncached  tokens of the prompt that this worker must compute
+  lambda    the weight of an uncached token; 1 while some worker has nothing to do
+  again     tokens of the prompt that another worker is making at this moment and this worker would make once more
+  overfill  how much fuller (0 to 1) the worker's cache is than the mean
+Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal. Among equals the session's home wins,
+then the least evicting, the least filled, the least in flight, and at last a hash of the seed. The home is the first
+worker of `order` that is a candidate. With objective_s, candidates whose cost meets that objective are preferred at the
+least load: a bigger match is no reason to join a longer line when the objective is met without it.
+
+Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this very text on the states of a decision
+log.
+Takes the state: from shared/candidates (rows, wait, base_s, speed, fill, cost, count, least_wait, total_fill), from
+decide/prefix_match (matched, speculated, block), and the request: policy, prompt, seed, prefix_tokens, order,
+objective_s, constants (shared/constants), turn (decisions that round_robin has made).
+Returns the candidate and one word why it was chosen. The word names what decided: lowest (cost or load), home,
+pressure, flight, seed, objective; the other policies say match, smallest, imbalance, bound or turn besides.
+Sets s.cost: predicted seconds to first token by candidate, whatever the policy.
 --]]
--- Functions are made where they are needed: 20 of them for each decision would cost more than choosing.
-local cost = include "decide/cost"
+local max, min, huge, unpack_from, sub = math.max, math.min, math.huge, struct.unpack, string.sub
+local IN_FLIGHT_AT, SLOT_AT, EVICTED_AT, WORKER_ID_AT = 13, 17, 47, 59 -- of a packed row
+local ROW_IN_FLIGHT, ROW_SLOT, ROW_EVICTED = ">i4", ">I4", ">I4"
+local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- costs this close are equal: share of the prompt's tokens, seconds
+local DECIDED_BY = { "home", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
+
+-- The tokens of each match that count, by candidate: prefix_tokens at most, and what a candidate holds beyond all
+-- others only if that is min_match_tokens or more.
+local function useful_matches(s)
+  local prefix_tokens, min_match = s.prefix_tokens, s.constants.min_match_tokens
+  if prefix_tokens <= 0 and min_match <= 0 then return s.matched end
+  local own, common, most = {}, huge, prefix_tokens > 0 and prefix_tokens or huge
+  for i = 1, s.count do
+    own[i] = min(s.matched[i] or 0, most)
+    common = min(common, own[i])
+  end
+  for i = 1, s.count do own[i] = own[i] - common < min_match and common or own[i] end
+  return own
+end
+
+-- The first worker of `order` that is a candidate and passes the test (nil: all pass); nil if none is.
+local function first_in_order(s, passes)
+  local place = {}
+  for i = 1, s.order == "" and 0 or s.count do place[sub(s.rows[i], WORKER_ID_AT)] = i end
+  for worker in s.order:gmatch("[^,]+") do
+    local i = place[worker]
+    if i and (not passes or passes(i)) then return i end
+  end
+end
+
+-- A hash of the seed and the candidate's slot. It is mixed by a square: a linear mix would let some slots win more
+-- often.
+local function draw(s, i)
+  local mixed = (s.seed * 40503 + unpack_from(ROW_SLOT, s.rows[i], SLOT_AT) * 2654435769) % 4294967291 % 67108859
+  return mixed * mixed % 4294967291
+end
+
+-- The candidates that meet the objective with no more load than another that meets it; nil if none meets it.
+local function meeting_objective(s, slack)
+  local least, bar
+  for i = 1, s.count do
+    local base = s.base_s[i]
+    if s.cost[i] <= s.objective_s and (not least or base < least) then
+      least, bar = base, base + max(slack / s.speed[i], EQUAL_S)
+    end
+  end
+  if not least then return nil end
+  local found = {}
+  for i = 1, s.count do found[i] = s.cost[i] <= s.objective_s and s.base_s[i] <= bar end
+  return found
+end
+
+-- Of the candidates that cost `bar` at most and are in `among` (nil: all are) the one that wins the tie, and the last
+-- step that was needed for that. `level` is that step; the later fields of a row are read only if a tie gets so far.
+local function win_tie(s, bar, among, home)
+  local cost, rows, fill = s.cost, s.rows, s.fill
+  local winner, evicted, flight, drawn, level = nil, nil, nil, nil, 0
+  for i = 1, s.count do
+    if cost[i] <= bar and (not among or among[i]) then
+      local e, f, d, step, lower = (unpack_from(ROW_EVICTED, rows[i], EVICTED_AT)), nil, nil, 0, true
+      if winner and (i == home or winner == home) then
+        step, lower = 1, i == home
+      elseif winner and e ~= evicted then
+        step, lower = 2, e < evicted
+      elseif winner and fill[i] ~= fill[winner] then
+        step, lower = 3, fill[i] < fill[winner]
+      elseif winner then
+        flight = flight or unpack_from(ROW_IN_FLIGHT, rows[winner], IN_FLIGHT_AT)
+        f = unpack_from(ROW_IN_FLIGHT, rows[i], IN_FLIGHT_AT)
+        if f ~= flight then
+          step, lower = 4, f < flight
+        else
+          drawn, d = drawn or draw(s, winner), draw(s, i)
+          step, lower = 5, d < drawn
+        end
+      end
+      if lower then
+        winner, evicted, flight, drawn, level = i, e, f, d, step
+      elseif step > level then
+        level = step
+      end
+    end
+  end
+  return winner, DECIDED_BY[level] or "lowest"
+end
+
+-- own: useful tokens of each match. home: a candidate or nil.
+local function lowest_cost(s, own, home)
+  local prompt, count, speed, fill, base_s, constants = s.prompt, s.count, s.speed, s.fill, s.base_s, s.constants
+  local making, lowest, tie, cost, slack = 0, huge, 0, s.cost, max(EQUAL_SHARE * prompt, s.block)
+  for i in pairs(s.speculated) do making = max(making, own[i]) end
+  local mean_fill, pressure = s.total_fill / count, constants.pressure_price * prompt
+  local lambda, kappa = s.least_wait > 0 and constants.lambda or 1, constants.kappa
+  local wait_price, cheapest = constants.wait_price, nil
+  for i = 1, count do
+    local tokens, overfill = prompt - (own[i] or 0), fill[i] - mean_fill
+    local again = making - prompt + tokens
+    tokens = lambda * tokens
+    if again > 0 then tokens = tokens + kappa * again end
+    if overfill > 0 then tokens = tokens + pressure * overfill end
+    local seconds = wait_price * base_s[i] + tokens / speed[i]
+    cost[i] = seconds
+    if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / speed[i], EQUAL_S), i end
+  end
+  local among = s.objective_s > 0 and meeting_objective(s, slack) or nil
+  local objective_decides = among and not among[cheapest]
+  if objective_decides then
+    lowest = huge
+    for i = 1, count do
+      if among[i] and cost[i] < lowest then lowest, tie = cost[i], max(slack / speed[i], EQUAL_S) end
+    end
+  end
+  local winner, why = win_tie(s, lowest + tie, among, home)
+  return winner, objective_decides and "objective" or why
+end
 
 return function(s)
-  local hinted = s.prefix_tokens > 0 or s.min_match > 0
-  local own = hinted and (include "decide/useful")(s) or s.matched
-  local home = s.order ~= "" and (include "decide/home")(s) or nil
-  local winner, why = cost(s, own, home)
-  if s.policy ~= "cost" then return (include "decide/baseline_policies")(s) end
+  local own = useful_matches(s)
+  local winner, why = lowest_cost(s, own, s.order ~= "" and first_in_order(s) or nil)
+  if s.policy ~= "cost" then return (include "decide/baseline_policies")(s, own, first_in_order, draw) end
   return winner, why
 end

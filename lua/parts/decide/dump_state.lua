@@ -1,20 +1,26 @@
 --[[
-decide/dump_state: all that a choice saw, for who asked to be told.
+decide/dump_state: adds to an answer all that the choice saw: for /explain, and for the decision log to be replayed.
 
-Guarantee: pure. Takes the state, the answer that it goes behind, the candidate that was chosen and its match as the
-choice saw it. Returns the answer: {median speed, block_tokens, turn, time in ms modulo 2^32, would it wait for its turn
-first (asked dry)}, then {worker_id, matched_tokens, speculative_tokens, load row, cost_s} of each candidate.
+Guarantee: pure. Takes the state, the answer, the candidate that was chosen, and its match as the choice saw it (a
+verification may have shortened it afterwards). Returns the answer with, at its end, {median speed, block_tokens, turn,
+time in ms modulo 2^32, 1 if the request would wait its turn first}, then for each candidate {worker_id, matched_tokens,
+speculative_tokens, load row, cost_s}.
 --]]
-return function(s, answer, w, saw)
+local U32, SCHEME_AT, WORKER_ID_AT, ROW_SCHEME = 2 ^ 32, 23, 59, ">I4"
+
+return function(s, answer, chosen, match_seen)
   local format = string.format
   answer[#answer + 1] =
-    { format("%d", s.median), format("%d", s.block), format("%d", s.turn), format("%d", s.now % 2 ^ 32),
+    { format("%d", s.median), format("%d", s.block), format("%d", s.turn), format("%d", s.now % U32),
       s.waits and "1" or "0" }
   for i = 1, s.count do
-    local row, making, made = s.rows[i], s.speculated[i], 0
-    if making then made = math.min(making * ARGV[s.chain_of[struct.unpack(">I4", row, 23)] + 1], s.prompt) end
-    local match = i == w and saw or s.matched[i] or 0
-    answer[#answer + 1] = { row:sub(59), match, made, row, format("%.6f", s.cost[i]) }
+    local row, blocks, tokens = s.rows[i], s.speculated[i], 0
+    if blocks then
+      local chain = s.chain_of[struct.unpack(ROW_SCHEME, row, SCHEME_AT)]
+      tokens = math.min(blocks * ARGV[chain + 1], s.prompt)
+    end
+    local match = i == chosen and match_seen or s.matched[i] or 0
+    answer[#answer + 1] = { row:sub(WORKER_ID_AT), match, tokens, row, format("%.6f", s.cost[i]) }
   end
   return answer
 end

@@ -1,23 +1,30 @@
 --[[
-decide/prefix_match: the matched tokens of every candidate, into the state that shared/candidates made.
+decide/prefix_match: how many tokens of the prompt each candidate holds, added to the state of shared/candidates.
 
-Guarantee: only reads. Blocks that are confirmed (b:), then blocks that open reservations will make (x: at checkpoints,
-the chains of leases, c:, between them), then tokens. Exact while a worker's set is prefix-closed; at most max_probes
-calls for confirmed blocks and 8 times that for chains, then lower bounds and flagged = 1. Returns an error or nil.
-Adds to the state, by candidate: matched (tokens), speculated (blocks: its match is still being made), confirmed
-(blocks), counted (reservations count at block 1 there), node and replace (where this chain leaves one being made
-there, whether its maker is to be replaced); chain_of: scheme -> place in ARGV; block: tokens of the largest blocks.
+For each chain: first the blocks that are confirmed (b:<hash>, the slots that hold a block), then the blocks that open
+reservations will make (x:<hash> at checkpoints, and between these the chains c: of their leases), then tokens.
+
+Guarantee: only reads. Exact while each worker's set of blocks is prefix-closed. At most max_probes calls for confirmed
+blocks and 8 times as many for chains; beyond that a match is a lower bound and s.flagged is 1.
+Takes the state, the key prefix, prompt_tokens, max_probes, and the place of the first chain in ARGV.
+Returns an error reply, or nil. Adds to the state, by candidate: matched (tokens), speculated (blocks; set if the match
+is still being made), confirmed (blocks), counted (a reservation counts at block 1 there), node and replace (the block
+where this chain leaves a chain that is being made there, and whether that chain's maker is to be replaced); and
+chain_of: scheme -> place in ARGV; block: tokens of the largest blocks; flagged.
 --]]
 local call, unpack_from, sub, floor = redis.call, struct.unpack, string.sub, math.floor
 local max, min, format = math.max, math.min, string.format
+local SLOT_AT, ROW_SLOT, MARK_MAKER, MARK_TRAIL = 17, ">I4", "+", "=" -- of a packed row; of the fields of x:
+local HOPS_PER_PROBE, MAX_CHAIN_BYTES = 8, 65536
 local checkpoints = include "decide/checkpoints"
 
 return function(s, prefix, prompt, max_probes, first_chain)
   local rows, by_scheme, b, x = s.rows, s.by_scheme, prefix .. "b:", prefix .. "x:"
   local flagged, largest, probes, confirmed, speculated, matched, chain_of = 0, 1, max_probes, {}, {}, {}, {}
-  local counted, node, replace, hops = {}, {}, {}, 8 * max_probes -- who counts at block 1; the others: follow
+  local counted, node, replace, hops = {}, {}, {}, HOPS_PER_PROBE * max_probes
 
-  -- so nobody's run ends between two sets of one size. Every open interval is halved once a round, the widest first.
+  -- The blocks at which some worker's run may end, deepest first. Holders only leave along a chain, so no run ends
+  -- between two sets of one size. Every open interval is halved once a round, the widest first.
   local function ends_of(hashes, n, holders)
     local low, low_size, high, high_size, ends, last, k = { 1 }, { holders }, { n + 1 }, { 0 }, {}, 1, 1
     while k <= last do
@@ -25,7 +32,7 @@ return function(s, prefix, prompt, max_probes, first_chain)
       if ls ~= hs and (h - l == 1 or probes <= 0) then
         ends[#ends + 1], flagged = l, h - l > 1 and 1 or flagged
       elseif ls ~= hs then
-        local middle = k == 1 and n or floor((l + h) / 2) -- a prompt that was seen whole is common
+        local middle = k == 1 and n or floor((l + h) / 2) -- a prompt that was seen whole is common: look there first
         local size = call("SCARD", b .. sub(hashes, middle * 8 - 7, middle * 8))
         probes = probes - 1
         if size ~= hs then
@@ -40,7 +47,7 @@ return function(s, prefix, prompt, max_probes, first_chain)
       k = k + 1
     end
     table.sort(ends, function(p, q) return p > q end)
-    ends[#ends + 1] = 1 -- a slot with holes (a shadow that fills) can hide an end: what is left has block 1 at least
+    ends[#ends + 1] = 1 -- a slot with holes (a shadow that fills) can hide an end: its worker has block 1 at least
     return ends
   end
 
@@ -58,17 +65,19 @@ return function(s, prefix, prompt, max_probes, first_chain)
     return depth
   end
 
-  -- Two chains part between checkpoints: where, tells the chain (c:) of the lease that made the checkpoint, or the
-  -- trail that the mirror of an approximate worker keeps; who parted there counts at the next block, so its chain is
-  -- found too. A hash stands for all before it, so one of them tells whether two chains are still one. Starts at
-  -- `block`, asks for blocks beyond `depth` only. Returns the last block that is known or being made, whether it is
-  -- being made (not yet in the mirror), the node where a longer chain belongs, and whether its maker is to be replaced.
+  -- How far a chain that is being made goes along with this one. Two chains may part between checkpoints. The place is
+  -- found in the chain (c:) of the lease that made the checkpoint, or in the trail that the mirror of an approximate
+  -- worker keeps there. A third chain that parted at that place counts at the next block, so it is followed, too. A
+  -- hash stands for all blocks before it, so one comparison tells whether two chains are still the same. Starts at
+  -- `block` and asks only for blocks beyond `depth`. Returns the last block that is known or being made, whether it
+  -- is being made (not yet in the mirror), the node where a longer chain belongs, and whether the maker that is noted
+  -- there is to be replaced.
   local function follow(hashes, block, depth, slot)
     local n, whole, making, parted, takes, field = #hashes / 8, depth, false, nil, false, format("%d", slot)
     while hops > 0 do
       hops = hops - 1
-      local makes, maker, trail = unpack(call("HMGET", x .. sub(hashes, block * 8 - 7, block * 8), field, field .. "+",
-        field .. "="))
+      local makes, maker, trail = unpack(call("HMGET", x .. sub(hashes, block * 8 - 7, block * 8), field,
+        field .. MARK_MAKER, field .. MARK_TRAIL))
       if not makes then break end
       local chain = maker and prefix .. "c:" .. field .. ":" .. maker
       local length, kept = chain and call("STRLEN", chain) / 8 or 0, trail and block + #trail / 8 or 0
@@ -98,7 +107,7 @@ return function(s, prefix, prompt, max_probes, first_chain)
 
   for c = first_chain, #ARGV, 3 do
     local scheme, size, hashes = tonumber(ARGV[c]), tonumber(ARGV[c + 1]), ARGV[c + 2] or "-"
-    if not scheme or not size or size < 1 or #hashes % 8 ~= 0 or #hashes > 65536 then
+    if not scheme or not size or size < 1 or #hashes % 8 ~= 0 or #hashes > MAX_CHAIN_BYTES then
       return redis.error_reply("BAD_ARGUMENT decide: malformed chain")
     end
     local by_slot, n, first, depth, lowest = by_scheme[scheme], #hashes / 8, sub(hashes, 1, 8), {}, nil
@@ -123,7 +132,7 @@ return function(s, prefix, prompt, max_probes, first_chain)
           return block == 1 and makers or call("HKEYS", x .. sub(hashes, block * 8 - 7, block * 8))
         end)
         for i, block in pairs(made) do
-          local own, slot = depth[i] or 0, unpack_from(">I4", rows[i], 17)
+          local own, slot = depth[i] or 0, unpack_from(ROW_SLOT, rows[i], SLOT_AT)
           local whole, making, parted, takes = follow(hashes, block, own, slot)
           node[i], replace[i] = parted, takes
           if whole > own then matched[i], speculated[i] = min(whole * size, prompt), making and whole or nil end

@@ -1,12 +1,19 @@
 --[[
-decide/verified_choice: the choice, made again while its winner holds less than it seemed to.
+decide/verified_choice: the choice; it is made again while the winner holds less than its match seemed to be.
 
-Guarantee: only reads; the match of a winner that is not prefix-closed is what its reverse set (s:) holds without a gap,
-at most 2048 blocks in all, else a lower bound and flagged = 1; chosen again at most twice.
-Takes the state, the key prefix and the choice. Returns the candidate, why, and the match that the choice saw of it.
+A match is found by bisection, which is exact only while a worker's set of blocks is prefix-closed (it holds each
+block's predecessors). For another worker the reverse set (s:) is asked how many blocks it holds without a gap, at
+most 2048 blocks in all; beyond them the match is a lower bound and s.flagged is 1. The choice is made again at most
+twice.
+
+Guarantee: only reads. Takes the state, the key prefix and the choosing function (decide/cost_rule).
+Returns the candidate, why, and its match as the choice saw it. Shortens s.matched and s.confirmed where blocks lack.
 --]]
-local call, unpack_from, sub, min, format = redis.call, struct.unpack, string.sub, math.min, string.format
-local band, VERIFY_BLOCKS, CLOSED, PARTIAL = bit.band, 2048, 32, 64
+local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
+local min, band = math.min, bit.band
+local SLOT_AT, ROW_SLOT_TO_SCHEME = 17, ">I4I2I4" -- of a packed row
+local FLAG_CLOSED, FLAG_PARTIAL = 32, 64
+local VERIFY_BLOCKS, CHUNK_BLOCKS, MAX_CHOICES = 2048, 512, 3
 
 return function(s, prefix, choose)
   local to_verify, matched = VERIFY_BLOCKS, s.matched
@@ -16,26 +23,28 @@ return function(s, prefix, choose)
     local whole = 0
     while whole < depth and to_verify > 0 do
       local chunk = {}
-      for block = whole + 1, min(whole + 512, depth) do chunk[block - whole] = sub(hashes, block * 8 - 7, block * 8) end
+      for block = whole + 1, min(whole + CHUNK_BLOCKS, depth) do
+        chunk[block - whole] = sub(hashes, block * 8 - 7, block * 8)
+      end
       for k, held in ipairs(call("SMISMEMBER", prefix .. "s:" .. format("%d", slot), unpack(chunk))) do
         if held == 0 then return whole + k - 1 end
       end
-      whole, to_verify = whole + #chunk, to_verify - 512
+      whole, to_verify = whole + #chunk, to_verify - CHUNK_BLOCKS
     end
     s.flagged = whole < depth and 1 or s.flagged
     return whole
   end
 
-  local w, why, saw
-  for _ = 1, 3 do
+  local w, why, match_seen
+  for _ = 1, MAX_CHOICES do
     w, why = choose(s)
-    local slot, flags, scheme = unpack_from(">I4I2I4", s.rows[w], 17)
+    local slot, flags, scheme = unpack_from(ROW_SLOT_TO_SCHEME, s.rows[w], SLOT_AT)
     local c, depth = s.chain_of[scheme], s.confirmed[w]
-    saw = matched[w] or 0
-    if not depth or band(flags, CLOSED + PARTIAL) == CLOSED then break end
+    match_seen = matched[w] or 0
+    if not depth or band(flags, FLAG_CLOSED + FLAG_PARTIAL) == FLAG_CLOSED then break end
     s.confirmed[w] = verify(slot, ARGV[c + 2], depth)
     if s.confirmed[w] == depth then break end
     if not s.speculated[w] then matched[w] = min(s.confirmed[w] * ARGV[c + 1], s.prompt) end
   end
-  return w, why, saw
+  return w, why, match_seen
 end

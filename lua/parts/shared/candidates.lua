@@ -1,42 +1,51 @@
 --[[
 shared/candidates: the workers that a decision may choose among, and what their load rows say.
 
-Guarantee: pure. Takes every load row, the ids of the workers that are alive (nil: all), the fleet's median speed
-(tokens/s; none is held for slower than 1/8 or faster than 8 times that), decode_s_per_token and the time (ms). Returns
-tables by candidate, meaningless beyond the last: rows, wait (tokens ahead), base_s (seconds until its turn), speed
-(tokens/s), fill (share of its cache), cost (to be set); for all: count, least_wait, total_fill; usable: flags ->
-"match" or "load"; by_scheme: scheme -> slot -> candidate.
+Guarantee: pure. A candidate is alive and routable: its API server lives, its URL answers, it is neither draining nor
+hostile. Its blocks may be matched if it is proven or approximate; else it is chosen by load only.
+Takes every load row, the set of the ids that are alive (nil: all), the fleet's median speed (tokens/s; no worker counts
+as slower than 1/8 of it or faster than 8 times), decode_s_per_token, and the time in ms.
+Returns the state of a decision. By candidate: rows, wait (prefill tokens ahead), base_s (seconds until its turn), speed
+(tokens/s), fill (share of its cache), cost (to be set by decide/cost_rule); entries beyond count mean nothing. For all:
+count, least_wait, total_fill, median, now; usable: flags -> "match", "load" or "no"; by_scheme: scheme -> slot ->
+candidate, of those whose blocks may be matched.
 --]]
 local unpack_from, sub, band, min = struct.unpack, string.sub, bit.band, math.min
-local U32 = 2 ^ 32
+local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT, WORKER_ID_AT = 5, 51, 59 -- of a packed row
+local ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS = ">i4i4xxxxI4I2I4I4I4I4I4I4"
+local ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">I4I4"
+local FLAG_SERVER, FLAG_URL, FLAG_PROVEN, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_HOSTILE = 1, 2, 4, 8, 16, 128
+local ROUTABLE, MATCHABLE = FLAG_SERVER + FLAG_URL, FLAG_PROVEN + FLAG_APPROXIMATE
+local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE
+local U32, MAX_PREFILLED = 2 ^ 32, 4096 -- unpack takes no more
 
-return function(all, alive, median, decode_s, now)
+return function(all, alive, median, decode_s_per_token, now)
   local slowest, fastest, count, least_wait, total_fill = median / 8, median * 8, 0, math.huge, 0
-  -- A table that grows is counted anew at each power of two: these begin in their size. Beyond count they mean nothing.
-  local some, by_scheme, usable = #all <= 4096 and all or {}, {}, {}
+  -- A table that grows is counted anew at each power of two: these begin in their size.
+  local some, by_scheme, usable = #all <= MAX_PREFILLED and all or {}, {}, {}
   local rows, wait, base_s = { unpack(some) }, { unpack(some) }, { unpack(some) }
   local speed, fill, cost = { unpack(some) }, { unpack(some) }, { unpack(some) }
   for k = 1, #all do
     local prefill, decode, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity =
-      unpack_from(">i4i4xxxxI4I2I4I4I4I4I4I4", all[k], 5)
-    -- SERVER and URL, not DRAINING, not HOSTILE; its blocks may be matched if PROVEN or APPROXIMATE
+      unpack_from(ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS, all[k], PREFILL_TOKENS_AT)
     local use = usable[flags]
     if not use then
-      use = band(flags, 139) ~= 3 and "no" or band(flags, 20) ~= 0 and "match" or "load"
+      use = band(flags, ROUTABLE_MASK) ~= ROUTABLE and "no" or band(flags, MATCHABLE) ~= 0 and "match" or "load"
       usable[flags] = use
     end
-    if use ~= "no" and #all[k] > 58 and (not alive or alive[sub(all[k], 59)]) then
+    if use ~= "no" and #all[k] >= WORKER_ID_AT and (not alive or alive[sub(all[k], WORKER_ID_AT)]) then
       if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
       local ahead, share = prefill + foreign, capacity > 0 and blocks / capacity or 0
       count, total_fill = count + 1, total_fill + share
       if ahead < least_wait then least_wait = ahead end
       rows[count], wait[count], speed[count], fill[count] = all[k], ahead, tps, share
-      local done = 0 -- of the prefill under way, by time and speed; no more than that one: it may stand still
+      -- What is done of the prefill under way, by time and speed. An engine may stand still: no more than that prefill.
+      local done = 0
       if prefill > 0 then
-        local under_way, since = unpack_from(">I4I4", all[k], 51)
+        local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, all[k], UNDER_WAY_TOKENS_AT)
         done = min((now - since) % U32 / 1000 * tps, under_way)
       end
-      base_s[count] = (ahead - done) / tps + decode_s * (decode + foreign_decode)
+      base_s[count] = (ahead - done) / tps + decode_s_per_token * (decode + foreign_decode)
       if use == "match" then
         local by_slot = by_scheme[scheme] or {}
         by_scheme[scheme], by_slot[slot] = by_slot, count

@@ -1,47 +1,48 @@
 --[[
-shared/release_lease: what is left of a lease is given back: its load, its speculation, itself.
+shared/release_lease: a lease ends: its load, its speculation and the lease itself are given back.
 
-Takes the keys of load, leases and lease, the key prefix and the server's time in ms. Gives add (see shared/row_load),
-load(lease), forget(id), speculation(id, lease), and reap(ids): all three of each, for leases that have expired. What is
-forgotten comes first: a first write that frees memory is allowed when Redis is full, and so are those after it.
+Guarantee: the lease is forgotten first. That frees memory, so that a Redis at its limit allows the writes after it.
+Takes the keys of load, leases and lease, the key prefix, and the server's time in ms. Returns five functions: add (see
+shared/row_load), load(lease), forget(id), speculation(id, lease), and reap(ids), which does the last three for leases
+that have expired.
 --]]
 local call = redis.call
-local LEASE, STARTED = ">I4I4I4I4I4I4BB", 1
+local LEASE, STAGE_STARTED, MARK_MAKER = ">I4I4I4I4I4I4BB", 1, "+"
 
 return function(load_key, leases_key, lease_key, prefix, now)
-  local over = { add = (include "shared/row_load")(load_key, now) }
+  local release = { add = (include "shared/row_load")(load_key, now) }
 
-  function over.load(lease)
+  function release.load(lease)
     local epoch, _, prefill, decode, _, _, stage, length, at = struct.unpack(LEASE, lease)
-    if stage > STARTED then return end
-    over.add(lease:sub(at, at + length - 1), epoch, -prefill, stage == STARTED and -decode or 0, -1)
+    if stage > STAGE_STARTED then return end
+    release.add(lease:sub(at, at + length - 1), epoch, -prefill, stage == STAGE_STARTED and -decode or 0, -1)
   end
 
-  function over.forget(id)
+  function release.forget(id)
     call("ZREM", leases_key, id)
     call("HDEL", lease_key, id)
   end
 
-  function over.speculation(id, lease)
+  function release.speculation(id, lease)
     local _, slot, _, _, _, _, _, length, at = struct.unpack(LEASE, lease)
     slot = string.format("%d", slot)
     call("UNLINK", prefix .. "c:" .. slot .. ":" .. id)
     for from = at + length, #lease, 8 do
       local key = prefix .. "x:" .. lease:sub(from, from + 7)
-      if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. "+") end
+      if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
     end
   end
 
-  function over.reap(ids)
+  function release.reap(ids)
     for _, id in ipairs(ids) do
       local lease = call("HGET", lease_key, id)
-      over.forget(id)
+      release.forget(id)
       if lease then
-        over.load(lease)
-        over.speculation(id, lease)
+        release.load(lease)
+        release.speculation(id, lease)
       end
     end
   end
 
-  return over
+  return release
 end

@@ -1,9 +1,12 @@
 --[[
-shared/resync: a worker's index is no longer its engine's table: why is noted, a snapshot that fills is given up, and it
-waits for another.
+shared/resync: a worker's index is no longer equal to its engine's table: the cause is noted, a snapshot that is being
+sent is given up, and the worker waits for another.
 
-Takes the keys resync, retired and digest, the worker's name, the server's time in ms, what its record says of this
-(truth) and what has changed. Gives drop(record) -> there was a snapshot, diverged(cause) and ask(record, cause).
+Takes the keys resync, retired and digest, the worker's name, the server's time in ms, what the worker's record says of
+divergences (truth), and the table of what this call has changed. Returns drop(record) -> whether a snapshot was being
+sent, diverged(cause), and ask(record, cause), which does both and makes the worker wait.
+In `resync` a worker that waits has the score -(ms since when); a worker whose snapshot was commanded has +(ms of that,
+or of its last progress).
 --]]
 local call = redis.call
 
@@ -21,7 +24,7 @@ return function(RESYNC, RETIRED, DIGEST, WORKER, now, truth, changed)
     truth.cause, truth.found, changed.record = cause, (truth.found or 0) + 1, true
   end
 
-  -- One already commanded keeps its turn, unless it had begun and is now spoilt.
+  -- A snapshot that was commanded keeps its turn, unless it had begun: then it is spoilt, and the worker waits again.
   local function ask(record, cause)
     diverged(cause)
     if drop(record) then call("ZADD", RESYNC, -now, WORKER) else call("ZADD", RESYNC, "NX", -now, WORKER) end

@@ -1,23 +1,30 @@
 --[[
 shared/row_load: what a lease books on its worker's load row, or gives back.
 
-Takes the key of load and the server's time in ms. Gives add(worker, epoch, prefill, decode, count) -> epoch and slot of
-the row, or nothing: the worker is gone, or has joined anew (another epoch; none given: any). A row is never made here.
-A prefill may be under way since an idle worker got work, or another prefill ended: of no more than that one's tokens.
+Takes the key of load and the server's time in ms. Returns add(worker, epoch, prefill, decode, count), which adds these
+to the row and returns the epoch and the slot of the row. It does nothing and returns nothing if the worker is gone or
+has joined anew, which shows in another epoch (epoch nil: any will do). It never makes a row.
+The row also says since when a prefill may be under way, and of how many tokens at most: of what is booked on an idle
+worker; later of no more than the prefill that ended last, nor than what is left.
 --]]
 local call = redis.call
-local SUMS = ">I4i4i4i4" -- the head of a row: epoch, prefill, decode, count
+local ROW_EPOCH_TO_IN_FLIGHT, ROW_EPOCH_TO_SLOT = ">I4i4i4i4", ">I4i4i4i4I4"
+local ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">I4I4"
+local SLOT_AT, UNDER_WAY_TOKENS_AT, WORKER_ID_AT, U32 = 17, 51, 59, 2 ^ 32 -- of a packed row
 
 return function(load_key, now)
   return function(worker, epoch, prefill, decode, count)
     local row = call("HGET", load_key, worker)
     if not row then return end
-    local row_epoch, row_prefill, row_decode, row_count, slot = struct.unpack(SUMS .. "I4", row)
+    local row_epoch, row_prefill, row_decode, row_count, slot = struct.unpack(ROW_EPOCH_TO_SLOT, row)
     if epoch and epoch ~= row_epoch then return end
-    local head = struct.pack(SUMS, row_epoch, row_prefill + prefill, row_decode + decode, row_count + count)
-    local under_way, begun = math.max(0, math.min(math.abs(prefill), row_prefill + prefill)), row:sub(51, 58)
-    if prefill < 0 or row_prefill <= 0 then begun = struct.pack(">I4I4", under_way, now % 2 ^ 32) end
-    call("HSET", load_key, worker, head .. row:sub(17, 50) .. begun .. worker)
+    local left, under_way = row_prefill + prefill, row:sub(UNDER_WAY_TOKENS_AT, WORKER_ID_AT - 1)
+    local head = struct.pack(ROW_EPOCH_TO_IN_FLIGHT, row_epoch, left, row_decode + decode, row_count + count)
+    if prefill < 0 or row_prefill <= 0 then
+      local tokens = math.max(0, math.min(math.abs(prefill), left))
+      under_way = struct.pack(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, tokens, now % U32)
+    end
+    call("HSET", load_key, worker, head .. row:sub(SLOT_AT, UNDER_WAY_TOKENS_AT - 1) .. under_way .. worker)
     return row_epoch, slot
   end
 end

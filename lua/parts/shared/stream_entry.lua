@@ -1,9 +1,9 @@
 --[[
-shared/stream_entry: one entry of a worker's or a server's stream by its id and its form; all who apply must read it
-alike.
+shared/stream_entry: reads one entry of a worker's or a server's stream. All scripts that apply must read it alike.
 
-Takes an item of XRANGE and the server's time in ms. Gives the id's time and sequence, whether such an id is hostile (it
-would block or outlive every later one), and whether the fields are n <nonce> b <number> o <operation> d <data>.
+Takes an item of XRANGE and the server's time in ms. Returns the time and the sequence of the entry's id; whether the id
+is hostile (it would block every later one, or outlive it); and whether the fields have the form
+n <nonce> b <number> o <operation> d <data>.
 --]]
 local FAR_FUTURE_MS, LAST_SEQUENCE = 3600000, 2 ^ 52
 

@@ -12,8 +12,7 @@ from tests.conftest import PATIENT
 
 from warmfleet.background import upkeep
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
-from warmfleet.fleet import Fleet
-from warmfleet.fleet.reservations import Spans
+from warmfleet.fleet import Fleet, Spans
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identified_prompt import IdentifiedPrompt

@@ -22,8 +22,7 @@ from tests.topology import QUIET, Servers, free_ports, sentinels, until
 from warmfleet.background import upkeep
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Ask, Fleet, connect
-from warmfleet.fleet.reservations import Spans
+from warmfleet.fleet import Ask, Fleet, Spans, connect
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire

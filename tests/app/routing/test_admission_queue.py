@@ -20,8 +20,7 @@ from tests.conftest import poll, server, valkey_binary
 
 from warmfleet.api.client_hints import patience_s
 from warmfleet.errors import BadRequest
-from warmfleet.fleet import Ask, Fleet, connect
-from warmfleet.fleet.reservations import Spans
+from warmfleet.fleet import Ask, Fleet, Spans, connect
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool
 from warmfleet.routing.tickets import PAUSES, TicketPolls

@@ -1,0 +1,44 @@
+"""The numbers and letters by which scripts, their parts and routers tell each other what to do.
+
+Each stands here once. The scripts have the same names with the class in front (``MODE_DRY``, ``NEXT_CONTROL``), and
+tests/lua/test_layouts.py compares them. Flags of a load row and stages of a lease are in ``rows``, with the records.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+
+class Mode(IntEnum):
+    """What decide is asked for."""
+
+    BOOK = 0  # choose and book
+    DRY = 1  # choose, book nothing, answer all that the choice saw
+    TELL = 2  # choose, book, answer all that the choice saw
+
+
+class Next(IntEnum):
+    """What apply and apply_control say is next in a worker's stream."""
+
+    NOTHING = 0  # the stream is empty
+    APPLY = 1  # call apply
+    CONTROL = 2  # call apply_control
+
+
+class Standing(IntEnum):
+    """What has become of a ticket in the queue."""
+
+    WAITS = 0
+    TURN = 1  # it is its turn: decide again
+    DISPLACED = 2  # another request took its place
+    UNKNOWN = 3  # it expired, or Redis lost it
+
+
+class Mark(StrEnum):
+    """Marks in names: the first character of a reservation's random part, and the last of a field of ``x:<hash>``."""
+
+    ONE_PROMPT = "0"  # a reservation of one prompt whose token ids are known
+    SEVERAL_PROMPTS = "-"  # of several: when one is prefilled it gives back only its share of what was booked
+    ESTIMATED = "_"  # of one whose token ids are not known: no prediction to compare with
+    MAKER = "+"  # a field that holds the reservation whose chain tells the blocks up to the next checkpoint
+    TRAIL = "="  # a field that holds the hashes up to the next checkpoint (the mirror of an approximate worker)

@@ -1,0 +1,81 @@
+"""The constants of a replica, packed once into the one argument in which decide, queue and replay take them all."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: Of the packed record: raised when a field changes. lua/parts/shared/constants.lua refuses any other (BAD_ARGUMENT).
+VERSION = 1
+#: The packed fields in order, as the scripts name them. A test compares the order with the scripts'.
+FIELDS = (
+    "lease_ms",
+    "ttl_ms",
+    "ticket_ms",
+    "max_probes",
+    "lambda",
+    "kappa",
+    "pressure_price",
+    "decode_s_per_token",
+    "wait_price",
+    "min_match_tokens",
+    "queue_max",
+    "max_engine_wait_s",
+)
+_RECORD = struct.Struct(">B4I6dId")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of the cost rule, see lua/parts/decide/cost_rule.lua; and two bounds of matching."""
+
+    lambda_: float = 2.0  # of an uncached token while no worker is idle: then it delays other requests, too
+    kappa: float = 2.5  # the least, at this wait_price, that keeps one new prefix on at most two workers
+    pressure_price: float = 1.0
+    decode_s_per_token: float = 1e-7
+    wait_price: float = 1.5  # of a token ahead: a request that joins a line makes it longer for those that come after
+    max_probes: int = 64  # calls by which a match is searched
+    min_match_tokens: int = 0  # a match below this counts for nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Spans of time in milliseconds that the scripts count with."""
+
+    lease_ms: int = 30_000  # renewed every 10 s: two renewals may be lost
+    worker_ttl_ms: int = 15_000
+    tombstone_ms: int = 60_000
+    ticket_ms: int = 1_000  # asked about every 50 ms: a replica that stalls longer gets its places back, by arrival
+    linger_ms: int = 500  # a finished request's blocks are reported within 0.2 s; evictions must not go unseen long
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Limits of the fleet-wide queue."""
+
+    max_engine_wait_s: float = 0.0  # a worker with so much prefill booked is saturated; 0: requests never wait
+    tickets: int = 1_024  # that may wait at a time, of all replicas together
+
+
+def packed(weights: Weights, spans: Spans, limits: QueueLimits, block_tokens: Mapping[int, int]) -> bytes:
+    """The record; ``block_tokens`` maps a scheme id to the size of its blocks. Raises struct.error, OverflowError."""
+    record = _RECORD.pack(
+        VERSION,
+        spans.lease_ms,
+        spans.worker_ttl_ms,
+        spans.ticket_ms,
+        weights.max_probes,
+        weights.lambda_,
+        weights.kappa,
+        weights.pressure_price,
+        weights.decode_s_per_token,
+        weights.wait_price,
+        weights.min_match_tokens,
+        limits.tickets,
+        limits.max_engine_wait_s,
+    )
+    return record + ",".join(f"{scheme}={tokens}" for scheme, tokens in block_tokens.items()).encode()

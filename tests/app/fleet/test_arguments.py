@@ -1,0 +1,173 @@
+"""Each argument of a script is what its name says, and the constants of a replica are refused in another version."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.lua.world import World
+
+from warmfleet.errors import BadArgument
+from warmfleet.fleet import SCRIPT_ARGS, Ask, Fleet, Place, QueueLimits, Renewal, Spans, Weights, constants
+from warmfleet.fleet.client import argv
+from warmfleet.fleet.codes import Mode
+from warmfleet.fleet.constants import packed
+from warmfleet.fleet.upkeep import Pace
+from warmfleet.prompt.block_hashes import Chain
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+ANSWERS: dict[str, Any] = {
+    "queue": [0, 0, 0, 0, 1],
+    "settle": [b"SETTLED"],
+    "renew": [1, 0, 0],
+    "tick": [1, 0, 0, 0, 0],
+    "apply": [0, 0, 2, 0],
+    "apply_control": [0, 0, 0],
+    "apply_server": [0, 0],
+    "prove": b"OK",
+    "register": 7,
+    "forget": 1,
+    "drain": 1,
+    "collect": [0, 0],
+    "lag": [1],
+    "audit": [0, 0, 0],
+}
+SPANS = Spans(lease_ms=11, worker_ttl_ms=12, tombstone_ms=13, ticket_ms=14, linger_ms=15)
+PACE = Pace(min_gap_ms=21, ttl_ms=22, forget_ms=23, max_streams=24, short_ms=25, max_blocks=26, max_entries=27)
+
+
+class Recorder(Fleet):
+    """Calls no script: notes what it would be given, by name, and the list behind that."""
+
+    async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
+        names = SCRIPT_ARGS[name]
+        self.calls = [*getattr(self, "calls", []), (name, dict(zip(names, args, strict=False)), args[len(names) :])]
+        return ANSWERS[name]
+
+
+@pytest.fixture
+def recorder(store: aioredis.Redis, model: str) -> Recorder:
+    recorder = Recorder(store, model, spans=SPANS)
+    recorder.pace, recorder.used_permille = replace(PACE, share_permille=28, audit_blocks=29, audit_gap_ms=30), 31
+    return recorder
+
+
+def test_what_decide_is_asked(fleet: Fleet) -> None:
+    chain = Chain(5, 16, b"12345678")
+    ask = Ask("wf-1", (chain,), 41, 42, "chwbl", ("a", "b"), 43, 44, ("c", "d"), 4.5)
+    place = Place(b"8 bytes.", -3, 46, ("e",), may_wait=False)
+    args = fleet.turn_args(ask, place, Mode.TELL)
+    names = SCRIPT_ARGS["decide"]
+    assert dict(zip(names, args, strict=False)) == {
+        "prefix": fleet.keys.prefix.encode(),
+        "id": "wf-1",
+        "constants": fleet.constants(),
+        "policy": "chwbl",
+        "prompt_tokens": 41,
+        "decode_tokens": 42,
+        "mode": 2,
+        "exclude": "a,b",
+        "seed": 43,
+        "prefix_tokens": 44,
+        "order": "c,d",
+        "objective_s": 4.5,
+        "tenant": b"8 bytes.",
+        "priority": 5,
+        "waited_ms": 46,
+        "may_wait": 0,
+        "barred": "e",
+    }
+    assert args[len(names) :] == [5, 16, b"12345678"]
+
+
+async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
+    prefix = recorder.keys.prefix.encode()
+    await recorder.poll(["w1", "w2"], ["l1"])
+    await recorder.settle("wf-1", "failed")
+    await recorder.renew([Renewal("wf-2", "w.0", 51, 52, started=True)])
+    await recorder.tick()
+    await recorder.apply("w.0")
+    await recorder.apply_server("w")
+    await recorder.prove("w.0", "n1", "url", "no answer", "away", 53, "o1")
+    await recorder.warming("w.0", "n2", "o2", 54)
+    await recorder.register("plain", {"a": 1}, 55, healthy=True)
+    await recorder.drain("w.0", draining=True)
+    await recorder.forget("w.0", 56)
+    await recorder.collect(57)
+    await recorder.truth([])
+    await recorder.audit(5.8)
+    prove = {"worker_id": "w.0", "reason": "", "cause": "", "probed": ""}
+    assert recorder.calls == [
+        ("queue", {"constants": recorder.constants(), "leaving": 1}, ("l1", "w1", "w2")),
+        (
+            "settle",
+            {"prefix": prefix, "id": "wf-1", "outcome": "failed", "tombstone_ms": 13, "linger_ms": 15},
+            (),
+        ),
+        ("renew", {"lease_ms": 11}, ("wf-2", "w.0", 51, 52, 1)),
+        (
+            "tick",
+            {"prefix": prefix, "min_gap_ms": 21, "ttl_ms": 22, "forget_ms": 23, "max_streams": 24}
+            | {"used_permille": 31, "short_ms": 25, "share_permille": 28},
+            (),
+        ),
+        ("apply", {"prefix": prefix, "worker_id": "w.0", "max_blocks": 26}, ()),
+        ("apply_control", {"prefix": prefix, "worker_id": "w.0", "max_entries": 27, "ttl_ms": 22}, ()),
+        ("apply_server", {"prefix": prefix, "server_id": "w", "max_entries": 27, "ttl_ms": 22}, ()),
+        (
+            "prove",
+            {"worker_id": "w.0", "nonce": "n1", "proof": "url", "cause": "away", "reason": "no answer"}
+            | {"probed": 53, "owner": "o1", "lease_ms": 0},
+            (),
+        ),
+        ("prove", prove | {"nonce": "n2", "proof": "warming", "owner": "o2", "lease_ms": 54}, ()),
+        ("register", {"worker_id": "plain", "record_json": '{"a":1}', "capacity_checkpoints": 55, "healthy": 1}, ()),
+        ("drain", {"worker_id": "w.0", "draining": 1}, ()),
+        ("forget", {"prefix": prefix, "worker_id": "w.0", "silent_ms": 56}, ()),
+        ("collect", {"prefix": prefix, "max_blocks": 57}, ()),
+        ("lag", {"prefix": prefix, "start": 0, "max_streams": 64}, ()),
+        ("audit", {"prefix": prefix, "max_blocks": 29, "period_ms": 5800, "min_gap_ms": 30}, ()),
+    ]
+
+
+def test_a_name_that_a_script_does_not_have_is_refused() -> None:
+    assert argv("collect", max_blocks=1, prefix="p") == ["p", 1]
+    for wrong in ({"prefix": "p"}, {"prefix": "p", "blocks": 1}, {"prefix": "p", "max_blocks": 1, "more": 2}):
+        with pytest.raises(TypeError, match="collect takes prefix, max_blocks"):
+            argv("collect", **wrong)
+
+
+def test_the_constants_are_packed_anew_when_one_of_them_is_replaced(fleet: Fleet) -> None:
+    seen = {first := fleet.constants()}
+    assert fleet.constants() is first, "packed once"
+    fleet.weights = Weights(kappa=9.0)
+    seen.add(fleet.constants())
+    fleet.spans = SPANS
+    seen.add(fleet.constants())
+    fleet.limits = QueueLimits(9.0)
+    seen.add(fleet.constants())
+    fleet.block_tokens = {7: 16}
+    seen.add(fleet.constants())
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("script", ["decide", "queue", "replay"])
+async def test_constants_of_another_version_are_refused(
+    store: aioredis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    world = World(store, fleet)
+    await world.workers(1)
+    before = await world.rows()
+    cut_short = packed(Weights(), Spans(), QueueLimits(), {})[:-1]
+    monkeypatch.setattr(constants, "VERSION", constants.VERSION + 1)
+    other = packed(Weights(), Spans(), QueueLimits(), {})
+    good: dict[str, Any] = dict.fromkeys(SCRIPT_ARGS[script], "1")
+    if script == "decide":
+        good |= {"policy": "cost", "tenant": ""}
+    for record in (other, cut_short, b""):
+        with pytest.raises(BadArgument, match="not of version 1"):
+            await fleet.run(script, *argv(script, **good | {"constants": record}))
+    assert await world.rows() == before, "nothing is booked"
