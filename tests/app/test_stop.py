@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -13,10 +14,14 @@ from tests.app.replica import replica
 from tests.conftest import poll
 
 from warmfleet.fleet import Fleet, connect
+from warmfleet.main import _Server, server
+from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     from tests.app.engine import Answer
     from tests.app.replica import Replica
+
+    from warmfleet.api.service_routes import Health
 
 LARGE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n" + b"x" * 50_000
 
@@ -62,3 +67,17 @@ async def test_a_stream_says_why_it_ends(valkey_url: str, model: str) -> None:
 async def test_of_half_a_plain_answer_the_connection_is_closed(valkey_url: str, model: str) -> None:
     with pytest.raises(aiohttp.ClientPayloadError):
         await cut(valkey_url, model, freezing(LARGE))
+
+
+async def test_a_stop_signal_drains_first() -> None:
+    made = server(Settings(models=("m",), drain_s=0.1))
+    assert isinstance(made, _Server)
+    health: Health = made._health
+    made.handle_exit(signal.SIGTERM, None)
+    assert health.draining
+    assert not made.should_exit
+    await poll(lambda: made.should_exit, 5, "it stops after the drain")
+    other = server(Settings(models=("m",), drain_s=60.0))
+    other.handle_exit(signal.SIGTERM, None)
+    other.handle_exit(signal.SIGTERM, None)
+    assert other.should_exit  # a second signal stops at once

@@ -21,7 +21,7 @@ from warmfleet.prompt.block_hashes import (
 from warmfleet.protocol import wire
 from warmfleet.protocol.wire import DIGEST_BYTES, Scheme, WireError, chain_hashes, default_none_hash, pack_hashes
 
-#: Made by real vLLM of six versions, 0.28 to 0.33: chains, and the schemes that our plugin announced there.
+#: Chains made by six versions of real vLLM, 0.28 to 0.33, with the schemes that our plugin announced there.
 GOLDEN = json.loads(golden.OUT.read_text())
 VECTORS = [
     pytest.param(version, vector, id=f"{version}-{vector['scheme']['algorithm']}-{vector['scheme']['block_tokens']}")
@@ -43,7 +43,7 @@ def test_golden_vectors(version: str, vector: dict[str, Any]) -> None:
     made = Hasher(scheme)
     for name, case in golden.CASES.items():
         assert made.chain(golden.TOKENS, **case).hashes.hex() == vector["hashes"][name], name
-    if scheme.algorithm.startswith("sha256") and (seed or version >= "0.29"):  # else a random one
+    if scheme.algorithm.startswith("sha256") and (seed or version >= "0.29"):  # else the engine takes a random one
         assert default_none_hash(scheme.algorithm, seed or "vllm-none-hash") == scheme.none_hash
 
 
@@ -53,8 +53,8 @@ def test_every_version_and_algorithm_has_vectors() -> None:
     assert seen == {(version, algorithm) for version in GOLDEN for algorithm in DIGEST_BYTES}
 
 
-def test_a_scheme_that_nobody_here_knows_is_refused() -> None:
-    """vLLM 0.33 with EAGLE hashes what comes behind a block as well: such a worker is routed to by load."""
+def test_an_unknown_scheme_is_refused() -> None:
+    """vLLM 0.33 with EAGLE also hashes the tokens behind a block, so such a worker is routed to by load."""
     lookahead = GOLDEN["0.33.0"]["lookahead"]
     assert lookahead["extra_keys"] == "lookahead_1"
     good = GOLDEN["0.33.0"]["vectors"][0]["scheme"]

@@ -85,7 +85,9 @@ def test_a_well_behaved_tokenizer_gets_both_rules(file: dict[str, Any]) -> None:
         {"pre_tokenizer": {"type": "BertPreTokenizer"}},
     ],
 )
-def test_what_looks_back_or_rewrites_forbids_cuts_at_spaces(file: dict[str, Any], changed: dict[str, Any]) -> None:
+def test_patterns_that_look_back_and_normalizers_forbid_cuts_at_spaces(
+    file: dict[str, Any], changed: dict[str, Any]
+) -> None:
     assert not rules(file, **changed).spaces
 
 
@@ -121,7 +123,7 @@ def test_tokens_that_overlap_a_separator_forbid_it(file: dict[str, Any], other: 
     assert rules(file, added_tokens=[*file["added_tokens"], token(other, 128_900)]).separators == ()
 
 
-def test_what_the_file_does_not_tell_the_check_finds(file: dict[str, Any]) -> None:
+def test_texts_show_a_fault_that_the_file_does_not_show(file: dict[str, Any]) -> None:
     tokenizer = Tokenizer.from_str(json.dumps(file))
 
     def odd(text: str) -> list[int]:  # as if a merge went over letter and space

@@ -57,7 +57,7 @@ def made(encoder: Encoder, executor: ThreadPoolExecutor, template: str, **facts:
 
 
 def engine_text(template: str, messages: list[dict[str, Any]]) -> str:
-    """As vLLM renders it before it expands the placeholders."""
+    """The text that vLLM renders, before it expands the placeholders."""
     form = ChatTemplate(template).content_format
     seen = []
     for message in messages:
@@ -101,20 +101,18 @@ def conversation(rng: random.Random) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-async def test_what_is_certain_is_what_the_engine_has(
-    name: str, encoder: Encoder, executor: ThreadPoolExecutor
-) -> None:
-    """And nearly all of it: what is given up is the end before the first part."""
+async def test_certain_ids_are_those_of_the_engine(name: str, encoder: Encoder, executor: ThreadPoolExecutor) -> None:
+    """Nearly all ids before the first part are certain; only the last few before it are given up."""
     template, rng, kept, lost = TEMPLATES[name], random.Random(name), 0, 0
-    known = made(encoder, executor, template)
+    made_here = made(encoder, executor, template)
     for _ in range(40):
         messages = conversation(rng)
         text = engine_text(template, messages)
         first = min(at for mark in MARK.values() if (at := text.find(mark)) >= 0)
-        # Whatever the processor makes of the placeholder, ids before it stay: two very different expansions.
+        # Two very different expansions of the placeholder: the ids that both begin with are those that stay.
         one, other = (encoder.plain(text[:first] + more + text[first:]).tolist() for more in ("<img>" * 40, "\ue000"))
         request = parse("chat", json.dumps({"messages": messages}).encode())
-        ids, about = await known.beginning(request)
+        ids, about = await made_here.beginning(request)
         sure = common(one, other)
         assert ids == sure[: len(ids)]
         assert about > len(ids)
@@ -126,15 +124,15 @@ async def test_what_is_certain_is_what_the_engine_has(
 @pytest.mark.parametrize(
     ("template", "facts", "content"),
     [
-        (STRING, {"placeholders": {"image": None}}, [IMAGE]),  # the model puts its tokens in front of everything
+        (STRING, {"placeholders": {"image": None}}, [IMAGE]),  # this model puts its tokens in front of the text
         (STRING, {"placeholders": {}}, [IMAGE]),
         (HEAD + "{% for p in m.content %}{{ p.text }}{% endfor %}" + TAIL, {}, [IMAGE]),  # the template drops it
-        (STRING, {"multimodal": False}, [IMAGE]),  # the engine will refuse it
+        (STRING, {"multimodal": False}, [IMAGE]),  # the engine refuses such a request
         (STRING, {}, [{"type": "text", "text": 1}, {"a": 1}]),
         (PARTS + "{{ raise_exception('no') }}", {}, [IMAGE]),
     ],
 )
-async def test_where_the_place_is_not_known_nothing_is_certain(
+async def test_no_id_is_certain_where_the_place_of_a_part_is_not_known(
     template: str, facts: dict[str, Any], content: Any, encoder: Encoder, executor: ThreadPoolExecutor
 ) -> None:
     messages = [{"role": "system", "content": "word " * 99}, {"role": "user", "content": content}]
@@ -149,15 +147,17 @@ async def test_where_the_place_is_not_known_nothing_is_certain(
 
 
 @pytest.mark.parametrize("content", ["\ue0a1image", ["\ue0a1image"], [{"type": "text", "text": "\ue0a1image"}]])
-async def test_a_client_that_writes_our_word(content: Any, encoder: Encoder, executor: ThreadPoolExecutor) -> None:
+async def test_a_client_that_uses_our_word_gets_no_certain_ids(
+    content: Any, encoder: Encoder, executor: ThreadPoolExecutor
+) -> None:
     messages = [{"role": "developer", "content": content}, {"role": "user", "content": [IMAGE]}]
     request = parse("chat", json.dumps({"messages": messages}).encode())
     with pytest.raises(NotReproducible):
         await made(encoder, executor, PARTS).beginning(request)
 
 
-async def test_a_tokenizer_that_looks_ahead_is_not_believed(executor: ThreadPoolExecutor) -> None:
-    """Only ids that stay whatever follows are certain."""
+async def test_no_id_is_certain_if_it_depends_on_the_text_behind_it(executor: ThreadPoolExecutor) -> None:
+    """This tokenizer puts the length of the text first, so no id stays the same when text follows."""
     facts = Facts.of(Tokenizer.from_str(demo().artifacts()["tokenizer.json"].decode()))
     ahead = Encoder("ahead", lambda text, _: array("I", [len(text), *map(ord, text)]), False, facts, None)
     request = parse("chat", json.dumps({"messages": [{"role": "user", "content": [IMAGE]}]}).encode())

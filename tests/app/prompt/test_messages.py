@@ -11,7 +11,7 @@ from warmfleet.prompt.messages import NotReproducible
 
 
 def test_tools_are_dumped_as_vllm_does() -> None:
-    """Known fields in its order, no others; what is absent is null or left out; the tool's flag is its function's."""
+    """Only known fields, in vLLM's order. Absent fields are null or left out. A tool's flag is also its function's."""
     given = {"function": {"strict": True, "x": 1, "name": "f"}, "defer_loading": False, "cache_control": {}}
     plain = {"type": "function", "function": {"name": "g", "description": None, "parameters": {}, "strict": None}}
     assert json.dumps(chat.tool_schemas([given, plain])) == json.dumps(

@@ -1,4 +1,4 @@
-"""The most used prefixes are found among many prompts, within a bound; those of yesterday are not."""
+"""The most used prefixes are found among many prompts, in bounded memory; unused ones are forgotten."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG = 1_024
 
 
 def words(rng: random.Random, pieces: int) -> str:
-    """Text of so many pieces and a bit."""
+    """A text of so many pieces and a short rest."""
     return "".join(f" {rng.getrandbits(40):010x}z" for _ in range(pieces * LONG // 12 + 8))
 
 
@@ -23,7 +23,7 @@ def codes(text: str) -> array[int]:
 
 
 class World:
-    """Texts read by a trie whose tokens are characters."""
+    """Reads texts into a trie. Each character is a token."""
 
     def __init__(self, limit_bytes: int = 2**26) -> None:
         self.trie = Trie(limit_bytes)
@@ -90,7 +90,7 @@ def test_it_is_bounded_and_the_hot_one_survives_thousands_of_conversations() -> 
     assert [hot.startswith(text) for text in world.tops(1)] == [True]
 
 
-def test_yesterdays_prefixes_are_forgotten() -> None:
+def test_prefixes_that_are_no_longer_used_are_forgotten() -> None:
     world = World()
     hot = words(world.rng, 2)
     for _ in range(1_000):
@@ -104,7 +104,7 @@ def test_yesterdays_prefixes_are_forgotten() -> None:
     assert world.tops(), "a new day"
 
 
-def test_what_the_trie_has_evicted_is_neither_sent_nor_kept() -> None:
+def test_prefixes_that_the_trie_evicted_are_forgotten() -> None:
     world = World(limit_bytes=150_000)
     hot = words(world.rng, 2)
     for _ in range(3):
@@ -116,7 +116,7 @@ def test_what_the_trie_has_evicted_is_neither_sent_nor_kept() -> None:
     assert (world.tops(), len(world.uses)) == ([], 0)
 
 
-def test_ids_of_another_tokenizer_are_of_no_use() -> None:
+def test_a_new_identity_empties_the_counts() -> None:
     world = World()
     hot = words(world.rng, 2)
     for _ in range(5):

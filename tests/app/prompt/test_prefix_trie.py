@@ -1,4 +1,4 @@
-"""The prompt trie gives what there would be without it, for every prompt, and costs what is new."""
+"""With the prompt trie every prompt has the ids and hashes that it has without, and only new text costs time."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def same(found: Prompt, expected: tuple[list[int], list[bytes]]) -> bool:
 
 
 def compare(encoder: Encoder, prompts: int, seed: int, *, grid: int, limit_bytes: int) -> None:
-    """trie on = trie off; the trie is so small that it forgets all the time."""
+    """Compare prompts read with and without a trie that is so small that it evicts all the time."""
     trie, texts, rng = Trie(limit_bytes), Texts(seed, cuts_of(encoder).separators), random.Random(seed)
     for _ in range(prompts):
         text, special, salt = texts.next(), rng.random() < 0.3, rng.choice((None, None, "tenant"))
@@ -92,7 +92,7 @@ def compare(encoder: Encoder, prompts: int, seed: int, *, grid: int, limit_bytes
 
 
 @pytest.mark.parametrize("grid", [48, 1_024])
-def test_with_it_is_as_without_it(any_encoder: Encoder, grid: int) -> None:
+def test_the_trie_changes_no_prompt(any_encoder: Encoder, grid: int) -> None:
     compare(any_encoder, 320, seed=grid, grid=grid, limit_bytes=400_000)
 
 
@@ -105,11 +105,11 @@ def test_with_it_is_as_without_it(any_encoder: Encoder, grid: int) -> None:
 )
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("seed", range(4))
-def test_with_it_is_as_without_it_at_length(any_encoder: Encoder, seed: int) -> None:
+def test_the_trie_changes_no_prompt_in_long_runs(any_encoder: Encoder, seed: int) -> None:
     compare(any_encoder, 2_600, seed=seed, grid=(64, 1_024)[seed % 2], limit_bytes=(200_000, 4_000_000)[seed // 2])
 
 
-def test_what_each_kind_may_be_cut_at(any_encoder: Encoder, request: pytest.FixtureRequest) -> None:
+def test_the_rules_that_each_kind_of_tokenizer_passes(any_encoder: Encoder, request: pytest.FixtureRequest) -> None:
     kind = request.node.callspec.params["any_encoder"]
     cuts = cuts_of(any_encoder)
     assert cuts.spaces is (kind != "llama2")  # its normalizer puts a "▁" before every piece
@@ -164,7 +164,7 @@ def test_the_least_recently_used_leave_first_and_leaves_before_their_parents(enc
         assert len(trie.find(kept, read)) > len(kept) // 400
     huge = " ".join(texts.some(2_000) for _ in range(100))
     trie.read(huge, read)
-    assert len(trie.find(kept, read)) > len(kept) // 400  # one prompt may not drive out all others
+    assert len(trie.find(kept, read)) > len(kept) // 400  # one prompt must not evict all others
     for node in trie.find(kept, read):
         assert node.parent is not None
 
@@ -226,7 +226,7 @@ async def test_a_prompt_of_3_mb_does_not_stall_the_event_loop(encoder: Encoder) 
         request = Request("completions", "m", False, 1, 1, None, True, "", prompts=[text])
         shares = []
         for _ in range(3):
-            identity = Identity(encoder, None, {}, executor, Trie(10**8), encoder.cuts(""))  # nothing is known yet
+            identity = Identity(encoder, None, {}, executor, Trie(10**8), encoder.cuts(""))  # the trie is empty
             running = asyncio.ensure_future(identity.prompts(request, (CBOR,), None, 2_000))
             longest, before = 0.0, (began := time.perf_counter())
             while not running.done():

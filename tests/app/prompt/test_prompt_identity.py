@@ -1,4 +1,4 @@
-"""Messages → prompt text → token ids, as transformers and vLLM make them."""
+"""Messages become the prompt text and the token ids that transformers and vLLM make of them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def identity(encoder: Encoder, executor: ThreadPoolExecutor, template: str, **fa
 
 
 def transformers(messages: list[dict[str, Any]], **more: Any) -> str:
-    """What the library itself renders with CHATML."""
+    """The text that transformers renders with CHATML."""
     rendered: Any = render_jinja_template([messages], chat_template=CHATML, **more)
     return str(rendered[0][0])
 

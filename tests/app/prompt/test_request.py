@@ -1,4 +1,4 @@
-"""What a body must be, what it becomes, and which field is named when it is wrong."""
+"""Bodies become requests; for a wrong body the error names the field."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_prompts(prompt: Any, expected: Any) -> None:
         ("suffix", "x", "suffix"),
     ],
 )
-def test_what_cannot_be_foreseen(field: str, value: Any, reason: str) -> None:
+def test_fields_that_make_a_prompt_unforeseeable(field: str, value: Any, reason: str) -> None:
     assert parse("completions", json.dumps({"prompt": "x", field: value}).encode()).unforeseen == reason
 
 
@@ -95,7 +95,7 @@ def test_template_arguments_as_vllm_merges_them() -> None:
     assert request.add_special_tokens
 
 
-def test_what_means_as_the_server_likes_is_left_out() -> None:
+def test_null_and_auto_leave_the_choice_to_the_server() -> None:
     body = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": None, "style": "auto", "x": 0}}
     assert set(parse("chat", json.dumps(body).encode()).arguments) == {
         "x",
@@ -152,7 +152,7 @@ def test_bookings() -> None:
 
 
 def test_a_body_that_would_hold_up_others_is_refused_unread() -> None:
-    """32 MB of ids would take much of the event loop's time; as many bytes of text may be read."""
+    """32 MB of ids would hold up the event loop; 32 MB of text would not."""
     ids = b'{"prompt":[' + b"7," * 16_000_000 + b"7]}"
     began = time.process_time()
     with pytest.raises(TooLarge):
@@ -184,6 +184,6 @@ def test_a_body_that_would_hold_up_others_is_refused_unread() -> None:
         ("chat", {"messages": [USER], "user": "x" * 20_000}, False),
     ],
 )
-def test_what_no_engine_of_1000_tokens_takes(endpoint: Endpoint, body: Any, expected: bool) -> None:
-    """Told without looking at all of it, and not by what images weigh."""
+def test_prompts_that_are_too_long_for_every_engine(endpoint: Endpoint, body: Any, expected: bool) -> None:
+    """The estimate does not read the whole prompt, and images do not count."""
     assert too_long(parse(endpoint, json.dumps(body).encode()), 1_000) == expected

@@ -1,4 +1,4 @@
-"""Chat templates that nobody approved, in real processes: the same text, and limits that harm one request."""
+"""Chat templates that are not approved, in real processes: a limit harms only the request that meets it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAIN = (
     "{%- for m in messages %}<{{ m.role }}>{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}"
     "{%- if add_generation_prompt %}<assistant>{% endif %}"
 )
-#: What a template does with a message that says so; with any other it is well behaved.
+#: A template that makes mischief if the last message is "boom", and renders any other message.
 WHEN = "{% if messages[-1].content == 'boom' %}MISCHIEF{% endif %}{{ messages[-1].content }}"
 HOURS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 BOOM: list[Message] = [{"role": "user", "content": "boom"}]
@@ -39,7 +39,7 @@ def process(box: Sandboxed) -> psutil.Process:
 
 
 def limits(box: Sandboxed) -> dict[str, float]:
-    """Limits met so far, by kind."""
+    """How often each kind of limit was met."""
     [counter] = box._metrics.template_limits.collect()
     return {one.labels["limit"]: one.value for one in counter.samples}
 
@@ -82,7 +82,7 @@ async def test_a_limit_harms_the_request_that_meets_it(started: Callable[..., Sa
 @pytest.mark.parametrize(
     "mischief", ["{{ range(10**9) | list }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ 1 // 0 }}"]
 )
-async def test_what_only_fails_is_no_limit(started: Callable[..., Sandboxed], mischief: str) -> None:
+async def test_a_render_that_only_fails_meets_no_limit(started: Callable[..., Sandboxed], mischief: str) -> None:
     box = started(WHEN.replace("MISCHIEF", mischief))
     assert await refused(box) == "template"
     alive = process(box)
@@ -123,7 +123,7 @@ async def test_the_event_loop_and_the_others_go_on(started: Callable[..., Sandbo
     rounds = 0
     while not slow.done():
         assert "hello" in await good.render(HELLO, {}, {})
-        await asyncio.sleep(0.001)  # the loop's turn is another's
+        await asyncio.sleep(0.001)  # gives other tasks a turn
         rounds += 1
     assert rounds > 3, "another template does not wait for this one"
     assert await slow == "template_limit"
@@ -155,10 +155,10 @@ async def test_a_client_that_hangs_up_leaves_no_answer_behind(started: Callable[
     assert limits(box) == {}
 
 
-# ------------------------------------------------ who keeps doing it
+# ------------------------------------------------ a template that meets limits again and again
 
 
-async def test_repeated_offenders_are_left_alone_for_a_while(
+async def test_a_template_that_keeps_meeting_limits_is_held_back(
     started: Callable[..., Sandboxed], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(render_process, "FIRST_HOLD_S", 0.5)
@@ -177,7 +177,7 @@ async def test_repeated_offenders_are_left_alone_for_a_while(
     assert (box.state, box._hold_s) == ("sandbox", 1.0)
 
 
-# ------------------------------------------------ death and doors
+# ------------------------------------------------ how a process ends, and what it can reach
 
 
 async def test_a_process_that_dies_is_replaced(
@@ -227,7 +227,7 @@ def test_it_dies_with_its_replica() -> None:
     assert not alive
 
 
-async def test_it_has_nothing_of_its_replica(
+async def test_the_process_shares_nothing_with_its_replica(
     started: Callable[..., Sandboxed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WARMFLEET_REDIS_URL", "redis://user:s3cret@redis")

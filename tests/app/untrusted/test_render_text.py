@@ -1,4 +1,4 @@
-"""What a template makes in a process of its own is what it makes here."""
+"""A template renders the same text in a process of its own as in this process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HELLO: list[Message] = [{"role": "user", "content": "hello"}]
     ],
     ids=["unicode", "surrogate", "numbers", "large", "continued"],
 )
-async def test_the_text_is_what_this_process_would_make(
+async def test_a_process_renders_the_text_that_this_process_renders(
     started: Callable[..., Sandboxed], messages: list[Message], arguments: dict[str, Any]
 ) -> None:
     fixed = {"tools": [{"type": "function", "function": {"name": "f", "parameters": None}}], "bos_token": "<s>"}

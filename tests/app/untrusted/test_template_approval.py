@@ -1,4 +1,4 @@
-"""A replica whose workers brought templates that nobody approved: what they can do, and what approving changes."""
+"""Workers brought templates that are not approved: the harm that these can do, and the effect of an approval."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sha256(source: str) -> str:
 
 
 async def chat(router: Replica, content: str, model: str = "served") -> tuple[int, int]:
-    """Status, prompt tokens as counted there."""
+    """Status of the answer, and the prompt tokens that the router counted."""
     body = {"model": model, "messages": [{"role": "user", "content": content}]}
     status, headers, _ = await router.post(body, "/v1/chat/completions")
     return status, int(headers["x-warmfleet-prompt-tokens"])
@@ -141,10 +141,12 @@ async def test_approvals_outlive_redis_but_not_their_revocation(fleet: Fleet) ->
     await templates.close()
 
 
-async def test_a_revocation_counts_at_once_whatever_becomes_of_the_others(
+async def test_a_revocation_counts_at_once_even_if_another_model_cannot_be_read(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that does not compile is before it, another model's Redis key is damaged, and only an identity holds it."""
+    """Hard case: another template does not compile, another model's key in Redis is damaged, and the revoked template
+    has left the cache, so that only an identity holds it.
+    """
     monkeypatch.setattr(template_approval, "MAX_TEMPLATES", 2)
     damaged = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#damaged", timeouts=PATIENT)
     await fleet.redis.set(damaged.keys.operator_approved, "not a set")

@@ -1,4 +1,4 @@
-"""Tokenizers that workers bring: real processes try them, and what would end or stall a replica never reaches it."""
+"""Tokenizers that workers bring are tried in real processes; a harmful one never reaches the replica."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from tests.app.simulated import simulated, tokenizer_json
 from tests.conftest import poll
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from warmfleet.background import prober as probe
-from warmfleet.background import view_reader
+from warmfleet.background import prober, view_reader
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prefix_trie import Trie
-from warmfleet.prompt.prompt_identity import Identity as RouterIdentity
+from warmfleet.prompt.prompt_identity import Identity
 from warmfleet.prompt.request import Request, parse
 from warmfleet.prompt.tokenizer import Encoder
 from warmfleet.untrusted import tokenizer_trial
@@ -40,7 +39,7 @@ END = "<|end|>"
 
 
 def letters(normalizer: Normalizer | None = None, pre_tokenizer: PreTokenizer | None = None) -> bytes:
-    """A tokenizer.json that knows printable ASCII, with these parts."""
+    """A tokenizer.json with printable ASCII as its vocabulary, and these parts."""
     tokenizer = Tokenizer(models.BPE({chr(code): at for at, code in enumerate(range(33, 127))}, []))
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -50,12 +49,12 @@ def letters(normalizer: Normalizer | None = None, pre_tokenizer: PreTokenizer | 
 
 
 def raw(**parts: Any) -> bytes:
-    """The same with parts as a file has them: the library would refuse to make them."""
+    """``letters`` with parts in the form of a file: the library would refuse to build them."""
     return json.dumps(json.loads(letters()) | parts).encode()
 
 
 def split(pattern: str, *, words: bool = False) -> bytes:
-    """words: of a kind that fastokens does not take."""
+    """A tokenizer with this pattern. words: its model is of a kind that fastokens does not take."""
     tokenizer = Tokenizer.from_str(letters().decode())
     if words:
         tokenizer.model = models.WordLevel({"[UNK]": 0, "b": 1}, "[UNK]")
@@ -64,14 +63,14 @@ def split(pattern: str, *, words: bool = False) -> bytes:
 
 
 def scripted(special: str) -> bytes:
-    """Words, and a special token."""
+    """A tokenizer of words, with a special token."""
     tokenizer = Tokenizer.from_str(split(r"\s+", words=True).decode())
     tokenizer.add_special_tokens([special])
     return tokenizer.to_str().encode()
 
 
 def billions() -> bytes:
-    """A token whose id makes a table of 16 GB."""
+    """A tokenizer with an id for which the library makes a table of 16 GB."""
     said = json.loads(REAL)
     said["added_tokens"].append(said["added_tokens"][0] | {"id": 4 * 10**9, "content": "<far>"})
     return json.dumps(said).encode()
@@ -81,13 +80,13 @@ TEXT, TOKEN = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "
 
 
 def adding(pieces: list[Any], known: dict[str, Any]) -> dict[str, Any]:
-    """A post-processor that makes ``pieces`` of a text."""
+    """A post-processor that turns a text into ``pieces``."""
     pair = [TEXT, {"Sequence": {"id": "B", "type_id": 0}}]
     return {"type": "TemplateProcessing", "single": pieces, "pair": pair, "special_tokens": known}
 
 
 def charsmap(text: bytes) -> bytes:
-    """A table of SentencePiece's with this one replacement."""
+    """A table of SentencePiece with this one replacement."""
     content = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + text + b"\0").decode()
     return raw(normalizer={"type": "Precompiled", "precompiled_charsmap": content})
 
@@ -136,19 +135,19 @@ async def refusal(encoders: Encoders, content: bytes) -> Refused:
     return caught.value
 
 
-async def test_what_would_end_or_stall_a_replica_is_refused(encoders: Encoders) -> None:
+async def test_a_tokenizer_that_would_end_or_stall_a_replica_is_refused(encoders: Encoders) -> None:
     for content, reason in HOSTILE.values():
         assert reason in str(await refusal(encoders, content))
 
 
 @pytest.mark.long(minutes=1, shows="tokenizers that are too slow are refused as fatal ones are")
-async def test_so_is_what_takes_long(encoders: Encoders) -> None:
+async def test_a_tokenizer_that_is_slow_on_long_texts_is_refused(encoders: Encoders) -> None:
     for content, reason in SLOW.values():
         assert reason in str(await refusal(encoders, content))
 
 
 @pytest.mark.parametrize("content", [REAL, scripted(END)], ids=["fast", "slow"])
-async def test_one_that_passes_is_what_it_was_in_the_trial(encoders: Encoders, content: bytes) -> None:
+async def test_a_tokenizer_that_passes_encodes_as_in_its_trial(encoders: Encoders, content: bytes) -> None:
     here = Encoder.load(content)
     encoder, cuts = await encoders.take(content, f"{{{{ x }}}}{END}", trusted=False)
     assert encoder.fast == here.fast == (content == REAL)
@@ -181,7 +180,7 @@ async def test_a_refusal_is_remembered_for_a_while(encoders: Encoders, monkeypat
 
 
 @pytest.mark.parametrize("later_s", [0, 0.2])
-async def test_who_stops_waiting_leaves_no_process(encoders: Encoders, later_s: float) -> None:
+async def test_a_cancelled_trial_leaves_no_process(encoders: Encoders, later_s: float) -> None:
     before = set(psutil.Process().children())
     task = asyncio.ensure_future(encoders.take(SLOW["a quadratic pattern"][0], END, trusted=False))
     await poll(lambda: set(psutil.Process().children()) - before, what="its process")
@@ -204,7 +203,7 @@ async def test_a_worker_with_such_a_tokenizer_is_routed_to_by_load(
 
     monkeypatch.setattr(Encoders, "_judged", counted)
     monkeypatch.setattr(view_reader, "LOAD_RETRY_S", 0.0)
-    monkeypatch.setattr(probe, "IDENTITY_WAIT_S", 0.0)
+    monkeypatch.setattr(prober, "IDENTITY_WAIT_S", 0.0)
     content = HOSTILE["eight times ten"][0]
     monkeypatch.setattr(PromptTokenizer, "artifacts", lambda _: {"tokenizer.json": content})
     async with simulated(valkey_url, model), replica(valkey_url, model, trust_templates=False) as router:
@@ -225,16 +224,16 @@ async def test_a_worker_with_such_a_tokenizer_is_routed_to_by_load(
     assert "may make 100000000 characters of one" in caplog.text
 
 
-# ------------------------------------------------ what no trial can foresee
+# ------------------------------------------------ faults that a trial cannot find
 
 
 @pytest.mark.parametrize("words", [False, True], ids=["fast", "slow"])
-async def test_a_text_on_which_it_fails_costs_only_that_text(encoders: Encoders, *, words: bool) -> None:
+async def test_a_text_on_which_a_tokenizer_fails_is_routed_by_load(encoders: Encoders, *, words: bool) -> None:
     content = split(r"([\x{e000}-\x{e0ff}]+)+[b]", words=words)
     encoder, cuts = await encoders.take(content, "", trusted=False)
     assert encoder.fast != words
     with ThreadPoolExecutor(1) as executor:
-        identity = RouterIdentity(encoder, None, {}, executor, Trie(10**6), cuts)
+        identity = Identity(encoder, None, {}, executor, Trie(10**6), cuts)
         for inline in (10**6, 0):
             for text, reason in (("\ue005" * 40 + "xb", "tokenizer"), ("b\ud800", "unicode")):
                 with pytest.raises(NotReproducible) as caught:
@@ -248,6 +247,6 @@ def asked(text: str) -> Request:
 
 
 @pytest.mark.parametrize("case", ["a pattern without end", "an unknown special token", "no length", "no tokenizer"])
-def test_one_that_is_trusted_raises_no_panic(case: str) -> None:
+def test_a_trusted_tokenizer_raises_no_panic(case: str) -> None:
     with pytest.raises(ValueError, match=r"fails on a text|not a tokenizer"):
         Encoder.load(HOSTILE[case][0])

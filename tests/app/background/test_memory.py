@@ -1,0 +1,45 @@
+"""How full Redis is reaches the next tick, the metrics and the log."""
+
+from __future__ import annotations
+
+import pytest
+from tests.conftest import server as server_of
+from tests.conftest import valkey_binary
+
+from warmfleet.background.memory import MemoryWatch
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.upkeep import Pace
+from warmfleet.metrics import Metrics
+from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.pool import Pool, Pools
+
+
+async def test_memory_figures_reach_the_next_tick_the_metrics_and_the_log(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server_of(valkey_binary()) as url:
+        async with connect(url, timeout_s=5) as client:
+            fleet, metrics = Fleet(client, model), Metrics()
+            fleet.pace = Pace(min_gap_ms=0, short_ms=0)
+            watch = MemoryWatch(Pools([Pool(model, fleet, DegradedMode(1.0))]), metrics)
+            await client.config_set("maxmemory", (await fleet.memory()).used + 100_000)
+            await client.config_set("maxmemory-policy", "allkeys-lru")
+            for _ in range(2):
+                await watch.look()
+                await fleet.tick()
+            assert fleet.short
+            assert metrics.memory_used_ratio._value.get() > 0.85
+            assert metrics.memory_short._value.get() == 1
+            await client.config_set("maxmemory", 0)
+            await watch.look()
+            await fleet.tick()
+            await watch.look()
+            assert metrics.memory_short._value.get() == 0
+            assert len([line for line in caplog.messages if "maxmemory-policy is allkeys-lru" in line]) == 1
+            assert len([line for line in caplog.messages if "memory" in line or "room" in line]) == 3
+        fleet = Fleet(connect("unix:///nowhere/s"), model)
+        fleet.used_permille = 900
+        with pytest.raises(FleetUnavailable):
+            await MemoryWatch(Pools([Pool(model, fleet, DegradedMode(1.0))]), metrics).look()
+        assert fleet.used_permille == -1
