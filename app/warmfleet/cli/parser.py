@@ -54,7 +54,8 @@ routing, and prints the figures of both. The exit status is 0 if everything pass
 """
 
 WORKERS = """\
-Lists the engines that a replica knows: state, load, cache, age of the last heartbeat.
+Lists the engines that a replica knows: state, load, cache, age of the last heartbeat. Requests go to engines that are
+proven, suspected, load-only or approximate, and to no others. Exit status 1 if there is none.
 
 examples:
   warmfleet workers
@@ -63,9 +64,8 @@ examples:
 
 DRAIN = """\
 Takes engines out of rotation: no replica sends them a new request, what runs there finishes, and `warmfleet workers`
-shows them as draining with the requests that are left. A drain outlives restarts of the engine, of replicas and of
-Redis; it ends with --undo, or once Warmfleet has heard nothing of the engine for ten minutes. Stock engines without the
-plugin can be drained, too.
+shows them as draining with the requests that are left. A drain outlives restarts of the engine and of replicas. It
+ends with --undo, or when nothing was heard of the engine for ten minutes. Stock engines can be drained, too.
 
 examples:
   warmfleet drain gpu1.0 --model Qwen/Qwen3-8B           one engine core, by its name in `warmfleet workers`
