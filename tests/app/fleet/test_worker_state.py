@@ -237,6 +237,7 @@ class Life:
         await self.fleet.drain(self.core.worker_id, draining=False)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("seed", range(2))
 async def test_a_worker_lives_as_the_tables_say(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
     lived, rng, path, seen = Life(store, fleet), random.Random(seed), list[str](), set[tuple[str, str]]()
