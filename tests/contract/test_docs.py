@@ -167,6 +167,7 @@ def test_every_module_is_in_the_map_of_its_distribution(name: str) -> None:
     there, told = modules(ROOT / MAPS[name]), mapped(ROOT / name)
     assert len(there) > 10
     assert there - told == set()
+    assert {module for module in told if "/" in module} - there == set()
 
 
 @DOCUMENT
