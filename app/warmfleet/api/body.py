@@ -1,4 +1,4 @@
-"""A request's whole body, within limits of size and time."""
+"""Reads the whole body of a request, within limits of size and time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ BODY_TIMEOUT_S = 60.0  # the largest body at 4.5 Mbit/s; a slower client would h
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
-class HungUp(Exception):  # noqa: N818  not an error: the client is gone
-    pass
+class HungUp(Exception):  # noqa: N818  a condition, not an error
+    """The client closed its connection."""
 
 
 async def read_body(receive: Receive, length: int, settings: Settings) -> bytes:
-    """length: announced bytes, 0 if unknown. Raises TooLarge, BadRequest if it takes too long, HungUp."""
+    """The body. length: the bytes that its header announced, 0 if it announced none.
+
+    Raises TooLarge, BadRequest if it takes too long, and HungUp.
+    """
     limit = settings.body_max_bytes
     if length > limit:
         raise TooLarge(f"The body has {length} bytes; {limit} are allowed.")

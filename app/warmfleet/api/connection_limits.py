@@ -1,4 +1,4 @@
-"""What uvicorn lacks: a time limit and a size limit for request headers, and a limit of open connections."""
+"""Limits that uvicorn lacks: of time and size for request headers, and of open connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ HEADER_TIMEOUT_S = 10.0  # headers fit into a packet or two: a slower client hol
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A timer runs from the connection, or a request's first byte, until its headers are complete."""
+    """Closes a connection whose headers do not come, or come too long.
+
+    A timer runs from the connection, or from the first byte of a later request, until the headers are complete.
+    """
 
     header_timeout_s = HEADER_TIMEOUT_S
     max_connections = 4_096
@@ -67,6 +70,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited_protocol(header_timeout_s: float, max_connections: int) -> type[HttpToolsProtocol]:
-    """A protocol class for uvicorn's ``http=``: closes a connection whose headers do not come, or come too long."""
+    """A protocol class with these limits, for uvicorn's ``http=``."""
     limits = {"header_timeout_s": header_timeout_s, "max_connections": max_connections}
     return type("LimitedProtocol", (LimitedProtocol,), limits)

@@ -1,4 +1,4 @@
-"""What people ask about the fleet: models, workers, and why a request would go where. Values for JSON."""
+"""Answers about the fleet, as values for JSON: models, workers, and where a request would go and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def models(pools: Pools) -> list[dict[str, Any]]:
-    """Entries of /v1/models: everything some routable worker serves; a tag without workers by its own name."""
+    """Entries of /v1/models: every name that a routable worker serves; a model without workers by its own name."""
     names: dict[str, Pool] = {}
     for pool in pools.all:
         for name in pool.view.models or (pool.name,):
@@ -30,7 +30,7 @@ def models(pools: Pools) -> list[dict[str, Any]]:
 
 
 def gauges(pools: Pools, metrics: Metrics) -> None:
-    """What /metrics says of now: how old the readings are, every model's tail."""
+    """Set the metrics that are read when somebody looks: the age of the readings, and every model's TTFT window."""
     metrics.view_age_seconds.set(max(pool.view_age_s for pool in pools.all))
     for pool in pools.all:
         for share in SHOWN:
@@ -39,22 +39,22 @@ def gauges(pools: Pools, metrics: Metrics) -> None:
 
 
 async def workers(pool: Pool) -> dict[str, Any]:
-    """Every worker of one model, as Redis has it now; from the last reading while Redis is away."""
+    """Every worker of one model as Redis has it now, or as the last reading had it while Redis is away."""
     fresh, truth, memory, line = True, Truth(), Memory(0, 0, ""), Line(0, 0, 0.0, {})
     try:
         found = await pool.fleet.workers()
         truth, memory, line = await pool.fleet.truth(found), await pool.fleet.memory(), await pool.fleet.poll()
     except FleetUnavailable:
         found, fresh = list(pool.view.workers), False
-    known = pool.view.identity
+    identity = pool.view.identity
     return {
         "model": pool.tag,
         "fresh": fresh,
         "policy": pool.policy.name,
         "policy_by": pool.policy.source,
-        "identity": known.kind if known else "text" if pool.view.text else "none",
-        "template": known.template if known else "none",
-        "tokenizer": known.tokenizer if known else "none",
+        "identity": identity.kind if identity else "text" if pool.view.text else "none",
+        "template": identity.template if identity else "none",
+        "tokenizer": identity.tokenizer if identity else "none",
         "queue": {"waiting": line.waiting, "prompt_tokens": line.tokens, "work_s": line.work_s},
         "ttft": pool.ttft.figures(),
         "index": {
@@ -69,7 +69,7 @@ async def workers(pool: Pool) -> dict[str, Any]:
 
 
 def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
-    """truth: None for approximate workers, and while Redis is away."""
+    """truth: the state of its index; None for approximate workers, and while Redis is away."""
     return {
         "worker_id": worker.worker_id,
         "url": worker.url,
@@ -90,7 +90,7 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
 
 
 async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:
-    """Where ``request`` would go now and what every worker would cost. Books nothing. Raises as ``Fleet.explain``."""
+    """Where ``request`` would go now, and the cost of every worker. Books nothing. Raises as ``Fleet.consider``."""
     prompt = await pool.identify(request, settings.expected_output_tokens)
     order = pool.policy.order(pool.view, request, hints.session)
     reservation = new_reservation(prompt.prompt_count)

@@ -1,4 +1,4 @@
-"""The only module that speaks HTTP to engines on the request path: bytes out, bytes back, none of them read.
+"""The only module that speaks HTTP to engines on the request path. It reads no byte of a request or an answer.
 
 Redirects are not followed, and only allowed addresses are connected to (``allowed_addresses``).
 """
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.allowed_addresses import Addresses
 
-#: What is raised before a byte of the request has left.
+#: Errors that are raised before a byte of the request has left.
 NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 CONNECT_TIMEOUT_S = 2.0  # an engine within reach accepts within milliseconds; then another worker is tried
 KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: ours must go first
 DNS_CACHE_S = 10
 MAX_ADDRESSES = 4_096
 READ_BUFFER_BYTES = 65_536
-#: A machine that vanished is noticed after 25 s. (A frozen process is not: its kernel answers. See ``silence``.)
+#: A machine that vanished is noticed after 25 s. A frozen process is not, because its kernel answers: requests that
+#: wait for one are ended by pools/stalled_requests.py.
 TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
 
 
@@ -66,7 +67,7 @@ class Upstream:
         self._session: aiohttp.ClientSession = None  # type: ignore[assignment]  # until open()
 
     async def open(self) -> None:
-        """Make the pool; it belongs to the running event loop."""
+        """Make the pool of connections; it belongs to the running event loop."""
         reuse = aiohttp.TraceConfig()
         reuse.on_connection_reuseconn.append(_mark_reused)
         self._session = aiohttp.ClientSession(
@@ -86,10 +87,10 @@ class Upstream:
         )
 
     async def post(self, base: str, path: str, body: bytes, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
-        """Send ``body`` as it is and return when the answer's headers are there. Close the answer.
+        """Send ``body`` as it is; returns when the answer's headers are there. Close the answer.
 
-        A connection from the pool that turns out dead is replaced once. Raises UpstreamGone if no byte came back:
-        not ``refused`` if that first connection was dead, for it may have died of the request.
+        A connection of the pool that turns out dead is replaced once. Raises UpstreamGone if no byte came back. It is
+        not ``refused`` if the first connection was dead, because the engine may have died of the request.
         """
         for attempt in (1, 2):
             used = SimpleNamespace(reused=False)

@@ -1,4 +1,4 @@
-"""LoRA adapters: which workers serve them, and by which path, for it is part of their block hashes. Pure."""
+"""LoRA adapters: the workers that serve them, and the paths, which are part of their block hashes. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that some worker serves. path: part of its block hashes. lacking: workers that do not serve it."""
+    """A LoRA adapter that some worker serves. lacking: ids of the workers that do not serve it from this path."""
 
     path: str
     lacking: tuple[str, ...] = ()
 
 
 def adapters_of(workers: Sequence[WorkerView]) -> dict[str, Adapter]:
-    """Every adapter by its name. Workers that have it from another path than most hash otherwise: they "lack" it."""
+    """Every adapter by its name, with the path that most of its workers have it from.
+
+    A worker that has it from another path makes other block hashes, so it counts as lacking the adapter.
+    """
     groups: dict[frozenset[tuple[str, str]], list[WorkerView]] = {}
     for worker in workers:
         groups.setdefault(frozenset(_loras(worker).items()), []).append(worker)

@@ -1,4 +1,4 @@
-"""Which policy a model's decisions follow, and where a consistent-hash ring would look. The rules are in lua/."""
+"""The policy that a model's decisions follow, and the hash rings that some policies look at. The rules are in lua/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 POINTS = 256  # of each worker on the ring: KubeAI's default, as are the characters
 PREFIX_CHARACTERS = 100
-HOMES = 8  # of a session's workers, first to last, so many are told: one of them will be there
+HOMES = 8  # so many of a session's workers are told to a decision: one of them will be there
 
 
 class PolicyChoice:
@@ -30,19 +30,24 @@ class PolicyChoice:
 
     @property
     def name(self) -> str:
+        """The policy in force."""
         return self.operators or self.configured
 
     @property
     def source(self) -> str:
+        """For people: ``operator`` or ``setting``."""
         return "operator" if self.operators else "setting"
 
-    def follow(self, told: str) -> bool:
-        """Take what the operator told, "" for nothing, as is an unknown name; returns whether the policy changed."""
-        before, self.operators = self.name, told if told in POLICIES else ""
+    def follow(self, ordered: str) -> bool:
+        """Follow the operator's order; returns whether the policy changed.
+
+        "" means that there is no order, and so does a policy that only a later version knows.
+        """
+        before, self.operators = self.name, ordered if ordered in POLICIES else ""
         return before != self.name
 
     def order(self, view: View, request: Request, session: bytes) -> tuple[str, ...]:
-        """Where a ring would look for this request, first to last; empty where the policy asks for none."""
+        """The workers that a hash ring names for this request, best first; empty if the policy looks at no ring."""
         if self.name == "chwbl":
             return self.ring.order(prefix_key(request, view.adapters), view.ids, len(view.ids))
         session = session or request.cache_key.encode("utf-8", "surrogatepass")
@@ -51,7 +56,7 @@ class PolicyChoice:
         return ()
 
     def orders(self, view: View, request: Request, session: bytes) -> dict[str, tuple[str, ...]]:
-        """The same for each policy that looks at a ring, whatever the policy is now: for the decision log."""
+        """The same for every policy that looks at a ring, for the decision log."""
         session = session or request.cache_key.encode("utf-8", "surrogatepass")
         found = {"chwbl": self.ring.order(prefix_key(request, view.adapters), view.ids, len(view.ids))}
         homes = self.ring.order(session, view.ids, HOMES) if session else ()
@@ -59,7 +64,7 @@ class PolicyChoice:
 
 
 class Ring:
-    """A consistent-hash ring of workers, made anew when they are others."""
+    """A consistent-hash ring of workers. It is made anew when the workers change."""
 
     def __init__(self) -> None:
         self._points: dict[str, list[int]] = {}
@@ -67,7 +72,7 @@ class Ring:
         self._names: Sequence[str] = ()
 
     def order(self, key: bytes, workers: Sequence[str], limit: int) -> tuple[str, ...]:
-        """The first ``limit`` different workers from the hash of ``key`` on."""
+        """The first ``limit`` different workers that the ring names from the hash of ``key`` on."""
         if workers != self._names:
             self._build(workers)
         ring, names, found = self._ring, self._names, dict[str, None]()
@@ -88,8 +93,10 @@ class Ring:
 
 
 def prefix_key(request: Request, adapters: Collection[str] | Mapping[str, object]) -> bytes:
-    """What ``chwbl`` hashes: the adapter's name and the first characters of the prompt, of a chat of its first user
-    message; of token ids their digits."""
+    """The bytes that ``chwbl`` hashes: the adapter's name and the first characters of the prompt.
+
+    A chat's prompt is here the text of its first user message; token ids count as their digits.
+    """
     adapter = request.model if request.model in adapters else ""
     text = ""
     if request.messages:

@@ -1,7 +1,7 @@
-"""How long clients wait for their first byte, by model, and the time to first token that decisions aim at.
+"""How long the clients of a model wait for their first byte, and the time to first token that decisions aim at.
 
-Waits are counted in buckets 9 % wide, so a quantile is right to half of that whatever the distribution, at one addition
-for each request and a fixed size. What is older than a window is forgotten a twelfth of it at a time.
+Waits are counted in buckets that are 9 % wide. So a quantile is right to 4.5 % for any distribution, a request costs
+one addition, and the size is fixed. Waits older than the window are forgotten, a twelfth of the window at a time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 
 WINDOW_S = 60.0
 SLICES = 12
-LEAST_S = 1e-4  # of the first bucket; what is quicker counts as that
+LEAST_S = 1e-4  # a shorter wait counts as so long
 PER_OCTAVE = 8  # buckets between a wait and twice as long a one
 BUCKETS = 24 * PER_OCTAVE  # up to 1,677 s
-MET, FOLLOWED = (
-    0.9,
-    0.5,
-)  # quantiles: what must meet the objective, what is in force at most (app/docs/decisions.md)
-ENOUGH = 50  # waits in the window: of fewer a quantile is chance, and there is no objective
+MET = 0.9  # the quantile of the waits that must meet the objective (app/docs/decisions.md)
+FOLLOWED = 0.5  # the objective in force is no longer than this quantile of the waits
+ENOUGH = 50  # waits in the window: a quantile of fewer is chance, so there is no objective then
 SHOWN = (0.5, 0.9, 0.99)
 _SCALE = PER_OCTAVE / math.log(2)
 _OFFSET = math.log(LEAST_S) * _SCALE
@@ -42,7 +40,7 @@ class TtftWindow:
         self._in_force_s: float | None = None  # until a slice ends
 
     def observe(self, seconds: float) -> None:
-        """One request's wait."""
+        """Count one request's wait."""
         self._turn()
         bucket = int(math.log(seconds) * _SCALE - _OFFSET) if seconds > LEAST_S else 0
         bucket = min(bucket, BUCKETS - 1)
@@ -51,7 +49,7 @@ class TtftWindow:
         self.count += 1
 
     def quantile(self, share: float) -> float:
-        """Seconds that this share of the waits did not exceed, to 4.5 %; 0 if there were none."""
+        """Seconds that this share of the waits did not exceed, right to 4.5 %; 0 if there were no waits."""
         self._turn()
         rank, seen = max(1, math.ceil(share * self.count)), 0
         for bucket, count in enumerate(self._total):
@@ -62,7 +60,11 @@ class TtftWindow:
 
     @property
     def in_force_s(self) -> float:
-        """While 10 % wait longer than the objective: it, or the median wait if that is shorter; else 0, none."""
+        """The time to first token that decisions aim at now; 0 if they aim at none.
+
+        They aim at one while more than 10 % of the requests wait longer than the objective: at the objective, or at the
+        median wait if that is shorter.
+        """
         if not self.objective_s:
             return 0.0
         self._turn()
@@ -72,7 +74,7 @@ class TtftWindow:
         return self._in_force_s
 
     def figures(self) -> dict[str, float]:
-        """For people: requests of the window, P50, P90, P99, the objective and what of it is in force, in seconds."""
+        """For people: the number of waits, and in seconds P50, P90, P99, the objective, and the one in force."""
         shares = {f"p{round(100 * share)}_s": self.quantile(share) for share in SHOWN}
         return {"requests": self.count, **shares, "objective_s": self.objective_s, "in_force_s": self.in_force_s}
 
@@ -81,8 +83,8 @@ class TtftWindow:
         now = int(self._clock() / self._slice_s)
         if now == self._now:
             return
-        for one in range(max(self._now, now - SLICES) + 1, now + 1):
-            old = self._slices[one % SLICES]
+        for time_slice in range(max(self._now, now - SLICES) + 1, now + 1):
+            old = self._slices[time_slice % SLICES]
             for bucket, count in enumerate(old):
                 if count:
                     self._total[bucket] -= count

@@ -1,6 +1,7 @@
-"""A sampled log of decisions: all that a choice saw, to make it again. No prompt, no block hash, no session key.
+"""A sampled log of decisions: everything that a choice saw, so that ``warmfleet replay`` can make it again.
 
-One JSON object per line (``record``). Written by a thread: a slow disk costs records, never a request's time.
+It holds no prompt, no block hash and no session key. A line is one JSON object (``record``). A thread writes it, so a
+slow disk costs records of the log and no request's time.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.decision_log")
 
-MAX_BYTES = 64 * 2**20  # of the file; it is then kept as FILE.1, in the place of an earlier one
-MAX_WAITING = 1_000
+MAX_BYTES = 64 * 2**20  # of the file; a full file replaces FILE.1
+MAX_WAITING = 1_000  # records; while so many wait for the disk, new ones are dropped and counted
 LOG_EVERY_S = 60.0
 Rings = dict[str, list[str]]
 
@@ -36,10 +37,13 @@ Rings = dict[str, list[str]]
 def record(
     model: str, ask: Ask, weights: Weights, decision: Decision, rings: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """What lua/replay.lua needs of a decision that was told, and what came of it. rings: policy -> order."""
+    """One line of the log: what lua/replay.lua needs to make the decision again, and how it came out.
+
+    rings: the order of the hash ring, by policy. Raises ValueError if Redis was not asked to tell what the choice saw.
+    """
     seen = decision.seen
     if seen is None:
-        raise ValueError("this decision was not told what it saw")
+        raise ValueError("Redis did not tell what this decision saw")
     median, block_tokens, turn, now_ms = seen.context
     return {
         "at": round(time.time(), 3),
@@ -65,10 +69,10 @@ def record(
 
 
 class DecisionLog:
-    """``share`` of all decisions goes to ``path``; an empty path takes none. Raises BadArgument for one that cannot be
-    written."""
+    """Writes a share of all decisions to a file; an empty path turns it off."""
 
     def __init__(self, path: str, share: float, metrics: Metrics, max_bytes: int = MAX_BYTES) -> None:
+        """share: 0 to 1. Raises BadArgument if the file cannot be written."""
         self._path = Path(path) if path else None
         self._share = share if path else 0.0
         self._metrics = metrics
@@ -86,30 +90,31 @@ class DecisionLog:
         """Whether the next decision belongs to the sample."""
         return self._share > 0.0 and random.random() < self._share
 
-    def note(self, one: dict[str, Any]) -> None:
+    def note(self, line: dict[str, Any]) -> None:
+        """Write this record soon; if too many wait already, drop it and count that."""
         try:
-            self._waiting.put_nowait(one)
+            self._waiting.put_nowait(line)
         except queue.Full:
             self._metrics.decision_log.labels("dropped").inc()
 
     def open(self) -> None:
-        """Start to write."""
+        """Start the thread that writes."""
         if self._path is None:
             return
         self._thread = threading.Thread(target=self._run, name="decision-log", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """What waits is written, if that takes no longer."""
+        """Write the records that wait, unless that takes longer than ``timeout_s``."""
         if self._thread is not None:
             with suppress(queue.Full):
                 self._waiting.put(None, timeout=timeout_s)
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (one := self._waiting.get()) is not None:
+        while (line := self._waiting.get()) is not None:
             try:
-                self._write(orjson.dumps(one) + b"\n")
+                self._write(orjson.dumps(line) + b"\n")
             except (OSError, TypeError) as error:  # TypeError: orjson refuses a record
                 self._metrics.decision_log.labels("failed").inc()
                 if time.monotonic() - self._logged_at >= LOG_EVERY_S:

@@ -1,4 +1,4 @@
-"""Tenants kept apart, in our index and in the engines' caches: every request gets a ``cache_salt`` of its tenant."""
+"""Keeps tenants apart, in the index and in the engines' caches: every request gets a ``cache_salt`` of its tenant."""
 
 from __future__ import annotations
 
@@ -17,32 +17,37 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
 
 FLOW_BYTES = 8
-SALT_BYTES = 16  # nobody guesses another's, and two tenants never share one by chance
+SALT_BYTES = 16  # too many to guess another tenant's, or for two tenants to share one by chance
 
 
 class Tenancy:
-    """``key``: the operator's secret, empty = off. ``header``: whose value names the tenant."""
+    """Tells the tenant of a request, and gives the request that tenant's salt."""
 
     def __init__(self, key: str, header: str) -> None:
+        """key: the operator's secret; without one, tenants are not kept apart. header: its value names the tenant."""
         self._key = key.encode()
         self._header = header.lower().encode("latin-1")
 
     def name(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        """The tenant of a request: all values of the header, so that a second one makes nobody somebody else."""
-        return self._told(headers) if self._key else b""
+        """The tenant of a request, b"" if tenants are not kept apart.
 
-    def _told(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+        It is made of all values of the header, so a client that sends a second one does not become another tenant.
+        """
+        return self._values(headers) if self._key else b""
+
+    def _values(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         return b"\0".join([value for name, value in headers if name == self._header])
 
     def flow(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        """Whose turn a request takes in the queue: the same header, key or not, in 8 bytes that tell nobody its value.
+        """The tenant by whom the queue takes turns, as 8 bytes that do not tell the header's value.
 
-        Two tenants of one flow share its turns, which one in 10^19 pairs does by chance.
+        It is there whether tenants are kept apart or not. Two tenants of the same flow share its turns; by chance one
+        pair in 10^19 does.
         """
-        return hashlib.blake2b(self._told(headers), digest_size=FLOW_BYTES, key=self._key[:64]).digest()
+        return hashlib.blake2b(self._values(headers), digest_size=FLOW_BYTES, key=self._key[:64]).digest()
 
     def isolate(self, request: Request, body: bytes, tenant: bytes) -> bytes:
-        """Give ``request`` the tenant's salt; returns the body that tells the engine so."""
+        """Give ``request`` the tenant's salt; returns the body that tells the engine the same."""
         salt = self.salt(tenant, request.salt)
         if salt == request.salt:
             return body
@@ -50,9 +55,9 @@ class Tenancy:
         return with_key(body, "cache_salt", orjson.dumps(salt))
 
     def salt(self, tenant: bytes, own: str | None) -> str | None:
-        """The tenant's salt; ``own`` is what the client asked for, so that a tenant can divide itself further."""
+        """The salt of a tenant's request. own: the salt that the client asked for; it divides the tenant further."""
         if not self._key:
             return own
-        told = b"%d:%s%s" % (len(tenant), tenant, (own or "").encode("utf-8", "surrogatepass"))
-        digest = hmac.digest(self._key, told, hashlib.sha256)[:SALT_BYTES]
+        message = b"%d:%s%s" % (len(tenant), tenant, (own or "").encode("utf-8", "surrogatepass"))
+        digest = hmac.digest(self._key, message, hashlib.sha256)[:SALT_BYTES]
         return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()

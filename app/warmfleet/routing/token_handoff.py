@@ -1,9 +1,9 @@
 """Token hand-off: an engine is given the token ids that the router has made, so that it does not tokenise again.
 
-Completions take them as their ``prompt``, chats as ``kv_transfer_params.prompt_token_ids`` (vLLM 0.32 and newer); all
-else in a request stays, byte for byte, so the answer is the one that the text would have got. Only what is certain is
-handed off: exact ids, made with the identity that this very worker announced, to a worker that is proven. Whatever
-speaks against it, the engine gets the request as it came.
+Completions take them as their ``prompt``, chats as ``kv_transfer_params.prompt_token_ids`` (vLLM 0.32 and newer). Every
+other byte of the request stays, so the answer is the same as for the text. Only exact ids are handed off, and only to a
+worker that is proven and announced the identity that made them. In every other case the engine gets the request as the
+client sent it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.token_handoff")
 
-#: Statuses by which an engine may mean the ids: then it gets the text, and what it says to that is the answer.
+#: Statuses by which an engine may refuse the ids: then it is sent the text, and its answer to that counts.
 REFUSALS = (400, 413, 422)
-PAUSE_S = 300.0  # a worker that refused ids and took the text gets none for this long
-CHECK_EVERY = 12  # one request of so many goes as text: what the engine counts in it shows a tokenizer that changed
-MAX_VIEW_AGE_S = 5.0  # of an older reading nobody knows whether the worker is still the one that announced it
+PAUSE_S = 300.0  # a worker that refused ids and took the text gets no ids for so long
+CHECK_EVERY = 12  # one request of so many goes as text: the engine's own count of tokens then shows a changed tokenizer
+MAX_VIEW_AGE_S = 5.0  # after an older reading the worker may be another process with another tokenizer
 MAX_WORKERS = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One request's prompts as ids, and what made them. ``reason``: why none are to be handed off, else empty.
+    """The token ids of one request that a worker may get.
 
-    characters: of a single text, as a completion has it.
+    identity_key: the tokenizer and template that made them. reason: why no ids may be handed off; empty if they may.
+    characters: the length of the prompt if it is a single text, as a completion may have it.
     """
 
     prompts: tuple[Prompt, ...] = ()
@@ -49,7 +50,7 @@ NOTHING = Offer(reason="unknown")
 
 
 def offer(request: Request, prompt: IdentifiedPrompt) -> Offer:
-    """What could be handed off of this request, to a worker that takes it."""
+    """The token ids of this request, or the reason why no worker may get them."""
     if request.text_only:
         return Offer(reason="text")
     if any(isinstance(given, list) for given in request.prompts):
@@ -61,7 +62,7 @@ def offer(request: Request, prompt: IdentifiedPrompt) -> Offer:
 
 
 class Handoff:
-    """Decides for one replica what is handed off to whom, and remembers who refused."""
+    """Decides for one replica which requests go out with token ids, and remembers the workers that refused them."""
 
     def __init__(self, metrics: Metrics, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -70,7 +71,7 @@ class Handoff:
         self._paused_until: dict[str, float] = {}
 
     def body(self, given: Offer, endpoint: Endpoint, raw: bytes, view: View, worker_id: str) -> bytes | None:
-        """What to send to this worker in place of ``raw``; None if that itself."""
+        """``raw`` with the token ids in it; None if this worker is to get ``raw`` itself."""
         if not self._enabled:
             return None
         reason = given.reason or self._against(given, endpoint, view, worker_id)
@@ -79,7 +80,7 @@ class Handoff:
         return made
 
     def refused(self, worker_id: str, status: int) -> None:
-        """This worker refused a request with ids, and took it with its text."""
+        """This worker refused a request with ids, and took the same request with its text."""
         self._results.labels("refused").inc()
         if len(self._paused_until) >= MAX_WORKERS:
             self._paused_until.clear()
@@ -88,6 +89,7 @@ class Handoff:
         logger.warning(text, worker_id, status, PAUSE_S)
 
     def _against(self, given: Offer, endpoint: Endpoint, view: View, worker_id: str) -> str:
+        """Why this worker gets no ids; empty if it does."""
         able = view.handoff.get(worker_id)
         if able is None or able.identity_key != given.identity_key or endpoint not in able.endpoints:
             return "worker"

@@ -1,0 +1,172 @@
+"""An attempt gives back exactly what it took, once, from every state."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Decision
+from warmfleet.metrics import Metrics
+from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.pool import Pool
+from warmfleet.routing.attempt import Attempt, Attempts, AttemptState
+from warmfleet.routing.tickets import Tickets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from warmfleet.fleet import Fleet
+    from warmfleet.fleet.reservations import Outcome
+
+NAME = "wf-0attempt"
+DECISION = Decision(NAME, "booked", "w.0", "w", "http://w", 0, 10, False, False, 0.1, 0, False, 10, 20)
+
+
+class Store:
+    """What Redis is told: settled outcomes and tickets that were left. ``away``: it takes no outcome."""
+
+    def __init__(self) -> None:
+        self.settled: list[Outcome] = []
+        self.left: list[str] = []
+        self.away = False
+        self.limits = SimpleNamespace(max_engine_wait_s=1.0)
+        self.timeouts = SimpleNamespace(request_s=1.0)
+
+    async def settle(self, reservation: str, outcome: Outcome) -> str:
+        assert reservation == NAME
+        await asyncio.sleep(0)
+        if self.away:
+            raise FleetUnavailable("away")
+        self.settled.append(outcome)
+        return "SETTLED"
+
+
+class RecordedTickets(Tickets):
+    def leave(self, pool: Pool, ticket: str) -> None:
+        cast("Any", pool.fleet).left.append(ticket)
+
+
+def begun() -> tuple[Attempt, Attempts, Store]:
+    store = Store()
+    pool = Pool("m", cast("Fleet", store), DegradedMode(1.0))
+    attempts = Attempts(RecordedTickets(), Metrics())
+    return Attempt(attempts, pool, NAME), attempts, store
+
+
+def asked(attempt: Attempt) -> None:
+    attempt.asks()
+
+
+def queued(attempt: Attempt) -> None:
+    attempt.asks()
+    attempt.queued()
+
+
+def refused(attempt: Attempt) -> None:
+    attempt.asks()
+    attempt.queue_refused()
+
+
+def booked(attempt: Attempt) -> None:
+    queued(attempt)
+    attempt.asks()
+    attempt.booked(DECISION)
+
+
+def unanswered(attempt: Attempt) -> None:
+    attempt.asks()
+    attempt.unanswered()
+    attempt.chose_without_redis(DECISION)
+
+
+def not_booked(attempt: Attempt) -> None:
+    attempt.asks()
+    attempt.not_booked()
+    attempt.chose_without_redis(DECISION)
+
+
+def never_asked(attempt: Attempt) -> None:
+    attempt.chose_without_redis(DECISION)
+
+
+@pytest.mark.parametrize(
+    ("way", "state", "settled", "leaves"),
+    [
+        (lambda _: None, AttemptState.NEW, [], False),
+        (asked, AttemptState.ASKED, ["finished"], True),
+        (queued, AttemptState.QUEUED, [], True),
+        (refused, AttemptState.NEW, [], False),
+        (booked, AttemptState.BOOKED, ["finished"], False),
+        (unanswered, AttemptState.QUEUED, ["cancelled"], True),
+        (not_booked, AttemptState.QUEUED, [], True),
+        (never_asked, AttemptState.NEW, [], False),
+    ],
+)
+async def test_release_gives_back_what_was_taken_once(
+    way: Callable[[Attempt], None], state: AttemptState, settled: list[str], leaves: bool
+) -> None:
+    attempt, attempts, store = begun()
+    way(attempt)
+    assert attempt.state is state
+    assert (NAME in attempt.pool.reservations) == (state is AttemptState.BOOKED)
+    for _ in range(2):
+        await attempt.release("finished")
+        assert attempt.state is AttemptState.RELEASED
+    await attempts.drained()
+    assert store.settled == settled
+    assert store.left == ([NAME] if leaves else [])
+    assert len(attempt.pool.reservations) == 0
+    assert not attempt.pool.degraded.in_flight
+
+
+async def test_the_worker_is_told_only_a_reservation_that_is_booked() -> None:
+    attempt, attempts, _ = begun()
+    attempt.chose_without_redis(DECISION)
+    assert (attempt.owner, attempt.reservation_word) == ("unbooked", "fallback")
+    await attempt.release("finished")
+    attempt, attempts, _ = begun()
+    booked(attempt)
+    assert (attempt.owner, attempt.reservation_word) == (NAME, "booked")
+    await attempt.release("finished")
+    await attempts.drained()
+
+
+async def test_the_prefill_is_given_back_at_the_first_token_and_not_after_the_end() -> None:
+    attempt, attempts, store = begun()
+    booked(attempt)
+    attempt.prefill_done()
+    renewal = attempt.pool.reservations.renewal(NAME)
+    assert renewal is not None
+    assert (renewal.prefill_tokens, renewal.decode_tokens, renewal.started) == (0, 20, True)
+    await attempt.release("finished")
+    attempt.prefill_done()
+    await attempts.drained()
+    assert store.settled == ["started", "finished"]
+
+
+async def test_an_outcome_that_redis_does_not_take_is_kept() -> None:
+    attempt, attempts, store = begun()
+    booked(attempt)
+    store.away = True
+    attempt.prefill_done()
+    await attempt.release("failed")
+    await attempts.drained()
+    assert attempt.pool.reservations.outcomes() == [(NAME, "failed")]
+    attempt.pool.reservations.outcome_taken(NAME)
+    assert attempt.pool.reservations.outcomes() == []
+
+
+async def test_a_cancelled_release_still_settles() -> None:
+    attempt, attempts, store = begun()
+    booked(attempt)
+    task = asyncio.ensure_future(attempt.release("cancelled"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await attempts.drained()
+    assert store.settled == ["cancelled"]
