@@ -84,6 +84,7 @@ async def test_lost_events_are_healed_even_if_no_router_asks(
         await poll(lambda: publisher.state.joined)
         tracker.stored(hashes(300))
         await poll(lambda: publisher.state.snapshots == 1)  # no upkeep runs
+        assert publisher.state.joins == 1, "not healed by a new join after a TTL"
     async with upkeep(fleet):
         await equal(fleet, tracker)
 
