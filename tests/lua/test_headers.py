@@ -57,7 +57,7 @@ def test_every_script_is_known_to_python() -> None:
 
 
 def test_every_part_is_included_by_a_command() -> None:
-    """Shared parts by two at least; the others only by the command whose name their folder has."""
+    """A shared part by two commands at least, any other part by the command whose name its folder has."""
     users: dict[str, set[str]] = {part: set() for part in PARTS}
     for command, text in COMMANDS.items():
         todo = INCLUDE.findall(text)
@@ -68,6 +68,14 @@ def test_every_part_is_included_by_a_command() -> None:
     for part, commands in users.items():
         folder = part.partition("/")[0]
         assert len(commands) > 1 if folder == "shared" else commands >= {folder}, part
+
+
+def test_the_readme_maps_every_file() -> None:
+    readme = (LUA / "README.md").read_text()
+    parts_table = readme.partition("## Parts")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+/\w+)` \| \w", parts_table, re.MULTILINE)) == sorted(PARTS)
+    commands_table = readme.partition("## Scripts")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", commands_table, re.MULTILINE)) == NAMES
 
 
 def test_no_include_leaves_the_parts() -> None:

@@ -1,8 +1,8 @@
 """Least privilege in Redis: the ACL rules of routers and workers, for Redis 7 or newer and Valkey.
 
-A router may do what its code and the scripts do, to the keys of its models. A worker may do with each key only the one
-thing it does with it, hence selectors (the brackets): flat rules would let ``XADD`` and ``SETNX`` loose on every key.
-Everything here is pure; ``warmfleet acl`` prints it.
+A router may call the commands that its code and the scripts call, on the keys of its models. A worker may use each key
+for one purpose only. That takes selectors (the brackets): without them ``XADD`` and ``SETNX`` would be allowed on all
+of its keys. Everything here is pure; ``warmfleet acl`` prints it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from warmfleet.protocol.wire import Keys, check_name, worker_id_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-#: What ``redis.call`` in lua/ names: the server checks a script's calls one by one. A test compares.
+#: The commands that scripts in lua/ call: the server checks each call of a script. A test compares them.
 _SCRIPTS = """
     get getrange set strlen incr type unlink time
     hget hset hdel hgetall hincrby hkeys hlen hmget hsetnx hstrlen hvals
@@ -25,16 +25,17 @@ _SCRIPTS = """
     xlen xrange xtrim xinfo|stream
 """
 SCRIPT_COMMANDS = tuple(_SCRIPTS.split())
-#: What a router calls itself. No EVAL: a script is loaded once and then named by its digest.
+#: The commands that a router calls itself. No EVAL: a script is loaded once and then named by its digest.
 ROUTER_COMMANDS = (
     *("ping", "select", "info", "time", "evalsha", "script|load"),
     *("expire", "get", "hget", "hgetall", "hvals", "sadd", "scard", "smismember", "srem", "unlink", "zcount", "zrange"),
 )
-#: What a worker calls whatever the key. AUTH and HELLO are always allowed.
+#: The commands that a worker calls without a key. AUTH and HELLO are always allowed.
 WORKER_COMMANDS = ("ping", "select")
-#: With Redis Cluster both ask where their slot is.
+#: In a Redis Cluster routers and workers ask which server has their slot.
 CLUSTER_COMMANDS = ("cluster|slots",)
-#: What Redis itself needs where `default` is off: a replica at its master, a Sentinel at the servers it watches.
+#: The rights that Redis itself needs where the user ``default`` is off: a replica at its master, and a Sentinel at the
+#: servers that it watches.
 REPLICA_RULES = ("+psync", "+replconf", "+ping")
 SENTINEL_RULES = (
     *("allchannels", "+multi", "+slaveof", "+ping", "+exec", "+subscribe", "+config|rewrite", "+role", "+publish"),
@@ -43,9 +44,9 @@ SENTINEL_RULES = (
 
 
 def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
-    """Every command that routers need, on every key of these models and on no other; the operator's they only read.
+    """Every command that routers need, on every key of these models and on no other; the operator's keys read-only.
 
-    The operator's keys are those whose name begins with an ``o``: a pattern can leave out one letter, not one name.
+    The operator's keys are those whose name begins with an ``o``: a pattern can leave out a letter, but not a name.
     Raises WireError.
     """
     allowed = sorted({*SCRIPT_COMMANDS, *ROUTER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ())})

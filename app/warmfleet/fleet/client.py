@@ -1,4 +1,4 @@
-"""The connection to Redis and the scripts: one script is one round trip, and foreign errors end here."""
+"""The connection to Redis, and its scripts: one script is one round trip, and errors of redis-py become ours here."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class Timeouts:
 def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connections: int = 256) -> aioredis.Redis:
     """A client for ``url`` (see ``warmfleet.protocol.redis_address``); connects on first use. Raises BadArgument.
 
-    No retries inside redis-py: a second send after a time-out would be a second decision. ``timeout_s`` bounds
-    the connect; each script has its own time limit on top of it. tag: the hash tag of all its keys (for a Cluster).
+    redis-py does not retry: to send a call again after a time-out would make a second decision. timeout_s: of the
+    connect; each script has a time limit of its own besides. tag: the hash tag of all keys, for a Cluster.
     """
     try:
         where = parse(url)

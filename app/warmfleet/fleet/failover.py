@@ -1,9 +1,9 @@
-"""A plain Redis client whose connections go to wherever the master is now, as Sentinels or Cluster nodes tell.
+"""A plain Redis client whose connections go to the server that is master now, as Sentinels or Cluster nodes say.
 
-redis-py's own Sentinel pool does the work: a connection asks when it connects, and when it meets a server that is no
-master any more it ends. All keys of a model are in one slot, so in a Cluster, too, there is one server to talk to:
-the same pool, asked ``CLUSTER SLOTS``. Hence scripts, pipelines, TIME and INFO work as with a single server, whose
-path does not come by here. The plugin has this without asyncio: ``warmfleet_worker/master_client.py``.
+redis-py's own Sentinel pool does the work: a connection asks for the master when it connects, and ends when its server
+is no master any more. All keys of a model are in one slot, so a Cluster has one server for them, too: the same pool is
+used, with the question ``CLUSTER SLOTS``. So scripts, pipelines, TIME and INFO work as with a single server.
+For a single server none of this is used. The plugin has this without asyncio: ``warmfleet_worker/master_client.py``.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ if TYPE_CHECKING:
 
 
 class Locator:
-    """Asks the nodes in turn, first the one that knew last; one question at a time, however many connections wait.
+    """Asks the nodes in turn where the master is, and first the node that knew last.
 
-    ``discover_master`` is what redis-py's pool calls.
+    It asks one question at a time, however many connections wait. redis-py's pool calls ``discover_master``.
     """
 
     def __init__(self, address: RedisAddress, tag: str, nodes: Sequence[tuple[HostPort, aioredis.Redis]]) -> None:
         self._address = address
         self._tag = tag
         self._nodes = list(nodes)
-        self._known: tuple[float, HostPort] | None = None  # good until then
+        self._known: tuple[float, HostPort] | None = None  # the master, and until when that answer is good
         self._asking = asyncio.Lock()
 
     async def discover_master(self, _service: str) -> HostPort:
-        """Raises ConnectionError if no node ever knew. Takes twice ``node_timeout_s`` for each that is silent."""
+        """The address of the master. A silent node costs twice ``node_timeout_s``.
+
+        Raises ConnectionError if no node has ever known one.
+        """
         async with self._asking:
             if self._known and time.monotonic() < self._known[0]:
                 return self._known[1]
@@ -49,7 +52,7 @@ class Locator:
             except RedisConnectionError:
                 if self._known is None:
                     raise
-                self._known = (time.monotonic() + LOOK_SECONDS, self._known[1])  # nobody says that it is another
+                self._known = (time.monotonic() + LOOK_SECONDS, self._known[1])  # no node says that it is another
             return self._known[1]
 
     async def _ask(self) -> HostPort:
@@ -76,9 +79,9 @@ class Locator:
 
 
 class MasterPool(SentinelConnectionPool):
-    """After a call that failed, idle connections are not trusted either: a frozen master keeps them all open.
+    """A pool that does not trust its idle connections after a call has failed: a frozen master keeps them all open.
 
-    Besides, somebody is asked once a second, beside the calls: connections to a master that was ours end then.
+    Besides, a node is asked once a second, beside the calls; connections to a former master end then.
     """
 
     doubted = False
@@ -107,7 +110,7 @@ class MasterPool(SentinelConnectionPool):
 
 
 class MasterConnection(SentinelManagedConnection):
-    """Ends when its server is no master, or says that the slot is elsewhere; the next one asks anew."""
+    """A connection that ends when its server is no master or says that the slot is elsewhere; the next asks anew."""
 
     async def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -126,7 +129,7 @@ class MasterTLSConnection(MasterConnection, SSLConnection):
 
 
 class MasterRedis(aioredis.Redis):
-    """Closes those that were asked with it."""
+    """A client that also closes the clients of the nodes that were asked."""
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await super().aclose(close_connection_pool)
@@ -134,7 +137,7 @@ class MasterRedis(aioredis.Redis):
 
 
 def master_client(address: RedisAddress, tag: str, **options: Any) -> aioredis.Redis:
-    """A client of the master for keys with this hash tag. ``options``: of its connections; those in the URL win."""
+    """A client of the master for keys with this hash tag. options: of its connections; options in the URL win."""
     options |= dict(parse_url(address.url))
     base = options.pop("connection_class", None)
     for name in ("host", "port"):

@@ -1,4 +1,4 @@
-"""How true the index is: how far apply is behind each worker, what diverged and was healed, how much there is."""
+"""How true the index is: how far apply is behind, which workers' indexes diverged or were healed, and their size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.views import WorkerView
 
 LAGS_AT_ONCE = 64
-FILLING = "join"  # the one cause that is no divergence: the index of a new incarnation is empty
+FILLING = "join"  # this cause is no divergence: the index of a new incarnation is empty
 _DIGEST_COUNT = struct.Struct(">I")
 
 
@@ -22,9 +22,9 @@ _DIGEST_COUNT = struct.Struct(">I")
 class WorkerTruth:
     """The index of one worker against the engine's table.
 
-    lag: entries of its stream that nobody has applied, and the age of the oldest. digest_age_s: since the last digest
-    was compared; None: never. cause: why a snapshot is awaited; empty: they are equal as far as anybody knows.
-    found, healed: divergences; resyncs: snapshots taken over, by cause.
+    lag_batches, lag_s: entries of its stream that no replica has applied, and the age of the oldest. digest_age_s:
+    seconds since a digest was last compared; None: never. cause: why a snapshot is awaited; empty while nothing is
+    known to differ. found, healed: numbers of divergences. resyncs: snapshots that were taken over, by cause.
     """
 
     lag_batches: int = 0
@@ -42,9 +42,10 @@ class WorkerTruth:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """One model. entries: (block, worker) pairs in the index. retired_slots: still to be collected. counts: ``counts``.
+    """The index of one model.
 
-    workers: by worker_id, without approximate ones.
+    entries: (block, worker) pairs. retired_slots: still to be collected. counts: the counters of lua/README.md.
+    workers: by worker_id, without approximate workers.
     """
 
     entries: int = 0
@@ -54,10 +55,10 @@ class Truth:
 
 
 class Truths(ScriptClient):
-    """Reads only."""
+    """Reads how true the index is. It writes nothing."""
 
     async def truth(self, workers: Sequence[WorkerView]) -> Truth:
-        """Of these workers, as Redis has it now. Raises FleetUnavailable."""
+        """The state of the index for these workers, as Redis has it now. Raises FleetUnavailable."""
         keys = self.keys
         with redis_errors():
             async with self.redis.pipeline(transaction=False) as pipe:
@@ -79,7 +80,7 @@ class Truths(ScriptClient):
         )
 
     async def _lags(self) -> dict[str, tuple[int, int]]:
-        """Of the workers whose stream is not empty: (entries, age of the oldest in ms)."""
+        """The workers whose stream is not empty: entries in it, and the age of the oldest in ms."""
         lags: dict[str, tuple[int, int]] = {}
         start, streams = 0, 1
         while start < streams:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from types import TracebackType
 
-STEPS = 4  # of which each counts only if the loop was there on time
-LATE_S = 0.005
-MOST_S = 1.0
+STEPS = 4  # of a time limit; a step counts only if the loop was on time at its end
+LATE_S = 0.005  # later than that is not on time
+MOST_S = 1.0  # by which a time limit grows at most
 
 
 class Patience:
-    """``asyncio.timeout(seconds)``, but what arrived in time is not given up because nobody could read it in time.
+    """``asyncio.timeout(seconds)`` that does not give up an answer which arrived in time and could not be read yet.
 
-    A burst of large prompts keeps the loop busy for longer than Redis needs, and a call may need several turns of it
-    (connect, greet, ask). So the limit is counted in steps, and a step at whose end the loop was busy does not count.
-    It is never longer than ``seconds`` + MOST_S.
+    A burst of large prompts keeps the event loop busy for longer than Redis needs, and a call may take several turns of
+    the loop (connect, greet, ask). So the limit is counted in steps, and a step at whose end the loop was late does not
+    count. The limit never grows beyond ``seconds`` + MOST_S.
     """
 
     __slots__ = ("_due", "_handle", "_last", "_left", "_loop", "_step", "_timeout")

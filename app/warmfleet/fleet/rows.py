@@ -1,4 +1,8 @@
-"""The two packed records of lua/README.md: one load row per worker, one lease per reservation."""
+"""The two packed records that scripts and routers share: one load row per worker, one lease per reservation.
+
+lua/README.md tables their fields. The scripts name every position, format, flag and stage that they use, and
+tests/lua/test_layouts.py compares them with this module.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ class Flag(IntFlag):
     SERVER = 1  # its API server is alive
     URL = 2  # its URL answered the probe
     PROVEN = 4  # its identity is right: its blocks may be matched
-    DRAINING = 8
-    APPROXIMATE = 16  # no plugin: only what we sent it is known
-    CLOSED = 32  # its set of blocks is prefix-closed
-    PARTIAL = 64  # Redis was too full to take all of its blocks
+    DRAINING = 8  # the operator drains it: it gets no new request
+    APPROXIMATE = 16  # an engine without the plugin: the index knows only what routers sent it
+    CLOSED = 32  # its set of blocks is prefix-closed: it holds each block's predecessors
+    PARTIAL = 64  # memory was short: some of its blocks may be missing in the index
     HOSTILE = 128  # its stream broke the rules
 
 
@@ -34,9 +38,9 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
-    """What ``decide`` reads of a worker. Tokens are sums over open reservations; speed is tokens per busy second.
+    """What the scripts read of a worker. Tokens are sums over open reservations; speed is tokens per busy second.
 
-    Packed, its ``worker_id`` follows: whoever reads all rows has the names too.
+    In Redis the worker_id follows, so that a script which reads all rows has the names, too.
     """
 
     epoch: int = 0
@@ -52,8 +56,8 @@ class LoadRow:
     blocks: int = 0
     capacity_blocks: int = 0
     evicted: int = 0
-    under_way_tokens: int = 0  # of prefill, at most: what is computed since
-    since_ms: int = 0  # Redis' clock modulo 2**32: when a prefill last began or ended
+    under_way_tokens: int = 0  # of how many tokens at most a prefill may be under way
+    since_ms: int = 0  # since when: Redis' clock modulo 2**32 when a prefill last began or ended
 
     def pack(self, worker_id: str) -> bytes:
         return _ROW.pack(*(getattr(self, field.name) for field in fields(self))) + worker_id.encode()
@@ -65,7 +69,7 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One reservation: what it still holds of its worker's load, and the checkpoints it counts in ``x:``."""
+    """One reservation: its share of its worker's load, and the checkpoints at which it counts in ``x:``."""
 
     epoch: int
     slot: int
