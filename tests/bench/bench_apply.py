@@ -35,7 +35,7 @@ Batches = list[tuple[int, bytes]]  # (worker, packed hashes)
 
 
 class Bench:
-    """Writes streams as workers do and applies them as routers do; everything on one connection."""
+    """Writes streams as workers do and applies them as routers do, all over one connection."""
 
     def __init__(self, url: str, workers: int) -> None:
         self.client = redis.Redis.from_url(url)
@@ -69,7 +69,7 @@ class Bench:
         return [self.scripts[script], len(keys), *keys, self.keys.prefix, *args]
 
     def apply(self, batches: Batches) -> int:
-        """One call for each batch, in the order in which they were sent; returns blocks applied."""
+        """Apply batches in their order, one call for each; return the number of blocks."""
         applied = 0
         for worker, _ in batches:
             before = self.ran_ms()
@@ -80,7 +80,7 @@ class Bench:
         return applied
 
     def ran_ms(self) -> float:
-        """How long the server's main thread has run, to the nanosecond; the kernel updates it when the thread waits."""
+        """Return the CPU time of the server's main thread. The kernel updates it whenever the thread waits."""
         return int(self.schedstat.read_text().split()[0]) / 1e6
 
     def cpu_s(self) -> float:
@@ -88,7 +88,7 @@ class Bench:
         return float(info["used_cpu_user_main_thread"]) + float(info["used_cpu_sys_main_thread"])
 
     def measure(self, batches: Batches, operation: str) -> tuple[float, float]:
-        """Blocks per CPU second: (of apply alone, with the XADDs)."""
+        """Return blocks per CPU second, of apply alone and with the XADDs."""
         writing = spending(self.cpu_s, lambda: self.send(batches, operation))
         blocks = 0
 
@@ -113,7 +113,7 @@ def spending(clock: Callable[[], float], work: Callable[[], object]) -> float:
 
 
 def batches_of(rng: random.Random, workers: int, each: int) -> Batches:
-    """``each`` full batches a worker, in turn; half of the blocks are held by the next worker, too."""
+    """Return ``each`` full batches for every worker, in turn. The next worker holds half of the blocks, too."""
     half = 8 * wire.BATCH_BLOCKS // 2
     made: Batches = []
     for _ in range(each):
@@ -144,7 +144,7 @@ def run(url: str, workers: int, entries: int, rounds: int) -> dict[str, Any]:
         stored, removed = bench.measure(batches, "stored"), bench.measure(batches, "removed")
         rates = f"{stored[0]:,.0f} stored/s, {removed[0]:,.0f} removed/s"
         print(f"round {number}: {rates}, longest {max(bench.calls_ms):.2f} ms", file=sys.stderr, flush=True)
-        if number == 0:  # Redis doubles its own key table here, which it would do once in a long while
+        if number == 0:  # Redis doubles its key table here, which otherwise happens rarely
             growing_ms = max(bench.calls_ms)
             bench.calls_ms.clear()
             bench.client.slowlog_reset()

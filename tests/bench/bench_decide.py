@@ -40,7 +40,7 @@ def say(*words: object) -> None:
 
 @dataclass
 class Data:
-    """The chains of one index, and who holds how much of each."""
+    """The chains of one index, and how many blocks of each every worker holds."""
 
     workers: int
     blocks: int
@@ -49,7 +49,7 @@ class Data:
     chains: list[bytes] = field(default_factory=list)
 
     def load(self, client: Any, prefix: bytes) -> int:
-        """Fill the index; returns the number of (block, worker) pairs."""
+        """Fill the index; return the number of (block, worker) pairs."""
         shared, written = self.blocks // 10, 0
         heads = [self.rng.randbytes(8 * shared) for _ in range(TENANTS)]
         half = range(1, self.workers + 1)
@@ -78,7 +78,7 @@ class Data:
         return sum(depth for _, depth in holders)
 
     def load_distinct(self, client: Any, prefix: bytes) -> None:
-        """One chain that every worker holds to another depth: the worst case of the bisection."""
+        """Load one chain that each worker holds to another depth, which is the worst case of the bisection."""
         chain = self.rng.randbytes(8 * self.blocks)
         step = self.blocks // self.workers
         self._write(client, prefix, chain, [(slot, slot * step) for slot in range(1, self.workers + 1)])
@@ -97,7 +97,7 @@ class Bench:
         self.client: Any = redis.Redis.from_url(url)
         self.pid = int(self.client.info("server")["process_id"])
         self.reservations = Queue(connect(url), "bench", weights=Weights())
-        self.reservations.limits = QueueLimits(2.0)  # as a replica does by default
+        self.reservations.limits = QueueLimits(2.0)  # the limits that a replica has by default
         self.reservations.block_tokens = {SCHEME: BLOCK_TOKENS}
         self.keys = self.reservations.keys
         self.shas = {name: str(self.client.script_load(script_source(name))) for name in ("decide", "settle")}
@@ -105,7 +105,7 @@ class Bench:
         self.workers = workers
 
     def fleet(self, rng: random.Random) -> None:
-        """The rows of all workers, alive for an hour, with some foreign load and unequal speed."""
+        """Write the rows of all workers, which stay alive for an hour, with foreign load and unequal speeds."""
         now = int(time.time() * 1000)
         for slot in range(1, self.workers + 1):
             row = LoadRow(
@@ -139,7 +139,7 @@ class Bench:
         return (float(info["used_cpu_user_main_thread"]) + float(info["used_cpu_sys_main_thread"])) * 1e6
 
     def burn(self, calls: list[list[Any]]) -> float:
-        """Run calls back to back; CPU of the server in µs per call."""
+        """Run calls back to back; return the server's CPU time of one call in µs."""
         before = self.cpu_us()
         for start in range(0, len(calls), 25):
             pipe = self.client.pipeline(transaction=False)
@@ -149,7 +149,7 @@ class Bench:
         return (self.cpu_us() - before) / len(calls)
 
     def hot(self, query: Callable[[], bytes], rounds: int, batch: int) -> tuple[float, float]:
-        """Best of ``rounds`` of decide and of settle (finished), µs each; a batch is in flight at a time."""
+        """Return the µs of decide and of settle (finished), each the best of ``rounds``, with one batch in flight."""
         best = (float("inf"), float("inf"))
         for _ in range(rounds):
             asked = [self.decide_args(query()) for _ in range(batch)]
@@ -159,7 +159,7 @@ class Bench:
         return best
 
     def cold(self, query: Callable[[], bytes], calls: int) -> Iterator[float]:
-        """CPU of single calls in µs, with 2 ms of pause and caches polluted by copying 48 MB in between."""
+        """Return the CPU time of single calls in µs, with 2 ms and a copy of 48 MB between them, for cold caches."""
         rubbish = bytearray(48 * 2**20)
         schedstat = Path(f"/proc/{self.pid}/task/{self.pid}/schedstat")
         for _ in range(calls):
@@ -172,7 +172,7 @@ class Bench:
             self.client.execute_command("EVALSHA", *self.settle_args(name))
 
     def prepare(self, blocks: int, pairs: int) -> tuple[Data, float]:
-        """An empty server filled anew; returns the data and the bytes per pair."""
+        """Empty the server and fill it; return the data and the bytes per pair."""
         rng = random.Random(11)
         self.client.flushall()
         self.fleet(rng)

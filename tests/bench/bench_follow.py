@@ -1,13 +1,14 @@
 """How much one Redis core can follow: ``python -m tests.bench.bench_follow`` prints one JSON object as its last line.
 
-64, 256 and 1,024 workers flush what their engines did in 100 ms: so many blocks stored and as many removed, as engines
-do whose caches are full. Flushes are written and then applied to their end; what counts is the CPU time of the server's
-main thread, so other work on the machine hardly does. ``live``: every flush is applied by itself. ``behind``: ten of a
-worker's together, as they are when applying lags by a second, which costs decisions next to nothing.
-``share_...``: of a core, XADDs and all, by blocks stored a second and worker. ``flush_us`` and ``pair_us``: what a
-flush costs whatever is in it, and a block stored with a block removed, which stand for one block's tokens of prefill.
-``prefill_tokens_per_s``: what all engines together may compute, by block size, until a whole core only follows
-(``behind``); applying is paced to 30 % of it, twice that while much is waiting.
+64, 256 and 1,024 workers flush the changes of 100 ms. Their engines have full caches, so each block that is stored
+comes with a block that is removed. Flushes are written and then applied to the end. The figures are CPU time of the
+server's main thread, which other work on the machine hardly changes.
+``live``: each flush is applied by itself. ``behind``: ten flushes of a worker are applied together, as they are when
+applying lags by a second, which costs decisions next to nothing.
+``share_...``: the share of a core, with the XADDs, by blocks stored per second and worker. ``flush_us``: the cost of a
+flush without its blocks. ``pair_us``: the cost of one block stored and one removed, which stand for the prefill of one
+block. ``prefill_tokens_per_s``: how much all engines together may compute, by block size, until a core does nothing
+but follow (``behind``). Applying is paced to 30 % of a core, and to twice that while much is waiting.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.protocol import wire
 
 BLOCK_TOKENS = (16, 32, 64, 128, 256)
-RATES = (250, 2_000)  # blocks stored a second and worker
+RATES = (250, 2_000)  # blocks that each worker stores per second
 FLUSHES = 10  # of each worker
 TOGETHER = {"live": 1, "behind": FLUSHES}
-ENTRIES = 6_000  # blocks that a worker holds; what is applied depends little on it
+ENTRIES = 6_000  # blocks that a worker holds; the cost depends little on it
 
 
 class Rounds:
-    """A fleet of so many workers on a server of its own."""
+    """A fleet of ``workers`` workers on a server of its own."""
 
     def __init__(self, url: str, workers: int) -> None:
         self.fleet = Fleet(connect(url, timeout_s=30), "bench", timeouts=PATIENT)
@@ -62,7 +63,7 @@ class Rounds:
         return (await self._cpu_s() - before) / FLUSHES
 
     async def _apply(self) -> None:
-        """Until every stream is empty, and no longer: idle ticks are not what is measured. A tick looks at so many."""
+        """Apply until every stream is empty, and stop then, so that idle ticks are not measured."""
         looked = 0
         while looked < len(self.workers):
             tick = await self.fleet.tick()
@@ -74,7 +75,7 @@ class Rounds:
         return float(info["used_cpu_user_main_thread"]) + float(info["used_cpu_sys_main_thread"])
 
     async def check(self) -> None:
-        """Nothing was lost: each index has the digest that its worker published, and no protocol event was counted."""
+        """Fail unless each index has the digest that its worker published and no protocol event was counted."""
         views = await self.fleet.workers()
         assert len(views) == len(self.workers)
         for view in views:
@@ -99,7 +100,7 @@ async def measure(url: str, workers: int) -> dict[str, Any]:
 
 
 def summary(workers: int, costs: dict[int, float]) -> dict[str, Any]:
-    """costs: rate -> CPU seconds of one flush of all workers, of which there are ten a second."""
+    """Return the figures. costs: rate -> CPU seconds of one flush of all workers; ten of them happen each second."""
     low, high = RATES
     pair_s = (costs[high] - costs[low]) / (workers * (high - low) * wire.FLUSH_SECONDS)
     flush_s = costs[low] / workers - low * wire.FLUSH_SECONDS * pair_s

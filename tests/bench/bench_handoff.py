@@ -1,9 +1,9 @@
 """What token hand-off saves: ``python -m tests.bench.bench_handoff`` prints one JSON object as its last line.
 
-One real vLLM on the CPU (``make vllm``) behind two replicas, one with the hand-off and one without, turn about. Every
-prompt continues one that the engine holds, by a new sentence, so next to no time goes into the model. CPU is that of
-the API server's process and of the replica's, less what they use when idle; TTFT is the client's. Medians of batches;
-within one CPU is a mean. Of 16 requests the replica sends one as text on purpose: that one is not measured.
+Real vLLM on the CPU (``make vllm``) serves two replicas in turn, one with the hand-off and one without. Every prompt
+adds a sentence to a prompt that the engine holds, so that the model has next to nothing to compute. CPU time is that
+of the API server and of the replica, less their use when idle. TTFT is the client's. The figures are medians of
+batches, and the CPU time of a batch is a mean. The replica sends one of 16 requests as text, which is not measured.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ IDLE_S = 4.0
 
 @dataclass
 class Process:
-    """``idle``: its share of a core while nobody asks anything of it."""
+    """A process whose CPU time is measured. idle: its share of a core without requests."""
 
     pid: int
     idle: float = 0.0
 
     def cpu_s(self) -> float:
-        """Of all its threads, not of its children."""
+        """Return the CPU seconds of all its threads, without its children."""
         clocks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
         return sum(int(clock.read_text().split()[0]) for clock in clocks) / 1e9
 
 
 def rest(*processes: Process) -> None:
-    """Measure what each needs to do nothing."""
+    """Measure the share of a core that each process uses when idle."""
     before, began = [one.cpu_s() for one in processes], time.perf_counter()
     time.sleep(IDLE_S)
     for one, used in zip(processes, before, strict=True):
@@ -65,7 +65,7 @@ def rest(*processes: Process) -> None:
 
 @functools.cache
 def texts(tokens: int) -> list[str]:
-    """Messages of MESSAGE_TOKENS each, ``tokens`` in all, of Python source."""
+    """Return messages of Python source, of MESSAGE_TOKENS each and ``tokens`` together."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     source = "".join(path.read_text() for path in sorted(Path(json.__file__).parent.glob("*.py")))
     source *= 1 + 6 * tokens // len(source)
@@ -75,7 +75,7 @@ def texts(tokens: int) -> list[str]:
 
 
 def bodies(kind: Endpoint, tokens: int) -> Iterator[bytes]:
-    """Requests without end: the same prompt, each time with another last sentence."""
+    """Yield requests without end: the same prompt with another last sentence each time."""
     parts, number = texts(tokens), 0
     roles = ("user", "assistant")
     while True:
@@ -91,7 +91,7 @@ def bodies(kind: Endpoint, tokens: int) -> Iterator[bytes]:
 
 
 def splice_us(endpoint: Endpoint, tokens: int) -> float:
-    """CPU of a replica for the new body of a conversation's next turn: the ids of earlier ones were written before."""
+    """Return the CPU µs for the new body of a conversation's next turn. Earlier turns have their ids."""
     encoder = Encoder.load((MODEL / "tokenizer.json").read_bytes())
     trie, reading = Trie(10**9), Reading("bench", encoder.plain, encoder.cuts(""))
     made, taken = bodies(endpoint, tokens), []
@@ -107,7 +107,7 @@ def splice_us(endpoint: Endpoint, tokens: int) -> float:
 
 
 def ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> float:
-    """Seconds to the first byte of the answer's body."""
+    """Send a request; return the seconds to the first byte of the answer's body."""
     began = time.perf_counter()
     connection.request("POST", path, body, {"content-type": "application/json"})
     answer = connection.getresponse()
@@ -120,7 +120,7 @@ def ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> float
 
 
 def batch(replica: Replica, path: str, requests: Iterator[bytes], *watched: Process) -> list[float]:
-    """Seconds for one request: TTFT, then the CPU of each process. The first request, a check, is not measured."""
+    """Return seconds per request: TTFT, then the CPU time of each process. The first request is not measured."""
     parts = urlsplit(replica.url)
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=300)
     ask(connection, path, next(requests))

@@ -1,11 +1,11 @@
-"""What it costs to know a prompt: ``python -m tests.bench.bench_identity`` prints one JSON object as its last line.
+"""The cost of a prompt's identity: ``python -m tests.bench.bench_identity`` prints one JSON object as its last line.
 
-CPU µs of one request, parse + render + ids + block hashes (sha256_cbor, 16 tokens), through the router's own code with
-the prompt trie. 500 tokens and ``_cold``: a conversation never seen, at a replica that has seen others; ``_warm``: one
-of which all but the last 650 tokens was there before. ``_plain``: the same requests with plain transformers (chat
-template and tokenizer) and the block hash as vLLM computes it (cbor2), in the same run. parts: parse, render, ids,
-hashes apart. Least of three means.
-``stall_ms_3mb``: wall time, the longest that the event loop waits while a prompt of 3 MB becomes known in a thread.
+The figures are CPU µs of one request: parse, render, token ids and block hashes (sha256_cbor, 16 tokens), by the
+router's own code with the prefix trie. 500 tokens and ``_cold``: a new conversation at a replica that has seen others.
+``_warm``: a conversation of which only the last 650 tokens are new. ``_plain``: the same requests by transformers
+(chat template and tokenizer) and by the block hash of vLLM (cbor2), in the same run. parts: parse, render, ids and
+hashes apart. Each figure is the least of three means.
+``stall_ms_3mb``: the longest wall time that the event loop waits while a thread identifies a prompt of 3 MB.
 ``--plot FILE.svg``: the growth over a conversation of 60 turns. ``--tokenizer DIR``: tokenizer.json with its
 tokenizer_config.json; without it the small one of the demo, in a Qwen3-like template.
 """
@@ -69,7 +69,7 @@ class Talk:
 
 
 class Ours:
-    """The router's own way from body to chain, timed in its parts."""
+    """The router's own way from body to chain. It times the parts."""
 
     def __init__(self, tokenizer: bytes, template: str, executor: ThreadPoolExecutor) -> None:
         self.encoder = Encoder.load(tokenizer)
@@ -78,17 +78,17 @@ class Ours:
         self._new = partial(Identity, self.encoder, compiled, {}, executor, cuts=cuts)
 
     def new(self) -> Identity:
-        """Of the same model, with nothing known yet."""
+        """Return an identity of the same model that has seen no prompt."""
         return self._new(trie=Trie(2**28))
 
     async def known(self, identity: Identity, body: bytes) -> Any:
         request = prompt.parse("chat", body)
-        request.size_bytes = 0  # on the event loop, whatever its size: CPU is what counts here
+        request.size_bytes = 0  # so that it runs on the event loop, where its CPU time is measured
         [found] = await identity.prompts(request, (self.hasher,), None, 10**9)
         return found
 
     def parts(self, body: bytes) -> dict[str, float]:
-        """µs of a cold request."""
+        """Return the µs of each part of a cold request."""
         identity = self.new()
         request = prompt.parse("chat", body)
         text = identity.render(request)
@@ -109,11 +109,11 @@ def us(work: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 async def mean_us(bodies: list[tuple[list[bytes], bytes]], ours: Ours) -> float:
-    """Mean CPU µs of the last body of each case, behind its own history."""
+    """Return the mean CPU µs of the last body of each case, after its own history."""
     spent = 0.0
     for before, body in bodies:
         identity = ours.new()
-        for one in (OTHER, *before):  # a replica has served somebody before
+        for one in (OTHER, *before):  # a replica has served other requests before
             await ours.known(identity, one)
         started = time.process_time()
         await ours.known(identity, body)
@@ -152,7 +152,7 @@ async def table(ours: Ours, plain: Plain, per_token: float) -> dict[str, Any]:
 
 
 async def stall_ms(ours: Ours) -> float:
-    """The longest time that the event loop does not turn while a prompt of 3 MB, never seen, becomes known."""
+    """Return the longest stop of the event loop while a new prompt of 3 MB is identified."""
     identity, worst = ours.new(), 0.0
     request = prompt.parse("completions", json.dumps({"prompt": " ".join(WORDS * 5_500)[:3_000_000]}).encode())
     running = asyncio.ensure_future(identity.prompts(request, (ours.hasher,), None, 2_000))
@@ -165,7 +165,7 @@ async def stall_ms(ours: Ours) -> float:
 
 
 async def growth(ours: Ours, plain: Plain, per_token: float, turns: int = 60) -> dict[str, list[float]]:
-    """CPU µs of every turn of one conversation: with the trie, without it, and plain."""
+    """Return the CPU µs of each turn of one conversation: with the trie, without it, and plain."""
     talk, identity = Talk(99, 500, per_token), ours.new()
     lines: dict[str, list[float]] = {"tokens": [], "trie": [], "no trie": [], "plain": []}
     for _ in range(turns):

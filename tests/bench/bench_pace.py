@@ -1,9 +1,9 @@
-"""What upkeep does to decisions: ``python -m tests.bench.bench_pace`` prints one JSON object as its last line.
+"""How upkeep slows decisions: ``python -m tests.bench.bench_pace`` prints one JSON object as its last line.
 
-64 workers write a backlog each; a child process applies it as a router does, while this one decides (chains of 625
-blocks, one request after another with 1 ms in between). Three times: with no backlog, with the backlog at the usual
-share, and with the whole of Redis's time granted. decide_ms is what the router waits, on this machine, with everything
-else that runs on it. audit: one worker's slot walked to its end; CPU time of a call from the scheduler's clock.
+Each of 64 workers writes a backlog. A child process applies it as a router does, while this process decides: chains of
+625 blocks, one request after another, 1 ms in between. It does so three times: without a backlog, with the usual share
+of Redis's time for the backlog, and with all of its time. decide_ms is the wait of the router on this machine, beside
+other work. audit: the CPU time of the calls that walk one worker's slot to its end, by the scheduler's clock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORKERS, CHAIN_BLOCKS, IDLE_S = 64, 625, 5.0
 
 
 async def write(store: Any, fleet: Fleet, batches: int) -> list[Core]:
-    """Every worker joins and stores ``batches`` times 128 blocks."""
+    """Let every worker join and store ``batches`` times 128 blocks."""
     cores, rng = [Core(store, fleet, f"c{number}") for number in range(WORKERS)], random.Random(1)
     for core in cores:
         await core.join(capacity_blocks=1_000_000)
@@ -46,7 +46,7 @@ async def write(store: Any, fleet: Fleet, batches: int) -> list[Core]:
 
 
 def upkeep(url: str, model: str, share_permille: int, answer: Any) -> None:
-    """A router's rounds until the backlog is gone; sends (blocks, seconds)."""
+    """Run the upkeep of a router until the backlog is gone; send (blocks, seconds)."""
 
     async def run() -> None:
         async with connect(url, timeout_s=5) as client:
@@ -93,12 +93,12 @@ async def decide_while(url: str, model: str, share_permille: int, batches: int) 
 
 
 def ran_ms(schedstat: Path) -> float:
-    """How long a thread has run."""
+    """Return the CPU time of a thread in ms."""
     return int(schedstat.read_text().split()[0]) / 1e6
 
 
 async def audit(url: str, model: str, blocks: int) -> dict[str, Any]:
-    """CPU time of the calls of one walk over ``blocks`` blocks."""
+    """Return the CPU times of the calls of one walk over ``blocks`` blocks."""
     async with connect(url, timeout_s=5) as store:
         fleet = Fleet(store, model, timeouts=PATIENT)
         fleet.pace = replace(Pace(), audit_gap_ms=0)

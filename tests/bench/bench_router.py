@@ -26,12 +26,12 @@ from warmfleet.cli.local.stack import Plan, Stack
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-CHARACTERS_PER_TOKEN = 4.6  # of the words below, with the demo's tokenizer
+CHARACTERS_PER_TOKEN = 4.6  # mean of the words below with the demo's tokenizer
 IDLE_S = 10.0
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of all threads of a process."""
+    """Return the CPU seconds of all threads of a process."""
     return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
 
 
@@ -45,7 +45,7 @@ class Bench:
         self.idle = 0.0
 
     async def rest(self) -> None:
-        """How much CPU the replica takes a second when nobody asks."""
+        """Return the share of a core that the replica uses without requests."""
         started, spent = time.monotonic(), cpu_s(self.pid)
         await asyncio.sleep(IDLE_S)
         self.idle = (cpu_s(self.pid) - spent) / (time.monotonic() - started)
@@ -55,7 +55,7 @@ class Bench:
         return json.dumps(json.loads(talk.body()) | more).encode()
 
     async def send(self, body: bytes, *, stream: bool = False) -> int:
-        """Prompt tokens, or chunks of a stream."""
+        """Send one request; return its prompt tokens, or the chunks of its stream."""
         headers = {"content-type": "application/json"}
         path = f"{self.url}/v1/chat/completions"
         async with self.places, self.client.post(path, data=body, headers=headers) as answer:
@@ -65,7 +65,7 @@ class Bench:
             return content.count(b"data: ") if stream else int(answer.headers["x-warmfleet-prompt-tokens"])
 
     async def us(self, talks: Sequence[Talk], *, stream: bool = False, tokens: int = 1) -> tuple[float, float]:
-        """CPU µs of the replica per request, and the mean of what ``send`` returns."""
+        """Return the CPU µs of the replica per request, and the mean of the values that ``send`` returns."""
         bodies = [self.body(talk, stream=stream, tokens=tokens) for talk in talks]
         started, spent = time.monotonic(), cpu_s(self.pid)
         seen = await asyncio.gather(*(self.send(body, stream=stream) for body in bodies))
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=16, help="requests under way at a time")
     parser.add_argument("--step-time", default="fast", help="of the simulated engines: a preset, or a factor")
     options = parser.parse_args()
-    os.environ["WARMFLEET_DECIDE_TIMEOUT_S"] = "2"  # a busy machine may not count as a store that is away
+    os.environ["WARMFLEET_DECIDE_TIMEOUT_S"] = "2"  # a busy machine must not pass for a Redis that is away
     print("starting the stack ...", file=sys.stderr)
     plan = Plan(engines=EngineOptions(count=2, blocks=200_000, step_time=options.step_time), replicas=1)
     with Stack(plan) as stack:

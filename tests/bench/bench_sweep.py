@@ -1,4 +1,4 @@
-"""Our scripts on a real store and the plugin's publishers on a virtual clock: sweeps of policies, weights and loads.
+"""Sweeps of policies, weights and loads on a virtual clock, with the real scripts and the plugin's publishers.
 
     make -s bench NAME=sweep POLICY=cost,least_loaded,round_robin          # the conversation trace, six times as fast
     make -s bench NAME=sweep ARGS="--vary lambda_=1,2,3 --vary kappa=0,1.25 --speed 6,8 --seeds 3"
@@ -7,8 +7,8 @@
     make -s bench NAME=sweep ARGS="--scenario hot --plot out/hot.svg"      # or speeds, foreign, join
     make -s bench NAME=sweep ARGS="--workload generated --rows 300"        # needs no trace
 
-Nothing waits: 2,400 requests take about ten seconds of one core. A progress bar goes to standard error; the last line
-of standard output is one JSON object: ``rows`` has the figures of every setting, means over seeds.
+Nothing waits, so 2,400 requests take about ten seconds of one core. A progress bar goes to standard error. The last
+line of standard output is one JSON object, whose ``rows`` are the figures of every setting, as means over seeds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Job:
-    """One run, in words that another process understands. name: without the seed."""
+    """One run, as plain values that another process can read. name: the setting without its seed."""
 
     name: str
     workload: str
@@ -93,7 +93,7 @@ class Job:
 
 
 def every(args: argparse.Namespace) -> Iterator[Job]:
-    """Every combination of what is varied, policies and speeds, seed by seed."""
+    """Return the jobs of every combination of varied settings, policies and speeds, seed by seed."""
     names = [name for name, _ in args.vary]
     speeds = args.speed or [WORKLOADS[args.workload].speed]
     if args.utilisation:
@@ -110,7 +110,7 @@ def every(args: argparse.Namespace) -> Iterator[Job]:
 
 
 def gather(jobs: Sequence[Job], processes: int) -> dict[str, dict[str, Any]]:
-    """Run them all; a row per name, in the order of the jobs."""
+    """Run all jobs; return a row for each name, in the order of the jobs."""
     runs: dict[str, list[dict[str, Any]]] = {job.name: [] for job in jobs}
     if processes == 1:
         return _collect(jobs, map(Job.run, jobs), runs)
@@ -129,7 +129,7 @@ def _collect(
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """In Markdown: settings down and figures across; of a scenario the other way round."""
+    """Return a Markdown table with a row per setting; for a scenario, with a column per setting."""
     names, first = list(rows), next(iter(rows.values()))
     if set(COLUMNS) <= set(first):
         head: Sequence[str] = COLUMNS
@@ -161,7 +161,7 @@ def _policies(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[float]:
-    """Raises ValueError for what is no number, or not above 0."""
+    """Parse a list of numbers. Raises ValueError unless all are above 0."""
     numbers = [float(value) for value in text.split(",")]
     if min(numbers) <= 0:
         raise ValueError(text)
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _draw(args: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]]) -> int:
-    """Last, so that a picture that cannot be made costs no figures."""
+    """Draw the picture, after the figures are printed, because drawing may fail."""
     try:
         if args.scenario:
             draw_lines(args.plot, args.scenario, rows)

@@ -1,18 +1,17 @@
 """What keeping in sync costs the read path: ``python -m tests.bench.bench_sync`` prints one JSON object as last line.
 
-64 workers hold 100,000 blocks each. In every phase a process of its own (``sync_load``) asks for 500 decisions a
-second at random moments, each 10,000 tokens long, and settles them half a second later. Phases, in turn:
+64 workers hold 100,000 blocks each. In every phase a separate process (``sync_load``) asks for 500 decisions a second
+at random moments, each for 10,000 tokens, and settles them half a second later. The phases, in turn:
   alone    nothing else happens
   none     20,000 blocks a second appear and as many vanish, in entries flushed every 100 ms; applied; no digests
   digest   the same, and every worker's heartbeat with its digest every 5 s
   resync   the same, and every 5 s one worker sends its whole table, which is taken over by slots
   naive    as digest, and every 5 s one worker's entries are deleted and written again in one call
 p50, p99 and p99.9 of decide count from the moment a decision was due, in all rounds together. If the generator sent
-late or its share of a core is high, ``generator_was_the_bottleneck`` says so. undisturbed: only decisions due at
-moments when no core stood still for everybody (``stalls``; a virtual machine's cores are lent); quiet: these, in rounds
-that had at most 5 % of others: what the software does.
-longest_call_ms is from SLOWLOG, wall time of one call of ours in all phases but naive; machines that do other things
-too make it longer.
+late or used much of a core, ``generator_was_the_bottleneck`` says so. undisturbed: only decisions that were due while
+every core ran (``stalls``: a host lends a virtual machine its cores). quiet: only the undisturbed decisions of rounds
+with at most 5 % of others, which show the software alone.
+longest_call_ms is the wall time of one call by SLOWLOG, in all phases but naive. Other work on the machine adds to it.
 """
 
 from __future__ import annotations
@@ -42,29 +41,31 @@ from warmfleet_worker.protocol import wire
 MODEL = "bench"
 MODES = ("alone", "none", "digest", "resync", "naive")
 SLOW_US = 300
-CLEAR_S = 0.005  # no core stands still in so long after a decision was due: whatever its own latency became
-QUIET = 0.05  # of the decisions of a round disturbed, at most
-LATE_SHARE = 0.2  # of p99: more lag than this and the generator is what was measured
+CLEAR_S = 0.005  # a decision is undisturbed if no core stands still for so long after it was due
+QUIET = 0.05  # the largest share of disturbed decisions in a quiet round
+LATE_SHARE = 0.2  # share of p99; with a larger lag the generator was the bottleneck
 
 
 @dataclass
 class Phase:
-    """What was seen of one mode, in all rounds."""
+    """The measurements of one mode, in all rounds."""
 
     latencies: list[int] = field(default_factory=list)
-    undisturbed: list[int] = field(default_factory=list)  # those of them due while no core stood still
-    by_round: list[tuple[float, float]] = field(default_factory=list)  # p99 of these in ms, share of the others
+    undisturbed: list[int] = field(default_factory=list)  # the latencies of undisturbed decisions
+    by_round: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # p99 of undisturbed decisions in ms, share of disturbed ones
     lags: list[int] = field(default_factory=list)
     slowest: Counter[str] = field(default_factory=Counter)  # script -> µs
     over_1ms: int = 0
-    call_p999_ms: float = 0.0  # of all scripts, by the server's own clock
+    call_p999_ms: float = 0.0  # all scripts, by the server's own clock
     redis_busy: list[float] = field(default_factory=list)
     generator_busy: list[float] = field(default_factory=list)
     matched: float = 0.0
-    late_ms: float = 0.0  # of this process' own flushes
+    late_ms: float = 0.0  # how late this process flushed
 
     def quantiles(self, latencies: list[int] | None = None) -> tuple[float, float, float]:
-        """p50, p99 and p99.9 in ms, of all or of these."""
+        """Return p50, p99 and p99.9 in ms, of all latencies or of the given ones."""
         cuts = statistics.quantiles(self.latencies if latencies is None else latencies, n=1000)
         return cuts[499] / 1000, cuts[989] / 1000, cuts[998] / 1000
 
@@ -73,7 +74,7 @@ class Phase:
 
 
 class Bench:
-    """One server, one fleet, the generator beside it."""
+    """One server and one fleet, with the generator in a process of its own."""
 
     def __init__(self, url: str, options: argparse.Namespace) -> None:
         self.url, self.options = url, options
@@ -87,7 +88,7 @@ class Bench:
         self.names = {sha.encode(): name for name, sha in names.items()} | {self.sync.naive.sha.encode(): "naive"}
 
     async def fill(self) -> None:
-        """Every worker joins, is proven, and stores its table through its stream."""
+        """Let every worker join, prove it, and store its table through its stream."""
         begun = time.perf_counter()
         for worker in self.workers:
             await send(self.fleet, [worker.join()])
@@ -113,14 +114,14 @@ class Bench:
             await send(self.fleet, [*part, *[call] * len(part)])
 
     def check(self) -> None:
-        """The index is what was written: nothing may have been lost or doubled."""
+        """Fail unless the index holds each written block once."""
         for worker in self.workers:
             row = LoadRow.unpack(self.store.hget(self.fleet.keys.load, worker.worker_id))
             held = self.store.scard(self.fleet.keys.slot(row.slot))
             assert held == worker.digest.count, f"{worker.worker_id} has {held} blocks, not {worker.digest.count}"
 
     def bytes_per_check(self) -> tuple[float, float]:
-        """On the wire, both ways: a heartbeat with its digest; with the reading of the command that follows it."""
+        """Return the bytes on the wire, both ways, of a heartbeat with its digest and of reading the next command."""
         worker, count = self.workers[0], 200
         digest, whole = Counter[str](), Counter[str]()
         for total, also in ((digest, False), (whole, True)):
@@ -185,13 +186,13 @@ class Bench:
         for call in self.store.slowlog_get(100_000):
             words = call["command"].split()
             if words[0].upper() != b"EVALSHA":
-                continue  # what a script calls is logged, too
+                continue  # SLOWLOG lists the calls inside a script, too
             name = self.names.get(words[1], "other")
             phase.slowest[name] = max(phase.slowest[name], call["duration"])
             phase.over_1ms += call["duration"] > 1000
 
     def _alive_for_an_hour(self) -> None:
-        """In phases without heartbeats nobody may expire."""
+        """Keep the workers alive in phases without heartbeats."""
         now = time.time() * 1000
         self.store.zadd(self.fleet.keys.alive, {worker.worker_id: now + 3.6e6 for worker in self.workers})
 
@@ -252,7 +253,7 @@ async def run(url: str, options: argparse.Namespace) -> dict[str, Any]:
         str(options.entries),
         **pipes,  # type: ignore[arg-type]
     )
-    os.nice(5)  # the generator goes first: it shares a core with the writers
+    os.nice(5)  # lower priority than the generator, which shares a core with this process
     try:
         for number in range(options.rounds):
             say(f"round {number + 1} of {options.rounds}")
@@ -265,7 +266,7 @@ async def run(url: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cores() -> list[str]:
-    """A core for the server alone, as it has in life: a call that waits for its core is not a long call."""
+    """Give the server a core of its own, as in production, so that waiting for a core lengthens no call."""
     *others, last = sorted(os.sched_getaffinity(0))
     if not others:
         return []

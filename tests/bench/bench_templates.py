@@ -1,8 +1,9 @@
-"""What rendering a chat costs where: ``python -m tests.bench.bench_templates`` prints one JSON object as its last line.
+"""The cost of rendering a chat: ``python -m tests.bench.bench_templates`` prints one JSON object as its last line.
 
-CPU µs of one render: ``plain`` (an approved template, in process), ``sandbox`` (jinja2's sandbox, in process: what a
-replica never does) and ``child`` (an unapproved template: ``_router`` what the replica spends, ``_process`` what the
-child does, ``_wall`` the wait). Templates of the tiny models. ``start_ms``: a new process, until it has compiled.
+CPU µs of one render by the templates of the tiny models. ``plain``: an approved template, in process. ``sandbox``: by
+jinja2's sandbox in process, which a replica never does. ``child``: an unapproved template, with the CPU time of the
+replica (``_router``), that of the child (``_process``), and the wait (``_wall``). ``start_ms``: the time until a new
+process has compiled a template.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ARGUMENTS = {"add_generation_prompt": True}
 
 
 def chat(count: int) -> list[Message]:
-    """Messages of 600 to 2,000 characters, one in five not ASCII."""
+    """Return messages of 600 to 2,000 characters, of which one in five is not ASCII."""
     rng = random.Random(count)
     ascii_words = ["prefix", "cache", "router", "block", "the", "of", "engine", "tokens"]
     roles = ["system"] + ["user", "assistant"] * (count // 2)
@@ -59,7 +60,7 @@ def here_us(template: ChatTemplate, messages: list[Message], repeats: int) -> fl
 
 
 async def child_us(box: Sandboxed, messages: list[Message], repeats: int) -> dict[str, float]:
-    """Of the round whose two sides together cost least."""
+    """Return the figures of the round in which both processes together cost least."""
     best = {"router": float("inf"), "process": float("inf"), "wall": 0.0}
     for _ in range(ROUNDS):
         walls, begun, theirs = [], time.process_time(), cpu_s(box)
@@ -78,7 +79,7 @@ async def child_us(box: Sandboxed, messages: list[Message], repeats: int) -> dic
 
 
 def cpu_s(box: Sandboxed) -> float:
-    """On a core so far, by the scheduler's clock."""
+    """Return the CPU seconds of a process so far, by the scheduler's clock."""
     assert box._child is not None
     return int(Path(f"/proc/{box._child.process.pid}/schedstat").read_text().split()[0]) / 1e9
 

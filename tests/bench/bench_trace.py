@@ -1,4 +1,4 @@
-"""A trace through whole fleets: ``make -s bench NAME=trace``; the bench itself is a tool of loadtest/."""
+"""A trace through whole fleets: ``make -s bench NAME=trace``. The bench itself is a tool of loadtest/."""
 
 import sys
 

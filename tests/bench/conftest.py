@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server of this module's own: every run empties it."""
+    """A server for one module, whose runs empty it."""
     with private_server() as found:
         yield found

@@ -1,4 +1,4 @@
-"""The same work without any of ours: transformers' template and tokenizer, vLLM's block hash over cbor2."""
+"""The same work without our code: the template and tokenizer of transformers, and vLLM's block hash over cbor2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 16
 
 
 class Plain:
-    """Body → packed block hashes, the straightforward way."""
+    """Turns a body into packed block hashes, without any cache."""
 
     def __init__(self, tokenizer: bytes, template: str) -> None:
         self.tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]

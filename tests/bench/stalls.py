@@ -1,8 +1,8 @@
-"""When a core stood still for everybody: what a latency that was measured then says nothing about.
+"""Times at which a core stood still, so that a latency measured then says nothing about the software.
 
-A virtual machine is given its cores by a host. What stops a process that goes before all others, and does nothing but
-sleep, is not on this machine; whoever was working then lost that time, too. One such process watches each core. Where
-going first is not allowed, nothing is noticed, and ``watching`` is false.
+A host lends a virtual machine its cores. One process of highest priority watches each core and does nothing but sleep.
+If it wakes late, then nothing on this machine held it up, and every other process lost that time, too. Without the
+right to that priority nothing is noticed, and ``watching`` is false.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Self
 
 PERIOD_S = 0.001
 NOTICED_S = 0.0005
-AFTERMATH = 2.0  # times its length: at two thirds of full load what piled up is worked off in twice the time
+AFTERMATH = 2.0  # times the length of a stall: at two thirds of full load, the backlog is gone after twice the time
 
 
 @dataclass
 class Stalls:
-    """A ``with`` block in which the cores are watched; after it ``begins`` and ``ends`` have what was seen.
+    """A ``with`` block in which the cores are watched. Afterwards ``begins`` and ``ends`` list the stalls.
 
-    ``lost`` tells whether an interval (``time.perf_counter`` seconds, the same clock in all processes) met a stall or
-    its aftermath.
+    ``lost`` tells whether an interval met a stall or its aftermath. Times are ``time.perf_counter`` seconds, the same
+    clock in all processes.
     """
 
     watchers: list[subprocess.Popen[str]] = field(default_factory=list)
     begins: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)  # aftermath included; never overlapping
+    ends: list[float] = field(default_factory=list)  # with their aftermath; stalls never overlap
     watching: bool = False
 
     def __enter__(self) -> Self:
@@ -46,7 +46,7 @@ class Stalls:
         for watcher in self.watchers:
             watcher.terminate()
         texts = [watcher.communicate()[0] for watcher in self.watchers]
-        answers = [json.loads(text or "null") for text in texts]  # nothing: ended before it could watch
+        answers = [json.loads(text or "null") for text in texts]  # no output: it ended before it could watch
         self.watching = bool(answers) and all(answer is not None for answer in answers)
         for answer in answers:
             seen += [(begin, end + AFTERMATH * (end - begin)) for begin, end in answer or ()]
@@ -64,7 +64,7 @@ class Stalls:
 
 
 def watch(core: int) -> list[tuple[float, float]] | None:
-    """Stalls of ``core`` until SIGTERM or Ctrl-C: (when it should have woken, when it did)."""
+    """Watch ``core`` until SIGTERM or Ctrl-C; return its stalls: (due time of waking, actual time)."""
     found: list[tuple[float, float]] = []
     stopped: list[int] = []
     for ending in (signal.SIGTERM, signal.SIGINT):

@@ -1,17 +1,21 @@
-"""What the workers of ``bench_sync`` hold: the same bytes in every process that asks."""
+"""The blocks that the workers of ``bench_sync`` hold, the same in every process."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
 
-TENANTS, HEAD, TAIL = 20, 62, 563  # blocks: a chain is a tenant's head and a worker's own tail, 10,000 tokens in all
+TENANTS, HEAD, TAIL = (
+    20,
+    62,
+    563,
+)  # a chain of 10,000 tokens is the head of a tenant and the tail of a worker, in blocks
 MISSES = 0.1
 
 
 @dataclass
 class Data:
-    """Half of a worker's table stays as it is, prompts are made of it; the other half slides over a ring."""
+    """Half of a worker's table is constant, and prompts use it. The other half is a window that slides over a ring."""
 
     workers: int
     entries: int  # per worker
@@ -24,15 +28,15 @@ class Data:
         self.fixed = [random.Random(f"fixed {worker}").randbytes(4 * self.entries) for worker in range(self.workers)]
 
     def held_heads(self, worker: int) -> bytes:
-        """Every other worker has seen every other tenant."""
+        """Return the heads that a worker holds: every other worker has seen every other tenant."""
         return b"".join(head for tenant, head in enumerate(self.heads) if (tenant + worker) % 2)
 
     def ring(self, worker: int) -> bytes:
-        """Twice as much as is held of it."""
+        """Return the ring, which is twice as long as the window."""
         return random.Random(f"ring {worker}").randbytes(8 * self.entries)
 
     def chain(self, rng: random.Random) -> bytes:
-        """A prompt: nine of ten were seen by one worker, with a head that others share."""
+        """Return the chain of a prompt. Nine of ten are chains that one worker holds, with a head that others hold, too."""
         if rng.random() < MISSES:
             return rng.randbytes(8 * (HEAD + TAIL))
         worker = rng.randrange(self.workers)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import Fleet
 
-BURST = 32  # chunks between two round trips, as the plugin
-#: What a resync costs without slots: everything of the worker taken out and put back in one call.
+BURST = 32  # chunks between two round trips, as the plugin has it
+#: A resync without slots: one call deletes all entries of the worker and writes them again.
 NAIVE = """
 local prefix, slot, held = ARGV[1], ARGV[2], redis.call("SMEMBERS", ARGV[1] .. "s:" .. ARGV[2])
 for _, hash in ipairs(held) do redis.call("SREM", prefix .. "b:" .. hash, slot) end
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """One engine core's stream. ``digest``, ``low`` and ``high`` follow what was written."""
+    """The stream of one engine core. digest, low and high describe the entries written so far."""
 
     def __init__(self, fleet: Fleet, data: Data, number: int) -> None:
         self.fleet, self.data, self.number = fleet, data, number
@@ -49,11 +49,11 @@ class Worker:
         self.nonce, self.batch = secrets.token_hex(8), 0
         self.digest, self.ring = wire.Digest(), data.ring(number)
         self.size = len(self.ring) // 8
-        self.low = self.high = 0  # the window: numbers on the ring, ever rising
-        self.owed = 0.0  # transitions of each kind that are due
+        self.low = self.high = 0  # the window, as numbers on the ring, which only rise
+        self.owed = 0.0  # how many blocks of each kind are due to be written
         self.snapshots: list[float] = []  # seconds
         self.sending = False
-        self.lock = asyncio.Lock()  # one stream has one writer: what is numbered first is sent first
+        self.lock = asyncio.Lock()  # entries are sent in the order of their numbers
 
     def entry(self, operation: str, data: bytes | str = b"") -> tuple[Any, ...]:
         self.batch += 1
@@ -71,7 +71,7 @@ class Worker:
         return self.entry(operation, packed)
 
     def slide(self, count: int) -> list[tuple[Any, ...]]:
-        """``count`` blocks appear and as many vanish."""
+        """Write ``count`` stored blocks, and as many removed ones."""
         made = []
         for start in range(0, count, wire.BATCH_BLOCKS):
             step = min(wire.BATCH_BLOCKS, count - start)
@@ -86,7 +86,7 @@ class Worker:
         return piece + self.ring[: 8 * count - len(piece)]
 
     def fill(self) -> list[tuple[Any, ...]]:
-        """The whole table for the first time."""
+        """Write the whole table for the first time."""
         whole = self.data.held_heads(self.number) + self.data.fixed[self.number]
         self.high, step = self.size // 2, 8 * wire.BATCH_BLOCKS
         whole += self._cut(0, self.high)
@@ -101,7 +101,7 @@ class Worker:
         return self.entry("heartbeat", beat.encode())
 
     async def snapshot(self) -> None:
-        """All of the table, never more than 256 entries ahead; what changes meanwhile is owed."""
+        """Write a snapshot, at most 256 entries ahead of applying. Changes that come due meanwhile wait."""
         self.sending, begun, name = True, time.perf_counter(), secrets.token_hex(4)
         table, step = self.table(), 8 * wire.BATCH_BLOCKS
         count, high, low = self.digest.as_list()
@@ -130,21 +130,21 @@ async def send(fleet: Fleet, entries: list[tuple[Any, ...]]) -> None:
 
 
 class Sync:
-    """The write side for one phase: transitions always (unless idle), digests, resyncs or the naive sync if asked."""
+    """The writers of one phase: changes unless idle, and digests, resyncs or the naive sync as the mode asks."""
 
     def __init__(self, fleet: Fleet, workers: list[Worker], rate: float) -> None:
         self.fleet, self.workers, self.rate = fleet, workers, rate
         self.naive = fleet.redis.register_script(NAIVE)
         self.turn = 0
-        self.late_s: list[float] = []  # how late a flush was: this process has its limits, too
+        self.late_s: list[float] = []  # how late each flush was
 
     async def run(self, mode: str, done: asyncio.Event) -> None:
-        """Until ``done``; every part of it goes on side by side, as it does in life."""
+        """Write until ``done``, with all parts side by side, as in production."""
         written = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             if mode != "alone":
                 group.create_task(self._apply(written))
-            await self._write(mode, done)  # a snapshot that was begun ends
+            await self._write(mode, done)  # a snapshot that has begun is written to its end
             written.set()
 
     async def _write(self, mode: str, done: asyncio.Event) -> None:
@@ -157,7 +157,7 @@ class Sync:
                 group.create_task(self._one_in_turn(self._resync if mode == "resync" else self._rewrite, done))
 
     async def _every(self, period_s: float, work: Work, done: asyncio.Event) -> None:
-        """``work`` for each worker once per period, spread over it."""
+        """Do ``work`` for each worker once per period, evenly spread."""
         due = time.perf_counter()
         for worker in itertools.cycle(self.workers):
             if done.is_set():
@@ -165,7 +165,7 @@ class Sync:
             due += period_s / len(self.workers)
             pause = due - time.perf_counter()
             self.late_s.append(max(0.0, -pause))
-            if pause > 0.002:  # the timer is not finer
+            if pause > 0.002:  # the timer is not more precise
                 await asyncio.sleep(pause)
             await work(worker)
 
@@ -203,6 +203,6 @@ class Sync:
         await self.naive(args=[self.fleet.keys.prefix, json.loads(await record)["slot"]])
 
     async def quiet(self) -> None:
-        """Everything written is applied, everything retired is collected."""
+        """Wait until all entries are applied and all retired slots are collected."""
         while await self.fleet.step() or (await self.fleet.collect(1000))[1]:
             pass

@@ -1,8 +1,8 @@
-"""The load generator of ``bench_sync``, a process of its own: decides at random moments, whatever the answers do.
+"""The load generator of ``bench_sync``, in a process of its own. It decides at random moments.
 
-Open loop over one connection: a request is sent when it is due, also while earlier ones wait, and its latency counts
-from when it was due. ``lag`` is how late it was sent: if that is not small, this process was the bottleneck.
-Prints one JSON object: latencies and lags in microseconds, and when each decision was due.
+It is an open loop over one connection: a request is sent when it is due, even while earlier ones wait, and its latency
+counts from that moment. ``lag`` is how late it was sent; if it is not small, this process was the bottleneck.
+It prints one JSON object: latencies and lags in microseconds, and the due time of each decision.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 WARM_UP_S = 1.0
-ANSWER_S = 0.5  # a reservation is settled so much later
+ANSWER_S = 0.5  # from a decision to its settle
 CHAINS = 2_000
 
 
 class Load:
-    """Sends what is due, reads what is there, never waits for an answer."""
+    """Sends the requests that are due and reads the answers that are there, and never waits for one."""
 
     def __init__(self, path: str, model: str, data: Data, seed: int) -> None:
         self.fleet = Fleet(connect(f"unix://{path}"), model)
@@ -48,10 +48,10 @@ class Load:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.connect(path)
         self.reader = hiredis.Reader()
-        self.waiting: deque[tuple[float, str]] = deque()  # (when it was due, reservation); settles have none
+        self.waiting: deque[tuple[float, str]] = deque()  # (due time, reservation), the latter empty for a settle
         self.settles: deque[tuple[float, str]] = deque()
         self.latencies: list[float] = []
-        self.dues: list[float] = []  # of each latency, ``time.perf_counter`` seconds
+        self.dues: list[float] = []  # due time of each latency, in ``time.perf_counter`` seconds
         self.lags: list[float] = []
         self.matched = self.refused = 0
 
@@ -78,7 +78,7 @@ class Load:
         return answer | {"matched_share": self.matched / max(1, len(self.latencies)), "refused": self.refused}
 
     def _ask(self, chain: bytes) -> list[str | bytes]:
-        """All words of a decision but its reservation, made beforehand: what is late here would count as Redis'."""
+        """Make the arguments of a decision, all but its reservation, beforehand: work done later would count."""
         prompt = len(chain) * 2 + 5
         ask = Ask("?", (Chain(SCHEME.scheme_id, 16, chain),), prompt, prompt + 300, seed=self.rng.randrange(1, 2**31))
         return self._words("decide", self.fleet._ask_args(ask))
@@ -120,14 +120,15 @@ def _micros(values: list[float]) -> list[int]:
 
 
 def lines() -> Iterator[dict[str, Any]]:
-    """One job a line on standard input."""
+    """Read the jobs, one a line, from standard input."""
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def first() -> None:
-    """Nobody is woken before this process, if that is allowed: it shares its core with the writers, and a turn that it
-    waits for there would count as Redis'."""
+    """Give this process the highest priority, where that is allowed.
+
+    It shares its core with the writers, and waiting for the core would count as the time of Redis."""
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     except PermissionError:

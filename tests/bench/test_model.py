@@ -1,4 +1,4 @@
-"""The virtual clock against the real one: the same arrivals over HTTP through processes, and in process."""
+"""The virtual clock against the real one: the same arrivals in process, and over HTTP through real processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATE_MS = 10.0
     shows="the virtual clock of the benchmarks gives the figures of real processes (needs a quiet machine)",
 )
 def test_both_clocks_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Needs a quiet machine: over HTTP the engines sleep, but routers, store and client compute."""
+    """This needs a quiet machine. Over HTTP the engines sleep, but routers, Redis and client compute."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     trace, speed = generate(300), 6.0
     engines, blocks = 8, 1_953

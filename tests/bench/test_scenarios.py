@@ -1,4 +1,4 @@
-"""What the decision promises when load or members change, on a virtual clock: the scenarios of ``bench_sweep``."""
+"""The scenarios of ``bench_sweep`` on a virtual clock: decisions while the load or the members of a fleet change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_speeds_are_learned_and_work_follows_them(url: str, seed: int) -> 
     for number, factor in enumerate((1, 1, 2, 4)):
         assert told[f"learned_{number}_over_slowest"] == pytest.approx(factor, rel=0.05)
         assert told[f"work_share_{number}"] == pytest.approx(told[f"fair_share_{number}"], abs=0.12)
-    assert told["busy_max_over_mean"] < 1.4  # the fast finish sooner, so they get more than their share
+    assert told["busy_max_over_mean"] < 1.4  # fast engines finish sooner, and so get more than their share
 
 
 @pytest.mark.long(
@@ -53,7 +53,7 @@ async def test_speeds_are_learned_and_work_follows_them(url: str, seed: int) -> 
     shows="on the virtual clock, load that other clients put on engines is taken into account",
 )
 async def test_load_past_the_fleet_is_as_good_as_known(url: str) -> None:
-    """Seeds together: one run's P99 rests on ten requests."""
+    """Takes several seeds together, because ten requests make the P99 of one run."""
     runs = [(await foreign(url, replace(EIGHT, seed=seed))).figures for seed in range(3)]
     p99 = {known: sum(run[f"ttft_p99_s_{known}"] for run in runs) for known in ("reported", "booked", "no")}
     assert p99["reported"] <= 1.15 * p99["booked"]
@@ -62,7 +62,7 @@ async def test_load_past_the_fleet_is_as_good_as_known(url: str) -> None:
 
 @pytest.mark.long(minutes=1, shows="on the virtual clock, an engine that joins is not overrun")
 async def test_an_engine_joins_without_a_stampede(url: str) -> None:
-    """Seeds together: the P99 of twenty seconds rests on four requests."""
+    """Takes several seeds together, because four requests make the P99 of twenty seconds."""
     runs = [(await join(url, replace(EIGHT, seed=seed))).figures for seed in range(3)]
     mean = {name: sum(run[name] for run in runs) / len(runs) for name in runs[0]}
     assert all(run["share_first_10s"] < 2 * run["fair_share"] for run in runs)

@@ -1,4 +1,4 @@
-"""The in-process mode: our scripts live in virtual time, several replicas decide as one, the books close at zero."""
+"""The virtual clock: scripts use virtual time, several replicas decide like one, and no load is left at the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_scripts_take_the_time_from_the_bench(url: str) -> None:
     fleet = store.fleet(MODEL, Weights())
     store.clock.now = 12.5
     assert (await fleet.tick()).ran
-    store.clock.now = 12.52  # 20 ms later; of the real time as good as nothing has passed
+    store.clock.now = 12.52  # 20 virtual ms later, and hardly any real time
     assert not (await fleet.tick()).ran
     store.clock.now = 12.53
     assert (await fleet.tick()).ran
@@ -44,7 +44,7 @@ async def test_a_run_is_reproducible_and_its_books_close_at_zero(url: str) -> No
     assert len(first.served) == 60
     for row in (LoadRow.unpack(packed) for packed in first.cluster.rows.values()):
         assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
-        assert 0 < row.speed_tps < 1_300  # 8e-4 s a token and the steps' own time: learned through heartbeats
+        assert 0 < row.speed_tps < 1_300  # heartbeats told it: 8e-4 s a token, and the time of the steps
     assert figures(first, skip=0.0)["foreseen"] == 1.0
 
 

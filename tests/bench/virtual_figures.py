@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def figures(played: Played, skip: float = 0.1) -> dict[str, float]:
-    """Of the fleet's own requests, in order of arrival without the first ``skip`` of them; seconds are virtual."""
+    """Return the figures of the fleet's own requests but the first ``skip``. Seconds are virtual."""
     cluster = played.cluster
     own = sorted((one for one in played.served if one.session not in cluster.plan.direct), key=lambda one: one.at_s)
     counted = own[int(skip * len(own)) :]
@@ -44,13 +44,13 @@ def figures(played: Played, skip: float = 0.1) -> dict[str, float]:
 
 
 def tails(served: Sequence[Answered]) -> dict[str, float]:
-    """Virtual seconds; 0 of none."""
+    """Return the quantiles of the TTFT in virtual seconds, or 0 without requests."""
     ttft = sorted(one.ttft_s for one in served)
     return {f"ttft_p{q}_s": quantile(ttft, q / 100) for q in (50, 90, 99)}
 
 
 def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means over seeds, of the mean TTFT also the standard deviation; lines are those of the first seed."""
+    """Return the means over seeds, and the standard deviation of the mean TTFT. Lines are those of the first seed."""
     made: dict[str, Any] = {}
     for name, value in runs[0].items():
         made[name] = value if isinstance(value, list) else round(statistics.fmean(run[name] for run in runs), 4)

@@ -1,8 +1,8 @@
-"""A whole fleet on a virtual clock: our scripts on a real store, the plugin's publishers, simulated engines. No HTTP.
+"""A whole fleet on a virtual clock: our scripts on a real Redis, the plugin's publishers, and simulated engines.
 
-What a replica does to the store happens here through ``Fleet``, as in the product: decide and settle per request, a
-step of upkeep every ``APPLY_INTERVAL_S``, renewals. What is left out: HTTP, tokens of text, probes (workers are proven
-when they join), and the time that a decision itself takes.
+Replicas use ``Fleet`` as in production: decide and settle for each request, a step of upkeep every
+``APPLY_INTERVAL_S``, and renewals. There is no HTTP, no text and no probe (workers are proven when they join), and a
+decision takes no time.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
     Watch = Callable[["Cluster", float], Awaitable[None]]
 
-IDLE_S = 0.4  # ticks must not be a second apart: the scripts would think that all routers were away
+IDLE_S = 0.4  # less than a second, after which the scripts would take all routers for away
 WORDS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run. engines: one configuration each; joins_s: engines (numbers) that join later, and when.
+    """One run. engines: one configuration each. joins_s: numbers of the engines that join later, and their times.
 
-    direct: sessions that go to an engine (its number) past the fleet; known: how the fleet knows of them: ``reported``
-    by heartbeats, ``booked`` at once as if it had sent them, or ``no``.
+    direct: sessions that go past the fleet to the engine of this number. known: how the fleet knows of them:
+    ``reported`` by heartbeats, ``booked`` at once as if it had sent them, or ``no``.
     watch: called every watch_s virtual seconds, with the cluster and the time.
     """
 
@@ -62,7 +62,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Played:
-    """What a run left: requests in the order of their first tokens, the cluster, CPU seconds (with the store's)."""
+    """The result of a run: requests in the order of their first tokens, the cluster, and CPU seconds, also Redis'."""
 
     served: list[Answered]
     cluster: Cluster
@@ -70,7 +70,7 @@ class Played:
 
 
 class Cluster:
-    """Store, replicas and workers of one run; routes as a balancer in front of the replicas would: at random."""
+    """Redis, replicas and workers of one run. Each request goes to a random replica, as behind a load balancer."""
 
     def __init__(self, store: VirtualStore, plan: Plan) -> None:
         self.plan = plan
@@ -79,7 +79,7 @@ class Cluster:
         self.fleets = [store.fleet(MODEL, plan.weights) for _ in range(plan.replicas)]
         self.virtual = VirtualFleet([worker.engine for worker in self.workers], self, plan.speed, store.clock)
         self.number_of = {worker.worker_id: number for number, worker in enumerate(self.workers)}
-        self.routed: list[tuple[float, int, Request]] = []  # (when, engine, request) of the fleet's own
+        self.routed: list[tuple[float, int, Request]] = []  # (time, engine, request) of the fleet's own requests
         self.predicted: dict[Request, int] = {}  # matched tokens
         self.rows: dict[str, bytes] = {}  # load rows at the end
         self._balancer = random.Random(plan.seed)
@@ -89,7 +89,7 @@ class Cluster:
     # ------------------------------------------------ the run
 
     async def start(self) -> None:
-        """Those who do not join later are there at time 0."""
+        """Start the engines that do not join later."""
         clock = self.store.clock
         first = [worker for number, worker in enumerate(self.workers) if number not in self.plan.joins_s]
         clock.now = -1.0 - 0.2 * len(first)
@@ -100,7 +100,7 @@ class Cluster:
             worker.keep_going(self.virtual)
         for number, at_s in self.plan.joins_s.items():
             self.virtual.at(at_s, self._join_later(self.workers[number]), duty=True)
-        for fleet in self.fleets:  # all at the same moments: the tick's own gate lets one of them do the work
+        for fleet in self.fleets:  # all at the same moments, where the tick lets one of them do the work
             self._every(upkeep.APPLY_INTERVAL_S, self._step(fleet), 0.0)
         self._every(upkeep.RENEW_INTERVAL_S, self._renew, upkeep.RENEW_INTERVAL_S)
         if self.plan.watch is not None:
@@ -114,7 +114,7 @@ class Cluster:
         self.virtual.at(first_s, again, duty=True)
 
     def _step(self, fleet: Fleet) -> Any:
-        """Upkeep of one replica. Steps that would find nothing are left out, but for one in IDLE_S."""
+        """Do the upkeep of one replica. Steps that would find nothing are left out, but for one in IDLE_S."""
         seen, due = 0, 0.0
 
         async def step(now: float) -> None:
@@ -164,18 +164,18 @@ class Cluster:
 
     def _ask(self, reservation: str, request: Request, session: int) -> Ask:
         scheme, prompt, policy = self.plan.engines[0].scheme, request.prompt_tokens, self.plan.policy
-        whole = (prompt - 1) // scheme.block_tokens  # as the engine caps
+        whole = (prompt - 1) // scheme.block_tokens  # the engine always computes the last token
         chain = Chain(scheme.scheme_id, scheme.block_tokens, b"".join(request.hashes[:whole]))
         keys = {"session": b"%d" % session, "chwbl": request.hashes[0] if request.hashes else b""}
         order = self._ring(keys[policy]) if policy in keys else ()
         return Ask(reservation, (chain,) if whole else (), prompt, prompt + request.max_tokens, policy, order=order)
 
     def _ring(self, key: bytes) -> tuple[str, ...]:
-        """Worker ids as a hash ring would meet them. The key: a session, or the block that holds 100 characters."""
+        """Return worker ids in the order of a hash ring. The key is a session, or the block of 100 characters."""
         return tuple(sorted(self.number_of, key=lambda worker: blake2b(worker.encode() + key).digest()))
 
     async def _past_the_fleet(self, request: Request, number: int) -> None:
-        """Its id says whether the engine takes it for one of the fleet's, which it does not report as foreign."""
+        """Send a request past the fleet. Its id decides whether the engine reports it as foreign."""
         known, reservation = self.plan.known, self._reservation()
         request.request_id = f"cmpl-{reservation}.direct" if known != "reported" else "cmpl-direct"
         if known == "booked":
@@ -186,7 +186,7 @@ class Cluster:
             await self.fleets[0].renew([self._open[request][1]])
 
     async def started(self, request: Request, engine: int, now: float) -> None:
-        """The first token: the engine core tells of it, and the replica sees the first byte."""
+        """Handle the first token: the engine core reports progress, and the replica sees the first byte."""
         if request in self._open:
             fleet, booked = self._open[request]
             self.workers[engine].prefilled(booked.reservation, request, now)
@@ -199,12 +199,12 @@ class Cluster:
             await fleet.settle(booked.reservation, "finished")
 
     def _reservation(self) -> str:
-        """As ``new_reservation`` makes them, but the same in every run."""
+        """Return an id like those of ``new_reservation``, but the same in every run."""
         return RESERVATION_PREFIX + Mark.ONE_PROMPT + "".join(self._ids.choices(WORDS, k=21))
 
 
 async def play(url: str, trace: Trace, plan: Plan) -> Played:
-    """One run on an emptied store."""
+    """Empty Redis, and run the plan."""
     store = VirtualStore(url)
     began = time.process_time() + store.cpu_s()
     try:

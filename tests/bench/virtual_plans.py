@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.step_costs import StepCosts
 
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), BLOCK_TOKENS)
-DIRECT = 1_000_000  # sessions from here on go past the fleet
+DIRECT = 1_000_000  # sessions of this number and above go past the fleet
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a trace runs on: step times, blocks of each engine, and the usual speed (trace seconds a second).
+    """A trace with the engines that suit it: step times, blocks, and the usual speed (trace seconds per second).
 
-    busy: share of time that eight engines compute under ``least_loaded``, per unit of speed; 0: a closed loop has none.
+    busy: share of time that eight engines compute under ``least_loaded``, per unit of speed; 0 for a closed loop.
     """
 
     costs: StepCosts
@@ -44,14 +44,14 @@ WORKLOADS = {
 
 
 def engine(costs: StepCosts, blocks: int, mode: str = "step", speed: float = 1.0) -> EngineConfig:
-    """speed: of the trace; in fcfs mode a token is decoded in 20 ms of its time."""
+    """Return the configuration of an engine. In fcfs mode it decodes a token in 20 ms of the trace's time."""
     limits = Limits(max_model_len=min(32_768, (blocks - 1) * BLOCK_TOKENS))
     return EngineConfig(SCHEME, limits, blocks, costs, mode, traces.DECODE_S / speed)
 
 
 @cache
 def arrivals(workload: str, rows: int | None) -> Trace:
-    """$TRACE may be a trace's name, its file or the folder of both. Raises FileNotFoundError."""
+    """Return the arrivals of a trace. $TRACE is its name, its file, or a folder. Raises FileNotFoundError."""
     if workload not in PUBLIC:
         return traces.generate(rows or 600)
     given = os.environ.get("TRACE") or ""
@@ -63,7 +63,7 @@ def arrivals(workload: str, rows: int | None) -> Trace:
 
 
 def steady(rate: float, seconds: float, seed: int, *, blocks: float = 2.6, session: int = 0) -> Trace:
-    """Prompts that share nothing, lognormal in length (mean about ``exp(blocks + 0.5)`` blocks), Poisson arrivals."""
+    """Return Poisson arrivals of prompts that share nothing, lognormal in length (mean ``exp(blocks + 0.5)``)."""
     generator = random.Random(seed)
     fresh = iter(range(1 + (seed + 1) * (1 << 22) + session, 1 << 40))
     made: list[Arrival] = []

@@ -14,8 +14,8 @@ PANELS = ("ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "hit_ratio", "work_max_over
 
 
 def draw_rows(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """A panel per figure. Names end with the speed: a line per policy or setting, against how busy the engines were."""
-    from matplotlib.figure import Figure  # 0.3 s: only where somebody wants a picture
+    """Draw a panel per figure, with a line per policy or setting over the load. Names end with the speed."""
+    from matplotlib.figure import Figure  # this import takes 0.3 s
 
     picture = Figure(figsize=(12, 7), layout="constrained")
     lines: dict[str, list[Mapping[str, Any]]] = {}
@@ -32,7 +32,7 @@ def draw_rows(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def draw_lines(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """A panel per line of a scenario, over virtual seconds; a colour per setting."""
+    """Draw a panel per line of a scenario over virtual seconds, with a colour per setting."""
     from matplotlib.figure import Figure
 
     names = [name for name in next(iter(rows.values())) if name.startswith("line ")]

@@ -1,7 +1,7 @@
-"""What happens when a fleet's load or its members change: one scenario each, arrivals made for it.
+"""Scenarios in which the load or the members of a fleet change, each with arrivals of its own.
 
-Engines of 8e-4 s a token and prompts of 350 tokens on average: one serves 3.5 requests a second if it finds nothing.
-``seconds`` scales a scenario; each answers figures, and lines (over virtual seconds) for a plot.
+Engines need 8e-4 s for a token, and prompts have 350 tokens on average, so that an engine with an empty cache serves
+3.5 requests a second. ``seconds`` scales a scenario. Each returns figures, and lines over virtual seconds for a plot.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 COSTS = WORKLOADS["generated"].costs
 ONE = engine(COSTS, 1_024)
-PER_ENGINE = 3.5  # requests a second that keep one engine busy
+PER_ENGINE = 3.5  # requests per second that keep one engine busy
 HOT_BLOCKS = 100
 HOT_SHARE = 0.6
-BIN_S = 2.0  # of a line over time
+BIN_S = 2.0  # between two points of a line
 
 
 @dataclass(slots=True)
 class Told:
-    """lines: name -> (seconds, value)."""
+    """The result of a scenario. lines: name -> (seconds, value)."""
 
     figures: dict[str, float]
     lines: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Told:
 
 
 async def hot(url: str, plan: Plan, seconds: float = 120.0) -> Told:
-    """60 % of the traffic suddenly begins with the same 100 blocks, from 1/6 to 1/2 of the time; then nobody's does."""
+    """From 1/6 to 1/2 of the time, 60 % of the requests begin with the same 100 blocks; before and after that, none."""
     engines = len(plan.engines)
     begin, end, rate = seconds / 6, seconds / 2, 0.55 * PER_ENGINE * engines
     trace, prefix = _hot_trace(rate, (begin, end, seconds), plan.seed)
@@ -73,7 +73,7 @@ async def hot(url: str, plan: Plan, seconds: float = 120.0) -> Told:
 
 
 def _hot_trace(rate: float, times: tuple[float, float, float], seed: int) -> tuple[Trace, Sequence[int]]:
-    """Sessions of hot requests begin at DIRECT, so that they can be told apart; nothing of them is direct."""
+    """Return the arrivals. Hot requests have sessions from DIRECT on, to tell them apart; none of them is direct."""
     begin, end, seconds = times
     generator = random.Random(seed)
     prefix = [token for number in range(HOT_BLOCKS) for token in traces.block((1 << 41) + number)]
@@ -93,7 +93,7 @@ def _hot_trace(rate: float, times: tuple[float, float, float], seed: int) -> tup
 
 
 async def speeds(url: str, plan: Plan, seconds: float = 60.0) -> Told:
-    """Four engines of speeds 1:1:2:4, unknown at first; 75 % of what they can do."""
+    """Four engines of speeds 1:1:2:4, which the fleet has to learn, at 75 % of their capacity."""
     factors = (1.0, 1.0, 2.0, 4.0)
     engines = tuple(engine(COSTS.scaled(1 / factor), 1_024) for factor in factors)
     trace = steady(0.75 * PER_ENGINE * sum(factors), seconds, plan.seed)
@@ -118,7 +118,7 @@ async def speeds(url: str, plan: Plan, seconds: float = 60.0) -> Told:
 
 
 async def foreign(url: str, plan: Plan, seconds: float = 120.0) -> Told:
-    """One of four engines gets half of what it can do past the fleet. Told by heartbeats, at once, or not at all."""
+    """One of four engines gets half of its capacity past the fleet, in a run for each way to learn of it."""
     engines = plan.engines[:4]
     direct = steady(0.5 * PER_ENGINE, seconds, plan.seed + 77, session=DIRECT)
     trace = merged(steady(0.58 * PER_ENGINE * 4, seconds, plan.seed), direct)
@@ -138,7 +138,7 @@ async def foreign(url: str, plan: Plan, seconds: float = 120.0) -> Told:
 
 
 async def join(url: str, plan: Plan, seconds: float = 80.0) -> Told:
-    """Conversations keep all engines but one 75 % busy; that one joins, empty, in the middle."""
+    """Conversations keep all engines but one 75 % busy. That one joins in the middle, with an empty cache."""
     last, at_s = len(plan.engines) - 1, seconds / 2
     speed = 0.75 * PER_ENGINE * last / 3.0
     trace = traces.generate(round(3.0 * speed * seconds), plan.seed)
@@ -157,7 +157,7 @@ async def join(url: str, plan: Plan, seconds: float = 80.0) -> Told:
 
 
 def _shares(served: Sequence[Answered], number: int, seconds: float) -> list[tuple[float, float]]:
-    """Of the requests that arrived in each bin, those that engine ``number`` got."""
+    """Return the share of the requests of each bin that engine ``number`` got."""
     bins = _bins(served, seconds)
     return [(at, statistics.fmean(one.engine == number for one in found) if found else 0.0) for at, found in bins]
 

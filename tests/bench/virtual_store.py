@@ -1,7 +1,7 @@
-"""A real store whose clock is virtual: our scripts read the time that the bench has, entries carry it in their ids.
+"""A real Redis with a virtual clock: our scripts read the bench's time, and ids of entries carry it.
 
-The text of every script gets a line in front that shadows ``redis``: its ``call`` answers TIME from one key more, the
-last, which is the bench's microseconds; all else goes through. Nothing of the scripts is known here.
+Every script gets one line in front, which shadows ``redis``. Its ``call`` answers TIME from an additional last key,
+the bench's microseconds, and passes all other commands on. This module knows nothing else about the scripts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 BEGINNING_US = 1_700_000_000_000_000
-#: One line, so that an error's line number is one too many at most.
+#: One line only, so that the line numbers of errors are off by one.
 SHADOW = (
     "local real, clock = redis, table.remove(KEYS) local redis = setmetatable({ call = function(name, ...) "
     'if name == "TIME" then return { clock:sub(1, -7), clock:sub(-6) } end return real.call(name, ...) end }, '
@@ -35,7 +35,7 @@ def stamp_us(clock: Clock) -> int:
 
 
 class _Script:
-    """What ``register_script`` answers: it stamps each call and waits for it in place, as nobody else is about."""
+    """The result of ``register_script``. It adds the time to each call and waits for the answer in place."""
 
     def __init__(self, text: str, connection: Any, clock: Clock) -> None:
         self._connection = connection
@@ -66,7 +66,7 @@ class _WorkerPipeline(redis.client.Pipeline):
 
 
 class WorkerClient(redis.Redis):
-    """For publishers: their entries are written at the bench's time."""
+    """The client of publishers, which writes their entries at the bench's time."""
 
     store: VirtualStore
 
@@ -83,12 +83,12 @@ class WorkerClient(redis.Redis):
 
 
 class VirtualStore:
-    """One private server, emptied for each run. ``fleet``: what a replica has of it; ``worker``: what a plugin has."""
+    """One private server, emptied for each run. fleet: the client of a replica. worker: the client of a plugin."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.clock = Clock()
-        self.written = 0  # entries, by all workers
+        self.written = 0  # entries of all workers
         self._fleets: list[Fleet] = []
         self._connections: list[Any] = []
         self.sync: Any = WorkerClient.of(self)
@@ -105,7 +105,7 @@ class VirtualStore:
         return made
 
     def cpu_s(self) -> float:
-        """CPU seconds of the server so far."""
+        """Return the CPU seconds of the server so far."""
         used = self.sync.info("cpu")
         return float(used["used_cpu_user"] + used["used_cpu_sys"])
 
@@ -119,6 +119,6 @@ class VirtualStore:
 
 @contextmanager
 def private_server() -> Iterator[str]:
-    """A store of one's own; ``$WARMFLEET_BENCH_STORE`` names another binary."""
+    """Start a private server. ``$WARMFLEET_BENCH_STORE`` names another binary."""
     with server(os.environ.get("WARMFLEET_BENCH_STORE") or valkey_binary()) as url:
         yield url

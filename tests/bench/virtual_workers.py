@@ -1,4 +1,4 @@
-"""The two halves of a virtual engine: the plugin's own publishers, called when they are due instead of by a thread."""
+"""The two halves of a virtual engine: the plugin's own publishers, called when they are due."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from warmfleet_worker.load import Load
 
 MODEL = "sim"
-SOON_S = wire.PROGRESS_FLUSH_SECONDS / 4  # as the publisher's thread waits when it is woken
+SOON_S = wire.PROGRESS_FLUSH_SECONDS / 4  # the wait of a publisher's thread that is woken
 LEAST_S = 1e-3  # between two steps of a publisher that has more to do
 
 
 class VirtualWorker:
-    """Engine ``number`` of a fleet. ``join`` once, then ``duties`` keep both halves going."""
+    """Engine ``number`` of a fleet. Call ``join`` once, then ``keep_going``."""
 
     def __init__(self, store: VirtualStore, config: EngineConfig, number: int) -> None:
         self.tracker = Tracker()
@@ -74,7 +74,7 @@ class VirtualWorker:
         return load_of(self.engine.scheduler, self.engine.meter.speed_tps)
 
     async def join(self, fleet: Fleet, clock: Clock) -> None:
-        """Announce both halves, let ``fleet`` take notice, and prove it as a probe would. Takes 0.2 virtual seconds."""
+        """Announce both halves, apply that, and prove the worker as a probe would. It takes 0.2 virtual seconds."""
         self._server._round()
         self._core.step(clock.now)
         for _ in range(4):
@@ -86,13 +86,13 @@ class VirtualWorker:
         await fleet.prove(self.worker_id, json.loads(raw)["nonce"], "proven", "virtual")
 
     def keep_going(self, fleet: VirtualFleet) -> None:
-        """Both halves' duties from now on."""
+        """Keep both halves publishing from now on."""
         self._fleet = fleet
         fleet.at(fleet.clock.now, self._when_due, duty=True)
         fleet.at(fleet.clock.now, self._beat, duty=True)
 
     def prefilled(self, reservation: str, request: Request, now: float) -> None:
-        """A prefill is done: the publisher wakes and tells it."""
+        """Let the publisher wake and report the end of a prefill."""
         self._core.progress(reservation, request.cached_tokens, request.prompt_tokens)
         if not self._woken and self._fleet:
             self._woken = True

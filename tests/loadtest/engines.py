@@ -25,7 +25,7 @@ DEMO = Served(("demo",))
 
 @cache
 def identity() -> PromptTokenizer:
-    """The demo's tokenizer takes a third of a second to load."""
+    """Return the demo's tokenizer, which takes a third of a second to load, so it is loaded once."""
     return PromptTokenizer.load()
 
 
@@ -36,7 +36,7 @@ class Running:
 
 
 def config(costs: StepCosts = PRESETS["fast"], blocks: int = 256, mode: str = "step") -> EngineConfig:
-    """Prompts of up to 1,024 tokens, or as many as a larger cache holds."""
+    """Return a configuration for prompts of up to 1,024 tokens, or more if the cache holds more."""
     length = 1_024 if blocks <= 256 else 16 * (blocks - 1)
     return EngineConfig(SCHEME, Limits(max_model_len=length), blocks, costs, mode, 0.001)
 
@@ -45,7 +45,7 @@ def config(costs: StepCosts = PRESETS["fast"], blocks: int = 256, mode: str = "s
 async def running(
     settings: EngineConfig | None = None, served: Served = DEMO, ready: Engine | None = None
 ) -> AsyncIterator[Running]:
-    """An engine that listens, without a fleet."""
+    """Run an engine that listens, without a fleet."""
     engine = ready or Engine(settings or config(), identity(), served)
     await engine.start("127.0.0.1", 0)
     try:

@@ -171,7 +171,7 @@ async def test_a_client_that_hangs_up_frees_its_request() -> None:
 
 @pytest.mark.parametrize("mode", ["step", "fcfs"])
 async def test_time_passes_as_the_model_says(mode: str) -> None:
-    """100 steps of 5 ms, or 0.2 s of prefill and 100 tokens of 1 ms: timers may be late, the sum may not."""
+    """100 steps of 5 ms, or 0.2 s of prefill and 100 tokens of 1 ms. Single timers may be late, but not their sum."""
     costs = StepCosts(base_s=0.005, prefill_token_s=0.0) if mode == "step" else StepCosts(0.2, 0.0)
     expected = 0.5 if mode == "step" else 0.299
     loop = asyncio.get_running_loop()
@@ -185,7 +185,7 @@ async def test_time_passes_as_the_model_says(mode: str) -> None:
 
 
 async def test_the_api_servers_thread_is_one() -> None:
-    """Requests wait for each other there: 10 at 20 ms each take 200 ms."""
+    """Requests wait for each other in one thread, so 10 requests of 20 ms each take 200 ms."""
     costs = StepCosts(base_s=0.0001, prefill_token_s=0.0, request_s=0.02, first_token_s=0.05)
     loop = asyncio.get_running_loop()
     async with running(config(costs)) as up, httpx.AsyncClient(base_url=up.url) as http:

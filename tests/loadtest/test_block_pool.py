@@ -1,4 +1,4 @@
-"""The block pool against a model that a reader can check: plain lists."""
+"""The block pool against a simple model of it, made of plain lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCKS = 9
 
 
 class Ears:
-    """What a listener has been told, as a set; every call must be a real change."""
+    """A listener that keeps the stored blocks as a set. Every call must change it."""
 
     def __init__(self) -> None:
         self.held: set[bytes] = set()

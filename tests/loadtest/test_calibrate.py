@@ -1,4 +1,4 @@
-"""The fit finds coefficients again that made the samples; the check compares two engines."""
+"""The fit finds the coefficients that made the samples, and the check compares two engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRUTH = StepCosts(0.008, 3e-4, 0.0, 2e-8, 6e-4, 2e-7, 0.004, 1e-6)
 
 
 def made_by(costs: StepCosts) -> dict[str, object]:
-    """What ``measure`` would find on an engine with these costs."""
+    """Return the samples that ``measure`` would take on an engine with these costs."""
 
     def ttft(cached: int, new: int) -> float:
         done, tokens, total = cached, cached + new, costs.arrival_seconds(cached + new) + costs.first_token_s
@@ -59,7 +59,7 @@ def test_samples_that_cannot_be_times_are_refused() -> None:
 
 
 async def test_intervals_are_right_however_chunks_arrive() -> None:
-    """The engine that made them is known: 4 ms a step, whatever the number of streams."""
+    """The simulated engine takes 4 ms for a step, for any number of streams."""
     scheme = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 32)
     config = EngineConfig(scheme, LIMITS, 1_024, StepCosts(0.004, 0.0))
     async with running(config) as up, Client("demo") as client:
@@ -74,8 +74,8 @@ def test_coefficients_are_never_negative() -> None:
 
 
 async def test_measuring_and_checking_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the simulator itself: the same engine twice, so the quantiles agree."""
-    monkeypatch.setattr(calibrate, "REPEATS", 2)  # seven are for a machine that others disturb
+    """Measures the simulator twice, so the quantiles agree."""
+    monkeypatch.setattr(calibrate, "REPEATS", 2)  # the default of seven is for a machine with other work
     monkeypatch.setattr(calibrate, "STREAMS", calibrate.STREAMS[::3])
     scheme = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 32)
     config = EngineConfig(scheme, LIMITS, 1_024, StepCosts(0.004, 2e-5))
@@ -83,7 +83,7 @@ async def test_measuring_and_checking_over_http(monkeypatch: pytest.MonkeyPatch)
         samples = await calibrate.measure(up.url, "demo", 0)
         (line,) = await calibrate.check(up.url, "demo", config, [Mix(20.0, 3.0, 2)])
     assert [sample[0] for sample in samples["decode"]] == [streams for streams, _context in calibrate.STREAMS]
-    assert all(sample[2] >= 0.003 for sample in samples["decode"])  # 4 ms, less what a late first chunk hides
+    assert all(sample[2] >= 0.003 for sample in samples["decode"])  # 4 ms, and less if the first chunk was late
     assert line["real_hit"] == pytest.approx(line["sim_hit"], abs=0.05)
     assert line["real_errors"] == line["sim_errors"] == 0
     assert {"p50_error", "p90_error", "real_p50_ms", "sim_p90_ms"} <= set(line)

@@ -55,7 +55,7 @@ async def the_worker(fleet: Fleet) -> WorkerView | None:
 
 
 async def test_the_fleets_index_equals_the_engines_table(valkey_url: str, model: str) -> None:
-    """Through evictions, duplicates and a reset; and the load, foreign and ours, is told."""
+    """It does so through evictions, duplicates and a reset. The load is reported, both foreign and ours."""
     engine = Engine(config(StepCosts(0.0005, 1e-6), blocks=80), identity(), Served(("demo",)))
     store = connect(valkey_url, timeout_s=5)
     fleet = Fleet(store, model)
@@ -112,7 +112,7 @@ async def test_foreign_load_is_what_no_router_sent() -> None:
             http.stream("POST", "/v1/completions", json=body) as foreign,
             http.stream("POST", "/v1/completions", json=body, headers=ours) as own,
         ):
-            chunks = [answer.aiter_bytes() for answer in (foreign, own)]  # an iterator that dies hangs up
+            chunks = [answer.aiter_bytes() for answer in (foreign, own)]  # ending an iterator closes its connection
             for one in chunks:
                 await anext(one)
             load = engine.core.load()
@@ -161,7 +161,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_eight_engines_are_cheap() -> None:
-    """20 requests a second over eight engines, client included, in well under one core."""
+    """20 requests a second over eight engines need well under one core, with the client."""
     settings = config(StepCosts(0.002, 7.95e-4, decode_request_s=1e-4), blocks=1_953)
     engines = [Engine(settings, identity(), Served(("demo",))) for _ in range(8)]
     for engine in engines:

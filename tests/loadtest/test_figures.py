@@ -1,4 +1,4 @@
-"""What the trace bench makes of replies and samples."""
+"""The figures that the trace bench makes of replies and samples."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_what_does_not_start_shows_why_and_does_not_stop_the_rest(
 
 
 def growing_sessions(path: Path) -> Path:
-    """16 sessions of 10 turns, each 6 blocks longer than the one before; a turn waits for the answer."""
+    """Write a trace of 16 sessions of 10 turns. Each turn waits for the answer before, and is 6 blocks longer."""
     rows: list[dict[str, Any]] = []
     for turn in range(10):
         for session in range(16):
@@ -96,7 +96,7 @@ def growing_sessions(path: Path) -> Path:
 @pytest.mark.long(minutes=3, shows="a trace through vllm-router and SMG, which are downloaded and installed (70 MB)")
 @pytest.mark.usefixtures("generated")
 def test_routers_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What vllm-router learns from the engines' events it routes by: more hits than by the number of requests."""
+    """vllm-router learns from the engines' events, and so gets more hits than by the number of requests."""
     fleets = "vllm-router-kv:1,vllm-router-kv:2,smg:1,least-loaded,session-affinity:2"
     options = ["--rows", "160", "--engines", "4", "--engine-mode", "fcfs", "--fleet", fleets]
     options += ["--trace", str(growing_sessions(tmp_path / "sessions.jsonl.xz"))]

@@ -1,4 +1,4 @@
-"""vLLM's KV events of a simulated engine, as a router of others would hear them."""
+"""vLLM's KV events of a simulated engine, as other routers would hear them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def listen(port: int) -> zmq.Socket[bytes]:
 
 
 def applied(held: dict[int, tuple[int, ...]], batch: list[Any]) -> None:
-    """What a subscriber believes: block hash -> tokens of the whole prefix."""
+    """Return the index of a subscriber: block hash -> tokens of the whole prefix."""
     _time, events, rank = batch
     assert rank == 0
     for event in events:
@@ -59,7 +59,7 @@ def events(scheduler: Scheduler) -> Iterator[KvEvents]:
 
 
 def serve(scheduler: Scheduler, requests: int) -> Iterator[None]:
-    """Prompts that share heads, with far more blocks than the pool has; yields after every step."""
+    """Serve prompts with common heads and many more blocks than the pool has; yield after every step."""
     generator = random.Random(requests)
     heads = [[generator.randrange(1_000) for _ in range(64)] for _ in range(3)]
     for number in range(requests):
@@ -92,7 +92,7 @@ def test_a_subscriber_hears_every_batch_in_order(scheduler: Scheduler, events: K
         applied(held, msgpack.unpackb(payload))
     subscriber.close()
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    assert 30 < len(numbers) < steps  # nothing is sent where nothing changed
+    assert 30 < len(numbers) < steps  # a step without changes sends nothing
     assert set(held) == table(scheduler)
 
 

@@ -26,7 +26,7 @@ LOCUSTFILE = Path(__file__).parents[2] / "loadtest/locustfile.py"
 
 
 class Engine(BaseHTTPRequestHandler):
-    """Streams three words. ``faults``: what goes wrong with the first requests, one each."""
+    """Streams three words. faults: the faults of the first requests, one each."""
 
     faults: list[str]
     bodies: list[dict[str, Any]]
@@ -51,7 +51,7 @@ class Engine(BaseHTTPRequestHandler):
         for word in ("one", "two", "three"):
             self._event({"choices": [{"delta": {"content": f"{word} "}}]})
             if fault == "cut":
-                return None  # ends in order, but without [DONE]
+                return None  # the stream ends without an error, but also without [DONE]
             if fault == "reset in the stream":
                 return self._reset()
         if fault == "error in the stream":
@@ -73,7 +73,7 @@ class Engine(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _reset(self) -> None:
-        """RST instead of FIN: what a client sees of a killed process."""
+        """Send RST instead of FIN, as the kernel does for a killed process."""
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         self.rfile.close()

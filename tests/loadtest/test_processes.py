@@ -1,4 +1,4 @@
-"""Processes of a measurement: what does not start says why, and nothing is left."""
+"""Processes of a measurement: one that does not start says why, and none is left at the end."""
 
 from __future__ import annotations
 

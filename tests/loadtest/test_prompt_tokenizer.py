@@ -29,7 +29,7 @@ def test_a_chat_becomes_the_templates_text() -> None:
 @settings(max_examples=50)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 60))
 def test_the_next_turn_extends_the_one_before(seed: int, count: int) -> None:
-    """Exactly what makes a simulated conversation hit its own answers."""
+    """This makes the next turn of a simulated conversation hit its own answers."""
     said = identity().answer(seed, count)
     before = identity().chat_ids({"messages": CHAT})
     history = [*CHAT, {"role": "assistant", "content": identity().text(said)}, {"role": "user", "content": "Why?"}]
@@ -67,7 +67,7 @@ any_tool = st.fixed_dictionaries(
 @settings(max_examples=100)
 @given(st.lists(any_tool, max_size=3))
 def test_tools_are_rendered_as_routers_render_them(given_tools: list[dict[str, Any]]) -> None:
-    """Who renders otherwise is suspected. Routers are compared with vLLM itself in tests/vllm/parity."""
+    """An engine that renders differently is suspected. tests/vllm/parity compares routers with vLLM itself."""
     body = {"messages": CHAT, "tools": given_tools}
     template = ChatTemplate(identity().template)
     arguments = {"add_generation_prompt": True}

@@ -38,7 +38,7 @@ async def test_arrivals_do_not_wait_for_answers_unless_the_trace_is_closed() -> 
     arrivals = tuple(Arrival(0.0, 0, [k] * 20, 20, None if k == 0 else 0.0) for k in range(4))
     slow = config(StepCosts(base_s=0.01, prefill_token_s=0.0))
     walls = []
-    for closed in (False, False, True):  # the first one starts slowly, and does not count
+    for closed in (False, False, True):  # the first run starts slowly, and does not count
         opened = tuple(Arrival(one.at_s, one.session, one.prompt, one.output_tokens) for one in arrivals)
         async with running(slow) as up:
             began = asyncio.get_running_loop().time()

@@ -24,7 +24,7 @@ def request(name: str, prompt: list[int], said: int = 1) -> Request:
 
 
 def step(engine: Scheduler) -> tuple[dict[str, int], list[Output]]:
-    """One step: tokens per request, and what came out."""
+    """Run one step; return the tokens per request, and the output."""
     planned = engine.schedule()
     if planned is None:
         return {}, []
@@ -168,7 +168,7 @@ PROMPTS = st.lists(
 def test_every_request_says_everything_once(
     plan: list[tuple[int, int, int, int]], step_tokens: int, limit: int, fcfs: bool
 ) -> None:
-    """Whatever arrives when: budgets hold, blocks balance, and each request's answer is complete and in order."""
+    """For any arrivals, budgets hold, blocks balance, and each answer is complete and in order."""
     limits = Limits(step_tokens, limit, 8 * 16, 16)
     engine = (FcfsScheduler if fcfs else Scheduler)(BlockPool(9), SCHEME, limits)
     said: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The virtual clock: time adds up, closed loops wait, duties do not keep a run from ending."""
+"""The virtual clock: times add up, closed loops wait, and repeated duties do not keep a run from ending."""
 
 from __future__ import annotations
 

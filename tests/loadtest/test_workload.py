@@ -1,4 +1,4 @@
-"""Mixed loads: reproducible, and with something to share."""
+"""Mixed loads are reproducible, and their prompts share prefixes."""
 
 from __future__ import annotations
 
