@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 async def well(valkey_url: str, model: str) -> AsyncIterator[tuple[Replica, Engine]]:
     """A replica and the engine behind it, which answers well."""
-    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url, connect_timeout_s=10.0) as router:
         yield router, upstream
 
 

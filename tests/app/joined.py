@@ -41,8 +41,8 @@ async def proven(router: Replica) -> None:
             'warmfleet_workers{state="proven"}'
         ) == 1
 
-    await poll(known, 20, "the worker is proven")
-    await poll(lambda: _ready(router), 20, "the replica is ready")
+    await poll(known, 60, "the worker is proven")
+    await poll(lambda: _ready(router), 60, "the replica is ready")
 
 
 async def _ready(router: Replica) -> bool:

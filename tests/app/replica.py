@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from tests.conftest import poll
 
+from warmfleet import main
 from warmfleet.api import body, connection_limits
 from warmfleet.background import outage_checks, probe, stock_engines, upkeep
 from warmfleet.fleet import Fleet, connect
@@ -30,6 +31,7 @@ CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
     "apply_interval_s": [(upkeep, "APPLY_INTERVAL_S")],
     "ask_timeout_s": [(engine_tokenizer, "ASK_TIMEOUT_S")],
     "body_timeout_s": [(body, "BODY_TIMEOUT_S")],
+    "connect_timeout_s": [(main, "CONNECT_TIMEOUT_S")],
     "buffer_max_bytes": [(relay, "BUFFER_MAX_BYTES")],
     "header_timeout_s": [(connection_limits, "HEADER_TIMEOUT_S")],
     "health_interval_s": [(outage_checks, "CHECK_INTERVAL_S"), (stock_engines, "HEALTH_INTERVAL_S")],
@@ -73,7 +75,7 @@ class Replica:
             ]
             return sum(states) == count
 
-        await poll(seen, 10, f"{count} routable workers")
+        await poll(seen, 60, f"{count} routable workers")
 
     async def exact(self) -> None:
         """Return when it knows prompts as the engines do."""
@@ -81,7 +83,7 @@ class Replica:
         async def known() -> bool:
             return bool(json.loads((await self.get("/workers"))[1])["models"][0]["identity"] == "exact")
 
-        await poll(known, 20, "an exact identity")
+        await poll(known, 60, "an exact identity")
 
     async def load(self) -> int:
         """Everything that open reservations hold, over all workers."""
@@ -94,7 +96,7 @@ class Replica:
         async def empty() -> bool:
             return await self.load() == 0
 
-        await poll(empty, 5, "the load is given back")
+        await poll(empty, 15, "the load is given back")
 
 
 @asynccontextmanager
@@ -121,7 +123,7 @@ async def replica(
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
             found = Replica(f"http://127.0.0.1:{listener.getsockname()[1]}", fleet, client)
-            await poll(lambda: running.started or task.done(), 20, "the replica starts")
+            await poll(lambda: running.started or task.done(), 60, "the replica starts")
             if engines:
                 await found.routable(len(engines))
             yield found

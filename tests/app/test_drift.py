@@ -44,7 +44,7 @@ async def proven(router: Replica) -> None:
     async def so() -> bool:
         return await router.metric('warmfleet_workers{state="proven"}') == 1
 
-    await poll(so, 30, "the worker is proven")
+    await poll(so, 60, "the worker is proven")
 
 
 async def chat(router: Replica, model: str, messages: list[dict[str, str]]) -> dict[str, str]:

@@ -36,7 +36,7 @@ class Data:
         return random.Random(f"ring {worker}").randbytes(8 * self.entries)
 
     def chain(self, rng: random.Random) -> bytes:
-        """Return the chain of a prompt. Nine of ten are chains that one worker holds, with a head that others hold, too."""
+        """Return the chain of a prompt. A worker holds nine of ten chains; others hold their heads, too."""
         if rng.random() < MISSES:
             return rng.randbytes(8 * (HEAD + TAIL))
         worker = rng.randrange(self.workers)

@@ -95,7 +95,7 @@ async def proof(router: Replica, wanted: str) -> str:
         views = await router.fleet.workers()
         return next((str(view.record.get("reason", "")) or "-" for view in views if view.proof == wanted), None)
 
-    return str(await poll(seen, 20, f"proof {wanted}"))
+    return str(await poll(seen, 60, f"proof {wanted}"))
 
 
 async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str) -> None:

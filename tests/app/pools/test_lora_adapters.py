@@ -28,7 +28,7 @@ async def listed(router: Replica, *names: str) -> None:
         data = json.loads((await router.get("/v1/models"))[1])["data"]
         return {entry["id"] for entry in data} == set(names)
 
-    await poll(seen, 20, f"/v1/models lists {names}")
+    await poll(seen, 60, f"/v1/models lists {names}")
 
 
 async def asked(router: Replica, **body: object) -> tuple[int, str, str]:
