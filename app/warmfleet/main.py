@@ -28,7 +28,7 @@ from warmfleet.background.outage_checks import OutageChecks
 from warmfleet.background.prober import Prober
 from warmfleet.background.stock_engines import StockEngines
 from warmfleet.background.supervisor import stop, supervise
-from warmfleet.background.view_reader import Reader
+from warmfleet.background.view_reader import ViewReader
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, Upstream
@@ -178,7 +178,7 @@ def _pool(tag: str, settings: Settings) -> Pool:
 async def _background(
     pools: Pools, engine_client: EngineClient, identities: Identities, settings: Settings, metrics: Metrics
 ) -> AsyncIterator[None]:
-    reader = Reader(pools, identities, settings, metrics)
+    reader = ViewReader(pools, identities, settings, metrics)
     prober = Prober(pools, engine_client, settings, metrics)
     rounds: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
         ("apply", upkeep.APPLY_INTERVAL_S, partial(upkeep.apply, pools, metrics)),
@@ -206,7 +206,7 @@ async def _background(
         await reader.close()
 
 
-async def _alarm(pool: Pool, reader: Reader, prober: Prober) -> None:
+async def _alarm(pool: Pool, reader: ViewReader, prober: Prober) -> None:
     """Wait until requests make a worker suspected, then begin its probe without waiting for the next round."""
     await pool.fleet.suspected.wait()
     pool.fleet.suspected.clear()

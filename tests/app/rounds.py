@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from warmfleet.api import fleet_status as status
 from warmfleet.background.index_health import IndexHealthWatch
 from warmfleet.background.prober import Prober
-from warmfleet.background.view_reader import Reader
+from warmfleet.background.view_reader import ViewReader
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.fleet.upkeep import Pace
@@ -42,7 +42,7 @@ class Replica:
         self.pool = Pool(fleet.keys.tag, fleet, DegradedMode(1.0))
         self.pools = Pools([self.pool])
         self.identities = Identities(executor, Trie(2**20), Templates(self.metrics, trust_all=True))
-        self.reader = Reader(self.pools, self.identities, Settings(), self.metrics)
+        self.reader = ViewReader(self.pools, self.identities, Settings(), self.metrics)
         self.client = EngineClient(Addresses((), ()), 1.0)
         self.prober = Prober(self.pools, self.client, Settings(), self.metrics)
 

@@ -36,7 +36,7 @@ LOAD_RETRY_S = 10.0  # a failed load is tried again after this time
 MAX_FAILED_LOADS = 256
 
 
-class Reader:
+class ViewReader:
     """Keeps the view of every pool fresh. An identity loads in the background; the view has it when it is ready."""
 
     def __init__(self, pools: Pools, identities: Identities, settings: Settings, metrics: Metrics) -> None:

@@ -19,7 +19,7 @@ from warmfleet.prompt.prompt_identity import INLINE_CHARACTERS, canonical_text
 if TYPE_CHECKING:
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.block_hashes import Chain, Lora
-    from warmfleet.prompt.popular_prefixes import Uses
+    from warmfleet.prompt.popular_prefixes import PopularPrefixes
     from warmfleet.prompt.prefix_trie import Prompt
     from warmfleet.prompt.request import Request
 
@@ -66,7 +66,7 @@ class _Found(NamedTuple):
     identity_key: str = ""
 
 
-async def identify(request: Request, view: View, uses: Uses, expected_output: int) -> IdentifiedPrompt:
+async def identify(request: Request, view: View, uses: PopularPrefixes, expected_output: int) -> IdentifiedPrompt:
     """Identify the prompt with what this replica has of the model. Never fails.
 
     uses: counts how often prompts share a prefix. expected_output: tokens of an answer whose request sets no limit.
@@ -105,7 +105,7 @@ def _identified(found: _Found, request: Request, view: View, expected_output: in
     )
 
 
-async def _reproduced(request: Request, view: View, uses: Uses) -> _Found:
+async def _reproduced(request: Request, view: View, uses: PopularPrefixes) -> _Found:
     """The prompt as the engines will see it. Raises NotReproducible with the reason."""
     if request.unforeseen:
         raise NotReproducible(request.unforeseen)

@@ -16,7 +16,7 @@ from warmfleet.pools.open_reservations import OpenReservations
 from warmfleet.pools.policy import PolicyChoice
 from warmfleet.pools.stalled_requests import Tries
 from warmfleet.pools.ttft_window import TtftWindow
-from warmfleet.prompt.popular_prefixes import Uses
+from warmfleet.prompt.popular_prefixes import PopularPrefixes
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Pool:
         self.reservations = OpenReservations()
         self.tries = Tries()
         self.ttft = TtftWindow(objective_s)
-        self.uses = Uses()
+        self.uses = PopularPrefixes()
         self.read = asyncio.Event()
         self.last_known = LastKnown(fleet)
         self._suspected_until: dict[str, float] = {}

@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from warmfleet.prompt import messages as chat
-from warmfleet.prompt.messages import NotReproducible
+from warmfleet.prompt.messages import NotReproducible, is_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +44,7 @@ def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) ->
     placeholders: the model's own text for each modality, for templates that take text only. Raises NotReproducible if
     the place of the parts cannot be known.
     """
-    if all(chat.is_text(part) for message in request.messages for part in _parts(message)):
+    if all(is_text(part) for message in request.messages for part in _parts(message)):
         raise NotReproducible("parts")
     if any(REAL in text for message in request.messages for text in _texts(message)):
         raise NotReproducible("parts")  # the client uses our word
@@ -106,13 +105,11 @@ def _is_item(part: Any) -> bool:
 def _with(message: Message, word: str, form: Format) -> Message:
     """``word`` and the modality in place of each media part; ``word`` in place of a content with unknown parts."""
     parts = _parts(message)
-    if all(map(chat.is_text, parts)):
+    if all(map(is_text, parts)):
         return message
-    if message["role"] != "user" or not all(chat.is_text(part) or _is_item(part) for part in parts):
+    if message["role"] != "user" or not all(is_text(part) or _is_item(part) for part in parts):
         return message | {"content": word}
-    replaced = [
-        part if chat.is_text(part) else {"type": "text", "text": word + MODALITIES[part["type"]]} for part in parts
-    ]
+    replaced = [part if is_text(part) else {"type": "text", "text": word + MODALITIES[part["type"]]} for part in parts]
     if form == "string":  # the engine puts placeholders in front of a message's text
         replaced.sort(key=lambda part: not (isinstance(part, dict) and str(part.get("text")).startswith(word)))
     return message | {"content": replaced}
@@ -121,7 +118,7 @@ def _with(message: Message, word: str, form: Format) -> Message:
 def _without(request: Request) -> Request:
     """The request without its media parts. Each becomes an empty text: some templates want a message to have text."""
     messages = [
-        message | {"content": [part if chat.is_text(part) else "" for part in _parts(message)]}
+        message | {"content": [part if is_text(part) else "" for part in _parts(message)]}
         if _parts(message)
         else message
         for message in request.messages

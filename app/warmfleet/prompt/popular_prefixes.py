@@ -21,7 +21,7 @@ HALF_LIFE_S = 300.0
 LEAST = 2.0  # uses: fewer may be a conversation that was asked twice
 
 
-class Uses:
+class PopularPrefixes:
     """The counts of one model under one identity; used by the event loop alone."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import orjson
 
-from warmfleet.prompt import messages as chat
 from warmfleet.prompt.cut_points import Cuts
 from warmfleet.prompt.media_prefix import agreed, variants
-from warmfleet.prompt.messages import NotReproducible
+from warmfleet.prompt.messages import NotReproducible, conversation, developer_to_system, tool_schemas
 from warmfleet.prompt.prefix_trie import Prompt, Reading, Trie
 
 if TYPE_CHECKING:
@@ -180,12 +179,12 @@ class Identity:
             raise NotReproducible("tools")
         if self._drop_unused_tools and request.tool_choice == "none":
             tools = None
-        messages = chat.conversation(request.messages, content_format)
+        messages = conversation(request.messages, content_format)
         if change is not None:
             messages = change(messages)
         if not knows_developer:
-            messages = chat.developer_to_system(messages)
-        return messages, {**self._defaults, **request.arguments}, {**self._fixed, "tools": chat.tool_schemas(tools)}
+            messages = developer_to_system(messages)
+        return messages, {**self._defaults, **request.arguments}, {**self._fixed, "tools": tool_schemas(tools)}
 
     async def _read(self, text: str, reading: Reading, inline_characters: int) -> Prompt:
         path = self._trie.find(text, reading)
@@ -256,6 +255,6 @@ def canonical_text(request: Request) -> list[bytes]:
             for prompt in request.prompts
         ]
     try:
-        return [head + b"".join([orjson.dumps(message) for message in chat.conversation(request.messages, "string")])]
+        return [head + b"".join([orjson.dumps(message) for message in conversation(request.messages, "string")])]
     except TypeError as error:  # half a surrogate pair in the arguments of a tool call
         raise NotReproducible("unicode") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from warmfleet.background.view_reader import Reader
+from warmfleet.background.view_reader import ViewReader
 from warmfleet.fleet import Flag, LoadRow, WorkerState, WorkerView
 from warmfleet.fleet.worker.records import Records
 from warmfleet.metrics import Metrics
@@ -49,7 +49,7 @@ class Fixed:
 async def test_workers_that_differ_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     fixed, metrics = Fixed(), Metrics()
     pools = Pools([Pool("m", cast("Fleet", fixed), DegradedMode(1.0))])
-    reader = Reader(pools, cast("Identities", fixed), Settings(models=("m",)), metrics)
+    reader = ViewReader(pools, cast("Identities", fixed), Settings(models=("m",)), metrics)
 
     async def read(*workers: WorkerView) -> list[str]:
         caplog.clear()

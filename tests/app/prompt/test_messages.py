@@ -6,15 +6,14 @@ import json
 
 import pytest
 
-from warmfleet.prompt import messages as chat
-from warmfleet.prompt.messages import NotReproducible
+from warmfleet.prompt.messages import NotReproducible, conversation, tool_schemas
 
 
 def test_tools_are_dumped_as_vllm_does() -> None:
     """Only known fields, in vLLM's order. Absent fields are null or left out. A tool's flag is also its function's."""
     given = {"function": {"strict": True, "x": 1, "name": "f"}, "defer_loading": False, "cache_control": {}}
     plain = {"type": "function", "function": {"name": "g", "description": None, "parameters": {}, "strict": None}}
-    assert json.dumps(chat.tool_schemas([given, plain])) == json.dumps(
+    assert json.dumps(tool_schemas([given, plain])) == json.dumps(
         [
             {
                 "type": "function",
@@ -31,21 +30,21 @@ def test_tools_are_dumped_as_vllm_does() -> None:
         ]
     )
     with pytest.raises(NotReproducible, match="tools"):
-        chat.tool_schemas([{"function": {"name": "f", "strict": "yes"}}])
+        tool_schemas([{"function": {"name": "f", "strict": "yes"}}])
 
 
 def test_unknown_fields_are_kept_where_vllm_keeps_them() -> None:
     part = {"type": "text", "text": "a", "cache_control": 1, "uuid": "u"}
-    (seen,) = chat.conversation([{"role": "user", "content": [part], "metadata": 1}], "openai")
+    (seen,) = conversation([{"role": "user", "content": [part], "metadata": 1}], "openai")
     assert seen == {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": 1}]}
     tool = {"type": "function", "function": {"strict": True, "name": "d"}}
-    (seen,) = chat.conversation([{"role": "developer", "content": "a", "tools": [tool]}], "string")
+    (seen,) = conversation([{"role": "developer", "content": "a", "tools": [tool]}], "string")
     assert json.dumps(seen["tools"]) == json.dumps([{"function": {"name": "d", "strict": True}, "type": "function"}])
     with pytest.raises(NotReproducible, match="developer_tools"):
-        chat.conversation([{"role": "developer", "content": "a", "tools": ["d"]}], "string")
+        conversation([{"role": "developer", "content": "a", "tools": ["d"]}], "string")
 
 
 def test_billing_header_is_dropped_from_system_text() -> None:
     text = "x-anthropic-billing-header: cch=1\nBe brief."
-    assert chat.conversation([{"role": "system", "content": text}], "string")[0]["content"] == "Be brief."
-    assert chat.conversation([{"role": "user", "content": text}], "string")[0]["content"] == text
+    assert conversation([{"role": "system", "content": text}], "string")[0]["content"] == "Be brief."
+    assert conversation([{"role": "user", "content": text}], "string")[0]["content"] == text

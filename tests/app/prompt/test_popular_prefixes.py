@@ -7,7 +7,7 @@ import random
 from array import array
 
 from warmfleet.prompt.cut_points import Cuts
-from warmfleet.prompt.popular_prefixes import HALF_LIFE_S, MAX_COUNTED, Uses
+from warmfleet.prompt.popular_prefixes import HALF_LIFE_S, MAX_COUNTED, PopularPrefixes
 from warmfleet.prompt.prefix_trie import Prompt, Reading, Trie, whole
 
 LONG = 1_024
@@ -28,7 +28,7 @@ class World:
     def __init__(self, limit_bytes: int = 2**26) -> None:
         self.trie = Trie(limit_bytes)
         self.now = 0.0
-        self.uses = Uses(lambda: self.now)
+        self.uses = PopularPrefixes(lambda: self.now)
         self.rng = random.Random(1)
 
     def ask(self, text: str, salt: str | None = None, key: str = "k") -> Prompt:

@@ -16,9 +16,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from warmfleet.metrics import Metrics
 from warmfleet.pools.identities import Identities
-from warmfleet.prompt import messages as chat
 from warmfleet.prompt.chat_template import ChatTemplate
-from warmfleet.prompt.messages import NotReproducible
+from warmfleet.prompt.messages import NotReproducible, conversation
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.prompt.prompt_identity import Identity, canonical_text
 from warmfleet.prompt.request import Request, parse
@@ -79,7 +78,7 @@ def test_rendering_equals_transformers(encoder: Encoder, executor: ThreadPoolExe
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     asked = request(CONVERSATION, tools=tools)
     made = Identity(encoder, ChatTemplate(CHATML, trusted=trusted), {}, executor, Trie(10**6))
-    seen = chat.conversation(CONVERSATION, "string")
+    seen = conversation(CONVERSATION, "string")
     assert seen[1]["content"] == "one\ntwo"
     assert seen[2]["tool_calls"] == [
         {"id": "c1", "function": {"arguments": {"q": "ü"}, "name": "f"}, "type": "function", "x": 1}

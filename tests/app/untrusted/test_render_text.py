@@ -10,10 +10,9 @@ import pytest
 from tests.asks import asks
 
 from warmfleet.errors import BadRequest
-from warmfleet.prompt import messages as chat
-from warmfleet.prompt import request as prompt
 from warmfleet.prompt.chat_template import ChatTemplate
-from warmfleet.prompt.messages import Message, NotReproducible
+from warmfleet.prompt.messages import Message, NotReproducible, conversation, tool_schemas
+from warmfleet.prompt.request import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,9 +66,9 @@ async def test_random_requests_are_rendered_alike(started: Callable[..., Sandbox
     assert await box.ready() == here.content_format
     for ask in asks(seed=7, count=80):
         try:
-            request = prompt.parse("chat" if ask.endpoint == "chat" else "completions", ask.raw)
-            messages = chat.conversation(request.messages, here.content_format)
-            fixed = {"tools": chat.tool_schemas(request.tools), "bos_token": "<s>", "eos_token": "</s>"}
+            request = parse("chat" if ask.endpoint == "chat" else "completions", ask.raw)
+            messages = conversation(request.messages, here.content_format)
+            fixed = {"tools": tool_schemas(request.tools), "bos_token": "<s>", "eos_token": "</s>"}
         except (BadRequest, NotReproducible):
             continue
         made: list[Any] = []
