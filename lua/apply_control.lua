@@ -35,6 +35,7 @@ local command = cjson.decode(call("GET", COMMAND) or "{}")
 
 local entry_of, resync = include "shared/stream_entry", include "shared/resync"
 local announced, snapshot = include "apply_control/worker_join", include "apply_control/snapshot"
+local heard = include "shared/heard"
 local drop_shadow, diverged, ask_resync = resync(RESYNC, RETIRED, DIGEST, WORKER_ID, now, truth, {})
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 local function lost(cause) count(cause) ask_resync(record, cause) end
@@ -69,8 +70,8 @@ local function join(data, time, nonce, batch, id)
   if not fresh then return count("malformed") end
   local same_process = record and record.nonce == nonce -- it was commanded to join again: its cache is not empty
   if record then drop_shadow(record) end
-  local server_ms = tonumber(call("ZSCORE", ALIVE_SERVERS, fresh.server_id) or "-1")
-  local flags = (server_ms >= now - TTL_MS and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
+  local server_score = call("ZSCORE", ALIVE_SERVERS, fresh.server_id)
+  local flags = (heard(server_score, now, TTL_MS) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
   if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends a drain
   local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- an epoch that was never used: old leases have another
   row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0, 0, 0 }

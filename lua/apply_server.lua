@@ -24,6 +24,7 @@ local raw = call("HGET", SERVERS, SERVER_ID)
 local record, rejoined, stranger = raw and cjson.decode(raw) or nil, false, false
 
 local entry_of, with_flags = include "shared/stream_entry", include "shared/with_flags"
+local heard = include "shared/heard"
 local announced, chunks_of = (include "apply_server/server_join")()
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 
@@ -87,7 +88,7 @@ elseif entries > 0 then
   call("HSET", CURSOR, FIELD, page[entries][1])
 end
 local more = not hostile and #page == MAX_ENTRIES and 1 or 0
-local alive = tonumber(call("ZSCORE", ALIVE_SERVERS, SERVER_ID) or "-1") >= now - TTL_MS
+local alive = heard(call("ZSCORE", ALIVE_SERVERS, SERVER_ID), now, TTL_MS)
 if more == 0 and (not record or stranger and not alive) then -- its join is lost: it finds no stream, and joins again
   call("UNLINK", STREAM)
   call("HDEL", CURSOR, FIELD)

@@ -119,10 +119,11 @@ end
 -- Scores of resync: -ms = waits since then, +ms = commanded then, or its last progress. Of the workers that are alive
 -- the one that has waited longest is next.
 local function command_resyncs()
+  local heard = include "shared/heard"
   local filling, waiting = 0, {}
   for _, worker in ipairs(call("ZREVRANGEBYSCORE", RESYNC, "+inf", "-inf", "LIMIT", 0, MAX_STREAMS)) do
     local since = tonumber(call("ZSCORE", RESYNC, worker))
-    local alive = tonumber(call("ZSCORE", ALIVE, worker) or "-1") >= now - TTL_MS
+    local alive = heard(call("ZSCORE", ALIVE, worker), now, TTL_MS)
     if since > 0 and alive and now - since < REISSUE_MS then
       filling = filling + 1
     elseif alive then

@@ -10,7 +10,7 @@ Returns the median speed (tokens/s; 0: none is known).
 local call = redis.call
 local FLAGS_AT, ROW_FLAGS_TO_SPEED_TPS, FLAG_SERVER, FLAG_APPROXIMATE = 21, ">I2I4I4", 1, 16 -- of a packed row
 local FORGETS_AT_ONCE = 8
-local with_flags = include "shared/with_flags"
+local with_flags, heard = include "shared/with_flags", include "shared/heard"
 
 return function(ALIVE, ALIVE_SERVERS, SERVERS, LOAD, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
   local function scores(key)
@@ -40,7 +40,7 @@ return function(ALIVE, ALIVE_SERVERS, SERVERS, LOAD, PREFIX, now, TTL_MS, FORGET
     if bit.band(flags, FLAG_APPROXIMATE) == 0 then
       local server = worker:match("^(.*)%.%d+$")
       served[server or worker] = true
-      local up = (alive_servers[server or worker] or -1) >= now - TTL_MS
+      local up = heard(alive_servers[server or worker], now, TTL_MS)
       if up ~= (bit.band(flags, FLAG_SERVER) > 0) and (up or not grace) then
         call("HSET", LOAD, worker, with_flags(row, bit.bxor(flags, FLAG_SERVER)))
       end
