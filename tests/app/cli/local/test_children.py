@@ -86,13 +86,8 @@ def test_a_program_that_cannot_be_started_is_named() -> None:
 
 def test_without_its_watchdog_a_stack_starts_nothing_more() -> None:
     with Children() as children:
-        # The youngest, because stacks of other tests may run beside this one.
-        watchdog = max(
-            (one for one in psutil.Process().children() if "watchdog.py" in " ".join(one.cmdline())),
-            key=lambda one: one.create_time(),
-        )
-        watchdog.kill()
-        watchdog.wait(5)
+        children._watchdog.kill()
+        children._watchdog.wait(5)
         with pytest.raises(CommandError, match="watchdog"):
             children.start("sleeper-1", SLEEP)
 
