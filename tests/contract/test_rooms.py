@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROUTER = ROOT / "app/warmfleet"
-MAX_MODULES = 14  # in one folder: more than that nobody overlooks
+MAX_MODULES = 14  # in one folder: a reader takes in no more at a glance
 PACKAGES = (ROUTER, ROOT / "worker_plugin/warmfleet_worker", ROOT / "loadtest/warmfleet_loadtest")
 
 

@@ -88,9 +88,8 @@ class Hasher:
         # In CBOR, a block is 83 | bytes head, parent | array head, ids | extra keys. Only parent and ids change.
         join, new, head, size = b"".join, self._new, self._head, self.scheme.block_tokens
         later = cbor.encode(wire.extra_keys(self.scheme, None, lora)) if lora is not None else NO_KEYS
-        forms = itemgetter(*ids, 0)(self._table)[
-            :-1
-        ]  # all ids in one call; the 0 at the end makes the result a tuple for a single id, too
+        # All ids are looked up in one call. The 0 at the end makes the result a tuple even for a single id.
+        forms = itemgetter(*ids, 0)(self._table)[:-1]
         groups = zip(repeat(self._array_head), *[iter(forms)] * size, repeat(later), strict=False)
         blocks = list(map(join, groups))
         if salt is not None:

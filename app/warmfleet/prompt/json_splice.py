@@ -1,7 +1,7 @@
-"""Keys put into a JSON object that stays the same bytes otherwise: a tenant's salt, a prompt's token ids. Pure.
+"""Puts a key into a JSON object whose other bytes stay the same: a tenant's salt, a prompt's token ids. Pure.
 
-Of a key that comes twice the last one counts: for orjson, which we read with, and for Python's json, which vLLM's
-server reads with. So a key at the end is the effective one whatever the body held before.
+If an object has a key twice, the last value counts: for orjson, which the router uses, and for Python's json, which
+vLLM's server uses. So a key that is added at the end counts, even if the body has the same key already.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.request import Endpoint
 
-MAX_MARKS = 4_096  # brackets and strings that are looked at to find the prompt in a body
-MAX_LOOKS = 256  # at escaped quotes, one by one: 0.2 us each
-MAX_SLASHES = 64  # before a quote
+MAX_MARKS = 4_096  # brackets and strings that a search for the prompt passes in a body
+MAX_LOOKS = 256  # escaped quotes that are examined singly, at 0.2 us each
+MAX_SLASHES = 64  # backslashes before a quote
 
 _EMPTY = re.compile(rb"\s*\{\s*\}")
 _NESTED = re.compile(rb'["{}\[\]]')
@@ -28,9 +28,9 @@ _QUOTE, _BACKSLASH, _OPENING = ord('"'), ord("\\"), b"{["
 
 
 def with_key(body: bytes, key: str, *value: bytes) -> bytes:
-    """``body``, valid JSON of an object, with ``key`` at its end; ``value`` is JSON, in pieces.
+    """``body`` with ``key`` and ``value`` at its end. The cost is one copy.
 
-    Nothing before it needs to be looked at: the cost is one copy. ``key`` must need no escapes.
+    body: valid JSON of an object. key: a name that needs no escapes. value: the pieces of one JSON value.
     """
     end, view = body.rindex(b"}"), memoryview(body)
     comma = b"" if _EMPTY.match(body) else b","
@@ -38,9 +38,10 @@ def with_key(body: bytes, key: str, *value: bytes) -> bytes:
 
 
 def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[bytes], characters: int = 0) -> bytes | None:
-    """``raw`` (JSON that was parsed before, an object) with the ids in it, a JSON list for each prompt.
+    """``raw`` with token ids in place of its prompts; None if the place of the prompts is not found within the limits.
 
-    None if it is too odd to find the place. characters: of the prompt, if it is one text.
+    raw: JSON of an object that was parsed before. ids: a JSON list for each prompt. characters: the length of the
+    prompt if it is a single text.
     """
     if endpoint == "chat":
         return with_key(raw, "kv_transfer_params", b'{"prompt_token_ids":', ids[0], b"}")
@@ -54,10 +55,10 @@ def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[bytes], characters: in
 
 
 def value_span(raw: bytes, key: str, characters: int = 0) -> tuple[int, int] | None:
-    """Where the value of ``key`` begins and ends in a JSON object: of the last one that is not nested, which counts.
+    """Begin and end of the value of ``key`` in a JSON object. If the key comes twice, the last value is meant.
 
-    None if there is none, or if more than MAX_MARKS strings and brackets would have to be looked at. characters: of
-    that value, if it is a string: so much need not be looked at.
+    None if the object has no such key, or more than MAX_MARKS strings and brackets. characters: the length of the
+    value if it is a string; the search then skips so much.
     """
     text = _Text(raw)
     found, at = None, raw.index(b"{") + 1
@@ -68,41 +69,41 @@ def value_span(raw: bytes, key: str, characters: int = 0) -> tuple[int, int] | N
         end = text.string_end(begin)
         start = _position(_NOT_SPACE, raw, raw.index(b":", end) + 1)
         name = raw[begin:end]
-        ours = (orjson.loads(name) if b"\\" in name else name[1:-1].decode()) == key
+        matches = (orjson.loads(name) if b"\\" in name else name[1:-1].decode()) == key
         if raw[start] == _QUOTE:
-            at = (ours and text.far_end(start, characters)) or text.string_end(start)
+            at = (matches and text.far_end(start, characters)) or text.string_end(start)
         elif raw[start] in _OPENING:
             at = text.nested_end(start)
         else:
             at = _position(_VALUE_ENDS, raw, start)
         if at < 0:
             return None
-        if ours:
+        if matches:
             found = start, at
     return None
 
 
 class _Text:
-    """JSON that is known to be valid, read at the speed of ``find``."""
+    """JSON that is known to be valid, searched with ``bytes.find``, which is fast."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
-        self._plain = False  # no escaped quote is left in it
+        self._plain = False  # True once all escaped quotes are blanked out
         self._looks = MAX_LOOKS
 
     def far_end(self, start: int, characters: int) -> int:
-        """What ``string_end`` says, found at once if the string has so many characters; 0 if not."""
+        """The end of a string of ``characters`` characters, found in one step; 0 if the string has another length."""
         if characters < MAX_LOOKS:
             return 0
         try:
             end = self.string_end(start + characters)
-            orjson.loads(self.raw[start:end])  # one whole string: then it ends nowhere else
-        except ValueError:  # not the one that was parsed, but an earlier one of the same name
+            orjson.loads(self.raw[start:end])  # raises ValueError unless this is exactly one string
+        except ValueError:  # an earlier value of the same key: it was not parsed, and has another length
             return 0
         return end
 
     def string_end(self, start: int) -> int:
-        """After the quote that ends the string which begins at ``start``."""
+        """The position behind the string that begins at ``start``."""
         text, at = self.raw, start
         while self._looks:
             at = text.index(b'"', at + 1)
@@ -115,13 +116,13 @@ class _Text:
                 return at + 1
             if slashes == MAX_SLASHES:
                 self._looks = 0
-        if not self._plain:  # many escapes: cheaper to blank them out, once, than to look at each
+        if not self._plain:  # with many escapes it is cheaper to blank all of them out once
             self.raw = self.raw.replace(b"\\\\", b"__").replace(b'\\"', b"__")
             self._plain = True
         return self.raw.index(b'"', start + 1) + 1
 
     def nested_end(self, start: int) -> int:
-        """The end of the object or list that begins at ``start``; -1 if it has too much in it."""
+        """The position behind the object or list that begins at ``start``; -1 if it has more than MAX_MARKS parts."""
         depth, at = 0, start
         for _ in range(MAX_MARKS):
             at = _position(_NESTED, self.raw, at)

@@ -149,7 +149,7 @@ def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
     """orjson may have changed a number that reaches the prompt, so the exact parser must read the body."""
     if not any(data.get(name) for name in NOT_ONLY_TEXT):
         messages = data.get("messages")
-        objects = [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+        objects = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
         if {type(value) for message in objects for value in message.values()} <= {str}:
             return False
     return b"0" * 19 in body.translate(_LONG) and _LONG_NUMBER.search(body) is not None

@@ -125,7 +125,7 @@ def _unlimited(tokenizer: Any) -> Any:
 
 
 def _guarded(encode: Encode) -> Encode:
-    """``encode``, with NotReproducible in place of whatever a library raises: only that text is routed by load."""
+    """``encode``, with NotReproducible in place of every error of a library: only that text is routed by load."""
 
     def guarded(text: str, special: bool) -> array[int]:
         try:

@@ -1,4 +1,4 @@
-"""The body that an engine gets is the client's, byte for byte, but for the one key that holds the token ids."""
+"""An engine gets the bytes of the client's body; only the value of one key differs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warmfleet.prompt import json_splice as splice
+from warmfleet.prompt import json_splice
 from warmfleet.prompt.json_splice import spliced, with_key
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ any_body = given(
 
 
 def written(value: Any, rng: random.Random) -> str:
-    """JSON in any of the ways in which clients write it: white space, escapes, formats of numbers."""
+    """JSON as clients may write it: with any white space, escapes and formats of numbers."""
     space = rng.choice(["", "", " ", "\n\t", "\r\n  "])
     if isinstance(value, str):
         return f'{space}"{"".join(letter(one, rng) for one in value)}"{space}'
@@ -57,7 +57,7 @@ def letter(one: str, rng: random.Random) -> str:
 
 
 def place(text: str, key: str) -> tuple[int, int] | None:
-    """Where the last value of ``key`` is, by the standard library's decoder."""
+    """Begin and end of the last value of ``key``, by the decoder of the standard library."""
     decoder, found = json.JSONDecoder(), None
 
     def skip(at: int) -> int:
@@ -77,7 +77,7 @@ def place(text: str, key: str) -> tuple[int, int] | None:
 
 
 def pairs(text: bytes) -> Any:
-    """Everything that is in it: duplicates, order, the numbers as they are written."""
+    """All members in their order, with duplicates, and numbers as they are written."""
     return json.loads(text, object_pairs_hook=tuple, parse_float=str, parse_int=str)
 
 
@@ -89,7 +89,7 @@ MANY = pytest.param(20_000, marks=LONG)
 
 
 @pytest.mark.parametrize("bodies", [150, MANY])
-@pytest.mark.parametrize("looks", [splice.MAX_LOOKS, 2, 0])
+@pytest.mark.parametrize("looks", [json_splice.MAX_LOOKS, 2, 0])
 def test_the_body_differs_in_one_key_only(looks: int, bodies: int) -> None:
     @settings(max_examples=bodies)
     @any_body
@@ -104,7 +104,7 @@ def differs_in_one_key(looks: int, body: list[tuple[str, Any]], own: Any, rng: r
     text = rng.choice(["", " \n"]) + written_object(body, rng) + rng.choice(["", "\r\n "])
     raw, numbers = text.encode("utf-8", "surrogatepass"), [str(one) for one in ids]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(splice, "MAX_LOOKS", looks)
+        patch.setattr(json_splice, "MAX_LOOKS", looks)
         value = json.loads(raw)["prompt"]
         completion = spliced("completions", raw, [orjson.dumps(ids)], len(value) if isinstance(value, str) else 0)
         chat = spliced("chat", raw, [orjson.dumps(ids)])
@@ -149,8 +149,8 @@ def test_a_body_that_would_take_long_is_left_alone() -> None:
 
 def test_escapes_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     body, seconds = b'{"prompt":"' + b'\\"' * 1_500_000 + b'"}', []
-    for looks in (splice.MAX_LOOKS, 10**9):
-        monkeypatch.setattr(splice, "MAX_LOOKS", looks)
+    for looks in (json_splice.MAX_LOOKS, 10**9):
+        monkeypatch.setattr(json_splice, "MAX_LOOKS", looks)
         began = time.process_time()
         assert spliced("completions", body, [b"[1]"]) == b'{"prompt":[1]}'
         seconds.append(time.process_time() - began)
@@ -161,7 +161,7 @@ def test_escapes_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -
 def test_a_spliced_key_is_the_effective_one_and_nothing_else_changes(
     keys: list[tuple[str, Any]], before: str, after: str
 ) -> None:
-    """Keys that come twice included: of them the last one counts, for all who read it."""
+    """Also if the body has the key already: every parser takes the last value."""
     inside = f",{before}".join(f"{json.dumps(key)}{after}:{json.dumps(value)}" for key, value in keys)
     body = f"{before}{{{after}{inside}{before}}}{after}".encode()
     longer = with_key(body, "cache_salt", b'"new"')

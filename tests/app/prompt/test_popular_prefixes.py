@@ -48,7 +48,7 @@ def test_the_most_used_come_first_and_end_where_prompts_part() -> None:
         for _ in range(times):
             world.ask(prefix + words(world.rng, 1))
     told = world.tops()
-    assert len(told) == 2, "what was asked once, nobody has in common"
+    assert len(told) == 2, "a prompt that was asked once is no common prefix"
     for text, prefix in zip(told, (hot, warm), strict=True):
         assert prefix.startswith(text)
         assert len(text) > len(prefix) - 1.2 * LONG

@@ -127,7 +127,7 @@ async def test_the_event_loop_and_the_others_go_on(started: Callable[..., Sandbo
         rounds += 1
     assert rounds > 3, "another template does not wait for this one"
     assert await slow == "template_limit"
-    assert await waiting == "hello", "who waited is served by the next process"
+    assert await waiting == "hello", "a request that waited is served by the next process"
 
 
 async def test_the_queue_is_short(started: Callable[..., Sandboxed], monkeypatch: pytest.MonkeyPatch) -> None:
