@@ -1,13 +1,13 @@
 """The table of long tests in tests/README.md, made from the markers: ``python -m tests.catalogue`` writes it anew.
 
-A long test carries ``@pytest.mark.long(minutes=5, shows="...")``. A mark that stands alone, as ``pytestmark`` or as a
-constant, makes one row for its whole file.
+A long test carries ``@pytest.mark.long(minutes=5, shows="...")``. A row names the test. It names
+the file where the mark stands alone, as ``pytestmark`` or as a constant, or where no other test of the file is long.
 """
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ BEGIN, END = "<!-- begin: python -m tests.catalogue -->\n", "<!-- end -->\n"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One long test, or the long tests of one file. ``selects`` are the arguments of pytest that choose it."""
+    """One long test, or the long tests of one file. selects: the arguments of pytest that choose it."""
 
     selects: str
     minutes: int
@@ -33,12 +33,18 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """The rows of all files, sorted. Raises ValueError for a mark that does not say both what it shows and how long."""
+    """Return the rows of all files, sorted. Raises ValueError for a mark without ``minutes`` or ``shows``."""
     return sorted((row for path in ROOT.glob("tests/**/*.py") for row in rows_of(path)), key=lambda row: row.selects)
 
 
-def rows_of(path: Path) -> Iterator[Row]:
-    """The rows of one file."""
+def rows_of(path: Path) -> list[Row]:
+    """Return the rows of one file."""
+    found = list(marks_in(path))
+    return [replace(row, selects=row.selects.partition("::")[0]) for row in found] if len(found) == 1 else found
+
+
+def marks_in(path: Path) -> Iterator[Row]:
+    """Yield a row for each mark in a file."""
     place = str(path.relative_to(ROOT))
     tree = ast.parse(path.read_text())
     tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -56,7 +62,7 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 
 def table() -> str:
-    """The generated part of the README."""
+    """Return the generated part of the README."""
     found = rows()
     head = "| test | what it shows | minutes |\n|---|---|---|\n"
     hours = round(sum(row.minutes for row in found) / 60)
@@ -64,7 +70,7 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """``text`` of the README, with its generated part as it should be."""
+    """Return ``text`` of the README with its generated part written anew."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{table()}{END}{after}"
