@@ -29,7 +29,7 @@ PACE = Pace(min_gap_ms=0, max_entries=3, max_blocks=24, applies=12, collects=2)
 
 
 class World:
-    """One store, two appliers, three workers. Every method without ``_`` is a step: (worker, two small numbers)."""
+    """One store, two appliers, three workers. Each method without ``_`` is a step: worker, two numbers."""
 
     def __init__(self, store: Any, fleets: list[Fleet], queue: int) -> None:
         self.store, self.fleets, self.queue = store, fleets, queue
@@ -43,7 +43,7 @@ class World:
         self._reset()
 
     def _reset(self) -> None:
-        """A server without any data but somebody else's."""
+        """Empty the server but for the data of another model."""
         self.store.flushall()
         self.cancelled.clear()
         pipe = self.store.pipeline(transaction=False)
@@ -57,7 +57,7 @@ class World:
         return int(seconds * 1000 + micros // 1000)
 
     def _one(self, name: str, which: int) -> Process | None:
-        """The newest process of that name, or (one time in four) its oldest."""
+        """The newest process of that name, or, one time in four, the oldest."""
         living = self.processes[name]
         return living[0 if which % 4 == 3 else -1] if living else None
 
@@ -97,14 +97,14 @@ class World:
             process.round(listen=True)
 
     async def snapshot(self, name: str, a: int, b: int) -> None:
-        """One that nobody asked for; it may meet another one half-way."""
+        """The worker begins a snapshot that was not commanded; another may be under way."""
         if process := self._one(name, b):
             process.publisher._snapshot_request = SnapshotRequest()
             process.publisher._snapshot = None
             process.round()
 
     async def server(self, name: str, a: int, b: int) -> None:
-        """The other half of the worker says that it is there."""
+        """The API server of the worker sends a heartbeat."""
         stream, told = self.keys.server(name[:-2]), {"schema": wire.SCHEMA, "server_id": name[:-2]}
         told |= {"url": "http://10.0.0.1:8000", "models": ["m"], "artifacts": {}, "facts": {}, "version": "1"}
         self.store.xadd(stream, wire.entry("s1", 1, "join", wire.dumps(told)))
@@ -161,7 +161,7 @@ class World:
     # ------------------------------------------------ processes come and go
 
     async def restart(self, name: str, a: int, b: int) -> None:
-        """Killed, and another one starts with an empty cache; odd: with blocks that it found on its disk."""
+        """The process is killed and another starts with an empty cache; if odd, with blocks from its disk."""
         self._kill(name)
         self._start(name, _span(a, b) if b % 2 else ())
 
@@ -180,7 +180,7 @@ class World:
             self._start(name, _span(a, b))
 
     async def late(self, name: str, a: int, b: int) -> None:
-        """What a dead process had sent arrives after its successor's entries, its join with it or alone."""
+        """Entries of a dead process arrive after its successor's entries, with its join or without."""
         if name in self.dead:
             self._resend(name, self.dead[name].sent, a)
 
@@ -224,7 +224,7 @@ class World:
         self.store.delete(self.keys.events(name))
 
     async def recreated(self, name: str, a: int, b: int) -> None:
-        """With ids lower than those that were applied."""
+        """The stream begins anew, with lower ids than those that were applied."""
         if entries := self._unread(name):
             self.store.delete(self.keys.events(name))
             for number, (_, fields) in enumerate(entries):
@@ -257,7 +257,7 @@ class World:
     # ------------------------------------------------ what happens to the server
 
     async def save(self, name: str, a: int, b: int) -> None:
-        """Remember the state: what a replica that lags behind has."""
+        """Remember the state: a replica of the store that lags behind has it."""
         keys = self.store.keys("*")
         pipe = self.store.pipeline(transaction=False)
         for key in keys:
@@ -265,7 +265,7 @@ class World:
         self.saved = list(zip(keys, pipe.execute(), strict=True))
 
     async def failover(self, name: str, a: int, b: int) -> None:
-        """The replica takes over: everything is as it was; or, if there is none, empty."""
+        """The replica of the store takes over: everything is as it was then, or the store is empty if there is none."""
         if self.saved is None:
             self._reset()
             return
@@ -281,13 +281,13 @@ class World:
         self._reset()
 
     async def clock(self, name: str, a: int, b: int) -> None:
-        """The server's clock has stepped, or nobody has ticked for long: what ``tick`` remembers is off."""
+        """The server's clock has stepped, or no replica has ticked for long: the time in ``tick`` is wrong."""
         now = self._now_ms()
         last = (now - 600_000, now + 600_000, now - 900, 1)[a % 4]
         self.store.set(self.keys.tick, f"{last} {last + 15_000 if b % 2 else 0} 0 {b}")
 
     async def aged(self, name: str, a: int, b: int) -> None:
-        """Nothing was heard of the worker for a while."""
+        """The worker was silent for a while."""
         self.store.zadd(self.keys.alive, {name: self._now_ms() - (20_000 if a % 2 else 700_000)}, xx=True)
 
 

@@ -1,4 +1,4 @@
-"""What the queue must do, told a second time: flows with virtual times, and the order that follows from them."""
+"""A model of the queue in Python: flows with virtual times, and the order that follows from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Ticket:
 
 @dataclass
 class Model:
-    """Python's own books. ``order`` lists tickets in the order in which they must be served."""
+    """The tickets as Python counts them. ``order`` lists them in the order in which they must be served."""
 
     tickets: list[Ticket] = field(default_factory=list)  # by arrival
     time: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Model:
         return found
 
     def displaced_by(self, flow: tuple[int, int]) -> Ticket | None:
-        """Who gives way when the queue is full."""
+        """The ticket that gives way when the queue is full; None if none does."""
         lengths: dict[tuple[int, int], int] = {}
         for one in self.tickets:
             lengths[one.flow] = lengths.get(one.flow, 0) + 1
@@ -91,7 +91,7 @@ class Queueing:
         self.displaced: set[str] = set()
 
     async def free(self) -> dict[str, int]:
-        """Workers with room, and how many tokens more they may be given."""
+        """The workers with room, and how many more tokens each may be given."""
         rows = await self.world.rows()
         room = {name: round(LIMIT_S * SPEED) - row.prefill_tokens for name, row in rows.items()}
         return {name: tokens for name, tokens in room.items() if tokens > 0}
@@ -110,7 +110,7 @@ class Queueing:
         return {ticket for ticket, standing in line.standings.items() if standing is Standing.TURN}
 
     async def check(self) -> None:
-        """Redis holds what the model holds."""
+        """Assert that Redis holds exactly what the model holds."""
         store, queue, model = self.world.store, self.world.keys.queue, self.model
         members = await self.zset("")
         assert len(members) <= self.world.fleet.limits.tickets
@@ -133,7 +133,7 @@ class Queueing:
         return {member: round(score) for member, score in found}
 
     async def gone(self) -> None:
-        """Nothing is left of the queue."""
+        """Assert that no key of the queue is left."""
         left = [suffix for suffix in SUFFIXES if await self.world.store.exists(self.world.keys.queue + suffix)]
         assert left == []
 

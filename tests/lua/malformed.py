@@ -69,7 +69,7 @@ class Malformed:
         self.nonce, self.batch = "n1", 1
 
     def entry(self) -> list[bytes]:
-        """One entry for a worker's stream; most have something right, or nothing would be reached."""
+        """One entry for a worker's stream. Most are partly right, or they would all be refused at the first check."""
         rng = self.rng
         operation = rng.choice(wire.OPERATIONS)
         self.batch += 1
@@ -89,7 +89,7 @@ class Malformed:
         return self.rng.choice(([b"s", (kind + name).encode()], [b"q", b"1"], [b"s", self.rng.randbytes(40)]))
 
     def entry_id(self, now_ms: int) -> str:
-        """Nearly always what Redis gives; else one that is made up."""
+        """An id: nearly always the one that Redis gives, else a made-up one."""
         if self.rng.random() > 0.0002:
             return "*"
         far = (f"{now_ms + 7_200_000}-0", f"{2**64 - 1}-{2**64 - 1}", f"{2**63}-1", f"{now_ms + 5}-{2**64 - 2}")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    """Batches of 8 and snapshots of 2 chunks a round: a table of 60 blocks has all that one of a million has."""
+    """Batches of 8 blocks and 2 chunks of a snapshot a round, so that 60 blocks show all that a million would."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "BATCH_BLOCKS", 8)
         patch.setattr(tracker, "BATCH_BLOCKS", 8)
@@ -67,11 +67,11 @@ class Process:
 
     @property
     def busy(self) -> bool:
-        """A snapshot is wanted or under way."""
+        """Whether a snapshot is wanted or under way."""
         return self.running and (self.publisher._snapshot is not None or self.publisher._snapshot_request is not None)
 
     def round(self, *, beat: bool = False, listen: bool = False) -> None:
-        """What the thread does between two waits; heartbeat and command only if asked for."""
+        """One round of the publisher's thread; with a heartbeat or a reading of the command only if asked for."""
         if not self.running:
             return
         self.publisher._due = Due(heartbeat=0 if beat else math.inf, load=math.inf, command=0 if listen else math.inf)

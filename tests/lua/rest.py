@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 async def quiet(world: World) -> None:
-    """As in life: heartbeats, ticks, commands read and obeyed, until nobody waits for anything; then look."""
+    """Heartbeats, ticks and commands as in life, until no worker waits for anything; then check the invariants."""
     for _ in range(12):
         await period(world)
         half_a_minute_passes(world)
@@ -42,7 +42,7 @@ async def quiet(world: World) -> None:
 
 
 async def period(world: World) -> None:
-    """Five seconds: everybody sends a heartbeat and reads the answer; snapshots that were begun end."""
+    """Five seconds pass: each process sends a heartbeat and reads its command; snapshots that were begun end."""
     everybody = [process for name in NAMES for process in world.processes[name]]
     for process in everybody:
         process.round(beat=True, listen=True)
@@ -71,7 +71,7 @@ def half_a_minute_passes(world: World) -> None:
 
 
 def owner(world: World, name: str) -> Process | None:
-    """The process that the fleet takes for this worker."""
+    """The process that the fleet holds to be this worker."""
     raw = world.store.hget(world.keys.workers, name)
     nonce = json.loads(raw)["nonce"] if raw else None
     return next((one for one in world.processes[name] if one.running and one.stream.nonce == nonce), None)
@@ -83,7 +83,7 @@ def row_of(world: World, name: str) -> LoadRow | None:
 
 
 def wrong(world: World) -> str:
-    """What is not as it must be; empty: all is well."""
+    """The violations that are found; empty if there are none."""
     for name in NAMES:
         process, row = owner(world, name), row_of(world, name)
         if not world.processes[name]:
@@ -172,7 +172,7 @@ def check_load(world: World) -> None:
 
 
 async def check_the_gone(world: World) -> None:
-    """Invariant 2: who is gone is not chosen after its TTL, and once it is forgotten nothing of it is left."""
+    """Invariant 2: a worker that is gone is not chosen after its TTL; once it is forgotten nothing of it is left."""
     gone, now = [name for name in NAMES if not world.processes[name]], int(time.time() * 1000)
     for name in gone:
         world.store.zadd(world.keys.alive, {name: now - 700_000}, xx=True)

@@ -1,4 +1,4 @@
-"""A worker as the store sees it: what it writes, and what the index then says of it."""
+"""A worker as the store sees it: its entries, and the state of the index that follows from them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Core:
         await self.send("heartbeat", wire.Heartbeat(**values, digest=digest).encode(), at=at)
 
     async def snapshot(self, numbers: Iterable[int], name: str = "5ea50001", command: str | None = None) -> None:
-        """begin, chunks of 100 and end."""
+        """Send a snapshot: begin, chunks of 100 blocks, end."""
         every, digest = list(numbers), wire.Digest()
         await self.send("begin", wire.dumps({"snapshot": name, "command": command}))
         for start in range(0, len(every), 100):
@@ -82,7 +82,7 @@ class Core:
         await self.send("end", wire.dumps({"snapshot": name, "count": count, "high": high, "low": low}))
 
     async def applied(self) -> None:
-        """Apply until nothing is left."""
+        """Apply until the stream is empty."""
         for _ in range(1000):
             if not (await self.fleet.apply(self.worker_id)).more:
                 return
@@ -118,7 +118,7 @@ class Core:
         return held
 
     async def digest(self) -> wire.Digest:
-        """What `digest` says of the live slot."""
+        """The digest of the live slot, as the index has it."""
         raw = await cast("Any", self.store.hget(self.keys.digest, self.worker_id))
         return wire.Digest(*struct.unpack(">3I", raw)) if raw else wire.Digest()
 
@@ -127,7 +127,7 @@ class Core:
         return await self.store.zscore(self.keys.resync, self.worker_id)
 
     async def alive_ms(self) -> float:
-        """When it was last heard of; 0 = not alive."""
+        """When the worker was last heard (ms); 0 if it is not alive."""
         return await self.store.zscore(self.keys.alive, self.worker_id) or 0.0
 
     async def retired(self) -> set[int]:

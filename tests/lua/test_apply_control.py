@@ -1,4 +1,4 @@
-"""apply_control: who is who, and streams that break the rules."""
+"""apply_control: which process is the worker, and streams that break the rules."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_another_nonce_is_dropped_and_counted(core: Core, fleet: Fleet) ->
 
 
 async def test_a_predecessor_cannot_clear_or_say_goodbye(core: Core, fleet: Fleet) -> None:
-    """Right after the join of its successor, before anything of that is applied."""
+    """The entry comes right after its successor's join, before any entry of the successor is applied."""
     dead = Core(core.store, fleet)
     dead.number = core.number
     core.number = 0

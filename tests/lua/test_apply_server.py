@@ -229,7 +229,7 @@ async def test_what_parsers_disagree_on_is_refused(server: Server, fleet: Fleet,
 
 
 async def test_a_decision_names_the_url_that_was_proved(server: Server, core: Core, fleet: Fleet) -> None:
-    """Not the first that stands in the join: facts come before it, and the probe went elsewhere."""
+    """The URL is not the first one in the text of the join: facts with another URL come before it."""
     await server.join(facts={"url": "http://10.9.9.9:1", "float": -0.00012345678901234567})
     await server.applied()
     await fleet.prove("s.0", "n1", "proven", "")

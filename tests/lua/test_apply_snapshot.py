@@ -114,7 +114,7 @@ async def test_the_end_of_another_snapshot_ends_nothing(core: Core, fleet: Fleet
 
 
 async def test_a_gap_before_the_end_drops_the_snapshot(core: Core, fleet: Fleet) -> None:
-    """What is lost may be events that belong before it: the digest would agree, the table would not."""
+    """The lost batch may hold events that came before the snapshot: the digest would agree, and the table would not."""
     await core.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
     await core.send("chunk", NAME.encode() + blocks(2))
     core.number += 1

@@ -1,4 +1,4 @@
-"""audit, through Fleet.audit: every seeded corruption is found, whatever else happens, and nothing else is."""
+"""audit, through Fleet.audit: each seeded corruption is found whatever else happens, and there is no false alarm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELD = 600  # more than any server keeps in one piece: SSCAN has a cursor to ret
 
 @pytest.fixture
 async def fleet(store: aioredis.Redis, model: str) -> Fleet:
-    """Audits small pieces, whenever asked."""
+    """A fleet that audits small pieces, at every call."""
     fleet = Fleet(store, model)
     fleet.pace = Pace(min_gap_ms=0, audit_blocks=32, audit_gap_ms=0)
     return fleet
@@ -45,7 +45,7 @@ async def due_ms(core: Core, worker_id: str) -> float:
 
 
 async def walk(core: Core) -> tuple[int, bool]:
-    """One audit of the worker, to its end: (blocks compared, a difference was found)."""
+    """One whole audit of the worker: blocks compared, and whether a difference was found."""
     await make_due(core)
     total = 0
     for _ in range(500):
@@ -57,7 +57,7 @@ async def walk(core: Core) -> tuple[int, bool]:
 
 
 async def swap_for_another_workers(core: Core) -> None:
-    """s: has another block instead, and b: agrees with that: only the sums can tell."""
+    """s: has another block instead, and b: agrees with it, so that only the sums can tell."""
     for change, number in (("srem", 7), ("sadd", 10_000)):
         await getattr(core.store, change)(core.keys.slot((await core.row()).slot), block(number))
         await getattr(core.store, change)(core.keys.block(block(number)), (await core.row()).slot)

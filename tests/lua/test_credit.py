@@ -1,4 +1,4 @@
-"""What counts as held or being made: never too much, not for ever too little, and never dear to find out."""
+"""Blocks that count as held or being made: never too many, not too few for long, and cheap to find out."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_a_row_without_a_name_is_nobody(world: World) -> None:
 
 @pytest.mark.in_turn
 async def test_open_leases_of_everybody_on_one_chain_do_not_make_a_decision_dear(world: World) -> None:
-    """64 workers hold it and make more of it, one makes all: two or three times the cost, as no chain is read whole."""
+    """64 workers hold a chain and make more of it: two or three times the cost of one, as no chain is read whole."""
     names, blocks = await world.workers(65), 2_500
     chain = world.chain(blocks)
 
@@ -101,7 +101,7 @@ async def test_open_leases_of_everybody_on_one_chain_do_not_make_a_decision_dear
         return float(said["used_cpu_user"] + said["used_cpu_sys"])
 
     async def cpu_ms(hashes: bytes) -> float:
-        """Redis's, of a decision."""
+        """CPU time of Redis for one decision."""
         before = await used_s()
         for _ in range(50):
             await world.fleet.explain(world.ask(hashes))

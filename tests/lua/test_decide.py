@@ -1,4 +1,4 @@
-"""decide: guards, who may be chosen, what it answers and books."""
+"""decide: refused arguments, which workers may be chosen, its answer and its booking."""
 
 from __future__ import annotations
 

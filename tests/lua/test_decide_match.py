@@ -1,4 +1,4 @@
-"""decide: what it matches, and the policies."""
+"""decide: matched tokens, and the policies."""
 
 from __future__ import annotations
 

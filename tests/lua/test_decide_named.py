@@ -1,4 +1,4 @@
-"""The named policies: each case is decided by the published rule and by none of its neighbours (lua/README.md)."""
+"""The policies besides cost: each case comes out as its published rule says, and as no neighbouring rule would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 async def chosen(world: World, ask: Ask, **fields: Any) -> str:
-    """Where it would go: the worker's number."""
+    """The number of the worker that the policy would choose."""
     worker, _ = await world.fleet.explain(replace(ask, **fields))
     return worker[1:].partition(".")[0]
 

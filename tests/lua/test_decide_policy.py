@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Burst:
-    """Requests that come before anything is computed: who would compute what."""
+    """Requests that come before anything is computed, and which worker would compute which prefix."""
 
     cold: list[tuple[str, int]] = field(default_factory=list)  # (worker, prefix) in order of decision
     early: int = 0  # cold pairs made while a holder's wait was under twice the prefix

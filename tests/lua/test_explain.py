@@ -1,4 +1,4 @@
-"""What is foretold is what is decided then."""
+"""explain names the worker that the next decision chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""forget and collect: what is left of a worker that is gone."""
+"""forget and collect: a worker that is gone, and the removal of its entries."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_collect_is_bounded_and_leaves_live_slots_alone(store: aioredis.Re
 
 
 async def test_small_slots_go_many_at_a_time(store: aioredis.Redis, fleet: Fleet) -> None:
-    """Who begins snapshots without end retires a slot with each: they must not come faster than they go."""
+    """Each snapshot that is begun retires a slot: a worker that begins them without end must not outrun collect."""
     for slot in range(1, 101):
         await cast("Any", store.sadd(fleet.keys.retired, slot))
         await cast("Any", store.sadd(fleet.keys.slot(slot), block(slot)))

@@ -1,4 +1,4 @@
-"""100,000 entries that no honest plugin writes: no stream stops, nobody else's entries change, memory stays bounded."""
+"""100,000 malformed entries: no stream stops, no other worker's entries change, memory stays bounded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def victim(fleet: Fleet) -> Core:
 
 
 def all_of(store: Any, prefix: str, name: str, slot: int) -> dict[str, Any]:
-    """Everything that is the victim's, wherever it is."""
+    """Everything in Redis that belongs to the victim."""
     found: dict[str, Any] = {"s": store.smembers(f"{prefix}s:{slot}"), "command": store.get(f"{prefix}command:{name}")}
     for key in ("workers", "load", "batch", "digest"):
         found[key] = store.hget(prefix + key, name)
@@ -84,7 +84,7 @@ def write(store: Any, prefix: str, stream: str, bent: Malformed, count: int) -> 
 
 
 async def consume(fleet: Fleet, worker_id: str) -> int:
-    """All of one stream; returns the number of calls. A script error is raised here as FleetUnavailable."""
+    """Apply one whole stream; returns the number of calls. Raises FleetUnavailable for an error in a script."""
     calls = 0
     while (await fleet.apply(worker_id)).more:
         calls += 1
@@ -138,7 +138,7 @@ class Siege:
         await self.fleet.workers()
 
     async def still_listens(self) -> None:
-        """After all that, an honest process of the same name is heard at once."""
+        """After all these entries an honest process of the same name is heard at once."""
         core = Core(self.fleet.redis, self.fleet, "s")
         await core.join(f"fresh{self.entries}")
         await core.send("stored", blocks(1, 2, 3))

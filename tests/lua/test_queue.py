@@ -1,4 +1,4 @@
-"""The queue by itself: who is saturated, whose turn it is, what a place is worth, what is left of it."""
+"""The queue by itself: saturated workers, turns, places, and what is left when it is empty."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN, OTHER = (8, 0), (8, 1)
 
 @pytest.fixture
 async def q(world: World) -> Queueing:
-    """One worker, saturated."""
+    """A world with one worker, which is saturated."""
     await world.workers(1, **FULL)
     await world.ticked(grace_ms=3_600_000)
     return Queueing(world, 8)
@@ -57,7 +57,7 @@ async def turns(q: Queueing, *tickets: Ticket) -> list[str]:
     ids=str,
 )
 async def test_who_is_saturated(world: World, row: dict[str, int], waits: bool) -> None:
-    """A cache of 8,192 blocks of 16 tokens; what is in it counts while something waits to get in."""
+    """A cache of 8,192 blocks of 16 tokens: its content counts while something waits to get in."""
     await world.workers(1, capacity_blocks=8_192, **row)
     q = Queueing(world, 8)
     world.fleet.block_tokens = {7: 16}
@@ -86,7 +86,7 @@ async def test_a_newcomer_waits_behind_who_has_the_turn(q: Queueing) -> None:
 
 
 async def test_first_come_first_served_among_strangers(q: Queueing) -> None:
-    """Tenants that come once: by arrival, whatever their names."""
+    """Tenants that come once are served by arrival, whatever their names."""
     strangers = [ticket(f"s{number}", (8, tenant)) for number, tenant in enumerate((9, 3, 7, 1, 5))]
     for one in strangers:
         assert not await booked(q, one)
@@ -95,7 +95,7 @@ async def test_first_come_first_served_among_strangers(q: Queueing) -> None:
 
 
 async def test_who_comes_one_by_one_pays_too(q: Queueing) -> None:
-    """A tenant whose line is empty now and then does not begin anew each time. A third one cannot be served at all."""
+    """A tenant that has no ticket now and then does not begin anew each time. A third one cannot be served at all."""
     await q.world.worker(2, **FULL)
     await booked(q, ticket("t0", (8, 2), barred=("w1.0",)))
     many = [ticket(f"m{number}", OWN, 500) for number in range(3)]

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: nobody whose turn it is is overtaken, the bounds hold, and nothing is left."""
+"""Random histories of the queue: no request is overtaken when it is its turn, bounds hold, and nothing is left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS = st.one_of(
 
 
 async def ask(q: Queueing, ticket: Ticket, *, new: bool) -> None:
-    """A decision for ``ticket``; the model says what it must be."""
+    """A decision for ``ticket``, compared with the decision of the model."""
     model, before = q.model, await q.free()
     crowded = new and len(model.tickets) >= q.world.fleet.limits.tickets
     victim = model.displaced_by(ticket.flow) if crowded else None
@@ -65,7 +65,7 @@ async def ask(q: Queueing, ticket: Ticket, *, new: bool) -> None:
 
 
 def overtakes(order: list[Ticket], ticket: Ticket, room: dict[str, int]) -> None:
-    """Whoever was before ``ticket`` and could be served had its turn as well: there was room for all of these."""
+    """Each ticket before ``ticket`` that could be served had its turn as well: there was room for all of them."""
     left = float(sum(room.values()))
     share = left / len(room)
     for other in order:
@@ -112,7 +112,7 @@ async def step(q: Queueing, action: str, *what: Any) -> None:
 
 
 async def lost(q: Queueing) -> None:
-    """Redis comes back without the queue: who waited asks again, in the order in which it first came."""
+    """Redis comes back without the queue: requests that waited ask again, in the order in which they came."""
     keys = [
         key async for key in q.world.store.scan_iter(match=q.world.keys.queue.replace("{", "\\{") + "*", count=1_000)
     ]
@@ -166,7 +166,7 @@ async def test_the_queue_keeps_its_order_and_its_bounds_for_long(request: Any, w
 @pytest.mark.in_turn
 @pytest.mark.parametrize("weights", [(10, 1), (1, 1, 6)], ids=str)
 async def test_tenants_get_the_same_work_done_whatever_they_ask_for(world: World, weights: tuple[int, ...]) -> None:
-    """One asks for many times as much, in prompts of any size; nobody else gets less of the fleet for it."""
+    """One tenant asks for many times as much, in prompts of any size; no other tenant gets less of the fleet."""
     await world.workers(2)
     await world.ticked(grace_ms=3_600_000)
     q, rng, done, names = (

@@ -237,7 +237,7 @@ async def _record(world: World) -> dict[str, Any]:
 
 
 async def joined(world: World, proof: str = "pending") -> None:
-    """One worker that nobody has tested."""
+    """One worker that no replica has probed."""
     await world.workers(1, flags=Flag.SERVER)
     record = await _record(world) | {"proof": proof}
     await cast("Any", world.store.hset(world.keys.workers, "w1.0", json.dumps(record)))

@@ -1,4 +1,4 @@
-"""settle: gives back exactly what is held, once, whatever the order; mirrors what approximate workers were sent."""
+"""settle: gives back exactly the booked load, once, in any order; mirrors the prompts of approximate workers."""
 
 from __future__ import annotations
 

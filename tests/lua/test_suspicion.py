@@ -1,4 +1,4 @@
-"""apply: what requests show makes a worker suspected, once; nothing that a request can do downgrades it."""
+"""apply: signs in requests make a worker suspected, once; no request can downgrade it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROVEN = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
 
 @pytest.fixture
 async def worker(store: aioredis.Redis, fleet: Fleet) -> Core:
-    """Proven, with blocks 1 to 3, and nothing known to differ."""
+    """A proven worker with blocks 1 to 3, whose index is not known to differ."""
     made = Core(store, fleet)
     await made.join()
     await made.send("stored", blocks(1, 2, 3))
@@ -41,7 +41,7 @@ async def flags(worker: Core, wanted: int) -> None:
 async def request(
     worker: Core, *numbers: int, more: int = 0, exact: bool = True, prompts: int = 1, started: bool = False
 ) -> tuple[bool, dict[str, Any]]:
-    """One whose blocks are these, of which the engine tells ``more`` prompt tokens than were booked.
+    """A request with these blocks, of which the engine reports ``more`` prompt tokens than were booked.
 
     Whether somebody is told of a suspicion, and the worker's record afterwards.
     """
@@ -72,7 +72,7 @@ async def test_another_prompt_length_is_a_suspicion_and_told_once(worker: Core, 
 
 
 async def test_a_prompt_whose_last_block_is_not_there_twice_running_is_a_suspicion(worker: Core, fleet: Fleet) -> None:
-    """More was cached than anybody knows of, or the engine hashes otherwise what it has just made."""
+    """More was cached than the index knows, or the engine hashes the new blocks differently."""
     for numbers, suspect in (((1, 2, 9), ""), ((1, 2, 8), "blocks")):
         told, record = await request(worker, *numbers)
         assert (told, record.get("suspect", "")) == (bool(suspect), suspect)

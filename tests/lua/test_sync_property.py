@@ -57,7 +57,7 @@ def scripts(actions: list[str], at_least: int, at_most: int) -> st.SearchStrateg
 
 
 class Lab:
-    """A server of its own, two clients, and one world after the other."""
+    """A server for this test alone, two clients, and one world after another."""
 
     def __init__(self, url: str, runner: asyncio.Runner) -> None:
         self.store: Any = redis.Redis.from_url(url)
@@ -104,7 +104,7 @@ def relaxed(examples: int) -> settings:
 
 
 def explore(lab: Lab, examples: int, length: int) -> int:
-    """Play that many scripts of at least ``length`` steps; returns the number of steps."""
+    """Play ``examples`` random histories of at least ``length`` steps; returns the number of steps."""
     before = lab.steps
 
     @relaxed(examples)

@@ -34,7 +34,7 @@ MB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How long it lasts, and how fast everything else goes."""
+    """How long the trouble lasts, and the pace of everything else."""
 
     seconds: float
     heartbeat_s: float
@@ -71,7 +71,7 @@ async def own_store(own_url: str) -> AsyncIterator[aioredis.Redis]:
 
 
 async def ages_s(fleet: Fleet, *names: str) -> list[float]:
-    """Since when nothing was heard of them."""
+    """Since when each worker has been silent."""
     now = time.time() * 1000
     return [(now - (await fleet.redis.zscore(fleet.keys.alive, name) or now)) / 1000 for name in names]
 
@@ -133,7 +133,7 @@ def publishing(url: str, model: str, tracker: Tracker) -> Iterator[WorkerPublish
 
 
 class Drive:
-    """Upkeep with a reading of the memory before each step, and a record of when it was called short."""
+    """Upkeep that reads the memory before each step and records when it was short."""
 
     def __init__(self, fleet: Fleet, pause_s: float) -> None:
         self.fleet, self.pause_s = fleet, pause_s

@@ -1,4 +1,4 @@
-"""What tick does once a second: whose server lives, the median speed, who is to be forgotten."""
+"""The work of tick once a second: which servers live, the median speed, which workers are to be forgotten."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_median_speed_of_those_that_measured(store: aioredis.Redis, fleet:
 
 
 async def silent_worker(store: aioredis.Redis, fleet: Fleet) -> Core:
-    """Its last sign of life is an hour old, in `alive` and in its stream."""
+    """Make the worker's last sign of life an hour old, in `alive` and in its stream."""
     core, then = Core(store, fleet), now_ms() - 3_600_000
     await core.join(at=f"{then}-0")
     await core.applied()

@@ -1,4 +1,4 @@
-"""What is done of the prefill under way: by time and speed, never more than the one prefill that may be under way."""
+"""The part of the prefill under way that is done: by time and speed, never more than that one prefill."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def clock_ms() -> int:
 
 
 async def wait_s(world: World) -> float:
-    """Of a request that has one token to compute, at w1: what is ahead of it, in seconds, unpriced."""
+    """Seconds of work that are ahead of a request with one token to compute on w1, without their price."""
     _, rows = await world.fleet.explain(world.ask(extra_tokens=1))
     return rows[0].cost_s / world.fleet.weights.wait_price
 
 
 async def waits(world: World, since_ms: int, left: int) -> bool:
-    """Whether that is the time for ``left`` tokens, less what passes until it is asked for."""
+    """Whether the work ahead is the time for ``left`` tokens, less the time that passes until the decision."""
     began = time.monotonic()
     await world.change(1, since_ms=(clock_ms() - since_ms) % WRAPS)
     found = await wait_s(world)
@@ -55,7 +55,7 @@ async def test_what_is_done_goes_by_time_up_to_one_prefill(
 
 
 async def test_the_clock_of_a_row_may_wrap(world: World) -> None:
-    """49.7 days of milliseconds fit into it."""
+    """The counter of milliseconds wraps after 49.7 days."""
     await world.workers(1, prefill_tokens=6_000, under_way_tokens=6_000)
     assert await waits(world, 200, 4_000)
 
@@ -93,7 +93,7 @@ async def test_a_first_token_that_a_renewal_tells_counts_as_well(world: World) -
 
 
 async def test_a_lease_that_expired_takes_what_it_had_under_way_with_it(world: World) -> None:
-    """Or its worker would look as if it had done more than it was given, and win against idle ones."""
+    """Otherwise the worker would look as if it had done more than it was given, and win against idle workers."""
     await world.workers(2)
     dead, alive = world.ask(extra_tokens=50_000, exclude=("w2.0",)), world.ask(extra_tokens=500, exclude=("w2.0",))
     for ask in (dead, alive):

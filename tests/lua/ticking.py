@@ -1,4 +1,4 @@
-"""A fleet that ticks whenever it is asked to."""
+"""A fleet that ticks at every call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERY = Pace(min_gap_ms=0)
 
 
 async def ticking(store: aioredis.Redis, model: str) -> Fleet:
-    """Ticks whenever asked, and past the grace of a first tick."""
+    """A fleet that ticks at every call, past the grace of a first tick."""
     fleet = Fleet(store, model)
     fleet.pace = EVERY
     await store.set(fleet.keys.tick, f"{now_ms()} 0 0")

@@ -30,7 +30,7 @@ class World:
         self._ids = itertools.count(1)
 
     async def ticked(self, *, age_ms: int = 0, grace_ms: int = 0, median: int = 10_000) -> None:
-        """As if a tick had run ``age_ms`` ago."""
+        """Write ``tick`` as if one had run ``age_ms`` ago."""
         now = int(time.time() * 1000)
         await self.store.set(self.keys.tick, f"{now - age_ms} {now + grace_ms} {median} 0")
 
@@ -68,7 +68,7 @@ class World:
         return {name.decode(): Lease.unpack(lease) for name, lease in packed.items()}
 
     async def hold(self, slot: int, hashes: bytes, depth: int | None = None) -> None:
-        """Slot holds the first ``depth`` blocks (default all) of a chain: forward and reverse set."""
+        """Make a slot hold the first ``depth`` blocks (default: all) of a chain, in forward and reverse set."""
         blocks = [hashes[at : at + 8] for at in range(0, len(hashes), 8)][:depth]
         pipe = self.store.pipeline(transaction=False)
         for one in blocks:
@@ -78,13 +78,13 @@ class World:
         await pipe.execute()
 
     async def done(self, ask: Ask) -> None:
-        """A request from its decision to its end, after which its lease does not linger."""
+        """A request from its decision to its end; its lease does not linger afterwards."""
         await self.fleet.decide(ask)
         await self.fleet.settle(ask.reservation, "finished")
         await self.expire(ask.reservation)
 
     async def expire(self, reservation: str) -> None:
-        """Its lease has run out, and somebody noticed."""
+        """Let its lease expire, and have it reaped."""
         await self.store.zadd(self.keys.leases, {reservation: 1})
         await self.fleet.settle("wf-nobody", "finished")
 

@@ -54,38 +54,38 @@ class Replays:
             chunk = records[start : start + AT_ONCE]
             with redis_errors():
                 async with self._redis.pipeline(transaction=False) as pipe:
-                    for at, one in enumerate(chunk, start):
-                        pipe.execute_command("EVAL_RO", self._source, 0, *arguments(one, policy, at))
+                    for at, record in enumerate(chunk, start):
+                        pipe.execute_command("EVAL_RO", self._source, 0, *arguments(record, policy, at))
                     answers = await pipe.execute(raise_on_error=False)
-                found += [_choice(one, answer) for one, answer in zip(chunk, answers, strict=True)]
+                found += [_choice(record, answer) for record, answer in zip(chunk, answers, strict=True)]
         return found
 
     async def close(self) -> None:
         await self._redis.aclose()
 
 
-def _choice(one: dict[str, Any], answer: Any) -> Choice:
+def _choice(record: dict[str, Any], answer: Any) -> Choice:
     """Raises BadRequest where the script refuses a record."""
     if isinstance(answer, ResponseError):
-        raise BadRequest(f"{one['reservation']} cannot be replayed: {str(answer).splitlines()[0][-SHOWN:]}")
+        raise BadRequest(f"{record['reservation']} cannot be replayed: {str(answer).splitlines()[0][-SHOWN:]}")
     if isinstance(answer, Exception):
         raise answer
     name, why, cost_s, matched_tokens = answer
     return Choice(name.decode(), why.decode(), cost_s.decode(), matched_tokens)
 
 
-def arguments(one: dict[str, Any], policy: str, turn: int) -> list[Any]:
+def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
     """ARGV of lua/replay.lua for a record of a decision log, by ``policy`` or, if that is empty, by the record's own.
 
     turn: decisions that round_robin has made, if that is not the record's own policy. Raises BadRequest.
     """
     try:
-        own = policy in ("", one["policy"])
-        weights = {field.name: one["weights"][field.name] for field in fields(Weights)}
-        numbers = {name: one[name] for name in NUMBERS} | {"turn": one["turn"] if own else turn}
-        order = one["order"] if own else one["rings"].get(policy, [])
-        candidates = [(bytes.fromhex(row), matched, speculative) for row, matched, speculative in one["candidates"]]
-        texts: dict[str, Any] = {"policy": policy or one["policy"], "order": ",".join(order)}
+        own = policy in ("", record["policy"])
+        weights = {field.name: record["weights"][field.name] for field in fields(Weights)}
+        numbers = {name: record[name] for name in NUMBERS} | {"turn": record["turn"] if own else turn}
+        order = record["order"] if own else record["rings"].get(policy, [])
+        candidates = [(bytes.fromhex(row), matched, speculative) for row, matched, speculative in record["candidates"]]
+        texts: dict[str, Any] = {"policy": policy or record["policy"], "order": ",".join(order)}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadRequest(f"this is no record of a decision log: {type(error).__name__} {error}") from error
     matches = [number for _, *two in candidates for number in two]

@@ -148,7 +148,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One worker as a decision sees it: ``matched_tokens`` is the deeper of confirmed and speculative."""
+    """One worker as a decision sees it. matched_tokens: the deeper of the confirmed and the speculative match."""
 
     worker_id: str
     matched_tokens: int
@@ -166,7 +166,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """A reservation that is still open: prefill_tokens is what is booked of it, 0 once it started."""
+    """A reservation that is still open. prefill_tokens: still booked of it, 0 once it has started."""
 
     reservation: str
     worker_id: str
@@ -176,7 +176,7 @@ class Renewal:
 
 
 class Reservations(ScriptClient):
-    """``decide`` takes, ``settle`` gives back, ``renew`` keeps: a reservation also expires by itself."""
+    """``decide`` books a request, ``settle`` ends that, ``renew`` keeps it alive; it also expires by itself."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Reservations(ScriptClient):
         return self._decision(ask, await self.run("decide", *self._ask_args(ask, mode)))
 
     def _decision(self, ask: Ask, answer: list[Any]) -> Decision:
-        booked, told = answer[:ANSWER_FIELDS], answer[ANSWER_FIELDS:]
+        booked, seen = answer[:ANSWER_FIELDS], answer[ANSWER_FIELDS:]
         outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = booked
         worker_id = worker.decode()
         approximate = bool(flags & Flag.APPROXIMATE)
@@ -224,7 +224,7 @@ class Reservations(ScriptClient):
             prefill_tokens=prefill,
             decode_tokens=decode,
             why=why.decode(),
-            seen=Seen.of(told) if told else None,
+            seen=Seen.of(seen) if seen else None,
         )
 
     async def settle(self, reservation: str, outcome: Outcome) -> str:
@@ -264,8 +264,9 @@ class Reservations(ScriptClient):
     async def renew(self, renewals: Sequence[Renewal]) -> tuple[int, int, int]:
         """Keep at most RENEW_AT_ONCE reservations alive; returns (renewed, rebuilt after Redis lost them, refused)."""
         rest: list[Argument] = []
-        for one in renewals:
-            rest += [one.reservation, one.worker_id, one.prefill_tokens, one.decode_tokens, int(one.started)]
+        for renewal in renewals:
+            rest += [renewal.reservation, renewal.worker_id, renewal.prefill_tokens]
+            rest += [renewal.decode_tokens, int(renewal.started)]
         renewed, rebuilt, refused = await self.keep("renew", rest, lease_ms=self.spans.lease_ms)
         return renewed, rebuilt, refused
 

@@ -79,7 +79,7 @@ class Wire(Fleet):
         return answer
 
     async def arrive(self, which: int) -> None:
-        """One of those that were on the way."""
+        """Let one of the commands arrive that were still on the way."""
         if self.late:
             name, args = self.late.pop(which % len(self.late))
             with suppress(WarmfleetError):  # nobody reads the answer
@@ -96,7 +96,7 @@ class GivenOrder(PolicyChoice):
 
 
 class Replica:
-    """One router without HTTP: what it books, settles and renews is its own code."""
+    """One router without HTTP: it books, settles and renews by its own code."""
 
     def __init__(self, client: aioredis.Redis, model: str, policy: str, late: Late, spans: Spans = SPANS) -> None:
         self.fleet = Wire(client, model, timeouts=PATIENT, spans=spans)

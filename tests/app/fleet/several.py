@@ -60,7 +60,7 @@ class Several:
         return one
 
     async def decide(self, who: int, a: int, b: int) -> None:
-        """The same state and the same request, the same choice: what is foretold is made."""
+        """The same state and the same request give the same choice: the decision is the one that explain told."""
         await self._reaped()
         one, ask = self._fated(who, b, a), self._ask(a, b)
         attempt = await one.decide(ask)
@@ -103,12 +103,12 @@ class Several:
         await self._fated(who).fleet.arrive(a)
 
     async def kill(self, who: int, a: int, b: int) -> None:
-        """SIGKILL: what it knew is gone, what it had sent may still arrive."""
+        """SIGKILL: the replica's memory is gone; commands that it had sent may still arrive."""
         at = who % len(self.replicas)
         self.replicas[at] = Replica(self.clients[at], self.model, self.policy, self.late)
 
     async def pass_time(self, who: int, a: int, b: int) -> None:
-        """Some lease of nobody's, or a tombstone, has run out; nobody need have noticed yet."""
+        """A lease without an owner, or a tombstone, expires; it need not have been reaped yet."""
         kept = self._open()
         names = [name for name, _ in await self._leases() if name not in kept]
         if names:
@@ -117,7 +117,7 @@ class Several:
     # ------------------------------------------------ workers and the store
 
     async def join(self, who: int, a: int, b: int) -> None:
-        """A new process under the name: a new slot; what is booked stays."""
+        """A new process under the name gets a new slot; bookings stay."""
         name = WORKERS[who % 4]
         if name == APPROXIMATE:
             if b % 2:
@@ -149,12 +149,12 @@ class Several:
             await self.join(number, a, b)
 
     async def save(self, who: int, a: int, b: int) -> None:
-        """What a replica of the store has heard so far."""
+        """Remember what a replica of the store has received so far."""
         await self._copy(self.keys.prefix, self._saved)
         self.saved = True
 
     async def failover(self, who: int, a: int, b: int) -> None:
-        """That replica is the master now: what came later is lost, what ended since is open again."""
+        """That replica of the store is master now: later changes are lost, leases that ended since are open."""
         if self.saved:
             await self._drop(self.keys.prefix)
             await self._copy(self._saved, self.keys.prefix)
@@ -236,7 +236,7 @@ class Several:
         return {name.decode(): LoadRow.unpack(row) for name, row in packed.items()}
 
     async def _reaped(self) -> None:
-        """What has expired goes eight a call."""
+        """Reap expired leases, eight at a call."""
         while await self.store.zcount(self.keys.leases, "-inf", 1):
             await self.plain.settle("wf-nobody", "finished")
 
@@ -287,7 +287,7 @@ class Several:
         assert not leases, "nothing else is"
 
     async def _over(self) -> None:
-        """All requests have ended: nothing is booked, nothing of them is left."""
+        """End all requests: then nothing is booked, and nothing of them is left."""
         for who, one in enumerate(self.replicas):
             while one.attempts:
                 await self._fated(who).end(0, "finished")

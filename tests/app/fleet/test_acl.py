@@ -1,4 +1,4 @@
-"""What each Redis user of ``warmfleet acl`` may do, and above all what it may not, on both servers."""
+"""The rights of each Redis user of ``warmfleet acl``, and above all the commands it is refused, on both servers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def attempt(client: redis.Redis, *words: object) -> str:
-    """``refused``, or what came of the command."""
+    """``refused``, or the result of the command."""
     try:
         client.execute_command(*words)  # type: ignore[no-untyped-call]
     except NoPermissionError:

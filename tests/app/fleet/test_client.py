@@ -1,4 +1,4 @@
-"""Connection and scripts: errors are ours, a slow or absent Redis is noticed in time, lost scripts are reloaded."""
+"""Connection and scripts: errors are the router's own, a slow or absent Redis is noticed, lost scripts are reloaded."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Living:
         assert len({len(one.pool.reservations) for one in self.replicas}) == 1
 
     def begin(self) -> None:
-        """Others come and go besides."""
+        """Other requests come and go meanwhile."""
         assert sum(len(one.pool.reservations) for one in self.replicas) == self.size.leases
         self.load = asyncio.create_task(self._requests())
 
@@ -152,7 +152,7 @@ class Living:
         return int(sum(value or 0 for value in found))
 
     async def over(self) -> None:
-        """Everything ends: nothing is booked."""
+        """End all requests: then nothing is booked."""
         for one in self.replicas:
             while one.attempts:
                 await one.end(0, "finished")

@@ -1,4 +1,4 @@
-"""A time limit that a busy loop does not shorten, and that ends all the same."""
+"""A time limit that a busy event loop does not shorten, and that ends nevertheless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applying is paced: a share of Redis's time for all replicas together, the living first, requests in between."""
+"""Applying is paced: all replicas together get a share of Redis' time, live entries come first, requests in between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAME = "5ea50001"
 
 @pytest.fixture
 async def fleet(store: aioredis.Redis, model: str) -> Fleet:
-    """Ticks whenever asked."""
+    """A fleet that ticks at every call."""
     fleet = Fleet(store, model, timeouts=PATIENT)
     fleet.pace = Pace(min_gap_ms=0)
     return fleet
@@ -126,7 +126,7 @@ async def test_the_living_go_before_snapshots_that_fill(store: aioredis.Redis, f
 
 
 def decide_all_the_time(url: str, model: str, done: threading.Event, seconds: list[float]) -> None:
-    """What a router does meanwhile, with a client and a loop of its own."""
+    """The work of a router meanwhile, with a client and a loop of its own."""
 
     async def run() -> None:
         async with connect(url, timeout_s=5) as client:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def fleet(store: aioredis.Redis, model: str) -> Fleet:
-    """Ticks whenever asked."""
+    """A fleet that ticks at every call."""
     fleet = Fleet(store, model)
     fleet.pace = Pace(min_gap_ms=0)
     return fleet
