@@ -40,7 +40,7 @@ def test_defaults_and_types() -> None:
         ("TENANT_HEADER", "bad header"),
     ],
 )
-def test_what_cannot_be_read_is_named(name: str, value: str) -> None:
+def test_a_value_that_cannot_be_read_is_named(name: str, value: str) -> None:
     with pytest.raises(BadArgument, match=PREFIX + name):
         Settings.from_environment({PREFIX + name: value})
 
@@ -88,7 +88,7 @@ def test_the_limits_are_those_of_the_modules_that_they_protect() -> None:
     assert lease_s > upkeep.RENEW_INTERVAL_S * 2
 
 
-def test_no_models_no_start() -> None:
+def test_without_models_there_is_no_start() -> None:
     with pytest.raises(BadArgument, match="WARMFLEET_MODELS"):
         create_app(Settings())
 
@@ -99,12 +99,12 @@ def test_a_model_that_keys_cannot_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["http://h:8000/v1/", "http://h:8000", " http://h:8000/v1"])
-def test_an_engine_is_named_by_what_comes_before_v1(text: str) -> None:
+def test_an_engine_s_url_is_the_part_before_v1(text: str) -> None:
     assert engine_url(text) == "http://h:8000"
 
 
 @pytest.mark.parametrize("text", ["h:8000", "ftp://h", "http://", "http://h:x", "http://h?a=1", "http://[::1"])
-def test_what_is_no_url_of_an_engine_is_refused(text: str) -> None:
+def test_other_urls_of_engines_are_refused(text: str) -> None:
     with pytest.raises(BadArgument, match="is not the URL of an engine"):
         engine_url(text)
     with pytest.raises(BadArgument, match="is not the URL of an engine"):

@@ -1,4 +1,4 @@
-"""An HTTP server that answers as a replica or an engine would, for commands that ask one."""
+"""An HTTP server with fixed answers, for commands that ask a replica or an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def replica(answers: dict[str, tuple[int, Any]]) -> Iterator[tuple[str, list[tuple[dict[str, str], bytes]]]]:
-    """An HTTP server with fixed answers; yields its URL and what it was asked: (headers, body)."""
+    """Serve fixed answers; yields the server's URL and a list of the requests that it got, as (headers, body)."""
     seen: list[tuple[dict[str, str], bytes]] = []
 
     class Handler(BaseHTTPRequestHandler):

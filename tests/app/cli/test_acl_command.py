@@ -1,4 +1,4 @@
-"""``warmfleet acl``: what it prints where, and how it refuses."""
+"""``warmfleet acl``: rules on standard output, passwords on standard error, and refusals."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_own_passwords(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         ("m --password-file /dev/null", "for admin, router"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line(line: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_is_refused_in_one_line(line: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["acl", *line.split()]) == 2
     printed = capsys.readouterr()
     assert (printed.out, why in printed.err, len(printed.err.splitlines())) == ("", True, 1)

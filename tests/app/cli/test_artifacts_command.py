@@ -89,7 +89,7 @@ def test_list_show_approve_revoke(
         assert asyncio.run(approved(valkey_url, model)) == frozenset()
         assert main(["artifacts", "approve", hashlib.sha256(FILES["tokenizer.json"]).hexdigest()[:12]]) == 2
         assert "no chat template begins" in capsys.readouterr().err
-    says("approve", "a" * 64)  # before anybody brings it
+    says("approve", "a" * 64)  # before any worker announces it
     assert asyncio.run(approved(valkey_url, f"{model}#other")) == {"a" * 64}
     assert says("list", "--model", model).splitlines()[-1].split() == [
         "a" * 64,
@@ -113,7 +113,7 @@ def test_list_show_approve_revoke(
         (f"show {'a' * 64} --model nobody", "no worker has announced"),
     ],
 )
-def test_mistakes_are_told_in_words(
+def test_mistakes_are_explained_in_one_line(
     line: str, why: str, valkey_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WARMFLEET_REDIS_URL", valkey_url)
@@ -124,7 +124,7 @@ def test_mistakes_are_told_in_words(
     assert why.lower() in said.lower()
 
 
-def test_a_router_s_user_may_look_and_not_approve(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_router_user_may_list_but_not_approve(capsys: pytest.CaptureFixture[str]) -> None:
     with server(valkey_binary()) as url:
         assert main(["acl", "m", "--commands"]) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -144,7 +144,7 @@ async def set_user(url: str, rules: list[str]) -> None:
 
 
 def joined_selectors(words: list[str]) -> list[str]:
-    """A selector is one argument: what stands between brackets belongs together."""
+    """The rules with each selector, which stands between brackets, as one argument."""
     found: list[str] = []
     for word in words:
         if found and found[-1].startswith("(") and not found[-1].endswith(")"):
@@ -154,7 +154,7 @@ def joined_selectors(words: list[str]) -> list[str]:
     return found
 
 
-def test_a_beginning_must_be_enough() -> None:
+def test_the_beginning_of_a_digest_must_be_unique() -> None:
     known = {"a" * 20 + "b" * 44, "a" * 20 + "c" * 44}
     assert whole("a" * 20 + "b", known) == "a" * 20 + "b" * 44
     with pytest.raises(CommandError, match="several begin so"):

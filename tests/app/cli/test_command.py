@@ -1,4 +1,4 @@
-"""The command line: what it accepts, what it prints, and how it fails in words."""
+"""The command line: accepted words, printed tables, and errors in one line."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ EXPLAINED = {
 }
 
 
-def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     script = "import sys\nfrom warmfleet.__main__ import main\nfrom warmfleet.cli import workers\n"
     script += "workers.run = lambda options: print('row ' * 99_999) or 0\nsys.exit(main(['workers']))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -121,7 +121,7 @@ def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
 
 
 @pytest.mark.parametrize("command", ["", "up", "serve", "demo", "workers", "drain", "explain", "acl"])
-def test_help_of_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])
     assert ended.value.code == 0
@@ -134,7 +134,7 @@ def test_help_of_every_command_teaches(command: str, capsys: pytest.CaptureFixtu
     "line",
     ["", "fly", "up --engines 0", "up --port 65536", "up --policy best", "up --replica 1", "demo --turns none"],
 )
-def test_what_is_not_understood_ends_with_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_words_end_with_status_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     assert ended.value.code == 2
@@ -155,7 +155,7 @@ class TestWorkers:
         assert "14" in printed, "booked and foreign tokens together"
         assert re.search(r"17, 1\.2 s +never +2 of 3, gap +gap 2 join 1$", printed, re.MULTILINE)
 
-    def test_the_title_says_what_the_index_is(self) -> None:
+    def test_the_title_shows_the_size_of_the_index(self) -> None:
         model = FLEET["models"][0] | {"fresh": True}
         assert "tokenizer: slow, no pieces" in workers.render({"models": [model]})
         said = "12 streams, last minute, this replica: P50 0.100 s, P90 0.500 s, P99 2.000 s; "
@@ -177,7 +177,7 @@ class TestWorkers:
 
 
 class TestExplain:
-    def test_a_message_is_asked_for_the_first_model(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_message_goes_to_the_first_model(self, capsys: pytest.CaptureFixture[str]) -> None:
         models = {"data": [{"id": "demo"}, {"id": "other"}]}
         with replica({"/explain": (200, EXPLAINED), "/v1/models": (200, models)}) as (url, seen):
             assert main(["explain", "--message", "Hi", "--url", url]) == 0
@@ -187,12 +187,14 @@ class TestExplain:
         assert "->" in printed
         assert "0.0125 s" in printed
 
-    def test_who_would_wait_is_told_so(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_explain_says_that_a_request_would_wait(self, capsys: pytest.CaptureFixture[str]) -> None:
         with replica({"/explain": (200, EXPLAINED | {"waits": True})}) as (url, _):
             assert main(["explain", "--model", "demo", "--message", "Hi", "--url", url]) == 0
         assert "it would wait for its turn first. As things stand it would go to sim-1.0" in capsys.readouterr().out
 
-    def test_a_file_and_standard_input_go_unchanged(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_and_standard_input_are_sent_unchanged(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         body = b'{"model": "demo",  "prompt": "Hi"}'
         (tmp_path / "request.json").write_bytes(body)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(body)))
@@ -202,7 +204,7 @@ class TestExplain:
         assert [asked for _, asked in seen] == [body, body]
 
     @pytest.mark.parametrize("arguments", [[], ["--message", "a", "--prompt", "b"], ["/nonexistent.json"]])
-    def test_what_to_explain_must_be_given_once(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_exactly_one_request_must_be_given(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["explain", *arguments]) == 2
         assert capsys.readouterr().err.startswith("warmfleet explain: ")
 
@@ -212,7 +214,7 @@ class TestExplain:
 
 
 class TestAskingAReplica:
-    def test_nobody_there(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_no_replica_answers(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["workers", "--url", f"http://127.0.0.1:{ports.free_port()}"]) == 2
         assert "warmfleet up" in capsys.readouterr().err
 
@@ -224,7 +226,9 @@ class TestAskingAReplica:
             ((200, "<html>"), "not in JSON"),
         ],
     )
-    def test_another_answer(self, answer: tuple[int, Any], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_answer_that_is_no_replica_s(
+        self, answer: tuple[int, Any], words: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         with replica({"/workers": answer}) as (url, _):
             assert main(["workers", "--url", url]) == 2
         assert words in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``warmfleet up`` without its processes: what it hands to its replicas and asks of them."""
+"""``warmfleet up`` without its processes: the environment of its replicas, and its questions to them."""
 
 from __future__ import annotations
 
