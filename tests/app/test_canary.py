@@ -1,4 +1,4 @@
-"""Prompts, their token ids and salts: no log at any level, no metric, no key of the store, no error tells them."""
+"""Prompts, their token ids and salts stand in no log at any level, no metric, no key of the store and no error."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def keys(redis_url: str) -> set[bytes]:
 
 
 async def stored(redis_url: str, but: set[bytes]) -> list[str]:
-    """Every key of the store with its value, as text; but: keys of other tests."""
+    """Every key of the store with its value, as text. but: keys of other tests, which are left out."""
     store = aioredis.Redis.from_url(redis_url)
     read: dict[Any, Any] = {
         b"string": store.get,
@@ -124,7 +124,7 @@ async def ask_everything(router: Replica, model: str) -> set[int]:
     return statuses
 
 
-async def test_nothing_tells_a_prompt(valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_no_output_tells_a_prompt(valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     others = await keys(valkey_url)
     with everything_logged() as lines:
         async with joined(valkey_url, model, blocks=8_192), replica(valkey_url, model, trust_templates=False) as router:

@@ -1,4 +1,4 @@
-"""A worker's own damage stays its own: anything at all in what it sends, and nobody notices but whoever looks at it."""
+"""A worker may send anything at all: no other worker and no request suffers from it."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def redis_url(valkey_url: str) -> str:
 
 
 class Evil:
-    """One worker and its server. ``straight``: its record is there as if an older script had let it through."""
+    """One worker and its API server. ``straight``: its record is in Redis as if an older script had let it through."""
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet, name: str, damage: Damage) -> None:
         self.store, self.keys, self.name, self.damage = store, fleet.keys, name, damage
         self.worker = f"{name}.0"
 
     def server(self) -> dict[str, Any]:
-        """Some claim what the healthy have, and bring nothing; the others agree with nobody."""
+        """Some workers claim the files of the healthy ones and bring none; the others agree with no other worker."""
         own = {name: entry | {"sha256": sha256(self.name.encode()).hexdigest()} for name, entry in MANIFEST.items()}
         told = {"schema": 1, "server_id": self.name, "url": "http://127.0.0.1:1", "models": ["m", "other"]}
         told |= {"artifacts": MANIFEST if self.damage.rng.random() < 0.3 else own, "facts": FACTS, "version": "1"}
@@ -64,7 +64,7 @@ class Evil:
         return told | {"closed": True}
 
     async def send(self, nonce: str) -> None:
-        """Everything that it writes, most of it damaged."""
+        """Write everything that a worker writes, most of it damaged."""
         bent, rng, keys = self.damage.bent, self.damage.rng, self.keys
         join, core = json.dumps(self.server()), json.dumps(self.core())
         if rng.random() < 0.8:
@@ -87,7 +87,7 @@ class Evil:
         await pipe.execute()
 
     async def forge(self, nonce: str) -> None:
-        """Its record, or its server's, with damage that the scripts do not let through, or no longer."""
+        """Damage its record, or its server's, in ways that today's scripts would not let through."""
         server = self.damage.bent(self.server() | {"nonce": nonce})
         record = {**self.core(), "nonce": nonce, "slot": 7, "proof": "proven", "cause": "", "reason": "", "probed": 1}
         record |= {"truth": {"cause": "gap", "found": 1, "healed": 1, "checked": 1, "resyncs": {"gap": 1}}, "tries": 1}
@@ -102,13 +102,13 @@ class Evil:
             await cast("Any", self.store.hset(key, field, value.encode("utf-8", "replace")))
 
     async def restore(self) -> None:
-        """Nothing forged is left: scripts trust what they wrote."""
+        """Remove everything forged, because scripts trust the records that they wrote."""
         await cast("Any", self.store.hdel(self.keys.servers, self.name))
         await cast("Any", self.store.hdel(self.keys.workers, self.worker))
 
 
 async def healthy(world: World) -> None:
-    """Two workers that are right, with what the others are compared to."""
+    """Two healthy workers, whose files the others are compared with."""
     for server in ("w1", "w2"):
         await bring(world.fleet, server, FILES)
     await world.workers(2, scheme=SCHEME.scheme_id)
@@ -159,7 +159,7 @@ async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) 
         assert unreadable > rounds, "and some only here"
 
 
-async def test_damaged_joins_harm_nobody_else(store: aioredis.Redis, fleet: Fleet) -> None:
+async def test_damaged_joins_harm_no_other_worker(store: aioredis.Redis, fleet: Fleet) -> None:
     await _besiege(store, fleet, 1, 12)
 
 
@@ -169,7 +169,7 @@ async def bring(fleet: Fleet, server: str, files: dict[str, tuple[dict[str, Any]
 
 
 async def _brought(store: aioredis.Redis, fleet: Fleet, seed: int, cases: int) -> None:
-    """Files and facts of the only worker that brings any; the other two go on whatever they are."""
+    """One worker brings damaged files and facts, and two bring none: those two go on in every case."""
     world, damage = World(store, fleet), Damage(seed)
     await world.workers(3, scheme=SCHEME.scheme_id)
     async with one_replica(fleet) as replica:
@@ -205,12 +205,12 @@ async def _brought(store: aioredis.Redis, fleet: Fleet, seed: int, cases: int) -
         assert cases / 5 < replica.refused < cases * 0.9, "some are no identities, some are, after all"
 
 
-async def test_what_a_worker_brings_harms_nobody_else(store: aioredis.Redis, fleet: Fleet) -> None:
+async def test_damaged_files_of_a_worker_harm_no_other_worker(store: aioredis.Redis, fleet: Fleet) -> None:
     await _brought(store, fleet, 1, 40)
 
 
 def test_a_tokenizer_without_ids_for_some_texts() -> None:
-    """It knows whatever it is tried with, and meets another letter in a request."""
+    """It knows every text of its trial, and meets another letter in a request."""
     letters = sorted({*"".join(encoder._samples(())), *"a"})
     made = encoder.Encoder.load(Tokenizer(Unigram([(one, -1.0) for one in letters], None, False)).to_str().encode())
     assert len(made.plain("abc")) == 3
@@ -218,8 +218,10 @@ def test_a_tokenizer_without_ids_for_some_texts() -> None:
         made.plain("\u046b")
 
 
-async def test_who_announces_what_others_bring_hides_it_from_nobody(store: aioredis.Redis, fleet: Fleet) -> None:
-    """The first by name announces their files, brings none of their pieces, and says that every prompt is too long."""
+async def test_a_worker_that_announces_the_files_of_others_hides_them_from_no_replica(
+    store: aioredis.Redis, fleet: Fleet
+) -> None:
+    """The first worker by name announces their files, brings none of them, and says that every prompt is too long."""
     world = World(store, fleet)
     await healthy(world)
     await world.worker(0, scheme=SCHEME.scheme_id)
@@ -233,8 +235,8 @@ async def test_who_announces_what_others_bring_hides_it_from_nobody(store: aiore
         assert await replica.asked() == {"exact", "prefix"}
 
 
-async def test_what_cannot_be_read_gives_way(store: aioredis.Redis, fleet: Fleet) -> None:
-    """Of two that differ the first by name counts, but not if what it brought is no tokenizer."""
+async def test_files_that_cannot_be_read_give_way(store: aioredis.Redis, fleet: Fleet) -> None:
+    """Of two workers that differ the first by name counts, but not if its file is no tokenizer."""
     world = World(store, fleet)
     await healthy(world)
     files = FILES | {"tokenizer.json": artifacts.split(b"{}")}
@@ -253,12 +255,12 @@ async def test_what_cannot_be_read_gives_way(store: aioredis.Redis, fleet: Fleet
 @pytest.mark.long(minutes=5, shows="120,000 joins with anything at all in any field: no other worker notices")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 22))
-async def test_many_more_damaged_joins_harm_nobody_else(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
+async def test_many_more_damaged_joins_harm_no_other_worker(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
     await _besiege(store, fleet, seed, 250)
 
 
 @pytest.mark.long(minutes=4, shows="2,000 damaged tokenizer and template files: no other worker notices")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 6))
-async def test_whatever_a_worker_brings_harms_nobody_else(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
+async def test_many_more_damaged_files_harm_no_other_worker(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
     await _brought(store, fleet, seed, 500)

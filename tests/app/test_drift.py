@@ -1,4 +1,4 @@
-"""A worker that becomes another one while it runs is found out by its requests; what a tenant asks makes none of it."""
+"""A worker whose tokenizer changes while it runs is found out by its requests; no tenant can feign such a change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def the(router: Replica) -> WorkerView:
 
 
 async def proven(router: Replica) -> None:
-    """In Redis, and as the replica itself sees it."""
+    """The proof of a worker in Redis, and as the replica itself sees it."""
 
     async def so() -> bool:
         return await router.metric('warmfleet_workers{state="proven"}') == 1
@@ -146,7 +146,7 @@ async def ask(router: Replica, body: Body, *, hang_up: bool = False, headers: Bo
 
 
 async def pester(router: Replica, make: Callable[[], Any], times: int) -> None:
-    """``times`` requests, eight at a time."""
+    """Send ``times`` requests, eight at a time."""
     for start in range(0, times, 8):
         await asyncio.gather(*(make() for _ in range(min(8, times - start))))
 
@@ -195,7 +195,7 @@ async def test_no_tenant_talks_a_worker_down_with_200_requests(valkey_url: str, 
     shows=("six clients turn the cache over all the time: a right worker is left alone, and a wrong one is found out"),
 )
 @pytest.mark.parametrize("kind", ["right", "seed"])
-async def test_a_load_that_evicts_all_the_time_downgrades_nobody_and_hides_nobody(
+async def test_constant_evictions_downgrade_no_worker_and_hide_none(
     valkey_url: str, model: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "BACKOFF_S", (0.5, 1.0))
@@ -225,7 +225,7 @@ async def test_a_load_that_evicts_all_the_time_downgrades_nobody_and_hides_nobod
         assert (results["identity"] > 0, "downgrade_tokens" in counts) == (kind == "seed", kind == "seed")
 
 
-async def test_whoever_finds_a_prompt_that_is_seen_differently_here_makes_a_few_probes_and_no_more(
+async def test_a_prompt_that_is_seen_differently_here_causes_few_probes(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "SUSPECTED_S", (0.2, 600.0))

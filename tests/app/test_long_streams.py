@@ -23,7 +23,7 @@ LEASES = 10.2  # how long they last, in lease times
 
 
 class Watch:
-    """Everything that was ever booked, sum over the workers, each state once in the order in which they came."""
+    """Every state of the booked load, summed over the workers, each once in the order in which they came."""
 
     def __init__(self, router: Replica) -> None:
         self._router, self.seen = router, [(0, 0, 0)]
@@ -45,7 +45,7 @@ class Watch:
 
 
 def lasting(until: asyncio.Event) -> Any:
-    """An answer that goes on until then; it ends as its prompt says."""
+    """An answer that goes on until then, and ends as its prompt says."""
 
     async def answer(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)
@@ -70,7 +70,7 @@ async def ask(router: Replica, model: str, prompt: str) -> aiohttp.ClientRespons
 
 
 async def read(answer: aiohttp.ClientResponse, way: str) -> None:
-    """To its end, but for the client that has had enough."""
+    """Read the answer to its end, unless this client is to hang up before."""
     if way == "left":
         answer.close()
         return
@@ -82,7 +82,7 @@ async def renewals(routers: list[Replica], result: str = "renewed") -> list[floa
 
 
 async def pass_by(routers: list[Replica]) -> None:
-    """Nine tenths of a lease time pass for all leases whenever every replica has renewed its own."""
+    """Let nine tenths of a lease's time pass for all leases whenever every replica has renewed its own."""
     fleet, passed = routers[0].fleet, 0.0
     while passed < LEASES:
         before = await renewals(routers)
@@ -150,6 +150,6 @@ async def test_a_stream_is_booked_as_long_as_it_runs(
 
 
 async def _gone(router: Replica) -> bool:
-    """But for tombstones: of a request that ended while it was renewed, the end is told twice."""
+    """All leases but tombstones: the end of a request that ended while it was renewed is told twice."""
     left = await cast("Any", router.fleet.redis.hgetall(router.fleet.keys.lease))
     return all(Lease.unpack(lease).stage == Stage.TOMBSTONE for lease in left.values())

@@ -85,7 +85,7 @@ class Odd:
 
 
 async def known(identity: Identity, body: bytes) -> list[str]:
-    """How it was refused, or the reasons why the prompt and its beginning are not known."""
+    """How the chat was refused, or the reasons why its prompt and the beginning of it are not known."""
     try:
         request = prompt.parse("chat", body)
     except BadRequest:

@@ -1,4 +1,4 @@
-"""What goes wrong around requests and must not fail them, or must come right by itself."""
+"""Failures around requests that must not fail the requests, or must come right by themselves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POISON = "the request that no engine survives"
 
 
 def poisoned(way: str) -> Answer:
-    """Serves all but POISON."""
+    """Serve every request but POISON, which kills this engine."""
 
     async def answer(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         if seen.json["prompt"] != POISON:
@@ -60,7 +60,7 @@ def had_poison(engines: list[Engine]) -> int:
 
 @pytest.mark.parametrize("kept", [False, True], ids=["fresh", "kept"])
 @pytest.mark.parametrize("way", ["process", "headers", "connection"])
-async def test_a_third_worker_is_never_asked_what_two_died_of(
+async def test_a_request_that_killed_two_workers_is_sent_to_no_third(
     valkey_url: str, model: str, way: str, kept: bool
 ) -> None:
     async with fleet_of(valkey_url, model, *[poisoned(way)] * 4) as (router, engines):
@@ -83,7 +83,7 @@ async def test_a_third_worker_is_never_asked_what_two_died_of(
 
 
 async def test_workers_that_refuse_are_no_deaths(valkey_url: str, model: str) -> None:
-    """Whichever is asked first: the one that answers is found, and at most one dies on the way."""
+    """The worker that answers is found after any other one, and at most one dies on the way."""
 
     async def busy(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
         reply(writer, b"{}", "503 Busy")
@@ -95,7 +95,7 @@ async def test_workers_that_refuse_are_no_deaths(valkey_url: str, model: str) ->
             assert status == 200
 
 
-async def test_three_refused_connections_are_gone_past(valkey_url: str, model: str) -> None:
+async def test_three_refused_connections_do_not_fail_a_request(valkey_url: str, model: str) -> None:
     async with fleet_of(valkey_url, model, *[answer_well] * 4) as (router, engines):
         for one in engines[:3]:
             await one.die()
@@ -135,7 +135,7 @@ async def test_an_emptied_redis_is_not_a_reason_to_refuse(model: str) -> None:
             assert await router.metric('warmfleet_fallback_total{reason="no_worker"}') == 5
 
 
-async def test_leases_of_a_dead_replica_are_reaped_though_nobody_asks(valkey_url: str, model: str) -> None:
+async def test_leases_of_a_dead_replica_are_reaped_without_any_request(valkey_url: str, model: str) -> None:
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
         for number in range(20):
             await router.fleet.decide(Ask(f"wf-left-behind-{number:08d}", (), 100, 100))
@@ -173,7 +173,7 @@ async def test_too_many_messages_name_the_field(valkey_url: str, model: str) -> 
         assert b'"param":"messages"' in answer
 
 
-async def test_what_redis_did_not_take_is_told_again(valkey_url: str, model: str) -> None:
+async def test_an_outcome_that_redis_did_not_take_is_repeated(valkey_url: str, model: str) -> None:
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
         body = {"model": model, "prompt": PROMPT, "stream": True, "max_tokens": 300}
         async with router.client.post(f"{router.url}/v1/completions", json=body) as answer:

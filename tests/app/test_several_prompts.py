@@ -1,4 +1,4 @@
-"""A request with several prompts: its booked prefill is given back prompt by prompt, as the engine tells of them."""
+"""A request with several prompts gives its booked prefill back prompt by prompt, as the engine reports them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_id_tells_scripts_what_may_be_compared(prompts: int, exact: bool, ma
 async def test_the_first_byte_speaks_for_one_prompt(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, prompt: object, approximate: bool, told: list[str]
 ) -> None:
-    """What an engine's plugin reports of each prompt gives back its share; one byte must not give back all."""
+    """Each report of the engine's plugin gives back one prompt's share; the first byte must not give back all."""
     seen: list[str] = []
     decide, settle = Fleet.decide_in_turn, Fleet.settle
 

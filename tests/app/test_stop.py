@@ -1,4 +1,4 @@
-"""A replica's last moments: what becomes of answers that take longer than ``WARMFLEET_SHUTDOWN_GRACE_S``."""
+"""A replica stops: answers that take longer than ``WARMFLEET_SHUTDOWN_GRACE_S`` are ended so that clients notice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1
 
 
 async def cut(valkey_url: str, model: str, answer: Answer, **body: Any) -> tuple[aiohttp.ClientResponse, bytes]:
-    """What a client gets of an answer that never ends, from a replica that stops; nothing stays booked."""
+    """The part of an endless answer that a client gets from a replica that stops; nothing stays booked."""
     looking = Fleet(connect(valkey_url, timeout_s=2), model)
     async with engine(model, answer) as upstream:
         async with replica(valkey_url, model, upstream.url, shutdown_grace_s=0.0, buffer_max_bytes=20_000) as router:
@@ -49,8 +49,8 @@ async def _read(router: Replica, body: dict[str, Any]) -> tuple[aiohttp.ClientRe
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_has_nothing_yet_is_told_to_ask_again(valkey_url: str, model: str, stream: bool) -> None:
-    """Also a stream whose headers the engine has sent: they wait for its first event."""
+async def test_a_client_without_an_answer_yet_is_told_to_ask_again(valkey_url: str, model: str, stream: bool) -> None:
+    """So is a client whose engine has sent the headers of a stream: they wait for the first event."""
     answer, body = await cut(valkey_url, model, freezing(STREAM_HEAD if stream else b""), stream=stream)
     assert (answer.status, answer.headers["retry-after"]) == (503, "1")
     assert json.loads(body)["error"]["code"] == "stopping"
@@ -64,7 +64,7 @@ async def test_a_stream_says_why_it_ends(valkey_url: str, model: str) -> None:
     assert b"[DONE]" not in body
 
 
-async def test_of_half_a_plain_answer_the_connection_is_closed(valkey_url: str, model: str) -> None:
+async def test_half_a_plain_answer_ends_with_a_closed_connection(valkey_url: str, model: str) -> None:
     with pytest.raises(aiohttp.ClientPayloadError):
         await cut(valkey_url, model, freezing(LARGE))
 

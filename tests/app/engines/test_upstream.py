@@ -1,4 +1,4 @@
-"""Where requests may be sent."""
+"""Requests go to allowed addresses only, and a machine that vanished is noticed."""
 
 from __future__ import annotations
 
@@ -87,8 +87,10 @@ def test_static_workers_that_host_and_port_do_not_tell_apart_have_names_of_their
     assert len(names) == len(urls)
 
 
-async def test_what_no_engine_takes_is_tried_once(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be what has killed the first."""
+async def test_a_prompt_too_long_for_every_engine_is_tried_once(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt may be what killed the first engine."""
     monkeypatch.setattr(view, "MAX_MODEL_LEN", 1_000)
 
     async def fails(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:

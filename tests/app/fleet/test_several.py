@@ -80,7 +80,7 @@ def test_the_sum_of_load_is_the_sum_of_open_leases(request: Any, which: str) -> 
     explore(request.getfixturevalue(which), POLICIES, 12, 12)
 
 
-async def test_who_is_cancelled_while_it_settles_settles_all_the_same(valkey_url: str) -> None:
+async def test_a_request_cancelled_while_it_settles_settles_all_the_same(valkey_url: str) -> None:
     async with several(valkey_url) as world:
         await world.decide(0, 2, 1)
         assert world.replicas[0].attempts

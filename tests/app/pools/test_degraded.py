@@ -1,4 +1,4 @@
-"""Redis gone or slow: requests go on, to the same worker for the same prefix, with bounded load; then it is back."""
+"""While Redis is gone or slow, requests go on: equal prefixes to the same worker, with bounded load."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ def test_prefixes_spread_and_a_lost_worker_moves_only_its_own() -> None:
     assert moved == {"w3"}
 
 
-def test_nobody_to_choose() -> None:
+def test_without_a_routable_worker_there_is_no_choice() -> None:
     assert DegradedMode(1.0).choose([worker("a", routable=False)], b"x") is None
 
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> float:
-    """The time, which stands still for the module under test, however slow this machine is or how new its clock."""
+    """The time, which stands still for the module under test: a slow machine changes nothing."""
     stopped = 100_000.0
     monkeypatch.setattr(fallback_module, "time", SimpleNamespace(monotonic=lambda: stopped))
     return stopped
 
 
-async def test_what_was_known_does_not_age_while_redis_is_away(fleet: Fleet, now: float) -> None:
-    """Redis comes back empty, or with heartbeats of an old dump: nobody is routable until the workers are heard."""
+async def test_known_workers_do_not_age_while_redis_is_away(fleet: Fleet, now: float) -> None:
+    """Redis comes back empty, or with heartbeats of an old dump: no worker is routable until the workers are heard."""
     pool = Pool("m", fleet, DegradedMode(1.0))
     pool.show(View((worker("a"),), read_at=now - 600))
     assert pool.last_known.workers == (worker("a"),)
@@ -85,7 +85,7 @@ async def test_what_was_known_does_not_age_while_redis_is_away(fleet: Fleet, now
         assert pool.last_known.workers == (worker("a"),)
 
 
-async def test_who_stays_unroutable_is_not_known_for_ever(fleet: Fleet, now: float) -> None:
+async def test_a_worker_that_stays_unroutable_is_forgotten(fleet: Fleet, now: float) -> None:
     pool = Pool("m", fleet, DegradedMode(1.0))
     pool.show(View((worker("a"),), read_at=now - LAST_KNOWN_S - 2))
     for age in (LAST_KNOWN_S + 1, 1.0, 0.0):
@@ -145,7 +145,7 @@ async def test_a_slow_redis_costs_one_time_limit_not_many(valkey_url: str, model
             assert await router.metric('warmfleet_fallback_total{reason="open"}') == 4
 
 
-async def test_who_joined_since_the_last_reading_is_found_when_a_decision_fails(
+async def test_a_worker_that_joined_since_the_last_reading_is_found_when_a_decision_fails(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def slow(*_: object, **__: object) -> NoReturn:
@@ -188,7 +188,7 @@ async def read_once(router: Replica) -> bool:
     return b"no contact" not in (await router.get("/readyz"))[1]
 
 
-async def test_nobody_waits_long_for_a_reading_that_does_not_come(valkey_url: str, model: str) -> None:
+async def test_no_request_waits_long_for_a_reading_that_does_not_come(valkey_url: str, model: str) -> None:
     async with gate(valkey_url) as door:
         url = f"redis://127.0.0.1:{door.port}"
         async with replica(url, model, decide_timeout_s=0.1, view_interval_s=60.0) as router:

@@ -1,4 +1,4 @@
-"""Workers with LoRA adapters of their own: who gets a request, and what of the cache counts for it."""
+"""Workers with LoRA adapters of their own: which worker gets a request, and which cached blocks count for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def asked(router: Replica, **body: object) -> tuple[int, str, str]:
     return status, headers.get("x-warmfleet-worker", ""), headers.get("x-warmfleet-matched-tokens", "")
 
 
-async def test_a_request_goes_only_to_who_serves_its_adapter(
+async def test_a_request_goes_only_to_a_worker_that_serves_its_adapter(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
@@ -72,7 +72,7 @@ async def test_a_request_goes_only_to_who_serves_its_adapter(
 
 
 async def test_blocks_of_an_adapter_or_a_salt_count_for_it_alone(valkey_url: str, model: str) -> None:
-    """What the engine has stored under each (adapter, salt) is found under that one, and under no other."""
+    """Blocks that the engine stored under an (adapter, salt) are found under that pair, and under no other."""
     tracker, adapters = Tracker(), {"one": "/one", "two": "/two"}
     owners = [(name, salt) for name in ("", "one", "two") for salt in (None, "red", "blue")]
     async with (

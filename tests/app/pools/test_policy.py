@@ -1,4 +1,4 @@
-"""Which policy places a request: settings, the operator's switch, and what a client may tell in headers."""
+"""The policy that places a request: by the settings, the operator's switch, and a client's headers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_setting_names_one_policy_and_others_for_models() -> None:
         create_app(Settings(models=("a",), policy="cost,b=sticky"))
 
 
-def test_a_ring_moves_only_what_belongs_to_who_goes() -> None:
+def test_a_ring_moves_only_the_keys_of_a_worker_that_goes() -> None:
     names = [f"w{number}.0" for number in range(8)]
     ring, keys = Ring(), [b"session %d" % number for number in range(2_000)]
     before = {key: ring.order(key, names, 8) for key in keys}
@@ -63,7 +63,7 @@ def test_the_key_of_chwbl_is_the_adapter_and_the_first_hundred_characters() -> N
 
 
 async def homes(router: Replica, model: str, sessions: int, **headers: str) -> list[str]:
-    """Workers that new prompts of these sessions go to."""
+    """The workers that get new prompts of these sessions."""
     found = []
     for session in range(sessions):
         body = {"model": model, "prompt": f"{session} {PROMPT}", "max_tokens": 1}
@@ -74,7 +74,7 @@ async def homes(router: Replica, model: str, sessions: int, **headers: str) -> l
     return found
 
 
-async def test_a_session_has_a_home_whoever_asks_and_a_switch_is_followed(
+async def test_a_session_has_one_home_and_an_operators_switch_is_followed(
     valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -128,7 +128,7 @@ async def test_a_prefix_hint_that_is_no_number_is_refused(valkey_url: str, model
         assert status == 200
 
 
-def test_a_model_that_nobody_serves_is_warned_about(
+def test_a_model_without_workers_is_warned_about(
     valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["policy", "sticky", "--model", model, "--redis", valkey_url]) == 0
@@ -138,7 +138,7 @@ def test_a_model_that_nobody_serves_is_warned_about(
 
 
 @pytest.mark.parametrize("words", [["best"], ["cost"]])
-def test_a_switch_that_cannot_be_is_explained(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_switch_is_explained(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policy", *words]) == 2
     said = capsys.readouterr().err
     assert ("no policy" in said) if words == ["best"] else ("--model" in said)

@@ -1,4 +1,4 @@
-"""What a replica knows of its fleet: when it may be sent requests."""
+"""A replica's models: when it is ready for requests, and how prompts are identified."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_adapter_belongs_to_the_workers_that_serve_it() -> None:
     assert adapters_of([serving("a", None), serving("b", {"m": "/base"}), worker(True)]) == {}
 
 
-def test_adapters_are_listed_while_somebody_serves_them() -> None:
+def test_adapters_are_listed_while_a_worker_serves_them() -> None:
     workers = [serving("a", {"one": "/x"}), serving("b", {"two": "/y"}, routable=False)]
     view = view_of(workers, None, (), text=False)
     assert view.models == ("m", "one")
@@ -73,7 +73,7 @@ def test_ready_with_a_worker_and_its_tokenizer_and_for_good() -> None:
     assert fleet.unready() == "", "what the fleet lacks another replica lacks, too"
 
 
-def test_ready_after_a_ttl_whatever_the_fleet_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_after_a_ttl_even_if_the_fleet_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "WORKER_TTL_SECONDS", 0.02)
     fleet = pools()
     fleet.all[0].show(View((), read_at=time.monotonic()))
@@ -111,7 +111,7 @@ async def test_a_mistake_of_ours_costs_a_log_line(failing: str, caplog: pytest.L
 
 
 async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:
-    """Where a text is also tokenised: 64 bytes of Chinese are more than 16 tokens or fewer, never counted as more."""
+    """64 bytes of Chinese may be more or fewer than 16 tokens; known token ids keep them from counting as more."""
 
     class Known:
         def __init__(self) -> None:

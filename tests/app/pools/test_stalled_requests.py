@@ -144,7 +144,9 @@ async def test_frozen_before_the_first_byte_is_tried_elsewhere(valkey_url: str, 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("second", ["freezes", "dies"])
-async def test_a_third_worker_is_never_asked_what_froze_one(valkey_url: str, model: str, second: str) -> None:
+async def test_a_request_that_froze_one_worker_is_sent_to_one_more_at_most(
+    valkey_url: str, model: str, second: str
+) -> None:
     asked: list[Engine] = []
 
     async def poisoned(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""How long clients wait: quantiles to half a bucket, of the last minute, in a fixed size; and what is aimed at."""
+"""How long clients wait: quantiles of the last minute, right to half a bucket, in a fixed size; and the objective."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_any_wait_is_counted_somewhere(wait: float) -> None:
     assert LEAST_S <= found.quantile(0.5) < 2_000
 
 
-def test_what_is_older_than_the_window_is_forgotten() -> None:
-    """Against all waits with their times, over quiet and busy spells and one longer than the window."""
+def test_waits_older_than_the_window_are_forgotten() -> None:
+    """Compared with a list of all waits and their times, over quiet and busy spells, one longer than the window."""
     rng, clock, slice_s = random.Random(3), Clock(), WINDOW_S / SLICES
     found, told = TtftWindow(clock=clock), list[tuple[float, float]]()
     for _ in range(3_000):
@@ -100,8 +100,8 @@ def test_off_by_default_and_without_knowledge() -> None:
     assert none.in_force_s == 0
 
 
-def test_what_is_in_force_follows_the_tail() -> None:
-    """None while nine of ten meet the objective; then the median, as far as the objective."""
+def test_the_objective_in_force_follows_the_waits() -> None:
+    """No objective is in force while nine of ten waits meet it; then the median is, up to the objective."""
     clock = Clock()
     found = TtftWindow(0.5, clock)
     seen = []

@@ -1,4 +1,4 @@
-"""Requests that wait for a worker with room: who is served, who is refused, and what is left of it."""
+"""Requests that wait for a worker with room are served or refused, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ SETTINGS: dict[str, Any] = {"max_engine_wait_s": 0.05, "queue_max": 6}  # at a s
 
 @pytest.fixture
 def lasting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tickets outlive the test: what is gone was given up."""
+    """Tickets outlive the test, so a ticket that is gone was given up."""
     monkeypatch.setattr(Spans.__init__, "__defaults__", astuple(Spans(ticket_ms=60_000)))
 
 
 def body(seed: int, **more: Any) -> dict[str, Any]:
-    """A prompt of its own."""
+    """A request whose prompt no other seed has."""
     rng = random.Random(seed)
     return {"prompt": [rng.randint(10, 900) for _ in range(PROMPT_TOKENS)], "max_tokens": 1, "stream": True} | more
 
@@ -67,7 +67,7 @@ async def nothing_left(router: Replica) -> None:
     assert left == []
 
 
-async def test_who_waits_who_is_refused_and_who_hangs_up(valkey_url: str, model: str, lasting: None) -> None:
+async def test_requests_wait_are_refused_or_hang_up(valkey_url: str, model: str, lasting: None) -> None:
     async with crowded(valkey_url, model) as router:
         sent = [asyncio.create_task(router.post(body(number))) for number in range(12)]
 
@@ -126,7 +126,7 @@ async def test_a_deadline_a_priority_and_bytes(valkey_url: str, model: str, last
         await nothing_left(router)
 
 
-async def test_who_failed_a_moment_ago_is_not_passed_over_for_the_whole_wait(
+async def test_a_suspected_worker_is_not_avoided_for_the_whole_wait(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     until = 0.0
@@ -159,7 +159,7 @@ async def test_one_tenant_leaves_room_for_the_bodies_of_others(valkey_url: str, 
         assert {status for status, _, _ in answers} == {200, 429}
 
 
-async def test_who_is_refused_for_its_bytes_takes_nobodys_place(valkey_url: str, model: str, lasting: None) -> None:
+async def test_a_body_without_room_takes_no_other_requests_place(valkey_url: str, model: str, lasting: None) -> None:
     async with crowded(valkey_url, model, queue_max=2, queue_max_bytes=12_000) as router:
         sent = [asyncio.create_task(router.post(body(number), authorization="Bearer one")) for number in range(4)]
         await poll(lambda: two(router), 5, "as many wait as may")
@@ -169,7 +169,7 @@ async def test_who_is_refused_for_its_bytes_takes_nobodys_place(valkey_url: str,
         await nothing_left(router)
 
 
-async def test_who_is_refused_did_not_wait(valkey_url: str, model: str) -> None:
+async def test_a_refused_request_did_not_wait(valkey_url: str, model: str) -> None:
     async with crowded(valkey_url, model, queue_max=0) as router:
         codes = [answer[0] for answer in await asyncio.gather(*[router.post(body(number)) for number in range(6)])]
         assert max(codes) == 429
@@ -206,7 +206,7 @@ async def test_a_poll_that_takes_long_is_not_made_at_once_again(
 
 
 @pytest.mark.long(minutes=1, shows="requests that wait when Redis dies go to the last known workers")
-async def test_who_waits_when_redis_dies_goes_by_what_is_known(model: str) -> None:
+async def test_waiting_requests_are_served_without_redis_when_it_dies(model: str) -> None:
     with server(valkey_binary()) as url:
         async with crowded(url, model, decide_timeout_s=0.5) as router:
             sent = [asyncio.create_task(router.post(body(number))) for number in range(6)]
@@ -220,7 +220,7 @@ async def test_who_waits_when_redis_dies_goes_by_what_is_known(model: str) -> No
 
 
 @pytest.mark.long(minutes=1, shows="requests that wait at a replica that stops are served")
-async def test_who_waits_when_a_replica_stops_is_served(valkey_url: str, model: str, lasting: None) -> None:
+async def test_waiting_requests_are_served_when_a_replica_stops(valkey_url: str, model: str, lasting: None) -> None:
     async with aiohttp.ClientSession() as client:
 
         async def post(url: str, number: int) -> int:
@@ -243,7 +243,7 @@ async def at_least(router: Replica, count: int) -> bool:
 
 
 @pytest.mark.parametrize("value", [b"", b"-1", b"0", b"1.5", b"soon", b"1" * 13])
-def test_a_time_limit_that_is_none_is_refused(value: bytes) -> None:
+def test_a_time_limit_that_is_no_number_of_milliseconds_is_refused(value: bytes) -> None:
     with pytest.raises(BadRequest) as caught:
         patience_s([(b"x-request-timeout-ms", value)])
     assert caught.value.param == "X-Request-Timeout-Ms"

@@ -1,4 +1,4 @@
-"""Decisions explained and replayed: random ones of all policies come out exactly as they were."""
+"""Decisions are explained, logged and replayed; random decisions of all policies come out exactly as they were."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def logged(world: World, count: int, seed: int = 1) -> list[dict[str, Any]
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:
-    """By the log itself."""
+    """As the log's own code writes and reads it."""
     log = DecisionLog(str(path), 1.0, Metrics())
     log.open()
     for one in records:
@@ -160,7 +160,7 @@ async def test_the_log_is_written_rotated_and_replayed_by_the_command(
         assert "has no record of a decision log" in capsys.readouterr().err
 
 
-async def test_what_is_damaged_in_a_log_is_left_out_and_said(
+async def test_damaged_lines_of_a_log_are_left_out_and_counted(
     world: World, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = await logged(world, 4, seed=3)
@@ -181,7 +181,7 @@ async def test_what_is_damaged_in_a_log_is_left_out_and_said(
     assert "cannot be replayed" in capsys.readouterr().err
 
 
-def test_the_file_is_bounded_and_what_cannot_be_written_is_counted(tmp_path: Path) -> None:
+def test_the_file_is_bounded_and_lost_records_are_counted(tmp_path: Path) -> None:
     path, metrics = tmp_path / "log", Metrics()
     log = DecisionLog(str(path), 1.0, metrics, max_bytes=1_000)
     log.open()
@@ -240,7 +240,7 @@ def test_explaining_is_the_operators_where_a_key_guards() -> None:
         assert not hints.read_hints({hints.EXPLAIN: no}, "", "").explain
 
 
-def test_without_a_key_nobody_is_told_what_clients_are_not_to_know() -> None:
+def test_without_an_operators_key_no_client_gets_an_explanation() -> None:
     tenants = {"WARMFLEET_TENANT_KEY": "t" * 32}
     for guarded in (tenants, {"WARMFLEET_ANSWER_HEADERS": "request_id"}):
         with pytest.raises(Unauthorized):
@@ -250,6 +250,6 @@ def test_without_a_key_nobody_is_told_what_clients_are_not_to_know() -> None:
     assert Settings.from_environment({}).explain_key == ""
 
 
-async def test_a_fleet_is_not_asked_to_tell_unless_somebody_wants_to_know(world: World, fleet: Fleet) -> None:
+async def test_redis_tells_what_a_choice_saw_only_if_it_is_asked_to(world: World, fleet: Fleet) -> None:
     await world.workers(2)
     assert (await fleet.decide(world.ask(world.chain(3)))).seen is None

@@ -1,4 +1,4 @@
-"""What only an engine can tell is asked of one, where it pays, briefly; else, and on any failure, load decides."""
+"""Token ids that only an engine can tell are asked for where that pays; else, and after any failure, load decides."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def asked(router: Replica, result: str) -> float:
 
 
 async def same_place(router: Replica, body: dict[str, Any], path: str) -> None:
-    """The second time it goes where it was, and the engine had as much of it as was foreseen."""
+    """The second time the request goes to the same worker, which had as much of it cached as was foreseen."""
     status, first, _ = await router.post(body, path)
     assert (status, first["x-warmfleet-matched-tokens"]) == (200, "0")
     status, again, answer = await router.post(body, path)
@@ -92,7 +92,7 @@ async def test_a_model_without_a_tokenizer_here(valkey_url: str, model: str) -> 
         assert await asked(router, "answered") == 4  # ids need nobody
 
 
-async def test_who_may_not_is_not_asked(valkey_url: str, model: str) -> None:
+async def test_no_engine_is_asked_where_the_setting_forbids_it(valkey_url: str, model: str) -> None:
     async with two(valkey_url, model, BOTH, bare=True, ask_engines=False) as (router, _):
         status, _, _ = await router.post({"model": model, "messages": LONG, "max_tokens": 1}, CHAT)
         assert status == 200
@@ -115,7 +115,7 @@ ANSWERS = {
 }
 
 
-async def test_whatever_goes_wrong_load_decides(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_any_failure_load_decides(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer, pause = ANSWERS["wrong"], 0.0
 
     async def render(_self: Api, _http: web.Request) -> web.Response:

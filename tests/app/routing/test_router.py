@@ -1,4 +1,4 @@
-"""A request's way through a replica, over real sockets, with a real store: whatever happens, its load is given back."""
+"""A request's way through a replica, over real sockets, with a real store: its load is given back in every case."""
 
 from __future__ import annotations
 

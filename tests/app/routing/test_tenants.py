@@ -32,7 +32,7 @@ async def fleet_of_one(valkey_url: str, model: str) -> AsyncIterator[Replica]:
 
 
 async def cached(router: Replica, body: dict[str, Any], **headers: str) -> tuple[int, int]:
-    """Prompt tokens that the router foresaw as cached, and that the engine had."""
+    """How many tokens of the prompt the router foresaw as cached, and how many the engine had."""
     status, told, answer = await router.post({"prompt": PROMPT, "max_tokens": 1} | body, **headers)
     assert status == 200, answer
     usage = json.loads(answer)["usage"]
@@ -82,7 +82,7 @@ async def test_the_engine_gets_the_salt_and_every_byte_besides(valkey_url: str, 
             assert json.loads(got) == json.loads(sent) | {"cache_salt": tenancy.salt(b"t", own)}
 
 
-def test_two_headers_make_nobody_somebody_else() -> None:
+def test_a_second_header_does_not_make_another_tenant() -> None:
     tenancy = Tenancy(KEY, "Authorization")
     one, both = [(b"authorization", b"one")], [(b"authorization", b"two"), (b"authorization", b"one")]
     names = [tenancy.name(one), tenancy.name(both), tenancy.name(both[::-1]), tenancy.name([])]
@@ -100,7 +100,7 @@ async def test_headers_can_be_kept_from_tenants(valkey_url: str, model: str) -> 
         assert [name for name in headers if name.startswith("x-")] == ["x-request-id"]
 
 
-async def test_what_tells_of_others_is_the_operators(
+async def test_paths_that_tell_of_other_tenants_take_the_operators_key(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:

@@ -1,4 +1,4 @@
-"""Token hand-off: what an engine gets is the client's body with one key changed, and only where that is certain."""
+"""Token hand-off: an engine gets the client's body with one key changed, and only where the token ids are certain."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_ids_go_where_they_are_certain(
     assert handed(view(**seen), request_, **more) == expected
 
 
-def test_what_cannot_be_foreseen_has_no_ids() -> None:
-    """So embeddings, prompt logprobs, truncation, a client's own transfer parameters are never handed off."""
+def test_a_prompt_that_cannot_be_foreseen_has_no_ids() -> None:
+    """So requests with embeddings, prompt logprobs, truncation or own transfer parameters are never handed off."""
     for field, value in {
         "prompt_embeds": "x",
         "prompt_logprobs": 1,
@@ -172,7 +172,7 @@ async def results(router: Replica) -> dict[str, int]:
 async def test_the_engine_gets_the_ids_and_can_refuse_them(
     valkey_url: str, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Handed off; then a request that is bad either way; then an engine that takes no ids any more."""
+    """First ids are handed off; then a request is bad with ids and with text; then the engine takes no ids any more."""
     tracker, refused = Tracker(), {"now": lambda body: body.get("n") == 2}
     refuses = strict(lambda body: refused["now"](body), tracker)
     async with (

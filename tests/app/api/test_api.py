@@ -1,4 +1,4 @@
-"""The replica's door: small endpoints, errors as OpenAI's clients expect them, limits for slow and large clients."""
+"""The paths that a replica answers itself, errors as OpenAI's clients expect them, limits for slow and large bodies."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_no_worker_is_a_503_with_a_reason(valkey_url: str, model: str) -> 
         assert (status, error_of(body)["code"], headers["retry-after"]) == (503, "no_worker", "1")
 
 
-async def test_small_endpoints(well: tuple[Replica, Engine], model: str) -> None:
+async def test_the_paths_that_a_replica_answers_itself(well: tuple[Replica, Engine], model: str) -> None:
     router, upstream = well
     status, body = await router.get("/v1/models")
     assert (status, [entry["id"] for entry in json.loads(body)["data"]]) == (200, [model])
@@ -72,7 +72,7 @@ async def test_small_endpoints(well: tuple[Replica, Engine], model: str) -> None
     assert (shown["workers"][0]["url"], shown["workers"][0]["routable"]) == (upstream.url, True)
 
 
-async def test_waits_of_streams_are_told_by_model(well: tuple[Replica, Engine], model: str) -> None:
+async def test_waits_of_streams_are_counted_by_model(well: tuple[Replica, Engine], model: str) -> None:
     router, _ = well
     for stream in (True, True, False):
         assert (await router.post(BODY | {"model": model, "stream": stream}))[0] == 200
