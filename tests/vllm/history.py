@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import struct
 from bisect import bisect_right
 from collections import defaultdict
@@ -20,15 +19,13 @@ if TYPE_CHECKING:
 
     from tests.vllm.witness import MortalRedis
 
-from warmfleet.fleet.client import script_source
+from warmfleet.fleet import SCRIPT_ARGS
 from warmfleet.fleet.rows import Stage
 from warmfleet_worker.protocol.wire import reservation_of
 
 TICK_GAP_S = 0.25  # longer than between two ticks of a healthy fleet, 0.025 to 0.05 s
 LEASE = struct.Struct(">IIIIIIBB")
-FIRST_CHAIN = re.search(r"FIRST_CHAIN = .*\b(\d+)$", script_source("decide"), re.MULTILINE)
-assert FIRST_CHAIN, "lua/decide.lua says where its chains begin"
-FIRST_HASHES = int(FIRST_CHAIN[1]) + 1  # index of the first hashes in ARGV, after scheme and block size
+FIRST_HASHES = len(SCRIPT_ARGS["decide"]) + 2  # index of the first hashes in ARGV, after scheme and block size
 
 
 class Spells:
