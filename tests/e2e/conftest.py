@@ -12,6 +12,7 @@ from tests.e2e.streams import Stream
 from tests.topology import until
 
 from warmfleet.cli.demo import BLOCKS
+from warmfleet.cli.local import stack as local_stack
 from warmfleet.cli.local.engines import EngineOptions
 from warmfleet.cli.local.stack import Plan, Stack
 
@@ -27,8 +28,9 @@ PATIENT = {"WARMFLEET_DECIDE_TIMEOUT_S": "2"}
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Every process that is started meanwhile waits longer for its decisions."""
+    """Every replica that is started meanwhile may take longer to start, and waits longer for its decisions."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_stack, "REPLICA_SECONDS", 120.0)
         for name, value in PATIENT.items():
             patch.setenv(name, value)
         yield
