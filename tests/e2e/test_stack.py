@@ -69,6 +69,7 @@ def test_an_engine_killed_in_mid_stream_leaves_no_load_and_others_serve_on(
     fragile_stack: Stack, stream: Callable[..., Stream]
 ) -> None:
     stack = fragile_stack
+    wait_for_no_load(stack)  # the probes by which the engines joined count as load until they are settled
     client = stream(stack.address)
     [busy] = [worker["worker_id"] for worker in stack.workers() if worker["load"]["in_flight"]]
     victim = engine_of(stack, busy).child

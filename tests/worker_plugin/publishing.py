@@ -9,6 +9,7 @@ import random
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
+import redis
 from tests.conftest import poll
 
 from warmfleet.background.supervisor import stop
@@ -85,13 +86,16 @@ async def stream(fleet: Fleet) -> list[tuple[bytes, dict[bytes, bytes]]]:
 
 
 async def equal(fleet: Fleet, tracker: Tracker, deadline_s: float = 20.0) -> None:
-    """Wait until the index equals the tracker's table, in both directions."""
+    """Wait until the index equals the tracker's table, in both directions. Redis may be away meanwhile."""
 
     async def check() -> bool:
-        slot, table = (await record(fleet)).get("slot", 0), set(tracker.table)
-        if not slot or await fleet.redis.smembers(fleet.keys.slot(slot)) != table:
+        try:
+            slot, table = (await record(fleet)).get("slot", 0), set(tracker.table)
+            if not slot or await fleet.redis.smembers(fleet.keys.slot(slot)) != table:
+                return False
+            some = list(table)[:100]
+            return all([await fleet.redis.sismember(fleet.keys.block(block_hash), slot) for block_hash in some])
+        except (redis.ConnectionError, redis.TimeoutError):
             return False
-        some = list(table)[:100]
-        return all([await fleet.redis.sismember(fleet.keys.block(block_hash), slot) for block_hash in some])
 
     await poll(check, deadline_s, "the index equals the table")

@@ -171,7 +171,7 @@ async def test_a_lost_stream_is_joined_again(fleet: Fleet, redis_url: str, model
         async with upkeep(fleet):
             await equal(fleet, tracker)
             await fleet.redis.delete(*[key async for key in fleet.redis.scan_iter(f"{fleet.keys.prefix}*")])
-            await poll(lambda: publisher.state.joins == 2)
+            await poll(lambda: publisher.state.joins == 2, deadline_s=10.0)  # less than the TTL, which heals it, too
             await equal(fleet, tracker)
 
 
