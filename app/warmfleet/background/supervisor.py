@@ -27,16 +27,17 @@ CANCEL_AGAIN_S = 0.2
 
 async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics) -> None:
     """Run ``work`` every ``interval_s`` seconds until cancelled; a failed round is tried again after a shorter wait."""
-    rounds = AsyncRetrying(
+    failures = AsyncRetrying(
         retry=retry_if_exception_type(Exception),  # a task must outlive every failure of its rounds
         wait=wait_exponential(FIRST_RETRY_S, max=LAST_RETRY_S),
         before_sleep=_FailureReport(name, metrics),
     )
-    while True:
-        async for attempt in rounds:
-            with attempt:
+    async for spell in failures:  # the loop goes on only when a round failed: tenacity costs a good round nothing
+        with spell:
+            while True:
                 await work()
-        await asyncio.sleep(interval_s)
+                spell.retry_state.attempt_number = 1  # after a good round the next failure waits FIRST_RETRY_S again
+                await asyncio.sleep(interval_s)
 
 
 class _FailureReport:

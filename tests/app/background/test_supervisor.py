@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tests.conftest import poll
 
+from warmfleet.background import supervisor
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.errors import FleetUnavailable
 from warmfleet.metrics import Metrics
@@ -31,6 +32,24 @@ async def test_a_failing_round_is_counted_and_tried_again(caplog: pytest.LogCapt
     await stop([task])
     assert b'warmfleet_task_failures_total{task="test"} 2.0' in metrics.render()
     assert len([record for record in caplog.records if "test failed" in record.message]) == 1  # not a line each time
+
+
+async def test_the_wait_doubles_from_failure_to_failure_and_begins_anew_after_a_good_round(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LOG_EVERY_S", 0.0)
+    rounds: list[int] = []
+
+    async def work() -> None:
+        rounds.append(1)
+        if len(rounds) in (1, 2, 4):
+            raise FleetUnavailable("away")
+
+    task = asyncio.create_task(supervise("test", 0.001, work, Metrics()))
+    await poll(lambda: len(rounds) >= 5, what="a round after three failures")
+    await stop([task])
+    waits = [record.message for record in caplog.records if "test failed" in record.message]
+    assert waits == [f"test failed, again in {seconds} s: away" for seconds in (0.2, 0.4, 0.2)]
 
 
 async def test_a_task_that_swallows_a_cancellation_is_cancelled_again() -> None:
