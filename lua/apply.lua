@@ -45,7 +45,8 @@ local live = { struct.unpack(DIGEST_SUMS, sums[1] or string.rep("\0", DIGEST_BYT
 local shadow = { struct.unpack(DIGEST_SUMS, sums[2] or string.rep("\0", DIGEST_BYTES)) }
 local truth, changed = record.truth or {}, {}
 record.truth = truth
--- What is known of the worker and what this call changes; the parts read and write it.
+-- The state of the worker that this call works on. The parts (apply/*) read it, and mark in `changed` what is to be
+-- written back at the end.
 local state = { prefix = PREFIX, worker = WORKER_ID, record = record, row = row, live = live, shadow = shadow,
   truth = truth, changed = changed, short = short, probed = call("TYPE", PROBE).ok == "set", blocks = 0, seen = nil }
 
@@ -119,6 +120,7 @@ repeat -- the first page is one entry: a full batch is all that a call may apply
     control = not ahead or hostile or (good and (fields[6] == "join" or mine) and CONTROL[fields[6]])
     full = spent > 0 and spent + cost > MAX_BLOCKS
     if control or full then break end
+    -- Only from here on the entry counts as applied: everything up to the cursor is trimmed at the end of this call.
     ms, sequence, cursor, spent, entries = id_ms, id_sequence, item[1], spent + cost, entries + 1
     if not good or not mine then
       count(good and "nonce" or "malformed")

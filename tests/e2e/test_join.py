@@ -15,7 +15,7 @@ from tests.e2e.conftest import wait_for_no_load
 from tests.e2e.traffic import Sent, Traffic, get
 from tests.topology import until
 
-from warmfleet.background.prewarm import LEASE_S
+from warmfleet.background.prewarm import CLAIM_S
 from warmfleet.cli.local import stack as stack_module
 from warmfleet.cli.local.engines import EngineOptions, engine_command
 from warmfleet.cli.local.ports import free_port
@@ -184,7 +184,7 @@ def test_a_replica_killed_while_it_warms_an_engine_leaves_it_routable_soon(monke
         owner.child.process.send_signal(signal.SIGKILL)
         owner.child.process.wait()
         began = time.monotonic()
-        until(lambda: state(stack).get("routable", False), "it is routable", LEASE_S + 10)
+        until(lambda: state(stack).get("routable", False), "it is routable", CLAIM_S + 10)
         print(f"\nroutable {time.monotonic() - began:.1f} s after the replica that warmed it was killed")
         assert state(stack)["proof"] == "proven"
         wait_for_no_load(stack, 45)

@@ -1,6 +1,6 @@
 """Sends a worker with an empty cache the prefixes that most prompts of its model share, before it takes requests.
 
-The replica whose probe passed does this before it records that result; a lease in the worker's record keeps other
+The replica whose probe passed does this before it records that result; a claim in the worker's record keeps other
 replicas away meanwhile. A prefix is sent with the salt and the adapter of the prompts that had it, so only requests
 with that salt and adapter find its blocks. If anything fails, the worker takes requests with a cold cache soon.
 """
@@ -33,7 +33,7 @@ logger = logging.getLogger("warmfleet.background.prewarm")
 
 AT_ONCE = 8  # workers that one replica warms at a time; others start cold
 PROMPT_S = 8.0  # longest wait for one answer
-LEASE_S = 10.0  # renewed before each prompt: after its replica died, a worker waits at most so long
+CLAIM_S = 10.0  # renewed before each prompt: after its replica died, a worker waits at most so long
 IN_ALL_S = 30.0
 EMPTY = 0.1  # a cache that is filled to this share at most counts as empty
 SILENT = ("slow", "failed")  # the worker did not answer: it is probed again
@@ -59,15 +59,15 @@ class Prewarmer:
         if fresh is None or not nodes or not _others(pool, worker) or not _empty(fresh):
             return False
         owner, nonce = secrets.token_hex(8), str(worker.record.get("nonce"))
-        if await self._lease(pool, worker, owner) != "OK":
-            return False  # another replica has the lease, or this incarnation was warmed before
+        if await self._claim(pool, worker, owner) != "OK":
+            return False  # another replica has the claim, or this incarnation was warmed before
         task = asyncio.ensure_future(self._warm(pool, worker, nodes, owner, nonce))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return True
 
     async def close(self) -> None:
-        """Stop all warming; other replicas probe those workers when their leases are over."""
+        """Stop all warming; other replicas probe those workers when their claims are over."""
         await stop(list(self._running))
 
     async def _warm(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, nonce: str) -> None:
@@ -91,9 +91,9 @@ class Prewarmer:
         except WarmfleetError as error:
             logger.warning("worker %s is tested again when its warming expires: %s", worker.worker_id, error)
 
-    async def _lease(self, pool: Pool, worker: WorkerView, owner: str) -> str:
+    async def _claim(self, pool: Pool, worker: WorkerView, owner: str) -> str:
         nonce = str(worker.record.get("nonce"))
-        return await pool.fleet.warming(worker.worker_id, nonce, owner, int(1000 * LEASE_S))
+        return await pool.fleet.warming(worker.worker_id, nonce, owner, int(1000 * CLAIM_S))
 
     async def _send(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, sent: list[int]) -> str:
         """Send the prefixes; returns how that ended, for the metric. ``sent`` gets the tokens of those answered."""
@@ -107,7 +107,7 @@ class Prewarmer:
                 return "lost"  # the operator has drained it: nothing more is sent there
             if not _others(pool, worker):
                 return "needed"  # a cold worker that takes requests now is better than none
-            if await self._lease(pool, worker, owner) != "OK":
+            if await self._claim(pool, worker, owner) != "OK":
                 return "lost"
             headers = headers_for(pool, worker, self._settings) | {"X-Request-Id": "unbooked.warming"}
             async with asyncio.timeout(PROMPT_S):

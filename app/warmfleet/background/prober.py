@@ -1,8 +1,8 @@
 """When a worker is probed, and what becomes of it: after it joined, once in a while, and soon after it was suspected.
 
-Only a failed probe downgrades a worker. Answers and streams that differ from what was expected (``lua/apply.lua``) make
-it suspected and nothing worse: a client that sends odd requests can cause probes, and no more than the pauses here
-allow.
+Only a failed probe downgrades a worker. Answers and streams that differ from what was expected
+(``lua/parts/apply/progress.lua``) make it suspected and nothing worse: a client that sends odd requests can cause
+probes, and no more than the pauses here allow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("warmfleet.background.prober")
 
 AT_ONCE = 8  # probes of one replica: at most as many tiny requests, and as many of Redis's connections
 BACKOFF_S = 5.0, 60.0  # after a failed probe; doubled after each further one, from the first figure to the second
-SOON_S = 1.0  # after a first probe that learned nothing: until a worker is proven it is routed by load only
+SOON_S = 1.0  # after a first probe that learned nothing: a worker that no probe has passed takes no requests
 SUSPECTED_S = 5.0, 600.0  # after a result, before a suspicion is probed; doubled while suspicions prove wrong
 IDENTITY_WAIT_S = 5.0  # a new worker waits so long for a tokenizer that loads; then only its scheme is tested
 SPREAD = 1.2  # how much the intervals of replicas differ at most: mostly one replica is due first

@@ -1,5 +1,5 @@
 --[[
-decide/cost_rule: which candidate a request goes to. The policy `cost` is this file; the other nine policies are in
+decide/cost_rule: which candidate a request goes to. The policy `cost` is this file; all others are in
 decide/baseline_policies.
 
 `cost` takes the candidate with the lowest predicted seconds to first token:

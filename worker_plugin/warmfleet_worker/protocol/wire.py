@@ -210,6 +210,10 @@ class Scheme:
     algorithm: a key of DIGEST_BYTES. none_hash: stands for the hash before a prompt's first block.
     block_tokens: tokens in a block. extra_keys: the form of salts and LoRA names in a hash, ``tagged`` (since vLLM
     0.31) or ``plain`` (0.28 to 0.30).
+
+    A new field is needed in ``as_dict`` and ``from_dict``; in ``scheme_of`` of the plugin's ``vllm_hooks/engine_core``,
+    which announces it; in ``lua/parts/apply_control/worker_join.lua`` and the router's ``fleet/worker/records``, which
+    keep known fields only; and in the router's ``prompt/block_hashes``, which computes with it.
     """
 
     algorithm: str
