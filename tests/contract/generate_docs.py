@@ -32,20 +32,25 @@ This file is generated from `app/warmfleet/settings.py`: `python -m tests.contra
 CONSTANT = """
 ## No longer settings
 These variables of earlier versions are constants now, each beside its reason in the module that uses it. A replica
-that finds one of them in its environment says so at its start and goes on.
+that finds one of these variables in its environment warns about it at its start and ignores its value.
 
 """
 
 METRICS = """\
 # Metrics
 
-`GET /metrics` of a replica answers them in Prometheus' text format. The names of counters end in `_total` on that
-page. [operate.md](operate.md) says which to watch and what to do.
+`GET /metrics` of a replica answers with the metrics of this table in Prometheus' text format. In that answer the name
+of every counter ends in `_total`; the table leaves the ending out. [operate.md](operate.md) says which metrics to watch
+and what to do.
 
-The gauges of Redis and the index (`warmfleet_memory_*`, `warmfleet_apply_lag_*`, `warmfleet_digest_age_seconds`,
-`warmfleet_diverged_workers`, `warmfleet_divergences`, `warmfleet_resyncs`, `warmfleet_index_*`,
-`warmfleet_retired_slots`) have the same value on every replica: take the maximum over replicas, not the sum.
-`/workers` and `warmfleet workers` show them for each worker.
+These gauges describe Redis and the index, not the replica: `warmfleet_memory_*`, `warmfleet_apply_lag_*`,
+`warmfleet_digest_age_seconds`, `warmfleet_diverged_workers`, `warmfleet_divergences`, `warmfleet_resyncs`,
+`warmfleet_index_*` and `warmfleet_retired_slots`. Every replica reads them from the same Redis, each at its own moment.
+A sum over replicas would count the same thing once for each replica: take the maximum.
+
+`/workers` and `warmfleet workers` show five of them for each worker: the lag in batches and in seconds, the age of its
+digest, its divergences with the cause of the open one, and its snapshots by cause. They show three for each model: the
+used memory, the entries of the index, and the retired slots. `/workers` also has the counters of the index.
 
 This file is generated from `app/warmfleet/metrics.py`: `python -m tests.contract.generate_docs`.
 
