@@ -1,7 +1,7 @@
 """The table of long tests in tests/README.md, made from the markers: ``python -m tests.catalogue`` writes it anew.
 
-A long test carries ``@pytest.mark.long(minutes=5, shows="...")``. A row names the test. It names
-the file where the mark stands alone, as ``pytestmark`` or as a constant, or where no other test of the file is long.
+A long test carries ``@pytest.mark.long(minutes=5, shows="...")``. Its row names the test. The row names the whole file
+if the mark is the file's ``pytestmark`` or a constant in it, or if no other test of the file is long.
 """
 
 from __future__ import annotations

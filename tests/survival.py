@@ -138,7 +138,7 @@ class Survival:
         return False
 
     async def consistent(self) -> None:
-        """Fail unless the load is that of the open reservations: first of the held ones, then of none."""
+        """Fail unless the load equals that of the held reservations, and is 0 once these have been settled."""
         await stop([self.requests])
         await poll(lambda: not self.unsettled, 10, "every outcome is told")
         renewed, rebuilt, refused = await self.fleet.renew(self.held)

@@ -1,4 +1,4 @@
-"""A replica before an engine, a real tokenizer, and sandboxes for chat templates, whose processes end with the test."""
+"""Fixtures: a replica with an engine, a real tokenizer, sandboxes for chat templates that end with the test."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test machine may be busy: what waits only because of that is not what is tested."""
+    """Longer waits for sandboxes, so that a rendering on a busy test machine does not time out."""
     monkeypatch.setattr(sandbox, "WALL_S", 30.0)
     monkeypatch.setattr(sandbox, "WAIT_S", 30.0)
 
 
 @pytest.fixture
 async def started(patience: None) -> AsyncIterator[Callable[..., Sandboxed]]:
-    """Makes sandboxes, ends their processes."""
+    """A function that makes sandboxes for chat templates; their processes end with the test."""
     made: list[Sandboxed] = []
 
     def start(source: str, content_format: str = "auto") -> Sandboxed:

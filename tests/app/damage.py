@@ -1,4 +1,4 @@
-"""Joins and files with anything at all in one of their fields: what no library would write. Deterministic by seed."""
+"""Makes joins and files of workers with arbitrary values in one of their fields. The same seed makes the same ones."""
 
 from __future__ import annotations
 

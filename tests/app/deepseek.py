@@ -1,4 +1,4 @@
-"""A real model's tokenizer, loaded once for all tests: that takes seconds."""
+"""The tokenizer of a real DeepSeek model, loaded once for all tests, because loading takes seconds."""
 
 from __future__ import annotations
 

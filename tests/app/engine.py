@@ -105,7 +105,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 
 def freezing(head: bytes, *events: bytes) -> Answer:
-    """An answer that begins with these and then never goes on."""
+    """An answer that begins with these pieces and then neither goes on nor ends."""
 
     async def answer(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(head)

@@ -1,4 +1,4 @@
-"""What is between a replica and Redis, and can go wrong."""
+"""A TCP proxy between a replica and Redis, which a test can shut, stop or slow down."""
 
 from __future__ import annotations
 

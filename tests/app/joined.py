@@ -59,7 +59,7 @@ async def joined(
     leave_out: tuple[str, ...] = (),
     blocks: int = 512,
 ) -> AsyncIterator[Engine]:
-    """facts: announced beside or instead of the usual ones. leave_out: artifacts that it does not bring."""
+    """facts: announced beside or instead of the usual ones. leave_out: artifacts that the engine does not announce."""
     engine = Engine(config(blocks=blocks), Announcing(facts or {}), Served((model,)))
     brought = {name: content for name, content in identity().artifacts().items() if name not in leave_out}
     async with running(ready=engine) as up:

@@ -78,7 +78,7 @@ class Replica:
         await poll(seen, 60, f"{count} routable workers")
 
     async def exact(self) -> None:
-        """Return when it knows prompts as the engines do."""
+        """Return once the replica identifies prompts exactly."""
 
         async def known() -> bool:
             return bool(json.loads((await self.get("/workers"))[1])["models"][0]["identity"] == "exact")

@@ -1,4 +1,4 @@
-"""What a replica does in the background, one round at a time: no HTTP, no time between."""
+"""Runs the background tasks of a replica one round at a time, without HTTP and without waiting between rounds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Replica:
                 await (self.fleet.apply(name) if kind == "events" else self.fleet.apply_server(name))
 
     async def look(self) -> dict[str, Any]:
-        """Everything that reads the fleet; what ``/workers`` says, as its JSON."""
+        """Read the fleet, and return the JSON that ``/workers`` would answer."""
         await self.reader.refresh()
         await IndexHealthWatch(self.pools, self.metrics).look()
         view = self.pool.view
@@ -68,7 +68,7 @@ class Replica:
         return cast("dict[str, Any]", json.loads(shown))
 
     async def probed(self, worker: WorkerView) -> None:
-        """Up to the questions: nobody listens there."""
+        """Run a probe up to its requests to the engine, which fail because no engine listens there."""
         self.prober._running["x"] = asyncio.ensure_future(asyncio.sleep(0))
         await self.prober._probe("x", self.pool, worker)
 
@@ -83,7 +83,7 @@ class Replica:
         return self.metrics.registry.get_sample_value("warmfleet_task_failures_total", {"task": "identity"}) or 0.0
 
     async def asked(self) -> set[str]:
-        """How a text, a chat and one with an image are identified: never an error."""
+        """The kinds of identity of a text, a chat and a chat with an image. Fails for the reason ``error``."""
         kinds = set()
         for endpoint, more in (
             ("completions", {"prompt": "Hello there"}),

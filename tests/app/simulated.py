@@ -1,4 +1,4 @@
-"""Simulated engines in a fleet, in the test's own process: what they announce and what they do may be two things."""
+"""Simulated engines in a fleet, in the test's own process. Such an engine may behave otherwise than it announces."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Simulated:
         return f"http://127.0.0.1:{self.engine.port}"
 
     def become(self, kind: Kind) -> None:
-        """As a changed file and a restart of its tokenizer, or an engine started anew with the same record, would."""
+        """Change the engine as a changed tokenizer file, or a restart with the same record in Redis, would."""
         now = identity(kind)
         self.engine.tokenizer.__dict__.clear()
         self.engine.tokenizer.__dict__.update(now.__dict__)

@@ -1,4 +1,4 @@
-"""Prompts, their token ids and salts stand in no log at any level, no metric, no key of the store and no error."""
+"""A marked prompt, its token ids and its salt appear in no log, metric, Redis key or error."""
 
 from __future__ import annotations
 

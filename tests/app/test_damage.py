@@ -1,4 +1,4 @@
-"""A worker may send anything at all: no other worker and no request suffers from it."""
+"""A worker that sends arbitrary joins and files harms no other worker and no request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Streams that outlive their lease ten times: booked all the time, given back once. By default the lease times pass as
-soon as all is renewed; in real time, five minutes: ``python -m pytest -m long tests/app/test_long_streams.py``.
+"""Streams that last ten lease times stay booked until they end, and their load is given back once. By default a lease
+time passes as soon as all reservations are renewed. The long run takes five minutes of real time:
+``python -m pytest -m long tests/app/test_long_streams.py``.
 """
 
 from __future__ import annotations

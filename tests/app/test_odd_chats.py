@@ -1,4 +1,4 @@
-"""Chats of odd values everywhere: refused as a bad request, known, or not reproducible; never anything else."""
+"""Chats with odd values in any field are refused as bad requests, identified or placed by load; no router error."""
 
 from __future__ import annotations
 

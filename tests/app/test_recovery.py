@@ -1,4 +1,4 @@
-"""Failures around requests that must not fail the requests, or must come right by themselves."""
+"""Failures around a request that must not fail the request, and failures that the replica must mend by itself."""
 
 from __future__ import annotations
 

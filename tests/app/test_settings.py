@@ -1,4 +1,4 @@
-"""The environment, read once and checked."""
+"""Settings are read once from the environment and checked."""
 
 from __future__ import annotations
 

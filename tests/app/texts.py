@@ -1,4 +1,4 @@
-"""Random texts for tokenizers: conversations that grow, are edited, cut off, begun anew."""
+"""Random texts for tests of tokenizers, as growing conversations give them; some are edited, cut off or begun anew."""
 
 from __future__ import annotations
 

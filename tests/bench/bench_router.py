@@ -1,9 +1,9 @@
 """CPU of a router replica per request: ``python -m tests.bench.bench_router`` prints one JSON object as its last line.
 
-A real replica, the embedded store and fast simulated engines as processes of their own; one client keeps a number of
-requests under way. The CPU time of the replica alone is counted (the scheduler's clock), less what it spends on its
-background work in the same time. ``us_500``: cold chats of 500 tokens. ``us_10k_warm``: the next turn of a chat of
-10,000 tokens, 650 of them new. ``us_chunk``: one streamed chunk, from answers of 8 and of 200 tokens.
+It starts a real replica, the embedded store and fast simulated engines as processes of their own; one client keeps a
+number of requests under way. The bench counts the CPU time of the replica alone (the scheduler's clock), less the time
+that an idle replica uses. ``us_500``: chats of 500 tokens that no cache has seen. ``us_10k_warm``: the next turn of a
+chat of 10,000 tokens, 650 of them new. ``us_chunk``: one streamed chunk, from answers of 8 and of 200 tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Times at which a core stood still, so that a latency measured then says nothing about the software.
 
 A host lends a virtual machine its cores. One process of highest priority watches each core and does nothing but sleep.
-If it wakes late, then nothing on this machine held it up, and every other process lost that time, too. Without the
-right to that priority nothing is noticed, and ``watching`` is false.
+If the process wakes late, no process of this machine held it up: the host stopped the core, and every other process
+lost that time, too. Without the right to the highest priority no stall is noticed, and ``watching`` is false.
 """
 
 from __future__ import annotations

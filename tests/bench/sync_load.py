@@ -78,7 +78,7 @@ class Load:
         return answer | {"matched_share": self.matched / max(1, len(self.latencies)), "refused": self.refused}
 
     def _ask(self, chain: bytes) -> list[str | bytes]:
-        """Make the arguments of a decision, all but its reservation, beforehand: work done later would count."""
+        """Make the arguments of a decision, without its reservation, before it is due: later work would add latency."""
         prompt = len(chain) * 2 + 5
         ask = Ask("?", (Chain(SCHEME.scheme_id, 16, chain),), prompt, prompt + 300, seed=self.rng.randrange(1, 2**31))
         return self._words("decide", self.fleet._ask_args(ask))

@@ -1,4 +1,4 @@
-"""Figures of a run on the virtual clock, and of several runs that differ in their seed only."""
+"""Makes the figures of one run on the virtual clock, and their means over runs that differ in their seed only."""
 
 from __future__ import annotations
 

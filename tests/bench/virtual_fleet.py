@@ -114,7 +114,7 @@ class Cluster:
         self.virtual.at(first_s, again, duty=True)
 
     def _step(self, fleet: Fleet) -> Any:
-        """Do the upkeep of one replica. Steps that would find nothing are left out, but for one in IDLE_S."""
+        """Do the upkeep of one replica. A step that would find no entry is left out, except once in IDLE_S."""
         seen, due = 0, 0.0
 
         async def step(now: float) -> None:

@@ -1,7 +1,8 @@
-"""A real Redis with a virtual clock: our scripts read the bench's time, and ids of entries carry it.
+"""A real Redis in which the scripts of lua/ read a virtual time, which the bench sets.
 
-Every script gets one line in front, which shadows ``redis``. Its ``call`` answers TIME from an additional last key,
-the bench's microseconds, and passes all other commands on. This module knows nothing else about the scripts.
+Each script gets one line of Lua in front, which replaces the table ``redis`` by one of its own. The ``call`` of that
+table answers TIME with the microseconds that the bench passes as an additional last key, and hands every other command
+to Redis. Stream entries get the virtual time in their ids. This module knows nothing else about the scripts.
 """
 
 from __future__ import annotations

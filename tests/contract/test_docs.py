@@ -1,4 +1,4 @@
-"""The documents tell the truth: tables are generated, snippets run, links lead somewhere, modules are mapped."""
+"""The documents agree with the code: tables are current, commands parse, links have targets, modules are listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shipped: three distributions that hold exactly their package, true dependencies, and hashed locks."""
+"""The three distributions hold exactly their packages and name exactly what these import; the locks have hashes."""
 
 from __future__ import annotations
 

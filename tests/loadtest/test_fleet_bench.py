@@ -1,4 +1,4 @@
-"""The trace bench: whole fleets as processes, driven by a trace: what the published tables are made with."""
+"""The trace bench, which plays a trace through whole fleets of processes and makes the published tables."""
 
 from __future__ import annotations
 

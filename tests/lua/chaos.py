@@ -1,4 +1,4 @@
-"""Real publishers, real scripts and a real server of their own; and what can go wrong between them, step by step."""
+"""Real publishers, real scripts and a private Redis, and steps in each of which something goes wrong between them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class World:
         return int(seconds * 1000 + micros // 1000)
 
     def _one(self, name: str, which: int) -> Process | None:
-        """The newest process of that name, or, one time in four, the oldest."""
+        """The newest process with the worker's name, or, one time in four, the oldest."""
         living = self.processes[name]
         return living[0 if which % 4 == 3 else -1] if living else None
 
@@ -257,7 +257,7 @@ class World:
     # ------------------------------------------------ what happens to the server
 
     async def save(self, name: str, a: int, b: int) -> None:
-        """Remember the state: a replica of the store that lags behind has it."""
+        """Remember the present state as that of a replica of Redis that lags behind."""
         keys = self.store.keys("*")
         pipe = self.store.pipeline(transaction=False)
         for key in keys:
@@ -265,7 +265,7 @@ class World:
         self.saved = list(zip(keys, pipe.execute(), strict=True))
 
     async def failover(self, name: str, a: int, b: int) -> None:
-        """The replica of the store takes over: everything is as it was then, or the store is empty if there is none."""
+        """The replica of Redis takes over: the state is the one of the last ``save``, or empty without one."""
         if self.saved is None:
             self._reset()
             return

@@ -1,4 +1,4 @@
-"""A model of the queue in Python: flows with virtual times, and the order that follows from them."""
+"""A second implementation of the fleet's queue, in Python: flows with virtual times, and the order of their tickets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Ticket:
 
 @dataclass
 class Model:
-    """The tickets as Python counts them. ``order`` lists them in the order in which they must be served."""
+    """The tickets of the model. ``order`` lists them in the order in which they must be served."""
 
     tickets: list[Ticket] = field(default_factory=list)  # by arrival
     time: dict[tuple[int, int], int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Stream entries that no honest plugin writes: valid ones bent in every way, and rubbish. Deterministic by seed."""
+"""Makes stream entries that no honest plugin writes: valid entries with a change, and random bytes. Repeats by seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a fleet comes to rest after chaos, and what must hold then."""
+"""Lets a fleet come to rest after the steps of ``chaos``, and asserts the invariants that must hold then."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def half_a_minute_passes(world: World) -> None:
 
 
 def owner(world: World, name: str) -> Process | None:
-    """The process that the fleet holds to be this worker."""
+    """The process that Redis has recorded as this worker."""
     raw = world.store.hget(world.keys.workers, name)
     nonce = json.loads(raw)["nonce"] if raw else None
     return next((one for one in world.processes[name] if one.running and one.stream.nonce == nonce), None)
@@ -106,9 +106,9 @@ def wrong(world: World) -> str:
 
 
 def check_noticed(world: World) -> None:
-    """At any time: where the index is not what was published, although all is read, that is known: it waits for more.
+    """At any time: an index that differs from what was published, although all entries are read, is known to differ.
 
-    Digests would heal it too, five seconds later; this is what batch numbers and nonces are for.
+    A digest would show the difference too, five seconds later; batch numbers and nonces must show it at once.
     """
     for name in NAMES:
         process = owner(world, name)

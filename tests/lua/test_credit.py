@@ -1,4 +1,4 @@
-"""Blocks that count as held or being made: never too many, not too few for long, and cheap to find out."""
+"""Blocks that a decision counts as held or being made: never too many, too few only for a short time, at low cost."""
 
 from __future__ import annotations
 

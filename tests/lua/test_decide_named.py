@@ -1,4 +1,4 @@
-"""The policies besides cost: each case comes out as its published rule says, and as no neighbouring rule would."""
+"""The policies besides cost: each case ends as its published rule says and no similar rule would."""
 
 from __future__ import annotations
 

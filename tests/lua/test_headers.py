@@ -1,4 +1,8 @@
-"""Every script's header says what its body uses, what Python passes, and what lua/README.md tables."""
+"""Compares the KEYS and ARGV of each script in four places, name by name.
+
+The places are the comment at the head of the script, the Lua code below that comment, the call in
+``warmfleet.fleet``, and the script's row in lua/README.md.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ def field(header: str, name: str) -> str:
 
 
 def table(name: str) -> list[str]:
-    """KEYS and ARGV cells of a script's row in lua/README.md."""
+    """The cells KEYS and ARGV of a script's row in the table of lua/README.md."""
     rows = re.findall(rf"^\| `{name}` \|(.*)\|$", (LUA / "README.md").read_text(), re.MULTILINE)
     return [cell.strip() for cell in rows[-1].split(" | ")]
 

@@ -1,4 +1,4 @@
-"""What scripts know of packed records and of codes by number has a name there, and is what Python says it is.
+"""Positions, formats, flags and codes that scripts use are named constants there, and equal those of Python.
 
 A load row and a lease are written by Python in the tests, and read and written by many scripts. Each script has the
 positions, formats, flags and codes it needs as constants with names of one form, so that all of them can be compared

@@ -1,4 +1,4 @@
-"""The queue by itself: saturated workers, turns, places, and what is left when it is empty."""
+"""The scripts' queue without a router: when workers count as full, whose turn it is, and which keys are left."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The index equals the engines' tables after quiescence, whatever was lost, repeated, swapped, restarted or restored.
 
-Hypothesis chooses the steps of ``chaos.World``; ``quiet`` lets the fleet come to rest as it does in life, and looks at
-every entry. More of it: ``python -m pytest -m long tests/lua/test_sync_property.py``.
+Hypothesis chooses the steps of ``chaos.World``; ``quiet`` lets the fleet come to rest as it does in production, and
+compares every entry. The long run takes more steps: ``python -m pytest -m long tests/lua/test_sync_property.py``.
 """
 
 from __future__ import annotations

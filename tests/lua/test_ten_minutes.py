@@ -1,5 +1,5 @@
-"""Trouble that lasts: no router for ten minutes, memory at 95 % for ten minutes. By default the same in seconds, with
-shorter periods; the ten minutes themselves: ``python -m pytest -m long tests/lua/test_ten_minutes.py``.
+"""Trouble that lasts: no router for ten minutes, memory at 95 % for ten minutes. The default run takes seconds, with
+shorter periods; the long run takes ten minutes each: ``python -m pytest -m long tests/lua/test_ten_minutes.py``.
 """
 
 from __future__ import annotations

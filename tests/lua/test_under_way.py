@@ -1,4 +1,4 @@
-"""The part of the prefill under way that is done: by time and speed, never more than that one prefill."""
+"""A decision counts part of the running prefill as done, by time and speed, and never more than that one prefill."""
 
 from __future__ import annotations
 

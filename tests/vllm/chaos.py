@@ -77,7 +77,7 @@ class Load:
                 messages.append({"role": "assistant", "content": answer})
 
     async def _turn(self, messages: list[dict[str, str]], rng: random.Random) -> str | None:
-        """Send one request, again and elsewhere while replicas die under it. Return None if the client gave it up."""
+        """Send one request, and again elsewhere if its replica dies. Return None if the client gave the request up."""
         self.begun += 1
         dice, stream = rng.random(), rng.random() < 0.6
         body = {"model": SERVED_NAME, "messages": messages, "temperature": 0, "stream": stream, "ignore_eos": True}

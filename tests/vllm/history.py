@@ -1,4 +1,4 @@
-"""The history of a run: of the index as the witness saw it, and of each engine as its journal tells it."""
+"""The history of a chaos run: the index as MONITOR showed it (``witness``), and each engine by its journal."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Replica:
 
     @property
     def proven(self) -> int:
-        """How many workers it may match prompts with; -1 while it is not ready, or would route by load alone."""
+        """How many workers are proven at this replica; -1 while it is not ready, or places requests by load alone."""
         try:
             if httpx.get(f"{self.url}/readyz", timeout=5).status_code != 200:
                 return -1  # /workers reads Redis anew, but its own last reading may be older

@@ -45,7 +45,7 @@ def pip(*arguments: str) -> None:
 
 
 def digest(*paths: Path) -> str:
-    """SHA-256 of the files' contents. Times of files change with every checkout."""
+    """SHA-256 of the files' contents. Modification times would not do, because every checkout changes them."""
     found = hashlib.sha256()
     for path in paths:
         found.update(path.read_bytes())

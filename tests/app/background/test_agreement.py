@@ -1,4 +1,4 @@
-"""Workers of one model that differ are warned about once, and counted for as long as they differ."""
+"""A replica warns once if workers of one model differ, and counts these workers for as long as they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica says of its index, with a real publisher: nobody applies, events are lost, a worker is silent."""
+"""A replica's metrics of the index while no replica applies entries, events are lost, or a worker is silent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How full Redis is reaches the next tick, the metrics and the log."""
+"""The replica reads how full Redis is, and hands it to the next tick, the metrics and the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that joins is sent the prefixes in use before it takes requests: once, by one replica, within a bound."""
+"""Before a joining worker takes requests, one replica sends it popular prefixes, once and within bounds."""
 
 from __future__ import annotations
 

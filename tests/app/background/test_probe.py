@@ -1,4 +1,4 @@
-"""A worker whose identity is not as it announced is found out when it joins; announced differences are believed."""
+"""The probe at a join finds a worker that hashes otherwise than it announced. Announced differences are no fault."""
 
 from __future__ import annotations
 

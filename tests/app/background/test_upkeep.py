@@ -1,4 +1,4 @@
-"""Rounds that keep the fleet in order: reservations are renewed, the index is compared with its digests."""
+"""The background rounds of upkeep: they renew reservations and compare the index with the workers' digests."""
 
 from __future__ import annotations
 

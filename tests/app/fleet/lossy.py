@@ -41,7 +41,7 @@ Late = list[tuple[str, tuple[Any, ...]]]
 
 
 class Wire(Fleet):
-    """A fleet whose next commands have a fate. ``late``: those that arrive after their caller has given up.
+    """A client of Redis whose next commands get lost, come twice or late. ``late``: commands whose caller has given up.
 
     asked: what decisions were asked for. foretold: what each would be at that moment, if ``foretells``.
     """
@@ -79,7 +79,7 @@ class Wire(Fleet):
         return answer
 
     async def arrive(self, which: int) -> None:
-        """Let one of the commands arrive that were still on the way."""
+        """Let one delayed command arrive at Redis."""
         if self.late:
             name, args = self.late.pop(which % len(self.late))
             with suppress(WarmfleetError):  # nobody reads the answer
@@ -161,7 +161,7 @@ class Replica:
 
 
 async def order_of(monitor: Any, count: int) -> list[str]:
-    """The reservations of so many decisions, as the server came to them."""
+    """The reservations of so many decisions, in the order in which Redis executed them."""
     order: list[str] = []  # of calls: a script that is not there is loaded before the first of them
     while len(order) < count:
         command = (await monitor.next_command())["command"]

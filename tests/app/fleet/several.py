@@ -1,5 +1,7 @@
-"""Several router replicas over one store, step by step: commands get lost, replicas are killed, workers come and go,
-the store forgets; and what must hold after every step, and at rest.
+"""Several router replicas over one store, driven step by step by a test.
+
+In a step commands get lost, replicas are killed, workers come and go, or the store forgets. ``_check`` asserts what
+must hold after every step, ``_rest`` what must hold once every command has arrived.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class Several:
         return one
 
     async def decide(self, who: int, a: int, b: int) -> None:
-        """The same state and the same request give the same choice: the decision is the one that explain told."""
+        """Decide for a new request. The choice must be the one that ``explain`` gave for the same state."""
         await self._reaped()
         one, ask = self._fated(who, b, a), self._ask(a, b)
         attempt = await one.decide(ask)
@@ -154,7 +156,7 @@ class Several:
         self.saved = True
 
     async def failover(self, who: int, a: int, b: int) -> None:
-        """That replica of the store is master now: later changes are lost, leases that ended since are open."""
+        """The state of the last ``save`` is back: later changes are lost, and leases that ended since are open."""
         if self.saved:
             await self._drop(self.keys.prefix)
             await self._copy(self._saved, self.keys.prefix)
@@ -263,7 +265,7 @@ class Several:
         assert found == dict(made)
 
     async def _rest(self) -> None:
-        """Every command has arrived, every outcome is told, the lease time has passed: only what is open is booked."""
+        """Let every command and outcome arrive and the lease time pass; then only open requests are booked."""
         while self.late:
             await self._fated(0).fleet.arrive(0)
         for who, one in enumerate(self.replicas):

@@ -1,4 +1,4 @@
-"""Each argument of a script is what its name says, and the constants of a replica are refused in another version."""
+"""Each argument of a script has the effect that its name says. A script refuses packed constants of another version."""
 
 from __future__ import annotations
 

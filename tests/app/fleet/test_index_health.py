@@ -1,4 +1,4 @@
-"""Every way in which an index can differ from its engine's table: noticed, named, healed, counted; and the lag."""
+"""Every difference of an index from its engine's table is noticed, named, healed and counted; the lag is right."""
 
 from __future__ import annotations
 

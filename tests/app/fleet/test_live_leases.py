@@ -1,5 +1,6 @@
-"""Live leases of several replicas outlive the store: the sum of load is theirs again within a slow-path period and one
-renewal. By default with 200 leases and short periods; 2,000 and the real ones:
+"""Several replicas hold live leases while Redis fails over or comes back empty. Within one slow-path period and one
+renewal the sum of load is that of these leases again. The default run has 200 leases and short periods. The long run
+has 2,000 leases and the periods of production:
 ``python -m pytest -m long tests/app/fleet/test_live_leases.py -s``.
 """
 

@@ -1,4 +1,4 @@
-"""A time limit that a busy event loop does not shorten, and that ends nevertheless."""
+"""A time limit does not count the time in which the event loop was late, up to a bound, and it still ends."""
 
 from __future__ import annotations
 

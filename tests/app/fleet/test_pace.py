@@ -1,4 +1,4 @@
-"""Applying is paced: all replicas together get a share of Redis' time, live entries come first, requests in between."""
+"""Applying is paced: together replicas get a share of Redis' time, live entries come first, decisions in between."""
 
 from __future__ import annotations
 

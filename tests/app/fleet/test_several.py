@@ -1,5 +1,5 @@
-"""Invariants 3, 4 and 8 over several replicas: whatever happens in whatever order, the sum of load is the sum of open
-leases, and decisions are those that would have been made one after another. More of it:
+"""Invariants 3, 4 and 8 over several replicas: after random steps in any order the sum of load is the sum of open
+leases, and decisions are those that would have been made one after another. The long run takes more steps:
 ``python -m pytest -m long tests/app/fleet/test_several.py``.
 """
 

@@ -1,4 +1,4 @@
-"""Token ids that only an engine can tell are asked for where that pays; else, and after any failure, load decides."""
+"""A replica asks an engine for token ids that only engines make, if that pays; else, or on failure, load decides."""
 
 from __future__ import annotations
 

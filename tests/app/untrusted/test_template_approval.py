@@ -1,4 +1,4 @@
-"""Workers brought templates that are not approved: the harm that these can do, and the effect of an approval."""
+"""Workers bring templates that are not approved: the harm that these can do, and the effect of an approval."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
     .venv-vllm/bin/python -m tests.vllm.parity.oracle MODEL...      (see ``truth.py``, which starts it)
 
-It answers each line of JSON by one. Its first line is what our plugin would announce for every model.
+It answers each line of JSON on standard input by one line of JSON. Its first line has what our plugin would announce
+for every model.
 Requests go through vLLM's request models and the handlers of its GPU-less render server; hashes come from its own
 request hasher.
 """

@@ -60,7 +60,7 @@ def count_tokenised(path: Path) -> None:
 
 
 def serve(path: str, pool) -> None:  # type: ignore[no-untyped-def]
-    """One JSON list of hex keys per connection."""
+    """Answer each connection with one JSON list: the keys of the block table, in hex."""
     Path(path).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -73,7 +73,7 @@ def serve(path: str, pool) -> None:  # type: ignore[no-untyped-def]
 
 
 def reseed(file: Path) -> None:
-    """As an engine that was started anew with another PYTHONHASHSEED would hash, while ``file`` exists."""
+    """Hash as an engine that was started anew with another PYTHONHASHSEED, while ``file`` exists."""
     from vllm.v1.core import kv_cache_utils
 
     while not hasattr(kv_cache_utils, "NONE_HASH"):

@@ -1,4 +1,4 @@
-"""The walk through the four states leaves nothing running behind."""
+"""The four states that ``warmfleet demo`` walks through leave no process running."""
 
 from __future__ import annotations
 
