@@ -28,6 +28,7 @@ POLICIES = (
 )
 MIN_SECRET_CHARACTERS = 16
 MAX_PORT = 65_535
+MAX_TICKETS = 2**32 - 1  # scripts are given the number in 32 bits
 #: A reading of the fleet that is 3 s old counts as an outage of Redis, and token hand-off uses none older than 5 s.
 MAX_VIEW_INTERVAL_S = 2.0
 #: A probe lasts up to 30 s for its answers and 5 s for its blocks; the next one must not begin before.
@@ -264,6 +265,8 @@ class Settings:
         """A message for each value that is wrong whatever the others are."""
         if self.port > MAX_PORT:
             yield f"PORT={self.port}: a port is 0 to {MAX_PORT}"
+        if self.queue_max > MAX_TICKETS:
+            yield f"QUEUE_MAX={self.queue_max}: the queue holds at most {MAX_TICKETS} requests"
         if self.decision_sample > 1:
             yield f"DECISION_SAMPLE={self.decision_sample} is a share: 0 to 1"
         if self.answer_headers not in ("all", "request_id"):

@@ -68,10 +68,15 @@ async def follow_approvals(pools: Pools, templates: Templates) -> None:
     If the approvals of a model cannot be read, its last ones stay in force.
     """
 
-    async def follow_model(pool: Pool) -> None:
-        await templates.approve(pool.tag, await pool.fleet.approved())
+    approved: dict[str, frozenset[str]] = {}
 
-    await pools.each(follow_model)
+    async def read_model(pool: Pool) -> None:
+        approved[pool.tag] = await pool.fleet.approved()
+
+    try:
+        await pools.each(read_model)
+    finally:
+        await templates.approve(approved)  # of all models at once: a revocation waits for no other model's template
 
 
 async def apply(pools: Pools, metrics: Metrics) -> None:

@@ -43,7 +43,7 @@ async def _run(names: Sequence[str], url: str, models: Sequence[str], *, undo: b
         for fleet, worker in chosen:
             if not await fleet.drain(worker.worker_id, draining=not undo):
                 raise CommandError(f"{worker.worker_id} has just been forgotten: nothing runs there")
-            done = "is back in rotation" if undo else "gets no new requests"
+            done = "is no longer drained" if undo else "gets no new requests"
             print(f"{worker.worker_id} {done}; {_left(worker)}", flush=True)
         if wait:
             await asyncio.gather(*[_finished(fleet, worker.worker_id) for fleet, worker in chosen])

@@ -17,6 +17,8 @@ from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prompt_identity import INLINE_CHARACTERS, canonical_text
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.block_hashes import Chain, Lora
     from warmfleet.prompt.popular_prefixes import PopularPrefixes
@@ -66,18 +68,22 @@ class _Found(NamedTuple):
     identity_key: str = ""
 
 
-async def identify(request: Request, view: View, uses: PopularPrefixes, expected_output: int) -> IdentifiedPrompt:
+async def identify(
+    request: Request, newest_view: Callable[[], View], uses: PopularPrefixes, expected_output: int
+) -> IdentifiedPrompt:
     """Identify the prompt with what this replica has of the model. Never fails.
 
+    newest_view: asked again at the end, for the workers that cannot serve the request: identifying may take seconds.
     uses: counts how often prompts share a prefix. expected_output: tokens of an answer whose request sets no limit.
     """
+    view = newest_view()
     try:
         found = await _reproduced(request, view, uses)
     except NotReproducible as why:
         found = await _in_part(request, view, why.reason)
     except Exception as error:  # noqa: BLE001  a bug in reading a prompt must not fail a request that engines can serve
         found = _unknown(request, error)
-    return _identified(found, request, view, expected_output)
+    return _identified(found, request, newest_view(), expected_output)
 
 
 def identify_ids(

@@ -103,7 +103,7 @@ class Pool:
 
     async def identify(self, request: Request, expected_output: int) -> IdentifiedPrompt:
         """Identify the request's prompt without asking an engine. Never fails; see ``identified_prompt``."""
-        return await identify(request, self.view, self.uses, expected_output)
+        return await identify(request, lambda: self.view, self.uses, expected_output)
 
     def ask(
         self,

@@ -13,6 +13,8 @@ from warmfleet.routing.decision_log import record
 from warmfleet.routing.explain_header import explanation
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from warmfleet.fleet import Ask
     from warmfleet.metrics import Metrics
     from warmfleet.routing.attempt import Attempt
@@ -40,6 +42,7 @@ class Decider:
         waited_ms = round(1_000 * (started - call.received_at))
         place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait)
         order = pool.policy.order(pool.view, job.request, call.hints.session)
+        rings = pool.policy.orders(pool.view, job.request, call.hints.session) if job.logged else None
         ask = pool.ask(job.prompt, attempt.reservation, exclude, call.hints.prefix_tokens, order)
         attempt.asks()
         try:
@@ -63,19 +66,18 @@ class Decider:
             else:
                 attempt.queue_refused()
             return decision
-        attempt.booked(decision, self._explained(job, ask, decision))
+        attempt.booked(decision, self._explained(job, ask, decision, rings))
         self._metrics.prompt_tokens.inc(decision.prompt_tokens)
         self._metrics.matched_tokens.inc(decision.matched_tokens)
         self._metrics.decisions.labels(ask.policy, decision.why).inc()
         return decision
 
-    def _explained(self, job: Job, ask: Ask, decision: Decision) -> bytes:
+    def _explained(self, job: Job, ask: Ask, decision: Decision, rings: Mapping[str, tuple[str, ...]] | None) -> bytes:
         """Log a decision that belongs to the sample; returns its explanation if the client asked for one, else b""."""
         if decision.seen is None:
             return b""
         pool, hints = job.pool, job.call.hints
-        if job.logged:
-            rings = pool.policy.orders(pool.view, job.request, hints.session)
+        if rings is not None:
             self._log.note(record(pool.tag, ask, pool.fleet.weights, decision, rings))
         return explanation(ask, pool.fleet.weights, decision) if hints.explain else b""
 

@@ -31,7 +31,6 @@ logger = logging.getLogger("warmfleet.routing.decision_log")
 MAX_BYTES = 64 * 2**20  # of the file; a full file replaces FILE.1
 MAX_WAITING = 1_000  # records; while so many wait for the disk, new ones are dropped and counted
 LOG_EVERY_S = 60.0
-Rings = dict[str, list[str]]
 
 
 def record(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from warmfleet.engines.engine_client import SMALL_ANSWER_BYTES
-from warmfleet.errors import UpstreamError
+from warmfleet.errors import UpstreamError, UpstreamGone
 from warmfleet.prompt.request import is_ids
 
 if TYPE_CHECKING:
@@ -99,16 +99,18 @@ class EngineTokenizer:
         headers = {key: value for key, value in headers.items() if key in ("Authorization", "Content-Type")}
         worker, path, field = route
         ids: list[int] = []
-        status, size = 0, len(body)
+        status, size, away = 0, len(body), False
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S + S_PER_BYTE * size):
                 limit = SMALL_ANSWER_BYTES + ANSWER_BYTES_PER_BYTE * size
                 status, answer = await self._client.post(worker.url, path, body, headers, limit)
             ids = orjson.loads(answer)[field] if status == 200 else []
-        except (UpstreamError, TimeoutError, ValueError, KeyError, TypeError):
+        except (UpstreamGone, TimeoutError):
+            away = True
+        except (UpstreamError, ValueError, KeyError, TypeError):
             pass
         good = status == 200 and is_ids(ids)
-        if status == 0 or status > 500:
+        if away or status > 500:
             self._rest(worker, status)
         self._metrics.asked.labels("answered" if good else "refused" if 400 <= status < 500 else "failed").inc()
         return ids if good else []

@@ -19,7 +19,7 @@ from warmfleet.prompt.messages import NotReproducible
 from warmfleet.untrusted.render_process import Sandboxed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from warmfleet.metrics import Metrics
     from warmfleet.prompt.messages import Format, Message
@@ -110,9 +110,9 @@ class Templates:
         await self._settle(template)
         return template
 
-    async def approve(self, tag: str, digests: frozenset[str]) -> None:
-        """Take the digests that the operator has approved for the model ``tag``: they replace its last ones."""
-        self._of_model[tag] = digests
+    async def approve(self, digests: Mapping[str, frozenset[str]]) -> None:
+        """Take the digests that the operator has approved, by model tag: they replace the last ones of these models."""
+        self._of_model |= digests
         before, self._approved = self._approved, self._configured.union(*self._of_model.values())
         for template in list(self._held) if before != self._approved else ():
             try:

@@ -110,6 +110,23 @@ async def test_a_mistake_of_ours_costs_a_log_line(failing: str, caplog: pytest.L
     assert "secret" not in caplog.text
 
 
+async def test_workers_that_cannot_serve_are_those_of_the_newest_reading() -> None:
+    """Identifying may wait for a thread: meanwhile a worker may join that lacks the adapter."""
+    (only,) = pools().all
+
+    class Slow:
+        max_model_len, key = 4_096, ""
+
+        async def prompts(self, *_: object) -> list[Prompt]:
+            only.show(view_of([serving("a", {"one": "/x"}), serving("b", {})], known, (), text=False))
+            raise NotReproducible("template")
+
+    known = cast("Identity", Slow())
+    only.show(view_of([serving("a", {"one": "/x"})], known, (), text=False))
+    prompt = await only.identify(parse("chat", b'{"model": "one", "messages": [{"role": "user", "content": "x"}]}'), 1)
+    assert prompt.unable_workers == ("b",)
+
+
 async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:
     """64 bytes of Chinese may be more or fewer than 16 tokens; known token ids keep them from counting as more."""
 

@@ -141,6 +141,26 @@ async def test_approvals_outlive_redis_but_not_their_revocation(fleet: Fleet) ->
     await templates.close()
 
 
+async def test_a_revocation_waits_for_no_other_models_template(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Getting ready to run elsewhere may take seconds: until then, a revoked template must not run here either."""
+    other = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#other", timeouts=PATIENT)
+    pools = Pools([Pool(one.keys.tag, one, DegradedMode(1.0)) for one in (other, fleet)])
+    templates, approved_meanwhile = Templates(Metrics()), []
+    await fleet.approve([sha256(PLAIN)])
+    await follow_approvals(pools, templates)
+    await templates.take(PLAIN.encode(), "auto")
+
+    async def settle(_self: Templates, _template: object) -> None:
+        approved_meanwhile.append(templates.is_approved(sha256(PLAIN)))
+
+    monkeypatch.setattr(Templates, "_settle", settle)
+    await other.approve(["1" * 64])
+    await fleet.revoke([sha256(PLAIN)])
+    await follow_approvals(pools, templates)
+    assert approved_meanwhile == [False]
+    await templates.close()
+
+
 async def test_a_revocation_counts_at_once_even_if_another_model_cannot_be_read(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
