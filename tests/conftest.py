@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["tests.scheduling"]
 
-# An example may take as long as a busy machine makes it take: tests of time have bounds of their own.
+# No deadline for Hypothesis examples, because a busy machine slows them; tests of time have bounds of their own.
 settings.register_profile("warmfleet", deadline=None)
 settings.load_profile("warmfleet")
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
 WORKER = "w1.0"
 HELD = 20
-SPANS = Spans(lease_ms=6_000)  # short, because the lease of a settle that only the old master got has to expire
+SPANS = Spans(lease_ms=6_000)  # short: if only the old master got a settle, that lease must expire
 
 
 @dataclass

@@ -38,7 +38,7 @@ class Watch:
     async def run(self) -> None:
         while True:
             await self.look()
-            await asyncio.sleep(0.005)  # a state that lasts for a moment is to be seen
+            await asyncio.sleep(0.005)  # short, so that a state that lasts only a moment is seen
 
     async def all_begun(self) -> bool:
         prefill, _, in_flight = self.seen[-1]

@@ -43,7 +43,7 @@ async def cut(valkey_url: str, model: str, answer: Answer, **body: Any) -> tuple
 
 
 async def _read(router: Replica, body: dict[str, Any]) -> tuple[aiohttp.ClientResponse, bytes]:
-    # Not with the replica's client, which is closed before it stops.
+    # Not with the replica's own test client, which is closed before the replica stops.
     async with aiohttp.ClientSession() as client, client.post(f"{router.url}/v1/completions", json=body) as answer:
         return answer, await answer.read()
 

@@ -50,7 +50,7 @@ def processes(redis_url: str, engines: Sequence[str], replicas: int = 2, **setti
     folder = Path(tempfile.mkdtemp(prefix="wf-tokenizer-"))
     (folder / "tokenizer.json").write_text(
         tokenizer_json(argparse.__file__, 1_000)
-    )  # small, because that of the demo takes long to load
+    )  # a small tokenizer, because the tokenizer of the demo takes long to load
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     place = ["--port", "0", "--redis", redis_url, "--model", MODEL, "--worker-id", "eng", "--tokenizer", str(folder)]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -88,7 +88,7 @@ def _ready(url: str, engines: int) -> None:
                 return
         except (httpx.HTTPError, KeyError):
             pass
-        time.sleep(0.2)  # it joins meanwhile
+        time.sleep(0.2)  # the engines join the fleet meanwhile
     pytest.fail(f"{url} is not ready after {READY_S} s")
 
 
