@@ -12,7 +12,7 @@ WarmfleetError
 ├── NoWorker              503  no live worker serves this model
 ├── UpstreamError         502
 │   └── UpstreamGone      502  no byte of an answer came, so another worker may be tried
-├── FleetUnavailable      503  Redis does not answer, or too slowly
+├── FleetUnavailable      503  Redis does not answer, or answers too late
 ├── Stopping              503  this replica stops, and the answer took longer than it waits
 ├── CancelledReservation  409  the reservation was cancelled before it was booked
 └── BadArgument           500  a Lua script or the start refused an argument
@@ -85,7 +85,7 @@ class UpstreamError(WarmfleetError):
 
 
 class UpstreamGone(UpstreamError):
-    """``refused``: the worker never began with the request. Otherwise the worker may have died of this very request."""
+    """``refused``: the worker never began to work on the request. Otherwise the request may have killed the worker."""
 
     code = "upstream_gone"
 

@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-DRAIN_SETTLES_S = 3.0  # at the stop, for settlements under way, each of which takes 2 s at most
+DRAIN_SETTLES_S = 3.0  # longest wait at the stop for settlements under way, each of which takes at most 2 s
 BACKLOG = 2_048  # connections that the kernel keeps until they are accepted
 CLEAR_INTERVAL_S = 1.0
-ALARM_GAP_S = 0.1  # between two probes that suspicions begin
+ALARM_GAP_S = 0.1  # between two probes that suspicions start ahead of the next round
 MEMORY_INTERVAL_S = 1.0
 AUDIT_LOOK_S = 1.0  # between two looks whether a worker's audit is due
 TOKENIZER_THREADS = 2

@@ -12,7 +12,7 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class Metrics:
-    """All metrics of one router process. ``render`` returns the text that /metrics answers."""
+    """All metrics of one router process. ``render`` returns them in Prometheus' text format."""
 
     content_type = CONTENT_TYPE_LATEST
 

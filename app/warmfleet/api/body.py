@@ -11,7 +11,7 @@ from warmfleet.errors import BadRequest, TooLarge
 if TYPE_CHECKING:
     from warmfleet.settings import Settings
 
-BODY_TIMEOUT_S = 60.0  # the largest body at 4.5 Mbit/s; a slower client would hold its memory for longer
+BODY_TIMEOUT_S = 60.0  # the largest body at 4.5 Mbit/s; a slower client would hold memory of the router for longer
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -21,9 +21,9 @@ class HungUp(Exception):  # noqa: N818  a condition, not an error
 
 
 async def read_body(receive: Receive, length: int, settings: Settings) -> bytes:
-    """The body. length: the bytes that its header announced, 0 if it announced none.
+    """The body. length: its bytes by the Content-Length header, 0 without that header.
 
-    Raises TooLarge, BadRequest if it takes too long, and HungUp.
+    Raises TooLarge; BadRequest if the body takes longer than BODY_TIMEOUT_S; HungUp.
     """
     limit = settings.body_max_bytes
     if length > limit:

@@ -20,8 +20,8 @@ MAX_DIGITS = 12
 def read_hints(headers: Mapping[bytes, bytes], session_id: str, explain_key: str | None) -> Hints:
     """The hints in a request's headers. Raises BadRequest, Unauthorized.
 
-    headers: those that begin with ``x-warmfleet-``. session_id: the value of X-Session-ID, empty if there is none.
-    explain_key: the value that X-Warmfleet-Explain must have; "": any value will do; None: no client may ask.
+    headers: the headers that begin with ``x-warmfleet-``. session_id: the value of X-Session-ID, empty if there is
+    none. explain_key: the value that X-Warmfleet-Explain must have; "": any value will do; None: no client may ask.
     """
     session = headers.get(SESSION) or session_id.encode("latin-1")
     if not headers:
@@ -60,7 +60,7 @@ def _prefix_tokens(value: bytes) -> int:
 
 
 def _explain(value: bytes, key: str | None) -> bool:
-    """Whether the client asks why. The key is this header's value, because Authorization belongs to the engine."""
+    """Whether the client asks for an explanation. The header's value is the key: Authorization is the engine's."""
     if value.strip().lower() in (b"", b"0", b"false", b"no"):
         return False
     if key is None or (key and not hmac.compare_digest(value, key.encode())):

@@ -47,7 +47,7 @@ PASSED_ON = {
 
 
 class _Head(NamedTuple):
-    """What the headers of a request say. passed_on: for the engine. length: of the body, 0 if it is not announced."""
+    """The headers of a request, parsed. passed_on: headers for the engine. length: bytes of the body, 0 if unknown."""
 
     passed_on: dict[str, str]
     request_id: str
@@ -65,7 +65,7 @@ class CompletionsProxy:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, with an error too."""
+        """Answer one request; an error becomes an answer, too."""
         head, answer = self._read_head(scope["headers"]), ClientAnswer(send)
         self._metrics.in_flight.inc()
         try:
@@ -78,7 +78,7 @@ class CompletionsProxy:
             pass
         except asyncio.CancelledError:  # by uvicorn, when the time after a stop signal is over
             if answer.started and not answer.complete:
-                raise  # part of a plain answer is out
+                raise  # part of a plain answer was sent: closing the connection tells the client that it is cut off
             if not answer.complete:
                 await self._refuse(answer, head, Stopping())
         except WarmfleetError as error:
@@ -90,7 +90,7 @@ class CompletionsProxy:
             self._metrics.in_flight.dec()
 
     async def _read_call(self, raw: list[tuple[bytes, bytes]], head: _Head, receive: Receive) -> Call:
-        """Read the body, and all that the headers say. Raises BadRequest, TooLarge, Unauthorized, HungUp."""
+        """Read the body, and parse the headers. Raises BadRequest, TooLarge, Unauthorized, HungUp."""
         tenancy, session_id = self._router.tenancy, head.passed_on.get("X-Session-ID", "")
         flow, patience = tenancy.flow(raw), patience_s(raw)
         hints = read_hints(head.for_router, session_id, self._settings.explain_key)
@@ -114,7 +114,8 @@ class CompletionsProxy:
         again: list[asyncio.TimerHandle] = []
 
         def cancel() -> None:
-            # Until it works: a library's wait_for may swallow a cancellation that meets its result.
+            # Again and again until the task ends: a library's wait_for may swallow a cancellation that meets its
+            # result.
             me.cancel()
             again[:] = [loop.call_later(CANCEL_AGAIN_S, cancel)]
 
@@ -122,7 +123,7 @@ class CompletionsProxy:
             if not watch.cancelled() and not answer.complete:
                 cancel()
 
-        watch = asyncio.ensure_future(receive())  # returns only when the client is gone, or was answered
+        watch = asyncio.ensure_future(receive())  # returns only when the client hung up, or has its whole answer
         watch.add_done_callback(hung_up)
         try:
             await self._router.serve(call, answer)
@@ -156,7 +157,7 @@ class CompletionsProxy:
         return _Head(passed_on, request_id or secrets.token_hex(12), length, for_router)
 
     async def _refuse(self, answer: ClientAnswer, head: _Head, error: WarmfleetError) -> None:
-        """Answer with the error. Raises it if part of another answer is out."""
+        """Answer with the error. Raises the error if part of another answer was sent."""
         self._metrics.requests.labels(self._endpoint, str(error.status), "none").inc()
         if answer.started:  # only closing the connection can tell the client that its answer is not whole
             raise error

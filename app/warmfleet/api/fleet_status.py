@@ -30,7 +30,7 @@ def models(pools: Pools) -> list[dict[str, Any]]:
 
 
 def gauges(pools: Pools, metrics: Metrics) -> None:
-    """Set the metrics that are read when somebody looks: the age of the readings, and every model's TTFT window."""
+    """Set the metrics that are computed for each call of /metrics: the age of the readings, and the TTFT windows."""
     metrics.view_age_seconds.set(max(pool.view_age_s for pool in pools.all))
     for pool in pools.all:
         for share in SHOWN:
@@ -69,7 +69,7 @@ async def workers(pool: Pool) -> dict[str, Any]:
 
 
 def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
-    """truth: the state of its index; None for approximate workers, and while Redis is away."""
+    """truth: the state of the worker's index; None for approximate workers, and while Redis is away."""
     return {
         "worker_id": worker.worker_id,
         "url": worker.url,

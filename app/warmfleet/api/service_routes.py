@@ -30,7 +30,7 @@ class Health:
 
 
 class ServiceRoutes:
-    """Handlers for Starlette. Those that tell about other clients' requests take the operator's ``admin_key``."""
+    """Handlers for Starlette. Handlers that tell about other clients' requests require ``admin_key``."""
 
     def __init__(self, router: Router, settings: Settings, metrics: Metrics, health: Health) -> None:
         self._tenancy = router.tenancy
@@ -86,7 +86,7 @@ class ServiceRoutes:
         try:
             body = await read_body(request.receive, 0, self._settings)
         except HungUp:
-            return Response()  # nobody reads it
+            return Response()  # the client hung up: nobody reads this response
         data = requests.decoded(body)
         tenant = data.pop("tenant", None)
         if not isinstance(tenant, str | None):
@@ -102,7 +102,7 @@ class ServiceRoutes:
         return JSONResponse(await fleet_status.explain(pool, asked, operators_hints(raw), self._settings))
 
     def _tenant(self, raw: list[tuple[bytes, bytes]], named: str | None) -> bytes:
-        """The tenant that an operator named, else the one that the headers name."""
+        """The tenant that the operator named in the body, else the one that the request's headers name."""
         return self._tenancy.name(raw) if named is None else named.encode("utf-8", "replace")
 
     def _operators_only(self, request: HTTPRequest) -> None:

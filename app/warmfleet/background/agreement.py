@@ -1,4 +1,7 @@
-"""Finds the workers of one model that see prompts differently; a difference is logged once and shown as a gauge."""
+"""Finds workers of one model that differ in identity or scheme, so that one prompt has different block hashes there.
+
+Each change is logged once, and a gauge shows how many workers differ from the largest group.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.agreement")
 
 Matter = Literal["identity", "scheme"]
-NAMED = 8  # so many workers of a group are named in a log line
+NAMED = 8  # at most so many workers of a group are named in a log line
 CONSEQUENCE = {
     "identity": "prompts are identified as the first group does; cached blocks of the others are not found",
     "scheme": "every prompt is hashed in each of these ways, if there are at most 4 of them",
@@ -21,7 +24,7 @@ CONSEQUENCE = {
 
 
 class Agreement:
-    """Compares with the groups of the last look, so that only a change is logged."""
+    """Compares the groups of each look with those of the look before, so that only a change is logged."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -29,7 +32,7 @@ class Agreement:
         self._unhashed: dict[str, tuple[str, ...]] = {}
 
     def look(self, tag: str, matter: Matter, groups: Mapping[str, Sequence[str]]) -> None:
-        """Take the groups of one model. groups: a digest in words -> the workers with it, the largest group first."""
+        """Take the groups of one model. groups: digest as text -> workers that have it, the largest group first."""
         before = self._last.get((tag, matter), {})
         now = self._last[tag, matter] = {name: tuple(workers) for name, workers in groups.items()}
         outvoted = 0

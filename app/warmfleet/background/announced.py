@@ -1,4 +1,4 @@
-"""The files and facts that workers bring, by which prompts become token ids; and which workers bring other ones."""
+"""Groups a model's workers by the files and facts that turn prompts into token ids, as their servers announced them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MAX_SERVERS = 8  # API servers that are asked in turn for the same files
 #: The files that an identity is built of. Other files that a worker brings are not read.
 FILES = ("tokenizer.json", "chat_template.jinja")
-#: Of a server's facts, those that decide token ids. The others (limits, parsers, keys) may differ within a fleet.
+#: The facts of a server that decide token ids. Its other facts (limits, parsers, keys) may differ within a fleet.
 TOKEN_FACTS = (
     "add_special_tokens",
     "content_format",
@@ -35,7 +35,8 @@ def identity_key(worker: WorkerView) -> str:
 
 
 def by_identity(workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
-    """Identity key -> the workers that brought it, the most frequent key first; of ties, the first worker's.
+    """Identity key -> the workers that brought it, the most frequent key first, and of equally frequent ones the key of
+    the first worker.
 
     A worker that brought no files is in no group.
     """
@@ -47,7 +48,7 @@ def by_identity(workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
 
 
 def differences(worker: WorkerView, other: WorkerView) -> list[str]:
-    """The names of the files and facts in which they differ. Adapters do not count: each has hashes of its own."""
+    """The names of the files and facts in which the two differ. Adapters do not count: each has hashes of its own."""
     ours, theirs = _identity_of(worker), _identity_of(other)
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 

@@ -1,4 +1,7 @@
-"""The figures of the index for /metrics, over all models together. Each replica reads them again and again."""
+"""Copies the figures of the index (entries, lag, divergences, snapshots) from Redis into the gauges of /metrics.
+
+Every replica does so in each background round, for all models together.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class IndexHealthWatch:
         self._last: dict[str, Truth] = {}
 
     async def look(self) -> None:
-        """Read every model once. Raises FleetUnavailable; the last figures of that model then stay."""
+        """Read every model once. Raises FleetUnavailable if a model cannot be read; its last figures then stay."""
         try:
             await self._pools.each(self._read)
         finally:
@@ -65,7 +68,7 @@ class IndexHealthWatch:
 
 
 def _alive(pool: Pool, truth: Truth) -> list[WorkerTruth]:
-    """The workers that are heard, or whose events wait to be applied."""
+    """The workers whose heartbeats are heard, or whose events still wait to be applied."""
     ages = {worker.worker_id: worker.heartbeat_age_s for worker in pool.view.workers}
     return [
         worker

@@ -1,4 +1,8 @@
-"""Watches how full Redis is."""
+"""Reads each model's share of used memory in Redis once per second, and passes it to the model's next tick.
+
+The tick (lua/tick.lua) decides from it whether memory is short. While it is, new blocks are not indexed. Metrics show
+the share; a beginning and an end of a shortage are logged.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ logger = logging.getLogger("warmfleet.background.memory")
 
 
 class MemoryWatch:
-    """Reads how full Redis is. The next tick of every model gets the figure; metrics and log lines tell people."""
+    """Reads the used share of Redis' memory for the next tick of every model, the metrics and the log."""
 
     def __init__(self, pools: Pools, metrics: Metrics) -> None:
         self._pools = pools
@@ -27,7 +31,8 @@ class MemoryWatch:
     async def look(self) -> None:
         """Read the memory of every model's Redis once.
 
-        Raises FleetUnavailable; the next tick of that model then gets no figure and sees only whether writes pass.
+        Raises FleetUnavailable if a Redis does not tell it. The model's next tick then gets no share, and notices a
+        shortage only by refused writes.
         """
         readings: list[Memory] = []
 

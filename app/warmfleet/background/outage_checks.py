@@ -1,8 +1,8 @@
 """Health checks over HTTP while no heartbeat can be heard: Redis is away, refuses writes, or has just come back.
 
-An outage of Redis is no reason to take workers for dead, so none expires then. But a worker that dies during the outage
-would get one request after another. These checks find such workers, and the replica passes them over for as long as the
-outage lasts and they do not answer.
+An outage of Redis is no reason to take workers for dead, so no worker expires during it. But a worker that dies during
+the outage would get one request after another. These checks find such workers, and the replica avoids them until they
+answer a check or the outage ends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.outage_checks")
 
-CHECK_INTERVAL_S = 5.0  # between two rounds during an outage: as often as heartbeats would come
+CHECK_INTERVAL_S = 5.0  # between two rounds during an outage: the interval of heartbeats
 CHECK_TIMEOUT_S = 3.0
 CHECKS_AT_ONCE = 32
-UNREAD_S = 3.0  # Redis counts as away when the fleet could not be read for so long
+UNREAD_S = 3.0  # Redis counts as away when the last reading of the fleet is older
 
 
 class OutageChecks:

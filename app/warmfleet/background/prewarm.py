@@ -1,8 +1,9 @@
-"""Sends a worker with an empty cache the prefixes that most prompts of its model share, before it takes requests.
+"""Sends a worker with an empty cache the most shared prefixes of its model's prompts, before the worker takes requests.
 
-The replica whose probe passed does this before it records that result; a claim in the worker's record keeps other
-replicas away meanwhile. A prefix is sent with the salt and the adapter of the prompts that had it, so only requests
-with that salt and adapter find its blocks. If anything fails, the worker takes requests with a cold cache soon.
+The replica whose probe of the worker passed does this before it records that result; a claim in the worker's record
+keeps other replicas away meanwhile. A prefix is sent with the salt and the adapter of the prompts that had it, so only
+requests with that salt and adapter find its blocks. If anything fails, the worker takes requests with a cold cache
+soon.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.prewarm")
 
-AT_ONCE = 8  # workers that one replica warms at a time; others start cold
-PROMPT_S = 8.0  # longest wait for one answer
-CLAIM_S = 10.0  # renewed before each prompt: after its replica died, a worker waits at most so long
-IN_ALL_S = 30.0
+AT_ONCE = 8  # workers that one replica warms at a time; further ones start cold
+PROMPT_S = 8.0  # longest wait for the answer to one prefix
+CLAIM_S = 10.0  # lifetime of a claim, renewed before each prefix: the worker waits no longer if the replica dies
+IN_ALL_S = 30.0  # longest warming of one worker
 EMPTY = 0.1  # a cache that is filled to this share at most counts as empty
 SILENT = ("slow", "failed")  # the worker did not answer: it is probed again
 FILL = 0.5  # a cache is filled to this share at most: more would evict the first prefixes
@@ -96,7 +97,7 @@ class Prewarmer:
         return await pool.fleet.warming(worker.worker_id, nonce, owner, int(1000 * CLAIM_S))
 
     async def _send(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, sent: list[int]) -> str:
-        """Send the prefixes; returns how that ended, for the metric. ``sent`` gets the tokens of those answered."""
+        """Send the prefixes; returns the metric's result. ``sent`` gets the tokens of each answered prefix."""
         scheme, capacity, result = worker.record["scheme"], worker.load.capacity_blocks, "done"
         room = int(FILL * capacity * scheme["block_tokens"])
         for node in nodes:
@@ -104,7 +105,7 @@ class Prewarmer:
             if body is None or node.tokens > room - sum(sent):
                 continue
             if _drained(pool, worker):
-                return "lost"  # the operator has drained it: nothing more is sent there
+                return "lost"  # the operator has drained the worker: it gets no more requests
             if not _others(pool, worker):
                 return "needed"  # a cold worker that takes requests now is better than none
             if await self._claim(pool, worker, owner) != "OK":
@@ -123,7 +124,7 @@ class Prewarmer:
 
 
 def _others(pool: Pool, worker: WorkerView) -> bool:
-    """Another worker can take the model's requests meanwhile."""
+    """Whether another worker can take the model's requests during the warming."""
     return any(one.routable and one.worker_id != worker.worker_id for one in pool.view.workers)
 
 
@@ -138,7 +139,7 @@ def _empty(worker: WorkerView) -> bool:
 def _body(pool: Pool, worker: WorkerView, node: Node) -> bytes | None:
     """The body of a request for this prefix and one token of answer.
 
-    None if the worker does not serve its adapter, or if less than a block of it fits into the worker's context.
+    None if the worker does not serve the prefix's adapter, or if less than one block fits into the worker's context.
     """
     ids, salt, lora = whole(node)
     size = int(worker.record["scheme"]["block_tokens"])

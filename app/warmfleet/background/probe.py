@@ -3,10 +3,11 @@
 The prompts are a text, a chat and a list of token ids; each asks for one token of answer. The router computes their
 block hashes as it does for any request. Exactly these hashes must appear in the worker's own stream, and the worker
 must count as many prompt tokens as the router. The replica that applies the stream writes down which of the hashes
-came, so it does not matter when they are evicted.
+came, so a block that is evicted soon after still counts.
 
-The token ids are sent last, and booked like a request. A stream reports the blocks of a prompt before it reports that
-its prefill is done. So once that report has come, a block that is still missing is wrong and not late.
+The prompt of token ids is sent last, and its load is booked like a request's. A stream reports the blocks of a prompt
+before it reports that its prefill is done. So once that report has come, a block that is still missing is wrong and not
+late.
 """
 
 from __future__ import annotations
@@ -56,16 +57,17 @@ PIECES: tuple[str, ...] = (
     "  ",
 )
 PIECES += ("中文字符", "日本語です", "Привет", "مرحبا", "é", "e\u0301", "\ufb01", "①", "😀👩\u200d👧", "\u3000", "\t")
-MORE_PIECES = 8  # a text has so many more words than a block has tokens: it fills at least one block
+MORE_PIECES = 8  # a text has as many words as a block has tokens, and so many more: it fills at least one block
 POLL_S = 0.05
-BLOCKS_TIMEOUT_S = 5.0  # after the answer, until the blocks must show in the stream: they are sent every 0.1 s
+BLOCKS_TIMEOUT_S = 5.0  # from the answer until the stream must report the blocks: an engine reports them every 0.1 s
 MAX_ANSWER_S = 30.0  # for all three answers: an engine may compile something at its first request
 BEAT_S = 0.1  # a heartbeat that is younger than an answer by this much was sent after it
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """proof: as ``prove`` takes it; empty if nothing was learned. cause: a word for counters. reason: for people."""
+    """proof: the proof to record (see ``prove``); empty if the probe learned nothing. cause: a label for
+    counters. reason: text for people."""
 
     proof: str
     cause: str = ""
@@ -83,14 +85,14 @@ class Question:
 
 
 class Probe:
-    """``run`` probes one worker, by what the pool's last reading of the fleet says of it."""
+    """Probes workers, each as the pool's last reading of the fleet describes it."""
 
     def __init__(self, client: EngineClient, settings: Settings) -> None:
         self._client = client
         self._settings = settings
 
     async def run(self, pool: Pool, worker: WorkerView, *, texts: bool) -> Result:
-        """texts: test a text and a chat, too, which needs the identity here; else only the scheme is tested.
+        """Probe one worker. texts: test a text and a chat, too, which needs the identity; else only the scheme.
 
         Raises FleetUnavailable.
         """
@@ -119,7 +121,7 @@ class Probe:
     # ------------------------------------------------ the questions
 
     async def _of_text(self, pool: Pool, worker: WorkerView, part: Part) -> Question | None:
-        """A random text or chat; None if its token ids cannot be known here, or if it does not fit."""
+        """A random text or chat; None if its token ids cannot be made here, or exceed the worker's context."""
         limit = int(worker.record.get("max_model_len") or 0) or 2**31
         pieces = worker.record["scheme"]["block_tokens"] + MORE_PIECES
         while pieces:
@@ -143,7 +145,7 @@ class Probe:
     ) -> tuple[Result | None, list[Question]]:
         """A failure that an answer shows, or None; and the questions that were answered.
 
-        A worker may refuse a text or a chat (it may serve no chats, for instance): that shows nothing.
+        A worker may refuse a text or a chat (it may serve no chats, for instance): a refusal shows no failure.
         """
         headers, answered = headers_for(pool, worker, self._settings), list[Question]()
         try:
@@ -167,7 +169,7 @@ class Probe:
             return Result("url", "url", f"no answer: {error}"[:200]), []
         return None, answered
 
-    # ------------------------------------------------ its stream
+    # ------------------------------------------------ the worker's stream
 
     async def _seen(self, pool: Pool, worker: WorkerView, questions: Sequence[Question], reservation: str) -> Result:
         """The result, by the blocks that the worker's stream reports after its answers."""
@@ -245,13 +247,13 @@ def _prompt_tokens(answer: bytes) -> int | None:
 
 
 async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> list[Question]:
-    """Ask Redis to note the blocks that come. Returns the questions without the blocks that the worker holds already.
+    """Ask Redis to note the blocks that the stream reports. Returns the questions without blocks that the worker holds.
 
-    Those are the first blocks of a chat template, for instance: no stream reports them again.
+    Such held blocks are the first blocks of a chat template, for instance: no stream reports them again.
     """
     held = iter(await pool.fleet.holds(worker.load.slot, _hashes(questions)))
     questions = [replace(one, hashes=tuple(block for block in one.hashes if not next(held))) for one in questions]
-    if not pool.fleet.short:  # while memory is short nothing is indexed, and Redis may refuse this write
+    if not pool.fleet.short:  # while Redis is short of memory, no block is indexed and Redis may refuse this write
         await pool.fleet.await_blocks(worker.worker_id, probe, _hashes(questions))
     return questions
 
@@ -276,7 +278,7 @@ def _hashes(questions: Sequence[Question]) -> list[bytes]:
 
 
 def _incomplete(pool: Pool, worker: WorkerView) -> bool:
-    """The worker's index is known to lack blocks: they may be on their way, or there was no memory for them."""
+    """Whether the worker's index lacks blocks: its snapshot is on its way, or Redis had no memory for them."""
     truth = worker.record.get("truth") or {}
     return bool(
         pool.fleet.short or worker.load.flags & Flag.PARTIAL or worker.record.get("shadow") or truth.get("cause")

@@ -1,8 +1,8 @@
-"""When a worker is probed, and what becomes of it: after it joined, once in a while, and soon after it was suspected.
+"""Probes each worker after it joined, every WARMFLEET_PROBE_INTERVAL_S, and soon after it was suspected.
 
-Only a failed probe downgrades a worker. Answers and streams that differ from what was expected
-(``lua/parts/apply/progress.lua``) make it suspected and nothing worse: a client that sends odd requests can cause
-probes, and no more than the pauses here allow.
+Only a failed probe downgrades a worker. An engine's answer or stream that differs from what the router expected
+(``lua/parts/apply/progress.lua``) only makes the worker suspected. So a client that sends odd requests can cause
+probes, at most as often as SUSPECTED_S allows, but no downgrade.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.prober")
 
-AT_ONCE = 8  # probes of one replica: at most as many tiny requests, and as many of Redis's connections
+AT_ONCE = 8  # probes that one replica runs at a time, each with a small request and a connection to Redis
 BACKOFF_S = 5.0, 60.0  # after a failed probe; doubled after each further one, from the first figure to the second
-SOON_S = 1.0  # after a first probe that learned nothing: a worker that no probe has passed takes no requests
-SUSPECTED_S = 5.0, 600.0  # after a result, before a suspicion is probed; doubled while suspicions prove wrong
-IDENTITY_WAIT_S = 5.0  # a new worker waits so long for a tokenizer that loads; then only its scheme is tested
-SPREAD = 1.2  # how much the intervals of replicas differ at most: mostly one replica is due first
+SOON_S = 1.0  # after a first probe that learned nothing: without any result the worker takes no requests
+SUSPECTED_S = 5.0, 600.0  # from a result to the probe of a suspicion; doubled while suspicions prove wrong
+IDENTITY_WAIT_S = 5.0  # a new worker's probe waits so long for its tokenizer; then only the scheme is tested
+SPREAD = 1.2  # largest ratio of two replicas' intervals: they differ, so that mostly one replica probes
 #: The states in which a probe can be due, the most urgent first.
 URGENCY = {
     WorkerState.PENDING: 0,
@@ -85,7 +85,7 @@ class Prober:
 
     def _due(self, name: str, view: View, worker: WorkerView) -> bool:
         if worker.state not in URGENCY or worker.server is None:
-            return False  # silent, half there, being drained, being warmed, or without a plugin
+            return False  # silent, joining without its API server, draining, being warmed, or without the plugin
         record, ready = worker.record, _identity_ready(view)
         age = worker.probed_age_s if worker.probed_age_s is not None else float("inf")
         tries = int(record.get("tries") or 0)
@@ -98,13 +98,13 @@ class Prober:
         if differs:
             return record.get("reason") != differs
         if not ready:
-            return False  # nothing could be learned
+            return False  # without a loaded identity a probe would learn nothing
         if worker.state is WorkerState.LOAD_ONLY:
             return record.get("cause") in ("differs", "untested") or age >= _backoff(BACKOFF_S, tries - 1)
         if worker.state is WorkerState.SUSPECTED:
             return age >= _backoff(SUSPECTED_S, tries)
         if self._settings.tokenizer and name not in self._next:
-            return True  # it may have been proven against the tokenizer that workers bring, not against ours
+            return True  # it may have been proven against the workers' own tokenizer, not the one of the settings
         return 0 < self._interval_s <= age
 
     # ------------------------------------------------ one probe
@@ -134,15 +134,15 @@ class Prober:
         texts = ready and not differs
         result = await self._worker_probe.run(pool, worker, texts=texts)
         if result.proof == "identity" and result.cause in ("text", "chat", "tokens"):
-            result = await self._worker_probe.run(pool, worker, texts=texts)  # only a second failure counts
+            result = await self._worker_probe.run(pool, worker, texts=texts)  # only a second failure in a row counts
         if proved_before:
             return Result("", result.cause, result.reason) if result.proof == "url" else result
-        if result.proof == "" and result.cause:  # its URL answers, and nothing more is known
+        if result.proof == "" and result.cause:  # the worker's URL answers, and the probe learned nothing more
             return Result("identity", result.cause, result.reason)
         if differs and result.proof != "url":
             return Result("identity", "differs", differs)
         comes = self._settings.tokenizer or "tokenizer.json" in ((worker.server or {}).get("artifacts") or {})
-        # Without a tokenizer to come, only engines tell their token ids, and those are right.
+        # If no tokenizer will come, the token ids are the engines' own, which need no test.
         if result.proof == "proven" and not texts and comes:
             return Result("identity", "untested", "no tokenizer is loaded here yet to test its text with")
         return result
@@ -164,19 +164,19 @@ class Prober:
 
 
 def _incarnation(pool: Pool, worker: WorkerView) -> str:
-    """One incarnation of a worker under one identity of its model: with another identity, all is probed anew."""
+    """A key for one incarnation of a worker under one identity: a new identity means a new probe."""
     identity = pool.view.identity.key if pool.view.identity else ""
     return f"{pool.tag} {worker.worker_id} {worker.record.get('nonce')} {identity}"
 
 
 def _identity_ready(view: View) -> bool:
-    """The identity that most workers bring, or that the settings name, is loaded here."""
+    """Whether the identity that most workers bring, or that the settings name, is loaded here."""
     identity = view.identity
     return identity is not None and (view.reference is None or identity.key == announced.identity_key(view.reference))
 
 
 def _differs(view: View, worker: WorkerView) -> str:
-    """Why prompts have other token ids at this worker, judged by the files it brought; empty if they have not."""
+    """Why prompts have other token ids at this worker, judged by its files; empty if they have the same."""
     names = announced.differences(worker, view.reference) if view.reference else []
     return f"its {' and '.join(names)} differ{'s' if len(names) == 1 else ''} from the fleet's" if names else ""
 

@@ -1,4 +1,4 @@
-"""Engines without the plugin, named in the settings: checked here and registered as approximate workers."""
+"""Checks the engines without the plugin that the settings name; registers those that pass as approximate workers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.stock_engines")
 
-HEALTH_INTERVAL_S = 5.0  # a check stands for the heartbeat of an engine without the plugin: a third of the TTL of 15 s
+HEALTH_INTERVAL_S = 5.0  # each passed check counts as the engine's heartbeat: a third of the workers' TTL of 15 s
 CHECK_TIMEOUT_S = 3.0
 NAME_CHARACTERS = 64
 MIRROR_CHECKPOINTS = 20_000  # of one engine: 320,000 blocks of 16 tokens, more than a GPU holds
 MIN_CHECKPOINTS = 256
-BLOCKS_PER_CHECKPOINT = 16  # in a long chain there is a checkpoint for about 20 blocks
+BLOCKS_PER_CHECKPOINT = 16  # estimate: a long chain has one checkpoint per 20 blocks or so
 _BLOCK_SIZE = re.compile(rb'cache_config_info\{[^}]*\bblock_size="(\d+)"')
 _BLOCKS = re.compile(rb'cache_config_info\{[^}]*\bnum_gpu_blocks="(\d+)"')
 
@@ -37,7 +37,7 @@ _BLOCKS = re.compile(rb'cache_config_info\{[^}]*\bnum_gpu_blocks="(\d+)"')
 class CheckedEngine:
     """The result of the last check that passed. capacity: how many checkpoints its mirror in Redis may hold.
 
-    healthy: the last check of all has passed.
+    healthy: whether the last check passed; earlier results stay here when it fails.
     """
 
     pool: Pool
@@ -107,10 +107,10 @@ class StockEngines:
         return CheckedEngine(pool, record, capacity)
 
     async def _cache_facts(self, url: str, headers: dict[str, str]) -> tuple[Scheme, int]:
-        """The scheme by which its prompts are hashed, and the capacity of its mirror.
+        """The scheme by which the engine's prompts are hashed, and its mirror's capacity in checkpoints.
 
         An engine without the plugin reports no hashes, so it is enough that all routers hash alike. Without a tokenizer
-        in the settings, they hash the text of a prompt.
+        in the settings, routers hash the text of a prompt.
         """
         block_tokens, capacity = 16, MIRROR_CHECKPOINTS
         try:
@@ -128,7 +128,7 @@ class StockEngines:
 
 
 def worker_id(url: str) -> str:
-    """The name of a stock engine: its host and port, and a digest of its URL where these are not enough."""
+    """The name of a stock engine: host and port, and a digest of its URL if it has a path or a long host name."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")

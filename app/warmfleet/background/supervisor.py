@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.supervisor")
 
-FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0  # the wait after a failed round doubles from the first to the last
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0  # wait after a failed round; doubles with each further failure
 LOG_EVERY_S = 10.0
 CANCEL_AGAIN_S = 0.2
 
@@ -54,7 +54,7 @@ class _FailureReport:
             return
         self._logged_at = time.monotonic()
         error = state.outcome.exception() if state.outcome is not None else None
-        trace = None if isinstance(error, WarmfleetError) else error  # a failure that we foresaw needs no stack trace
+        trace = None if isinstance(error, WarmfleetError) else error  # our own errors need no stack trace
         logger.warning("%s failed, again in %.1f s: %s", self._name, state.upcoming_sleep, error, exc_info=trace)
 
 

@@ -1,4 +1,8 @@
-"""Rounds that keep the fleet in order: apply events, renew leases, give back leftovers, follow operators, audit."""
+"""The rounds of background tasks that work on Redis; ``supervisor`` repeats each of them.
+
+They apply events, renew leases, settle what is left over, follow the operator's policy and approvals, and audit the
+index.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.upkeep")
 
 APPLY_INTERVAL_S = 0.05  # less than the plugin's flush of 0.1 s: a block is matched as soon as it is announced
-RENEW_INTERVAL_S = 10.0  # a reservation lives 30 s: it survives two renewals that fail
-AUDIT_INTERVAL_S = 3_600.0  # of one worker's part of the index; digests find nearly everything within 5 s
+RENEW_INTERVAL_S = 10.0  # a reservation lives 30 s, so two renewals may fail
+AUDIT_INTERVAL_S = 3_600.0  # between two audits of a worker's part of the index; digests find most errors in 5 s
 
 
 async def renew(pools: Pools, metrics: Metrics) -> None:
@@ -29,7 +33,7 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
             batch = names[start : start + RENEW_AT_ONCE]
             sent = [renewal for name in batch if (renewal := pool.reservations.renewal(name)) is not None]
             counts = await pool.fleet.renew(sent)
-            # A request that ended during the call may have been booked again by it.
+            # ``Fleet.renew`` may have booked a request again that ended during the call.
             for ended in [renewal for renewal in sent if renewal.reservation not in pool.reservations]:
                 await pool.fleet.settle(ended.reservation, "cancelled")
             for result, count in zip(("renewed", "rebuilt", "refused"), counts, strict=True):
@@ -65,7 +69,7 @@ async def follow_policy(pools: Pools) -> None:
 async def follow_approvals(pools: Pools, templates: Templates) -> None:
     """Run only those templates in this process that the operator has approved in Redis. Raises FleetUnavailable.
 
-    If the approvals of a model cannot be read, its last ones stay in force.
+    If the approvals of a model cannot be read, those read last stay in force.
     """
 
     approved: dict[str, frozenset[str]] = {}

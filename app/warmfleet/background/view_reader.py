@@ -37,7 +37,7 @@ MAX_FAILED_LOADS = 256
 
 
 class ViewReader:
-    """Keeps the view of every pool fresh. An identity loads in the background; the view has it when it is ready."""
+    """Keeps the view of every pool fresh. An identity loads in the background; views have it once it is loaded."""
 
     def __init__(self, pools: Pools, identities: Identities, settings: Settings, metrics: Metrics) -> None:
         self._pools = pools
@@ -48,7 +48,7 @@ class ViewReader:
         self._hashers: dict[int, Hasher] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
-        #: Keys of identities whose files are there and cannot be used: identities of other workers go first.
+        #: Keys of identities whose files were read but cannot be used: the identities of other workers are preferred.
         self._unreadable: set[str] = set()
 
     async def refresh(self) -> None:
@@ -70,7 +70,7 @@ class ViewReader:
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
         keyed = [(w, key) for key, group in bringers.items() for w in group]
         handoff = {w.worker_id: able for w, key in keyed if (able := token_capability(w, key)) is not None}
-        identity = identity or pool.view.identity  # the last one stays in use until the new one is loaded
+        identity = identity or pool.view.identity  # the last identity stays in use until the new one is loaded
         hashers = self._schemes(pool, exact, MAX_SCHEMES - text)
         pool.show(view_of(workers, identity, hashers, text=text, reference=reference, handoff=handoff))
         self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
@@ -82,7 +82,7 @@ class ViewReader:
             try:
                 scheme = Scheme.from_dict(worker.record["scheme"])
             except (WireError, KeyError, TypeError):
-                continue  # a worker of a later version: it is routed to by load
+                continue  # a scheme of a later version: its worker gets requests by load alone
             holders.setdefault(scheme, []).append(worker)
         schemes = sorted(holders, key=lambda scheme: -len(holders[scheme]))
         groups = {_in_words(scheme): _ids(holders[scheme]) for scheme in schemes}
@@ -93,7 +93,9 @@ class ViewReader:
     def _identity(
         self, pool: Pool, bringers: Mapping[str, Sequence[WorkerView]]
     ) -> tuple[Identity | None, WorkerView | None]:
-        """The identity if it is loaded, else its load begins; and a worker that announced it (None: from the settings).
+        """The identity to use, and a worker that announced it.
+
+        The identity is None if its load only begins here. The worker is None if the settings name the tokenizer.
 
         bringers: key of an identity -> the workers that announce it, the most frequent first.
         """
@@ -116,7 +118,7 @@ class ViewReader:
         return loaded, group[0]
 
     def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
-        """Start this load, unless it runs already or has just failed."""
+        """Start this load, unless it runs already or has failed within LOAD_RETRY_S."""
         if key in self._loads or time.monotonic() < self._not_before.get(key, 0.0):
             work.close()
             return
@@ -143,7 +145,7 @@ class ViewReader:
         await self._identities.load(self._settings.tokenizer)
 
     async def _from_workers(self, pool: Pool, key: str, workers: Sequence[WorkerView]) -> None:
-        """Build an identity of the files of the first of these workers that has them: some only announce them."""
+        """Build an identity from the first of these workers whose files Redis has: some workers only announce them."""
         failure: WarmfleetError | None = None
         servers = {str(worker.record["server_id"]): worker.server or {} for worker in workers}
         for server_id, server in list(servers.items())[: announced.MAX_SERVERS]:

@@ -21,7 +21,7 @@ ADMIN_RULES = ("~*", "&*", "+@all")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print rules on standard output and generated passwords on standard error, so that ``> users.acl`` parts them."""
+    """Print rules on standard output and generated passwords on standard error, so ``> users.acl`` gets no password."""
     rules = rules_of(options)
     given = read_passwords(options.password_file, list(rules)) if options.password_file else {}
     passwords = given or {name: secrets.token_urlsafe(PASSWORD_BYTES) for name in rules}

@@ -122,7 +122,7 @@ def listing(shelf: Shelf) -> str:
 
 
 def whole(digest: str, known: set[str]) -> str:
-    """The one digest of ``known`` that begins so, or ``digest`` itself if it has all 64 digits. Raises CommandError."""
+    """The only digest of ``known`` that begins with ``digest``, or a whole ``digest`` itself. Raises CommandError."""
     if len(digest) == 64:
         return digest
     found = sorted(sha256 for sha256 in known if sha256.startswith(digest))

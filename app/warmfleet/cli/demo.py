@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import argparse
 
 SEED = 2026
-BLOCKS = 1_024  # of 16 tokens: small enough to be filled in seconds
+BLOCKS = 1_024  # of 16 tokens, in each engine's cache: few enough to fill it in seconds
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 600, 200, 48
 CONVERSATIONS_PER_SYSTEM_PROMPT = 4
 THINK_SECONDS = 0.3  # mean pause between an answer and the next turn
@@ -28,7 +28,7 @@ START_SPREAD_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Work:
-    """The comparison: conversations whose users wait for each answer and think for a moment."""
+    """The work of the comparison: conversations whose users read each answer for a moment before the next turn."""
 
     conversations: int
     turns: int
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def four_states(stack: Stack) -> bool:
-    """Print each verdict as it comes; True if all passed."""
+    """Print the verdict of each state as it comes; True if all passed."""
     chat = Chat(stack.names[0])
     try:
         walk = Walk(stack, chat, random.Random(SEED))

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 2.0
 POLL_S = 0.5
-#: A worker has finished when nothing was seen there for so long: a replica that could not reach Redis when the drain
-#: began learns of it at its next reading of the fleet.
+#: A worker has finished when no request was seen there for so long. A replica that could not reach Redis when the drain
+#: began may still send requests until its next reading of the fleet.
 QUIET_S = 3.0
 
 
@@ -64,7 +64,7 @@ async def _fleets(url: str, models: Sequence[str]) -> AsyncIterator[list[Fleet]]
 
 
 async def _chosen(names: Sequence[str], fleets: Sequence[Fleet]) -> list[tuple[Fleet, WorkerView]]:
-    """The workers of these names; the name of a server stands for all its engine cores."""
+    """The workers with these names; the name of a server means all its engine cores."""
     known = [(fleet, worker) for fleet in fleets for worker in await fleet.workers()]
     chosen: list[tuple[Fleet, WorkerView]] = []
     for name in names:
@@ -77,9 +77,9 @@ async def _chosen(names: Sequence[str], fleets: Sequence[Fleet]) -> list[tuple[F
 
 
 async def _finished(fleet: Fleet, worker_id: str) -> None:
-    """Return when nothing runs at this worker; prints how much is left whenever that changes.
+    """Return when nothing runs at this worker; prints the requests that are left whenever they change.
 
-    Redis may be away meanwhile. Raises CommandError if the drain ends before the requests do.
+    An outage of Redis meanwhile only delays the end. Raises CommandError if the drain ends before the requests do.
     """
     loop, printed, quiet_since = asyncio.get_running_loop(), "", float("inf")
     while True:
@@ -117,5 +117,5 @@ def _left(worker: WorkerView) -> str:
 def _foreign_tokens(worker: WorkerView) -> int:
     """Tokens of requests that were sent past the routers, or by a router that could not reach Redis."""
     if worker.state is WorkerState.SILENT:
-        return 0  # its last report is old, and nothing will mend it
+        return 0  # a silent worker's last report is old, and no newer one will come
     return worker.load.foreign_prefill_tokens + worker.load.foreign_decode_tokens

@@ -64,7 +64,7 @@ def same(record: dict[str, Any], new: Choice) -> bool:
 
 
 def _row(name: str, records: Sequence[dict[str, Any]], choices: Sequence[Choice]) -> tuple[object, ...]:
-    """Figures over single choices, each on the logged state: not those of a fleet that had run under that policy."""
+    """The policy's row: figures over single choices, each on its logged state. A fleet under it would differ."""
     count, chosen = max(1, len(choices)), [choice.worker_id for choice in choices]
     agreed = sum(record["worker_id"] == worker for record, worker in zip(records, chosen, strict=True))
     prompt = max(1, sum(record["prompt_tokens"] for record in records))

@@ -69,7 +69,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 def run(options: argparse.Namespace) -> int:
     """Start the stack, print how to use it, and serve until Ctrl-C or SIGTERM. Returns 1 if every replica died."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell starts background jobs with it ignored
+    for number in (signal.SIGINT, signal.SIGTERM):  # shells start background jobs with SIGINT ignored
         signal.signal(number, _interrupt)
     plan = plan_of(options)
     try:
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def serve(stack: Stack) -> int:
-    """Report dead processes and, for engines without the plugin, the matches of the first answers.
+    """Report dead processes and, for engines without the plugin, how much the first answers matched.
 
     Returns 1 once no replica is alive. Nothing is restarted, because a user of this command wants to see a death.
     """

@@ -1,1 +1,1 @@
-"""HTTP out: the calls to engines."""
+"""HTTP calls to engines: clients' requests (``upstream``), and the router's own calls (``engine_client``)."""

@@ -1,7 +1,7 @@
 """Where a replica may send requests: the address ranges of the settings, and the hosts that the operator named.
 
-Workers announce their own URLs, so a URL is checked twice: here if its host is a literal address, and again when a name
-was resolved. Neither a forged join nor a name that changes its address then sends requests outside the ranges.
+Workers announce their own URLs, so a URL is checked twice: here if its host is a literal address, and again when a host
+name was resolved. Neither a forged join nor a name that changes its address then sends requests outside the ranges.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Addresses:
         self._named = {(urlsplit(url).hostname or "").lower() for url in named_urls}
 
     def named(self, host: str) -> bool:
-        """The settings name this host."""
+        """Whether the settings name this host."""
         return host.lower() in self._named
 
     def allows(self, host: str) -> bool:
-        """The settings name this host, or it is a literal address in a range. Raises ValueError for other names."""
+        """Whether the settings name this host, or it is an address in a range. Raises ValueError for other names."""
         if self.named(host):
             return True
         address = ipaddress.ip_address(host)
@@ -49,12 +49,12 @@ class Addresses:
             if not any(letter.isalpha() for letter in parts.hostname.lower().removeprefix("0x")):
                 # 127.1 and 2130706433 are addresses that connect, though no resolver sees them.
                 raise UpstreamError(f"{url!r}: not a canonical address") from None
-            return  # a name: its addresses are checked when it is resolved
+            return  # a host name: its addresses are checked when it is resolved
         if not allowed:
             raise UpstreamError(f"{parts.hostname} is outside WARMFLEET_WORKER_ADDRESSES")
 
     def allowed_of(self, host: str, resolved: Iterable[str]) -> list[str]:
-        """Those of the resolved addresses of ``host`` that may be connected to. Raises OSError if there are none."""
+        """The allowed ones of the resolved addresses of ``host``. Raises OSError if none is allowed."""
         allowed = list(resolved) if self.named(host) else [address for address in resolved if self.allows(address)]
         if not allowed:
             raise OSError(f"no address of {host} is inside WARMFLEET_WORKER_ADDRESSES")

@@ -1,6 +1,6 @@
-"""Small calls to engines besides requests: health, metrics, probes, prewarming, token ids. Answers are read whole.
+"""The router's own small calls to engines: health, metrics, probes, prewarming, token ids. Answers are read whole.
 
-Requests of clients go through ``upstream``, which is quicker and passes bytes on as they come.
+Clients' requests go through ``upstream``, which is quicker and passes the bytes of an answer on as they come.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.allowed_addresses import Addresses
 
-KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: ours must go first
+KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: the router must close them first
 RESOLVED_FOR_S = 10.0
 MAX_NAMES = 4_096
-MAX_PAGE_BYTES = 8_388_608  # of an answer to GET: the metrics of a large engine are some 200 kB
+MAX_PAGE_BYTES = 8_388_608  # of the answer to a GET: a large engine's /metrics has about 200 kB
 SMALL_ANSWER_BYTES = 1_048_576
 CONNECT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout)
 
@@ -58,9 +58,9 @@ class EngineClient:
     async def post(
         self, base: str, path: str, body: bytes, headers: Mapping[str, str], limit_bytes: int = SMALL_ANSWER_BYTES
     ) -> tuple[int, bytes]:
-        """Status and body of an answer; a body is cut off behind its limit. Raises UpstreamError.
+        """Status and body of an answer; a body is cut off behind ``limit_bytes``. Raises UpstreamError.
 
-        The caller limits the time, for it may send several requests within one limit.
+        The caller sets the time limit, because one limit may cover several requests.
         """
         with _engine_errors():
             return await self._call("POST", _joined(base, path), body, headers, limit_bytes)
@@ -104,7 +104,7 @@ class EngineClient:
 
     @retry(retry=retry_if_exception_type(DeadConnection), stop=stop_after_attempt(2), reraise=True)
     async def _exchange(self, request: httpx.Request, host: str, limit_bytes: int) -> tuple[int, bytes]:
-        """Send the request to this address; the name in the URL stays in the Host header and the TLS handshake."""
+        """Send the request to the address ``host``; the Host header and the TLS handshake keep the name in the URL."""
         connected = False
 
         async def trace(event: str, _info: Mapping[str, Any]) -> None:

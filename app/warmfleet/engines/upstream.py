@@ -1,6 +1,7 @@
-"""The only module that speaks HTTP to engines on the request path. It reads no byte of a request or an answer.
+"""Sends clients' requests to engines over HTTP. Bodies are passed on without looking into them.
 
-Redirects are not followed, and only allowed addresses are connected to (``allowed_addresses``).
+Each request uses an open connection of the pool if there is one. Redirects are not followed, and only allowed addresses
+are connected to (``allowed_addresses``). The router's own calls to engines are in ``engine_client``.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 #: Errors that are raised before a byte of the request has left.
 NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-CONNECT_TIMEOUT_S = 2.0  # an engine within reach accepts within milliseconds; then another worker is tried
-KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: ours must go first
+CONNECT_TIMEOUT_S = 2.0  # a live engine accepts within milliseconds; after this time another worker is tried
+KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: the router must close them first
 DNS_CACHE_S = 10
 MAX_ADDRESSES = 4_096
 READ_BUFFER_BYTES = 65_536
-#: A machine that vanished is noticed after 25 s. A frozen process is not, because its kernel answers: requests that
-#: wait for one are ended by pools/stalled_requests.py.
+#: A machine that vanished is noticed after 25 s. A frozen process is not noticed by TCP, because its kernel still
+#: answers: pools/stalled_requests.py ends the requests that wait for it.
 TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
 
 
@@ -87,10 +88,10 @@ class Upstream:
         )
 
     async def post(self, base: str, path: str, body: bytes, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
-        """Send ``body`` as it is; returns when the answer's headers are there. Close the answer.
+        """Send ``body`` unchanged; returns when the answer's headers have come. The caller closes the answer.
 
-        A connection of the pool that turns out dead is replaced once. Raises UpstreamGone if no byte came back. It is
-        not ``refused`` if the first connection was dead, because the engine may have died of the request.
+        A connection of the pool that turns out dead is replaced once. Raises UpstreamGone if no byte came back. The
+        error is not ``refused`` if the first connection was dead, because the engine may have died of the request.
         """
         for attempt in (1, 2):
             used = SimpleNamespace(reused=False)
@@ -121,7 +122,7 @@ class Upstream:
 
 @contextmanager
 def upstream_errors(*, sent_before: bool = False) -> Iterator[None]:
-    """Translate what the HTTP library raises: UpstreamGone before the answer, used around whole calls.
+    """Translate errors of the HTTP library: UpstreamGone for a lost connection or a time-out, else UpstreamError.
 
     sent_before: this worker was sent the same request already, so it is never ``refused``.
     """
@@ -138,7 +139,7 @@ def _socket(address: AddrInfoType) -> socket.socket:
     made = socket.socket(*address[:3])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in TCP_OPTIONS.items():
-        if hasattr(socket, name):  # not every system has all
+        if hasattr(socket, name):  # not every system has every option
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return made
 

@@ -1,4 +1,4 @@
-"""While Redis is gone or slow: the last known workers, and a choice among them without it."""
+"""Chooses a worker without Redis, while Redis is away or slow, among the workers that this replica knew last."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.degraded")
 
-BOUND = 1.25  # no worker gets more than this share above the mean
+BOUND = 1.25  # no worker gets more requests in flight than the mean times this factor
 FAILURES_TO_OPEN = 2
 REDIS_RETRY_S = 1.0  # after two failures in a row no decision waits for Redis for this long
 LOG_EVERY_S = 5.0
-LAST_KNOWN_S = 8.0  # an emptied Redis is whole again within one slow-path period
+LAST_KNOWN_S = 8.0  # an emptied Redis is filled again within one slow-path period
 LOOK_S = 1.0
 
 
 class LastKnown:
-    """The workers to choose from while no decision can be had.
+    """The workers to choose from while Redis makes no decision.
 
-    They are those of the last reading that had a routable worker, unless readings have had none for LAST_KNOWN_S. Only
+    They come from the last reading that had a routable worker, unless readings have had none for LAST_KNOWN_S. Only
     time with Redis counts: when Redis comes back after an outage, empty or with the heartbeats of an old dump, no
     worker is routable until the workers were heard again.
     """
@@ -45,9 +45,9 @@ class LastKnown:
         self._looked_at = 0.0
 
     def show(self, view: View) -> None:
-        """Use a new reading of the fleet; an older one than the last is ignored."""
+        """Use a new reading of the fleet; a reading older than the last one is ignored."""
         if view.read_at < self._last.read_at:
-            return  # ``look`` took longer than a reading that began after it
+            return  # a reading that began after ``look`` ended before it
         before, self._last = self._last, view
         if any(worker.routable for worker in view.workers):
             self._with_routable = view
@@ -77,7 +77,7 @@ class LastKnown:
             async with asyncio.timeout(LOOK_S):
                 found = await self._fleet.workers()
             self.show(View(tuple(found), read_at=begun))
-        except Exception as error:  # noqa: BLE001  the last resort of a request: after any failure there is no worker
+        except Exception as error:  # noqa: BLE001  a last resort: after any failure the request gets no worker
             logger.warning("no worker is known, and the workers cannot be read: %s", error or type(error).__name__)
         self._looked_at = time.monotonic()
 
@@ -85,7 +85,7 @@ class LastKnown:
 class DegradedMode:
     """Chooses workers while Redis cannot, and says whether asking Redis is worth a try.
 
-    It knows only this replica's own requests in flight.
+    Its choice knows only this replica's own requests in flight.
     """
 
     def __init__(self, retry_s: float) -> None:
@@ -116,7 +116,7 @@ class DegradedMode:
         self._failures = 0
 
     def failed(self, why: str) -> None:
-        """Redis did not answer, or refused. why: for the log."""
+        """Redis did not answer, or refused the decision. why: for the log."""
         self._failures += 1
         now = time.monotonic()
         self._asks_again_at = now + self._retry_s

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Hasher
     from warmfleet.prompt.prompt_identity import Identity
 
-MAX_SCHEMES = 4  # decide takes the chains of no more
+MAX_SCHEMES = 4  # a decision (lua/decide.lua) takes the chains of no more schemes
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """One reading of a model's workers.
 
-    identity: how prompts become token ids; None while it is not loaded. hashers: one for each scheme in use. text: the
-    tokenizer of some worker is not known, so its prompts are matched by their text. reference: a worker that brought
-    the files that most workers brought; None if no worker brought any, or the settings name a tokenizer. handoff: what
-    a worker that takes token ids takes, by worker_id. max_model_len: the longest context of all routable workers, in
-    tokens; limits: the context of each by worker_id, if they differ. urls, ranks: by worker_id; a rank is given only
-    where a server has several. models: the names that routable workers serve; names: those that any worker serves.
-    read_at: monotonic seconds.
+    identity: how prompts become token ids; None until it is loaded. hashers: one for each scheme in use. text: whether
+    the tokenizer of some worker is not known, so that its prompts are matched by their text. reference: a worker that
+    brought the files that most workers brought; None if no worker brought any, or the settings name a tokenizer.
+    handoff: what a worker that takes token ids takes, by worker_id. max_model_len: the longest context of all routable
+    workers, in tokens; limits: the context of each by worker_id, if they differ. urls, ranks: by worker_id; a rank is
+    given only to the engine cores of a server that has several. models: the names that routable workers serve; names:
+    those that any worker serves. read_at: monotonic seconds.
     """
 
     workers: tuple[WorkerView, ...] = ()
@@ -55,8 +55,8 @@ class View:
     def barred(self, model: str, tokens: int) -> tuple[str, ...]:
         """The workers that cannot serve a request of ``tokens`` for ``model``: no such adapter, or too short a context.
 
-        If the context of every worker with the adapter is too short, none is barred for that: one of them tells the
-        client.
+        If the context of every worker with the adapter is too short, no worker is barred for that: the one that gets
+        the request refuses it, which tells the client.
         """
         adapter = self.adapters.get(model)
         lacking = adapter.lacking if adapter else ()
@@ -88,7 +88,7 @@ def view_of(
         handoff=handoff,
         ids=tuple(worker.worker_id for worker in workers),
         urls={worker.worker_id: worker.url for worker in workers},
-        # A server with one engine core refuses the header that names a rank.
+        # Only for servers of several cores: one with a single core refuses the header that names a rank.
         ranks={
             worker.worker_id: str(worker.record.get("rank", 0))
             for worker in workers

@@ -1,6 +1,7 @@
-"""A request's prompt as a decision needs it: block hashes, token counts, and how sure they are.
+"""Turns a parsed request into its identified prompt: block hashes, token counts, and how certain both are.
 
-Identifying never fails. A prompt that cannot be reproduced is routed by load, and the reason is kept.
+Identifying never fails. A request whose prompt cannot be reproduced is routed by load, and the reason is kept for the
+metrics.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class IdentifiedPrompt:
 
     ``kind`` says how they were identified: ``exact`` (token ids made here), ``engine`` (token ids that an engine told),
     ``text`` (workers are matched by the text), ``prefix`` (only the beginning is known) or ``load`` (nothing is known).
-    ``reason`` says why a prompt is not known as a whole; it is empty where it is.
+    ``reason`` says why a prompt is not wholly known; it is empty for a prompt that is.
     ``prompts`` holds the token ids of every prompt if the kind is ``exact``; ``identity_key`` names the tokenizer and
     template that made them. ``unable_workers`` cannot serve the request at all.
     """
@@ -53,7 +54,7 @@ class IdentifiedPrompt:
 
     @property
     def beginning(self) -> bytes:
-        """The first block hashes, which requests with the same beginning share; empty if none is known."""
+        """The first block hashes, which requests with the same beginning share; empty if no block hash is known."""
         return self.chains[0].hashes[: BEGINNING_BLOCKS * 8] if self.chains else b""
 
 
@@ -133,7 +134,7 @@ async def _reproduced(request: Request, view: View, uses: PopularPrefixes) -> _F
     if view.text:
         texts = canonical_text(request)
         chain = text_chain(longest := max(texts, key=len))
-        if identity is not None:  # the token ids say how many tokens the blocks of this very text hold
+        if identity is not None:  # known token ids give the number of tokens per block of this text
             held = text_block_tokens(len(longest), max(prompt.tokens for prompt in prompts))
             chain = replace(chain, block_tokens=held)
         chains = (*chains[: MAX_SCHEMES - 1], chain)
@@ -142,7 +143,7 @@ async def _reproduced(request: Request, view: View, uses: PopularPrefixes) -> _F
 
 
 async def _in_part(request: Request, view: View, reason: str) -> _Found:
-    """Only the tokens that a chat with images certainly begins with, if it has any; its length is estimated."""
+    """The tokens that a chat with images certainly begins with, if there are any; the chat's length is estimated."""
     tokens = requests.estimated_tokens(request)
     chains: tuple[Chain, ...] = ()
     if reason == "parts" and view.identity is not None and request.endpoint == "chat":
@@ -168,6 +169,6 @@ def _chains(view: View, request: Request, ids: list[int]) -> tuple[Chain, ...]:
 
 
 def _lora(view: View, request: Request) -> Lora:
-    """Name and path of the adapter that the request names: they are part of each of its block hashes."""
+    """Name and path of the adapter that the request names: both are part of each of its block hashes."""
     adapter = view.adapters.get(request.model)
     return (request.model, adapter.path) if adapter else None

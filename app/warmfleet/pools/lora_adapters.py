@@ -1,4 +1,4 @@
-"""LoRA adapters: the workers that serve them, and the paths, which are part of their block hashes. Pure."""
+"""Collects the LoRA adapters of a model: which workers serve each, and its path, which block hashes contain. Pure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Adapter:
 
 
 def adapters_of(workers: Sequence[WorkerView]) -> dict[str, Adapter]:
-    """Every adapter by its name, with the path that most of its workers have it from.
+    """Every adapter by its name, with the path from which most of its workers loaded it.
 
-    A worker that has it from another path makes other block hashes, so it counts as lacking the adapter.
+    A worker that loaded it from another path makes other block hashes, so it counts as lacking the adapter.
     """
     groups: dict[frozenset[tuple[str, str]], list[WorkerView]] = {}
     for worker in workers:

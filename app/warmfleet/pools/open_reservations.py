@@ -1,4 +1,4 @@
-"""Reservations that this replica still has to give back, and outcomes that Redis did not take yet."""
+"""Keeps the reservations that this replica must still give back, and the outcomes that Redis did not take yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Renewal
     from warmfleet.fleet.reservations import Outcome
 
-MAX_OUTCOMES = 10_000  # kept for Redis; of more than these the leases expire by themselves
+MAX_OUTCOMES = 10_000  # kept until Redis takes them; the leases of further outcomes expire by themselves
 
 
 class OpenReservations:
@@ -45,7 +45,7 @@ class OpenReservations:
         self._open.pop(reservation, None)
 
     def renewals(self) -> list[Renewal]:
-        """Everything that is open now."""
+        """The renewals of all reservations that are open now."""
         return list(self._open.values())
 
     def renewal(self, reservation: str) -> Renewal | None:

@@ -1,4 +1,4 @@
-"""The policy that a model's decisions follow, and the hash rings that some policies look at. The rules are in lua/."""
+"""Keeps the policy that a model's decisions follow, and the hash ring that some policies use. The rules are in lua/."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.request import Request
 
-POINTS = 256  # of each worker on the ring: KubeAI's default, as are the characters
+POINTS = 256  # of each worker on the ring: KubeAI's default, as is PREFIX_CHARACTERS
 PREFIX_CHARACTERS = 100
-HOMES = 8  # so many of a session's workers are told to a decision: one of them will be there
+HOMES = 8  # so many workers of a session's ring order go to a decision: at least one of them should be routable
 
 
 class PolicyChoice:
@@ -41,7 +41,7 @@ class PolicyChoice:
     def follow(self, ordered: str) -> bool:
         """Follow the operator's order; returns whether the policy changed.
 
-        "" means that there is no order, and so does a policy that only a later version knows.
+        "" means that the operator ordered none. An unknown policy, from a later version, counts as "".
         """
         before, self.operators = self.name, ordered if ordered in POLICIES else ""
         return before != self.name
@@ -56,7 +56,7 @@ class PolicyChoice:
         return ()
 
     def orders(self, view: View, request: Request, session: bytes) -> dict[str, tuple[str, ...]]:
-        """The same for every policy that looks at a ring, for the decision log."""
+        """The ``order`` under each policy that looks at a ring, by the policy's name, for the decision log."""
         session = session or request.cache_key.encode("utf-8", "surrogatepass")
         found = {"chwbl": self.ring.order(prefix_key(request, view.adapters), view.ids, len(view.ids))}
         homes = self.ring.order(session, view.ids, HOMES) if session else ()
@@ -95,7 +95,7 @@ class Ring:
 def prefix_key(request: Request, adapters: Collection[str] | Mapping[str, object]) -> bytes:
     """The bytes that ``chwbl`` hashes: the adapter's name and the first characters of the prompt.
 
-    A chat's prompt is here the text of its first user message; token ids count as their digits.
+    For a chat, the text of its first user message stands for the prompt. Token ids are written as digits.
     """
     adapter = request.model if request.model in adapters else ""
     text = ""

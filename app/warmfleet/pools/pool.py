@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.prompt.request import Request
 
-SUSPECT_S = 3.0  # the fleet needs a TTL to see that a worker died; until then requests avoid it by this suspicion
+SUSPECT_S = 3.0  # a request that failed makes its worker avoided for so long; the fleet needs a TTL to see a death
 MAX_SUSPECTS = 64
 FIRST_READING_S = 2.0  # requests wait so long for the first reading of the fleet
 NOT_READ = "The fleet was not read yet: Redis is away or slow."
@@ -37,8 +37,8 @@ class Pool:
     """The workers of one model tag, and everything that this replica remembers about requests for them.
 
     ``view`` is the last reading of the fleet and ``read`` is set after the first one. ``reservations`` are this
-    replica's own, ``tries`` its requests that wait for an engine, ``ttft`` the waits of its clients, and ``uses`` the
-    prefixes that its prompts share. ``degraded`` and ``last_known`` choose a worker while Redis cannot.
+    replica's own, ``tries`` its requests that wait for an engine, ``ttft`` its clients' times to first token, and
+    ``uses`` the prefixes that its prompts share. ``degraded`` and ``last_known`` choose a worker while Redis cannot.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class Pools:
     def unready(self) -> str:
         """Why this new replica should get no requests yet; "" once it is ready.
 
-        It is ready when every model is usable. After a worker's TTL it is ready in any case: by then the fleet lacks
-        something, not the replica.
+        It is ready when every model is usable. After a worker's TTL it is ready in any case: what is missing then is
+        missing in the fleet, not in this replica.
         """
         if not self.contacted:
             return "no contact with Redis yet"
@@ -152,8 +152,8 @@ class Pools:
     async def find(self, model: str) -> Pool:
         """The pool that serves ``model``. Waits for the first reading of the fleet if there was none yet.
 
-        Raises ModelNotFound, FleetUnavailable while no reading tells it, and BadRequest if the request names no model
-        though this router serves several.
+        Raises ModelNotFound, FleetUnavailable if that reading does not come, and BadRequest if the request names no
+        model though this router serves several.
         """
         if not self.contacted:
             await self._first_reading()
@@ -188,7 +188,7 @@ class Pools:
         for pool in self.all:
             try:
                 await work(pool)
-            except Exception as error:  # noqa: BLE001  of any kind: the other models come first; it is raised below
+            except Exception as error:  # noqa: BLE001  the other models go on first; it is raised below
                 failures.append(error)
         if failures:
             raise failures[0]

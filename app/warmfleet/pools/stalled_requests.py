@@ -1,10 +1,10 @@
-"""Ends requests that wait for an engine that fell silent: a frozen process or a vanished machine never ends them.
+"""Ends requests that wait for an engine that fell silent: a frozen process or vanished machine never answers them.
 
 The replica looks once after each reading of the fleet; no request has a timer. A worker is lost if it is not alive
-while others of its model are: its last heartbeat is older than the TTL, or it has been out of the fleet for a TTL (it
-said goodbye, its API server is gone, or its health check fails). A request that got no byte from a lost worker for
-QUIET_S is given up. An outage of Redis silences all workers, so it ends no request: no worker is lost until the fleet
-was readable for a whole TTL without a gap.
+while other workers of its model are: its last heartbeat is older than the TTL, or it has been out of the fleet for a
+TTL (it said goodbye, its API server is gone, or its health check fails). A request that got no byte from a lost worker
+for QUIET_S is given up. An outage of Redis silences all workers, so it ends no request: no worker is lost until the
+fleet was readable for a whole TTL without a gap.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.pools.stalled_requests")
 
 GRACE_S = WORKER_TTL_SECONDS
-GAP_S = WORKER_TTL_SECONDS / 2  # heartbeats come every third of a TTL: in a shorter outage no worker looks dead
+GAP_S = WORKER_TTL_SECONDS / 2  # a shorter outage is no gap: heartbeats come every third of a TTL
 QUIET_S = 3.0  # a worker that lost only its way to Redis still streams: its requests go on
 
 
@@ -46,7 +46,7 @@ class Try:
     async def headers(self, answer: Awaitable[aiohttp.ClientResponse]) -> aiohttp.ClientResponse:
         """Wait for the headers of ``answer``. Raises UpstreamGone if the request is given up before they come.
 
-        A request that is given up after that raises UpstreamGone where its body is read.
+        A request that is given up after its headers came raises UpstreamGone where its body is read.
         """
         try:
             async with asyncio.timeout(None) as self._limit:
@@ -54,18 +54,18 @@ class Try:
         except TimeoutError as error:
             raise _gone() from error
         finally:
-            self._limit = None  # a time-out that was left cannot be rescheduled
+            self._limit = None  # asyncio cannot reschedule a time-out after its block was left
         return self._answer
 
     def quiet_s(self, now: float) -> float:
-        """Seconds since the last byte came, counted from the first call. 0 while the client is slow to read."""
+        """Seconds without a byte from the engine, counted from the first call. 0 while the client is slow to read."""
         received = self._answer.content.total_bytes if self._answer is not None else 0
         if received != self._received or not self._waits():
             self._received, self._received_at = received, now
         return now - self._received_at
 
     def give_up(self) -> bool:
-        """End the wait. False if it has not begun, or is over already."""
+        """End the wait for the engine. False if the wait has not begun, or is over already."""
         if self._answer is not None:
             content = self._answer.content
             if content.exception() is not None:
@@ -126,7 +126,7 @@ class Tries:
 
 
 def _expired(worker: WorkerView) -> bool:
-    """Its last heartbeat is older than the TTL; one that said goodbye has none."""
+    """Whether the worker's last heartbeat is older than the TTL. A worker that said goodbye has no heartbeat."""
     return worker.heartbeat_age_s is not None and not heard(worker.heartbeat_age_s)
 
 

@@ -1,7 +1,7 @@
-"""How long the clients of a model wait for their first byte, and the time to first token that decisions aim at.
+"""Counts how long a model's clients wait for their first byte, and derives the time to first token for decisions.
 
-Waits are counted in buckets that are 9 % wide. So a quantile is right to 4.5 % for any distribution, a request costs
-one addition, and the size is fixed. Waits older than the window are forgotten, a twelfth of the window at a time.
+Waits are counted in buckets that are 9 % wide. So a quantile is at most 4.5 % wrong for any distribution, a request
+costs one addition, and the size is fixed. Waits older than the window are forgotten, a twelfth of the window at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 WINDOW_S = 60.0
 SLICES = 12
-LEAST_S = 1e-4  # a shorter wait counts as so long
+LEAST_S = 1e-4  # a shorter wait counts as this long
 PER_OCTAVE = 8  # buckets between a wait and twice as long a one
 BUCKETS = 24 * PER_OCTAVE  # up to 1,677 s
 MET = 0.9  # the quantile of the waits that must meet the objective (app/docs/decisions.md)
@@ -49,7 +49,7 @@ class TtftWindow:
         self.count += 1
 
     def quantile(self, share: float) -> float:
-        """Seconds that this share of the waits did not exceed, right to 4.5 %; 0 if there were no waits."""
+        """Seconds that the fraction ``share`` of the waits did not exceed, at most 4.5 % wrong; 0 without waits."""
         self._turn()
         rank, seen = max(1, math.ceil(share * self.count)), 0
         for bucket, count in enumerate(self._total):
@@ -60,10 +60,10 @@ class TtftWindow:
 
     @property
     def in_force_s(self) -> float:
-        """The time to first token that decisions aim at now; 0 if they aim at none.
+        """The time to first token, in seconds, that decisions aim at now; 0 if they aim at none.
 
-        They aim at one while more than 10 % of the requests wait longer than the objective: at the objective, or at the
-        median wait if that is shorter.
+        While more than 10 % of the requests wait longer than the objective, decisions aim at the objective, or at the
+        median wait if that is shorter. Otherwise they aim at none.
         """
         if not self.objective_s:
             return 0.0

@@ -87,7 +87,10 @@ class Request:
 
 
 def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
-    """The request of a body. Raises BadRequest with the name of the field at fault, or TooLarge."""
+    """The fields of the JSON body of a client's request. allowed: fields of REFUSED that the operator allows.
+
+    Raises BadRequest, whose ``param`` is the field at fault (None if the body is no JSON object), and TooLarge.
+    """
     data = decoded(body)
     request = from_dict(endpoint, data, allowed, len(body))
     if len(body) > MAX_LONG_NUMBERS_BYTES and not request.unforeseen and _may_be_rounded(data, body):

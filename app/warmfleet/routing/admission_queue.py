@@ -1,7 +1,7 @@
-"""Lets requests through to a worker, or lets them wait their turn, or refuses them.
+"""Admits a request to a worker at once, lets it wait in the queue while all workers are saturated, or refuses it.
 
-The queue is the fleet's: the order of the tickets is in Redis (lua/parts/shared/fair_queue.lua). The bodies wait here,
-and here is the limit of how many bytes they may take.
+The queue is the fleet's: the order of the tickets is in Redis (lua/parts/shared/fair_queue.lua). The bodies wait in
+this replica, which takes at most WARMFLEET_QUEUE_MAX_BYTES of them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ LOG_EVERY_S = 5.0
 
 
 class Decide(Protocol):
-    """Asks for a decision. may_wait: there is room for the request's body while it waits."""
+    """Asks for a decision. may_wait: this replica has room for the request's body while the request waits."""
 
     async def __call__(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued: ...
 
 
 class AdmissionQueue:
-    """The requests that wait in this replica, of all models, and how many bytes their bodies take."""
+    """The requests of all models that wait in this replica, and how many bytes their bodies take."""
 
     def __init__(self, tickets: Tickets, settings: Settings, metrics: Metrics) -> None:
         self._tickets = tickets
@@ -57,7 +57,7 @@ class AdmissionQueue:
         Raises Overloaded, QueueTimeout, and what ``decide`` raises.
         """
         flow, size = job.call.flow, len(job.body)
-        # Before it is known whether it must wait: a ticket for a body without room would take another request's place.
+        # Taken before the decision: a ticket for a request whose body finds no room would take another request's place.
         may_wait = self._take_room(flow, size)
         try:
             answer = await decide(job, attempt, may_wait=may_wait)
@@ -80,7 +80,7 @@ class AdmissionQueue:
                 answer = await decide(job, attempt, may_wait=may_wait)
                 self._check_ticket(job.pool, answer, may_wait=may_wait)
                 if isinstance(answer, Queued) and attempt.avoided:
-                    await asyncio.sleep(POLL_S)  # it stays this ticket's turn: only the avoided workers have room
+                    await asyncio.sleep(POLL_S)  # the turn is kept: only workers that this attempt avoids have room
         return answer
 
     def _check_ticket(self, pool: Pool, answer: Decision | Queued, *, may_wait: bool) -> None:
@@ -89,9 +89,9 @@ class AdmissionQueue:
             raise self._refusal(pool, answer.outcome if may_wait else "bytes", answer.work_s)
 
     def _take_room(self, flow: bytes, size: int) -> bool:
-        """Take room for a body; False if there is none.
+        """Take room for a body of ``size`` bytes; False if there is not enough.
 
-        A tenant that holds as much as is free gets no more, so room is left for the others.
+        A tenant that holds as many bytes as are free gets no more, so room is left for the other tenants.
         """
         if self._tenant_bytes[flow] + size > self._settings.queue_max_bytes - self._bytes:
             return False
@@ -116,9 +116,9 @@ class AdmissionQueue:
             self._metrics.queue_seconds.observe(time.perf_counter() - began)
 
     async def _turn(self, pool: Pool, ticket: str, deadline: float, queued: Queued) -> None:
-        """Return when a decision is to be asked for again. deadline: by the event loop's clock.
+        """Return when the ticket's request should ask for a decision again. deadline: by the event loop's clock.
 
-        Raises Overloaded if another request took its place, and QueueTimeout.
+        Raises Overloaded if another request took the ticket's place, and QueueTimeout at the deadline.
         """
         try:
             async with asyncio.timeout_at(deadline):
@@ -130,7 +130,7 @@ class AdmissionQueue:
             raise self._refusal(pool, "displaced", self._tickets.work_s(pool))
 
     def _refusal(self, pool: Pool, reason: str, work_s: float) -> WarmfleetError:
-        """reason: ``full``, ``displaced``, ``bytes`` or ``deadline``. work_s: of the prompts that wait already."""
+        """reason: ``full``, ``displaced``, ``bytes`` or ``deadline``. work_s: seconds of prefill in the queue."""
         self._metrics.queue_rejected.labels(reason).inc()
         if time.monotonic() - self._logged_at >= LOG_EVERY_S:
             self._logged_at = time.monotonic()

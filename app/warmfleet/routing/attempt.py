@@ -1,4 +1,7 @@
-"""One attempt to serve a job: everything that it takes, and the one place where all of it is given back."""
+"""One attempt to serve a job at one worker: the lease, the ticket and the load that it takes.
+
+``Attempt.release`` is the one place where all of these are given back.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ class AttemptState(Enum):
 
     ========  ==========================================================================================
     NEW       Nothing: Redis was not asked yet, or the queue refused the request.
-    ASKED     In doubt: a decision was asked for and not answered; a lease or a ticket may be there.
-    QUEUED    No lease; a ticket in the queue may be there.
+    ASKED     In doubt: a decision was asked for and Redis has not answered; it may hold a lease or a ticket.
+    QUEUED    No lease; perhaps a ticket in the queue.
     BOOKED    A lease.
     RELEASED  Nothing that is still this attempt's: all of it was given back, or a task is giving it back.
     ========  ==========================================================================================
@@ -58,7 +61,7 @@ class AttemptState(Enum):
 
 
 class Attempts:
-    """Begins the attempts of this replica, and runs the tasks that tell Redis of them."""
+    """Begins the attempts of this replica, and runs the tasks that tell Redis how the attempts went."""
 
     def __init__(self, tickets: Tickets, metrics: Metrics) -> None:
         self.tickets = tickets
@@ -66,10 +69,10 @@ class Attempts:
         self._telling: set[asyncio.Task[None]] = set()
 
     def begin(self, job: Job, failed_workers: tuple[str, ...], *, avoids_suspects: bool, last: bool) -> Attempt:
-        """A new attempt under a reservation of its own; ``release`` it, whatever becomes of it.
+        """A new attempt under a reservation of its own. The caller must ``release`` it in every case.
 
-        failed_workers: they failed earlier attempts at this job. avoids_suspects: see ``Attempt.excluded``. last: no
-        other attempt may follow.
+        failed_workers: workers that failed earlier attempts at this job. avoids_suspects: see ``Attempt.excluded``.
+        last: no other attempt may follow.
         """
         prompt = job.prompt
         reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact")
@@ -77,7 +80,7 @@ class Attempts:
         return Attempt(self, job.pool, reservation, never, avoids_suspects=avoids_suspects, last=last)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run ``work`` in a task that ``drained`` waits for, and that no cancelled request cancels."""
+        """Run ``work`` in a task of its own: it goes on when the request is cancelled, and ``drained`` waits for it."""
         task = asyncio.ensure_future(work)
         self._telling.add(task)
         task.add_done_callback(self._ended)
@@ -89,7 +92,7 @@ class Attempts:
             logger.error("an outcome was not told, its lease expires by itself", exc_info=error)
 
     async def drained(self) -> None:
-        """Return when Redis was told every outcome and every ticket was given up, or could not be."""
+        """Return when no task is left that tells Redis an outcome or gives up a ticket; any of them may have failed."""
         while self._telling:
             await asyncio.wait(set(self._telling))
         await self.tickets.drained()
@@ -99,8 +102,8 @@ class Attempt:
     """One worker's chance to serve a job, from before it is chosen until everything is given back.
 
     ``decision`` is None until a worker is chosen. ``never`` are workers that must not be chosen at all; ``avoided``
-    are suspects that the last decision passed over. ``explanation`` is what the client asked for of the decision.
-    ``last`` says that no other attempt may follow.
+    are suspects that the last decision passed over. ``explanation`` is the explanation of the decision, as JSON; empty
+    if the client asked for none. ``last`` says that no other attempt may follow.
     """
 
     __slots__ = (
@@ -140,28 +143,28 @@ class Attempt:
         return (*self.never, *self.avoided)
 
     def asks(self) -> None:
-        """A decision is asked for: until the answer comes, Redis may have booked the request or given it a ticket."""
+        """A decision is asked for: until Redis answers, it may have booked the request or given it a ticket."""
         self.state = AttemptState.ASKED
 
     def queued(self) -> None:
-        """The answer was a ticket."""
+        """Redis' answer to the decision was a ticket: all workers are saturated, and the request waits."""
         self.state = AttemptState.QUEUED
 
     def queue_refused(self) -> None:
-        """The answer was that the queue takes no more."""
+        """Redis' answer to the decision was that the queue is full: the request got no ticket."""
         self.state = AttemptState.NEW
 
     def not_booked(self) -> None:
-        """The answer was that no worker can be chosen."""
+        """Redis' answer to the decision was that no worker can be chosen."""
         self.state = AttemptState.QUEUED
 
     def unanswered(self) -> None:
-        """The answer was an error. The reservation is cancelled, because it may be booked, or may be booked late."""
+        """Redis gave no answer. The reservation is cancelled, because Redis may have booked it or may book it late."""
         self.state = AttemptState.QUEUED
         self._attempts.spawn(self._tell("cancelled"))
 
     def booked(self, decision: Decision, explanation: bytes = b"") -> None:
-        """The answer was a worker: its load is booked from now on, and renewed."""
+        """Redis' answer to the decision was a worker: this request's load is booked there, and renewed from now on."""
         self.state = AttemptState.BOOKED
         self.decision, self.explanation = decision, explanation
         self.pool.reservations.add(
@@ -178,15 +181,16 @@ class Attempt:
 
     @property
     def owner(self) -> str:
-        """The reservation as the worker is told it.
+        """The owner of this request's load, as the worker is told: the reservation, or ``unbooked`` if Redis booked
+        none.
 
-        Load without a reservation must count as foreign: the worker must not take it for load that is booked.
+        The worker must report unbooked load as foreign, or else no decision would count it.
         """
         return self.reservation if self.state is AttemptState.BOOKED else "unbooked"
 
     @property
     def reservation_word(self) -> str:
-        """How the client and the metrics are told of the reservation: ``booked``, ``known`` or ``fallback``."""
+        """The reservation in a word, for the client and the metrics: ``booked``, ``known`` or ``fallback``."""
         return self.decision.outcome if self.decision and self.state is AttemptState.BOOKED else "fallback"
 
     def sent(self, worker_id: str) -> Try:
@@ -194,7 +198,7 @@ class Attempt:
         return self.pool.tries.begin(self.reservation, worker_id)
 
     def prefill_done(self) -> None:
-        """The first token came: give the booked prefill back, beside the stream, and delay none of its bytes."""
+        """The first token came: give the booked prefill back, in a task of its own, so that no byte waits for it."""
         if self.pool.reservations.prefill_done(self.reservation):
             self._attempts.spawn(self._tell("started"))
 
@@ -208,8 +212,8 @@ class Attempt:
     async def release(self, outcome: Outcome) -> None:
         """Give back everything that this attempt took; a second call does nothing.
 
-        A task of its own tells Redis, so that no cancellation can stop it. This waits for it, so that Redis knows the
-        end before another attempt is decided; but not longer than one command may take.
+        A task of its own tells Redis, so that no cancellation can stop it. ``release`` waits for that task, so that
+        Redis knows the end before another attempt is decided, but no longer than one command may take.
         """
         state, self.state = self.state, AttemptState.RELEASED
         if state is AttemptState.RELEASED:

@@ -20,7 +20,7 @@ class Hints:
     """What a client told about its request.
 
     session: the key of its conversation, empty if it has none. prefix_tokens: how many tokens at the beginning of the
-    prompt other requests share; 0: perhaps all. explain: the client asks why the worker was chosen.
+    prompt are shared with other requests; 0: perhaps all of them. explain: the client asks why the worker was chosen.
     """
 
     session: bytes = b""
@@ -35,9 +35,9 @@ NO_HINTS = Hints()
 class Call:
     """One request as it was read from its connection.
 
-    headers: those that the engine gets. tenant: the value of the tenant header, empty unless tenants are kept apart.
-    flow: 8 bytes of the same header by which the queue takes turns. patience_s: the longest wait in the queue that the
-    client accepts. received_at: when the body was complete, by ``time.perf_counter``.
+    headers: the headers that the engine gets. tenant: the value of the tenant header, empty unless tenants are kept
+    apart. flow: 8 bytes made of the tenant header's value; the queue takes turns by them. patience_s: the longest wait
+    in the queue that the client accepts. received_at: when the body was complete, by ``time.perf_counter``.
     """
 
     endpoint: Endpoint
@@ -56,7 +56,8 @@ class Job:
     """A call that was parsed and identified: everything that all attempts at it share.
 
     body: as an engine gets it, with the tenant's salt. priority: a lower one goes first in the queue. offer: the token
-    ids that an engine may get in place of the text. logged: whether its decisions belong into the decision log.
+    ids that an engine may get in place of the text, or why it may get none. logged: whether its decisions belong into
+    the decision log.
     """
 
     call: Call

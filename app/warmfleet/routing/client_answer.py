@@ -1,4 +1,4 @@
-"""The answer that a client gets, and how far it is."""
+"""The answer that a client gets, and how much of it was sent already."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ClientAnswer:
     """Sends one answer over ASGI. Only its own methods change ``started`` and ``complete``.
 
     ``started``: the status is on its way, so no other answer can be given. ``complete``: the last piece is on its way.
-    Both are set before the piece is sent, because the client may hang up while it is.
+    Both are set before the piece is sent, because the client may hang up while it is being sent.
     """
 
     __slots__ = ("_send", "complete", "started")
@@ -47,8 +47,8 @@ class ClientAnswer:
         await self.body(body, more=False)
 
     async def end_stream(self, error: WarmfleetError) -> None:
-        """End a stream of events with one that tells the error.
+        """End a stream of events with an event that tells the error.
 
-        The empty line before it ends an event that was cut; after a whole event it means nothing.
+        An empty line goes first: it ends an event that was cut off, and after a whole event it means nothing.
         """
         await self.body(b"\n\ndata: " + orjson.dumps(error.as_dict()) + b"\n\n", more=False)

@@ -1,4 +1,4 @@
-"""Chooses the worker of an attempt: by a decision in Redis, else by what this replica knows itself."""
+"""Chooses the worker of an attempt: by a decision in Redis, or by this replica's last reading while Redis cannot."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Decider:
         except NoWorker:
             attempt.not_booked()
             if len(exclude) > len(job.prompt.unable_workers):
-                raise  # the excluded workers may be there: the router tries without the exclusion
-            return await self._without_redis(job, attempt, exclude, "no_worker")  # perhaps Redis came back empty
-        except WarmfleetError as error:  # Redis is gone or slow, or a script refuses: no reason to fail a request
+                raise  # an excluded worker may be alive: the router tries again without the exclusion
+            return await self._without_redis(job, attempt, exclude, "no_worker")  # Redis may have come back empty
+        except WarmfleetError as error:  # Redis is away or slow, or a script refuses: no reason to fail a request
             pool.degraded.failed(f"{error.code}: {error}")
             attempt.unanswered()
             reason = "away" if isinstance(error, FleetUnavailable) else error.code
@@ -82,7 +82,7 @@ class Decider:
         return explanation(ask, pool.fleet.weights, decision) if hints.explain else b""
 
     async def _without_redis(self, job: Job, attempt: Attempt, exclude: tuple[str, ...], reason: str) -> Decision:
-        """A worker of those that were last known. reason: for the metrics, why Redis did not choose.
+        """Choose among the workers of the last reading. reason: for the metrics, why Redis did not choose.
 
         Raises NoWorker, and FleetUnavailable if the fleet was never read.
         """

@@ -1,7 +1,7 @@
-"""A sampled log of decisions: everything that a choice saw, so that ``warmfleet replay`` can make it again.
+"""Logs a sample of the decisions, each with everything that the choice saw, for ``warmfleet replay`` to make it again.
 
-It holds no prompt, no block hash and no session key. A line is one JSON object (``record``). A thread writes it, so a
-slow disk costs records of the log and no request's time.
+The log holds no prompt, no block hash and no session key. A line is one JSON object (``record``). A thread writes the
+lines, so a slow disk loses records of the log but delays no request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.decision_log")
 
-MAX_BYTES = 64 * 2**20  # of the file; a full file replaces FILE.1
+MAX_BYTES = 64 * 2**20  # of the file; a full file is renamed to FILE.1, and replaces the one before
 MAX_WAITING = 1_000  # records; while so many wait for the disk, new ones are dropped and counted
 LOG_EVERY_S = 60.0
 
@@ -36,9 +36,9 @@ LOG_EVERY_S = 60.0
 def record(
     model: str, ask: Ask, weights: Weights, decision: Decision, rings: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """One line of the log: what lua/replay.lua needs to make the decision again, and how it came out.
+    """One line of the log: the arguments with which lua/replay.lua makes the decision again, and the decision itself.
 
-    rings: the order of the hash ring, by policy. Raises ValueError if Redis was not asked to tell what the choice saw.
+    rings: the order of the hash ring, by policy. Raises ValueError if the decision was not asked for its explanation.
     """
     seen = decision.seen
     if seen is None:
@@ -90,7 +90,7 @@ class DecisionLog:
         return self._share > 0.0 and random.random() < self._share
 
     def note(self, line: dict[str, Any]) -> None:
-        """Write this record soon; if too many wait already, drop it and count that."""
+        """Hand this record to the thread that writes; drop and count it if MAX_WAITING records wait already."""
         try:
             self._waiting.put_nowait(line)
         except queue.Full:

@@ -1,8 +1,9 @@
 """Token ids that only an engine can tell: chats whose template cannot run here, models without a tokenizer here.
 
-An engine tells them by /v1/chat/completions/render (vLLM: --enable-scale-out) or by /tokenize. A question costs a round
-trip and time of the engine's API server before the decision. So an engine is asked only where much can be won, with a
-short time-out, and few questions are under way at once. After any failure the request is routed by load.
+An engine tells the ids by /v1/chat/completions/render (vLLM: --enable-scale-out) or by /tokenize. A question costs a
+round trip and time of the engine's API server before the decision. So an engine is asked only about prompts of
+MIN_TOKENS or more, with a short time-out, and by at most MAX_IN_FLIGHT questions of this replica at once. After any
+failure the request is routed by load.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.engine_tokenizer")
 
-MIN_TOKENS = 512  # estimated; a shorter prompt is computed sooner than a question is answered
+MIN_TOKENS = 512  # of a prompt, estimated; the prefill of a shorter one takes less time than the question
 MAX_BYTES = 524_288  # of a request: some 130,000 tokens
-ASK_TIMEOUT_S = 0.25  # besides S_PER_BYTE; a later answer would cost the request more than a cold prefill
+ASK_TIMEOUT_S = 0.25  # plus S_PER_BYTE for each byte of the body; waiting longer would cost more than a cold prefill
 S_PER_BYTE = 5e-6  # a prompt has at most one token for each of its bytes, and an engine needs 4 us for a token
 ANSWER_BYTES_PER_BYTE = 12  # a token id takes at most so many bytes of the answer
 MAX_IN_FLIGHT = 32
-REST_S = 10.0  # an engine that is not there is not asked for so long
+REST_S = 10.0  # an engine that did not answer is not asked for so long
 #: Fields of a chat that change its prompt, but that /tokenize ignores.
 TOKENIZE_IGNORES = frozenset({"documents", "reasoning_effort"})
 
@@ -52,7 +53,7 @@ class _Route(NamedTuple):
 
 
 class EngineTokenizer:
-    """Asks engines for token ids. Remembers only which engines were away a moment ago."""
+    """Asks engines for token ids. Remembers only which engines did not answer within the last REST_S."""
 
     def __init__(self, client: EngineClient, settings: Settings, metrics: Metrics) -> None:
         self._client = client
@@ -64,7 +65,7 @@ class EngineTokenizer:
     async def token_ids(
         self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: Mapping[str, str]
     ) -> list[int]:
-        """The token ids of the request as one of its engines makes them; empty if none is asked, or none tells."""
+        """The token ids of the request as an engine of its model makes them; empty if no engine tells them."""
         route = self._route(pool, request, prompt)
         if route is None or len(body) > MAX_BYTES:
             return []
@@ -78,7 +79,11 @@ class EngineTokenizer:
             self._in_flight -= 1
 
     def _route(self, pool: Pool, request: Request, prompt: IdentifiedPrompt) -> _Route | None:
-        """Any worker that can tell; None if there is none, or if it matters little which worker gets the request."""
+        """A random worker that can tell the ids, and how to ask it; None if no worker can, or if it is not worth
+        asking.
+
+        It is not worth asking about a short prompt, or while only one worker could get the request.
+        """
         if not self._enabled or prompt.prompt_tokens < MIN_TOKENS or not pool.view.hashers:
             return None
         now = time.monotonic()
@@ -94,7 +99,8 @@ class EngineTokenizer:
     async def _ask(self, route: _Route, body: bytes, headers: Mapping[str, str]) -> list[int]:
         """The ids; empty if the engine does not tell them, for any reason.
 
-        Only an engine that is not there rests. A failure that a request may have caused keeps it from no other request.
+        An engine that did not answer, or answered 501 or more, is not asked for REST_S. After any other failure the
+        engine is asked again at once, because the request itself may have caused the failure.
         """
         headers = {key: value for key, value in headers.items() if key in ("Authorization", "Content-Type")}
         worker, path, field = route
@@ -128,7 +134,7 @@ def _facts(worker: WorkerView) -> dict[str, Any]:
 
 
 def _way(renders: Any, request: Request) -> tuple[str, str] | None:
-    """Path and field of the answer, if this worker has a route that sees the request as its engine will."""
+    """The path to ask, and the field of the answer with the ids; None if the worker has no path for this request."""
     if not isinstance(renders, dict):
         return None
     if request.endpoint == "completions":

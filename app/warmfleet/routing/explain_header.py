@@ -1,4 +1,4 @@
-"""Headers of an answer that tell the client of the decision."""
+"""The headers of an answer that tell the client which worker was chosen, and why if the client asked."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Ask, Decision, Weights
     from warmfleet.routing.attempt import Attempt
 
-EXPLAINED = 16  # candidates, the cheapest: balancers take headers of 8 kB in all
+EXPLAINED = 16  # the cheapest candidates: balancers accept 8 kB of headers in all
 
 
 def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which: str) -> Mapping[bytes, bytes]:
-    """The headers of an answer. which: ``all``, or ``request_id`` for no more than that.
+    """The headers of an answer. which: ``all``, or ``request_id`` for the request id alone.
 
-    An explanation is there in any case if the client asked for one.
+    The explanation is added in either case if the client asked for one.
     """
     headers = {b"x-request-id": request_id.encode()}
     if attempt.explanation:
@@ -37,7 +37,7 @@ def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which:
 def explanation(ask: Ask, weights: Weights, decision: Decision) -> bytes:
     """Compact JSON: the policy, the rule that chose, the weights, and the candidates with the figures of the choice.
 
-    The chosen worker is the first candidate; the others follow by cost.
+    The chosen worker is the first candidate; the other candidates follow by cost.
     """
     seen = decision.seen.candidates if decision.seen is not None else []
     rows = sorted(seen, key=lambda row: (row.worker_id != decision.worker_id, row.cost_s))

@@ -23,7 +23,7 @@ ENGINE_CAN_TELL = frozenset({"no_template", "no_identity", "tools"})
 
 
 class AskEngine(Protocol):
-    """Asks an engine for the token ids of a request; an empty list if none tells them."""
+    """Asks an engine for the token ids of a request; an empty list if no engine tells them."""
 
     async def __call__(
         self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: Mapping[str, str]
@@ -31,7 +31,7 @@ class AskEngine(Protocol):
 
 
 class Identifier:
-    """Identifies prompts for the router, and counts how."""
+    """Identifies prompts for the router, and counts in the metrics how each was identified."""
 
     def __init__(self, ask_engine: AskEngine, settings: Settings, metrics: Metrics) -> None:
         self._ask_engine = ask_engine
@@ -42,7 +42,7 @@ class Identifier:
     async def identify(self, pool: Pool, request: Request, body: bytes, headers: Mapping[str, str]) -> IdentifiedPrompt:
         """The request's prompt, as far as this replica or an engine can tell it. Never fails.
 
-        body and headers: the request as an engine is asked about it.
+        body and headers: the request as an engine gets it when it is asked for the token ids.
         """
         prompt = await pool.identify(request, self._expected_output)
         if prompt.reason in ENGINE_CAN_TELL:

@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 
 #: Headers of an engine's answer that reach the client. All others are about the connection, or are the router's own.
 PASSED_BACK = ("Content-Type", "Retry-After", "Cache-Control")
-#: Of a plain answer, read before its headers go out: an engine that dies until then is a 502 and no broken answer.
+#: So much of a plain answer is read before its headers go to the client. If the engine dies while that is read, the
+#: client gets a 502 in place of a broken answer.
 BUFFER_MAX_BYTES = 1_048_576
 
 Ended = Literal["finished", "failed"]
 
 
 class FirstByte(Protocol):
-    """Called when the first byte of an answer is there. streams: more bytes will follow over time."""
+    """Called when the first byte of an engine's answer came. streams: the answer is a stream of events."""
 
     def __call__(self, *, streams: bool) -> None: ...
 
@@ -78,7 +79,7 @@ class Relay:
     async def _send(
         self, job: Job, attempt: Attempt, decision: Decision, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
-        """Send the request with its token ids if the worker takes them; if it refuses those, as the client sent it."""
+        """Send the request with its token ids if the worker takes ids; if it refuses the ids, as the client sent it."""
         path, worker_id = PATHS[job.call.endpoint], decision.worker_id
         with_ids = self._handoff.body(job.offer, job.call.endpoint, job.body, job.pool.view, worker_id)
         sent = self._upstream.post(decision.url, path, with_ids or job.body, headers)
@@ -98,7 +99,7 @@ class Relay:
         if streams and status < 400:  # the first byte of a plain answer comes with its last token
             pool.ttft.observe(waited_s)
         self._metrics.requests.labels(job.call.endpoint, str(status), attempt.reservation_word).inc()
-        # Of several prompts only the engine itself knows when each one's prefill is done.
+        # With several prompts in a request, only the engine knows when the prefill of each is done.
         if streams and (job.prompt.prompt_count == 1 or decision.approximate):
             attempt.prefill_done()
 
@@ -118,17 +119,17 @@ class EngineAnswer:
 
     @property
     def streams(self) -> bool:
-        """Whether it is a stream of events."""
+        """Whether the engine answers with a stream of events."""
         return self.response.content_type == "text/event-stream"
 
     @property
     def ended(self) -> Ended:
-        """The outcome of this answer once it was relayed as a whole."""
+        """The outcome of this answer after all of it was relayed."""
         return "finished" if self.response.status < 400 else "failed"
 
 
 async def relay(engine: EngineAnswer, client: ClientAnswer, first_byte: FirstByte) -> Ended:
-    """Pass the answer on; returns how it ended.
+    """Pass the engine's answer on to the client; returns how the answer ended.
 
     Raises UpstreamGone if the engine died before the first byte of its body: nothing was sent, another worker may be
     tried. Raises UpstreamError if a plain answer broke off before any of it was sent.
@@ -139,7 +140,7 @@ async def relay(engine: EngineAnswer, client: ClientAnswer, first_byte: FirstByt
     try:
         with upstream_errors():
             body, whole = await _read(response.content, BUFFER_MAX_BYTES)
-    except UpstreamGone as error:  # its answer had begun, so the work was done once: not again at another worker
+    except UpstreamGone as error:  # the engine's answer had begun: another worker would do the same work again
         raise UpstreamError(error.message) from error
     if not whole:
         return await _stream(engine, client, body, first_byte)
@@ -150,7 +151,7 @@ async def relay(engine: EngineAnswer, client: ClientAnswer, first_byte: FirstByt
 
 
 async def _first_piece(engine: EngineAnswer) -> bytes:
-    """The headers wait for it: until it is there, a dead engine can be replaced without the client's notice."""
+    """The first piece of the body. The headers wait for it, so until then another worker can serve the request."""
     try:
         with upstream_errors():
             return await engine.response.content.readany()
@@ -161,7 +162,7 @@ async def _first_piece(engine: EngineAnswer) -> bytes:
 
 
 async def _read(content: aiohttp.StreamReader, limit: int) -> tuple[bytes, bool]:
-    """The whole body, or as much of it as ``limit`` bytes and one piece more; and whether it is the whole."""
+    """The body, and whether it is complete: reading stops with the piece by which it reaches ``limit`` bytes."""
     piece = await content.readany()
     if content.at_eof():
         return piece, True
@@ -187,10 +188,10 @@ async def _stream(engine: EngineAnswer, client: ClientAnswer, piece: bytes, firs
     except UpstreamError as error:
         engine.cut_off = True
         if not engine.streams:
-            raise  # part of a plain answer is out: only closing the connection can tell that it is not whole
+            raise  # part of a plain answer was sent: closing the connection tells the client that it is cut off
         await client.end_stream(error)
         return "failed"
-    except asyncio.CancelledError:  # the client is gone and hears nothing, or this replica stops and waits no longer
+    except asyncio.CancelledError:  # the client hung up, or the grace period of a stopping replica is over
         if engine.streams:
             await client.end_stream(Stopping())
         raise

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from warmfleet.routing.identifier import Identifier
     from warmfleet.settings import Settings
 
-MAX_ATTEMPTS = 4  # at different workers, before the first byte: half of a fleet may die at once
-MAX_DEATHS = 2  # of workers that had the request: it may be what they die of, so no third worker gets it
+MAX_ATTEMPTS = 4  # at different workers, before the first byte of an answer: half of a fleet may die at once
+MAX_DEATHS = 2  # of workers that had the request: the request may have killed them, so no third worker gets it
 
 
 class Router:
@@ -56,7 +56,7 @@ class Router:
         self._relay = Relay(upstream, settings, metrics)
 
     async def serve(self, call: Call, answer: ClientAnswer) -> None:
-        """Answer ``call``. Raises WarmfleetError; the client was sent nothing then unless ``answer.started``."""
+        """Answer ``call``. Raises WarmfleetError; unless ``answer.started``, nothing was sent to the client then."""
         request = requests.parse(call.endpoint, call.body, self._allowed_fields)  # 1 parse
         priority = requests.priority(request) if self._reads_priority else 0
         body = self.tenancy.isolate(request, call.body, call.tenant)
@@ -68,20 +68,20 @@ class Router:
             attempt = self._attempts.begin(
                 job, retries.failed_workers, avoids_suspects=retries.avoids_suspects, last=retries.last
             )
-            outcome: Outcome = "cancelled"  # unless something better, or worse, becomes known
+            outcome: Outcome = "cancelled"  # until it is known how the attempt ended
             try:
                 decision = await self._queue.admit(job, attempt, self._decider.decide)  # 3 decide
                 outcome = await self._relay.forward(job, attempt, decision, answer)  # 4 forward
-                return  # noqa: TRY300  the road goes straight down; an else would hide it
+                return  # noqa: TRY300  an else would part the five steps
             except UpstreamGone as error:
                 outcome = "failed"
                 if answer.started:
                     raise
                 attempt.worker_failed()
-                retries.worker_failed(decision.worker_id, error)  # raises it if no other worker may be tried
+                retries.worker_failed(decision.worker_id, error)  # raises the error if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
             except NoWorker as error:
-                retries.no_worker(error, avoided_suspects=bool(attempt.avoided))  # raises unless that may be why
+                retries.no_worker(error, avoided_suspects=bool(attempt.avoided))  # raises unless a suspect may serve
             except WarmfleetError:
                 outcome = "failed"
                 raise
@@ -89,12 +89,12 @@ class Router:
                 await attempt.release(outcome)  # 5 settle
 
     async def drained(self) -> None:
-        """Return when every reservation is settled and every ticket given up, or could not be."""
+        """Return when no reservation is left to settle and no ticket to give up, whether Redis took them or not."""
         await self._attempts.drained()
 
 
 class _Retries:
-    """Which attempts a job may still have, after those that failed."""
+    """Decides after a failed attempt whether the job may have another one, and at which workers."""
 
     def __init__(self, job: Job) -> None:
         self.failed_workers: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class _Retries:
         self._failure: UpstreamGone | None = None
 
     def worker_failed(self, worker_id: str, error: UpstreamGone) -> None:
-        """Exclude this worker from the next attempt. Raises ``error`` if there may be no other."""
+        """Exclude this worker from the next attempt. Raises ``error`` if no other attempt may follow."""
         self._failure = error
         self._deaths += not error.refused
         # A request that is too long for every engine may have been too much for this one.
@@ -116,9 +116,9 @@ class _Retries:
         self._next()
 
     def no_worker(self, error: NoWorker, *, avoided_suspects: bool) -> None:
-        """Let the next attempt have the suspects, if this one avoided some. Raises an error if that cannot help."""
+        """Let the next attempt choose suspects too. Raises if this one avoided none or a worker failed before."""
         if self._failure is not None:
-            raise self._failure from None  # every worker has failed: the client is told how the last one did
+            raise self._failure from None  # no worker is left: the client gets the last worker's failure
         if not avoided_suspects:
             raise error
         self.avoids_suspects = False

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
 
 FLOW_BYTES = 8
-SALT_BYTES = 16  # too many to guess another tenant's, or for two tenants to share one by chance
+SALT_BYTES = 16  # 128 bits: no tenant can guess another's salt, and no two tenants get the same salt by chance
 
 
 class Tenancy:
-    """Tells the tenant of a request, and gives the request that tenant's salt."""
+    """Derives the tenant of a request from its headers, and gives the request that tenant's salt."""
 
     def __init__(self, key: str, header: str) -> None:
         """key: the operator's secret; without one, tenants are not kept apart. header: its value names the tenant."""
@@ -31,7 +31,8 @@ class Tenancy:
     def name(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         """The tenant of a request, b"" if tenants are not kept apart.
 
-        It is made of all values of the header, so a client that sends a second one does not become another tenant.
+        The name is made of all values of the tenant header, so a client cannot become another tenant by a second
+        header.
         """
         return self._values(headers) if self._key else b""
 
@@ -39,15 +40,15 @@ class Tenancy:
         return b"\0".join([value for name, value in headers if name == self._header])
 
     def flow(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        """The tenant by whom the queue takes turns, as 8 bytes that do not tell the header's value.
+        """The flow by which the queue takes turns: 8 bytes that do not tell the tenant header's value.
 
-        It is there whether tenants are kept apart or not. Two tenants of the same flow share its turns; by chance one
-        pair in 10^19 does.
+        Every request has a flow, whether tenants are kept apart or not. Two tenants with the same flow share its turns;
+        by chance this happens to one pair of tenants in 10^19.
         """
         return hashlib.blake2b(self._values(headers), digest_size=FLOW_BYTES, key=self._key[:64]).digest()
 
     def isolate(self, request: Request, body: bytes, tenant: bytes) -> bytes:
-        """Give ``request`` the tenant's salt; returns the body that tells the engine the same."""
+        """Give ``request`` the tenant's salt; returns the body for the engine, with the same salt in it."""
         salt = self.salt(tenant, request.salt)
         if salt == request.salt:
             return body

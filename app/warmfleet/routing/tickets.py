@@ -1,8 +1,10 @@
-"""Asks Redis about the tickets of requests that wait here. Their order is in Redis (lua/parts/shared/fair_queue.lua).
+"""Asks Redis whose turn it is, for the requests that wait in this replica, and ends each wait when its turn came.
+
+Redis keeps the order of the tickets (lua/parts/shared/fair_queue.lua).
 
 While a model has tickets in this replica, one task asks about all of them: every 50 ms, and as soon as a request of
-this replica ends. While it has none, no task runs. A ticket that is not asked about expires, so a replica that dies
-leaves no ticket behind.
+this replica ends. While the model has none, no task runs. A ticket that is not asked about expires, so a replica that
+dies leaves no ticket behind.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool
 
 POLL_S = 0.05  # a ticket lives for 1 s after it was asked about
-MIN_PAUSE_S = 0.005  # between two polls: requests that end at the same time cause one poll
+MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
 PAUSES = 4  # a pause lasts at least so many times as long as the poll took: a long queue must not keep Redis busy
 
 
@@ -31,19 +33,19 @@ class Tickets:
         self._polls: dict[str, TicketPolls] = {}
 
     async def wait(self, pool: Pool, ticket: str) -> Standing:
-        """Return when the ticket waits no longer: it is its turn, another request displaced it, or it is unknown."""
+        """Return when the ticket waits no longer: its turn has come, it was displaced, or Redis does not know it."""
         return await self._of(pool).wait(ticket)
 
     def work_s(self, pool: Pool) -> float:
-        """Seconds that the whole fleet needs for the prompts in the queue, as of the last poll."""
+        """Seconds of prefill that the prompts in the queue cost the whole fleet, as of the last poll."""
         return self._of(pool).work_s
 
     def leave(self, pool: Pool, ticket: str) -> None:
-        """Give up a ticket; it need not exist."""
+        """Give up a ticket; nothing happens if Redis has no such ticket."""
         self._of(pool).leave(ticket)
 
     def room_freed(self, pool: Pool) -> None:
-        """Ask soon: a worker has more room now."""
+        """Poll soon: a request of this replica ended, so a worker has more room."""
         if polls := self._polls.get(pool.tag):
             polls.ask_soon()
 
@@ -53,13 +55,13 @@ class Tickets:
         return self._polls[pool.tag]
 
     async def drained(self) -> None:
-        """Return when no request waits and every ticket was given up, or could not be."""
+        """Return when no request waits and no ticket is left to give up, whether Redis took that or not."""
         while running := [polls.task for polls in self._polls.values() if polls.task is not None]:
             await asyncio.wait(running)
 
 
 class TicketPolls:
-    """The tickets of one model in this replica. ``task`` runs while there are any."""
+    """The tickets of one model in this replica. ``task`` polls Redis while the model has any."""
 
     def __init__(self, pool: Pool) -> None:
         self.task: asyncio.Task[None] | None = None
@@ -70,7 +72,7 @@ class TicketPolls:
         self._leaving: list[str] = []
 
     async def wait(self, ticket: str) -> Standing:
-        """Return when the ticket's standing is another one than WAITS."""
+        """Return the ticket's standing as soon as it is another than WAITS."""
         future: asyncio.Future[Standing]
         future = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         self._run()
@@ -109,7 +111,7 @@ class TicketPolls:
                         await self._soon.wait()
         finally:
             self.task = None
-            self._end_all_waits()  # there are none, unless this task was cancelled or failed
+            self._end_all_waits()  # a wait is left only if this task was cancelled or failed
 
     async def _poll(self) -> None:
         """Ask about all tickets. While Redis is away every wait ends, and its request is decided without Redis."""

@@ -1,9 +1,10 @@
-"""Token hand-off: an engine is given the token ids that the router has made, so that it does not tokenise again.
+"""Token hand-off: an engine is given the token ids that the router has made, so that the engine does not tokenise
+again.
 
-Completions take them as their ``prompt``, chats as ``kv_transfer_params.prompt_token_ids`` (vLLM 0.32 and newer). Every
-other byte of the request stays, so the answer is the same as for the text. Only exact ids are handed off, and only to a
-worker that is proven and announced the identity that made them. In every other case the engine gets the request as the
-client sent it.
+Completions take the ids as their ``prompt``, chats as ``kv_transfer_params.prompt_token_ids`` (vLLM 0.32 and newer).
+Every other byte of the request stays, so the answer is the same as for the text. Only exact ids are handed off, and
+only to a worker that is proven and announced the identity that made them. In every other case the engine gets the
+request as the client sent it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.token_handoff")
 
-#: Statuses by which an engine may refuse the ids: then it is sent the text, and its answer to that counts.
+#: Statuses by which an engine may refuse the ids: it is then sent the text, and the answer to the text goes to the
+#: client.
 REFUSALS = (400, 413, 422)
 PAUSE_S = 300.0  # a worker that refused ids and took the text gets no ids for so long
-CHECK_EVERY = 12  # one request of so many goes as text: the engine's own count of tokens then shows a changed tokenizer
+CHECK_EVERY = 12  # one request in so many goes as text: the engine's own count of its tokens shows a changed tokenizer
 MAX_VIEW_AGE_S = 5.0  # after an older reading the worker may be another process with another tokenizer
 MAX_WORKERS = 4_096
 
@@ -71,7 +73,7 @@ class Handoff:
         self._paused_until: dict[str, float] = {}
 
     def body(self, given: Offer, endpoint: Endpoint, raw: bytes, view: View, worker_id: str) -> bytes | None:
-        """``raw`` with the token ids in it; None if this worker is to get ``raw`` itself."""
+        """``raw`` with the token ids in it; None if this worker should get ``raw`` unchanged."""
         if not self._enabled:
             return None
         reason = given.reason or self._against(given, endpoint, view, worker_id)
@@ -99,7 +101,7 @@ class Handoff:
         if self._paused_until.get(worker_id, now) > now:
             return "paused"
         if max(one.tokens for one in given.prompts) >= able.limit_tokens:
-            return "length"  # the engine words its refusal by what it was given
+            return "length"  # too long: the engine's refusal names what it was given, and the client sent text
         if len(self._requests) >= MAX_WORKERS:
             self._requests.clear()
         count = self._requests[worker_id] = self._requests.get(worker_id, -1) + 1

@@ -3,8 +3,8 @@
 ``render_process`` starts it; a replica itself runs nothing of it but the constants. The process speaks over its
 standard input, which is a socket. A request is 4 bytes of length and marshalled values: ``(source, content format)``
 first, then ``(messages, arguments, fixed)`` each time. An answer is one byte of status, 4 bytes of length and a text.
-The kernel refuses it every file, connection and process. It ends when its parent dies, which closes the socket, and at
-its CPU limit by SIGPROF, which also ends a call that never returns to Python.
+The kernel refuses the process every file, connection and child process. The process ends when its parent dies, which
+closes the socket. SIGPROF ends it at its CPU limit, even in a call that never returns to Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ CPU_S = 0.25  # for one render, or for compiling, which usually takes 0.02 s
 MEMORY_BYTES = 256 * 2**20
 HEAD_BYTES = 4
 
-#: First byte of an answer: the text follows (or the content format); the reason of a refusal follows; out of memory.
+#: Status byte of an answer. DONE: the rendered text follows, or the content format after compiling. REFUSED: the reason
+#: follows. MEMORY: the process ran out of memory.
 DONE, REFUSED, MEMORY = b"=", b"-", b"!"
 Answer = tuple[bytes, str]
 
@@ -73,7 +74,7 @@ def _rendered(template: ChatTemplate, request: bytes) -> Answer:
 
 
 def _import_all() -> None:
-    """Import every module now, also those that jinja2 imports late: later no file can be opened."""
+    """Import every module now, also those that jinja2 imports late: after ``close_doors`` no file can be opened."""
     import pprint  # noqa: F401  for jinja2.utils
 
     import jinja2.constants
@@ -85,7 +86,7 @@ def _import_all() -> None:
 
 
 def close_doors(memory_bytes: int) -> None:
-    """Give up everything that the kernel grants, but for ``memory_bytes`` of address space and the open socket."""
+    """Give up all rights that the kernel grants, except ``memory_bytes`` of address space and the open socket."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:  # noqa: PTH123  pathlib takes time to import
         score.write("1000")  # if the machine runs out of memory, it ends this process first
     limits = {

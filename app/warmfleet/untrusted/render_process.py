@@ -1,8 +1,9 @@
-"""Renders templates that no operator has approved, each in a process of its own: a sandbox bounds no time or memory.
+"""Renders templates that no operator has approved, each in a process of its own, which has limits of time and memory.
 
-Every template has a process, so it can harm only its own requests. The process renders one request at a time. If a
-render meets a limit, its request is routed by load, the process is replaced, and the requests that wait go to the new
-process. A template that meets limits again and again is not run for a while.
+Every template has its own process, so a template can harm only the requests that use it. The process renders one
+request at a time. If a render meets a limit, its request is routed by load, the process is replaced, and the requests
+that wait go to the new process. A template that meets STRIKES limits within WITHIN_S is not run for FIRST_HOLD_S or
+longer.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.untrusted.render_process")
 
 START_S = 10.0
-WALL_S = 3.0  # for one answer: the limit of CPU time does not end a process that is stopped
+WALL_S = 3.0  # for one answer: a process that is stopped uses no CPU time, so the CPU limit does not end it
 WAIT_S = 2.0  # a request waits so long for its turn; then it is routed by load
 MAX_WAITING = 64
 MAX_REQUEST_BYTES = 4 * 2**20
-PIECE_BYTES = 2**20  # of one write: copying more would hold up the event loop
-#: A prompt is hardly longer than its request. A template that prints more would keep the tokenizer from others.
+PIECE_BYTES = 2**20  # bytes per write to the socket: copying more at once would delay the event loop
+#: A prompt is hardly longer than its request. A longer output would keep the tokenizer busy, and other requests
+#: waiting.
 OUTPUT_BYTES, OUTPUT_FACTOR = 65_536, 4
 STRIKES, WITHIN_S = 3, 60.0  # a template that meets so many limits within this time is held back
-FIRST_HOLD_S, LONGEST_HOLD_S = 60.0, 600.0  # the time doubles each time
+FIRST_HOLD_S, LONGEST_HOLD_S = 60.0, 600.0  # doubled with each further hold
 
 
 def folders_of(*modules: ModuleType) -> Sequence[str]:
@@ -65,7 +67,7 @@ class LimitMet(Exception):  # noqa: N818  the fate of foreign code is no error o
 
 
 class Child:
-    """One process, and our end of the socket that connects us: the only thing that the process shares with us."""
+    """One process, and the replica's end of the socket that connects the two. They share nothing else."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -107,7 +109,7 @@ class Child:
         except TimeoutError as error:
             raise LimitMet("stuck") from error
         except (asyncio.IncompleteReadError, OSError) as error:
-            self.process.kill()  # it may live on with a closed socket; if it is dead, its exit status stays as it was
+            self.process.kill()  # the process may live on with a closed socket; the exit status of a dead one stays
             status = await asyncio.to_thread(self.process.wait)
             raise LimitMet("time" if status == -signal.SIGPROF else "crash") from error
         if head[:1] == MEMORY:
@@ -157,7 +159,7 @@ class Sandboxed:
         self._turn = asyncio.Lock()
         self._waiting = 0
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._refused = False  # it does not compile
+        self._refused = False  # whether the template does not compile
         self._strikes: deque[float] = deque(maxlen=STRIKES)
         self._held_until = 0.0
         self._hold_s = FIRST_HOLD_S
@@ -168,7 +170,7 @@ class Sandboxed:
         return "does not compile" if self._refused else "held back" if self._held else "sandbox"
 
     async def ready(self) -> Format:
-        """The content format; the template is compiled first if it was not. Raises NotReproducible."""
+        """The content format; compiles the template first if that was not done yet. Raises NotReproducible."""
         if self.content_format is None:
             await self._in_turn(b"")
         if self.content_format is None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.untrusted.template_approval")
 
 MAX_TEMPLATES = 16
-MAX_PROCESSES = 4  # of at most 256 MiB each; a further one ends the process that was started first
+MAX_PROCESSES = 4  # of at most 256 MiB each; a further process ends the one that was started first
 MAX_SOURCE_BYTES = 2**20
 
 
@@ -82,12 +82,12 @@ class Templates:
         self._of_model: dict[str, frozenset[str]] = {}
         self._approved = self._configured
         self._known: OrderedDict[tuple[str, str], Template] = OrderedDict()
-        self._held: WeakSet[Template] = WeakSet()  # also those that only an identity still holds
+        self._held: WeakSet[Template] = WeakSet()  # also forgotten templates that an identity still uses
         self._processes: OrderedDict[Sandboxed, None] = OrderedDict()
         self._ending: set[asyncio.Task[None]] = set()
 
     def is_approved(self, sha256: str) -> bool:
-        """The template with this digest may run in this process."""
+        """Whether the template with this digest may run in this process."""
         return self.trust_all or sha256 in self._approved
 
     async def take(self, source: bytes, content_format: str) -> Template:
@@ -111,7 +111,7 @@ class Templates:
         return template
 
     async def approve(self, digests: Mapping[str, frozenset[str]]) -> None:
-        """Take the digests that the operator has approved, by model tag: they replace the last ones of these models."""
+        """Take the digests that the operator has approved, by model tag. They replace these models' earlier digests."""
         self._of_model |= digests
         before, self._approved = self._approved, self._configured.union(*self._of_model.values())
         for template in list(self._held) if before != self._approved else ():

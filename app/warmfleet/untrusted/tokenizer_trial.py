@@ -1,7 +1,7 @@
 """Loads tokenizers. A tokenizer that a worker brought is tried in a process of its own first.
 
-A tokenizer that fails its trial or meets a limit in it is not tried again for AGAIN_S. Requests for its model are
-routed by load.
+A tokenizer that fails its trial or meets a limit in it is not tried again for AGAIN_S. Until then requests for its
+model are routed by load.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ logger = logging.getLogger("warmfleet.untrusted.tokenizer_trial")
 
 MAX_TOKENIZERS = 4  # 30 to 340 MB each
 MAX_VERDICTS = 64
-AT_ONCE = 2  # trials
+AT_ONCE = 2  # trials that run at the same time
 AGAIN_S = 600.0
-#: Seconds, and seconds per MB. Above the limits of CPU time in ``trial_child``: these end a process that is stopped.
+#: Longest trial in seconds of wall time: a constant, and seconds per MB of the file. It is above the limit of CPU time
+#: in ``trial_child``, and ends a process that is stopped and so uses no CPU time.
 WALL_S, WALL_PER_MB = 30.0, 3.0
 
 
 class Refused(ValueError):  # noqa: N818  a worker's bad file is no error of ours
-    """A tokenizer that no replica should load. again_s: it is not tried again before that time."""
+    """A tokenizer that no replica should load. again_s: seconds until its file may be tried again."""
 
     def __init__(self, name: str, reason: str, again_s: float = AGAIN_S) -> None:
         super().__init__(f"tokenizer {name[:12]} is refused: {reason}")

@@ -26,18 +26,19 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.tokenizer import Encode, Encoder
 
-#: Real tokenizers need some 100 MiB and 12 bytes per byte of their file, 0.2 s and 0.2 s per MB.
+#: Limits of the process: a constant and an amount per byte or MB of the file. Real tokenizers need about 100 MiB plus
+#: 12 bytes per byte, and 0.2 s of CPU time plus 0.2 s per MB.
 MEMORY_BYTES, MEMORY_PER_BYTE = 512 * 2**20, 24
 CPU_S, CPU_PER_MB = 5.0, 1.0
-SHORT, LONG = 2_500, 20_000  # characters
-MAX_SECONDS = 0.25  # for the long text: the slow library usually takes 0.03
-UNNOTICED_SECONDS = 0.03
+SHORT, LONG = 2_500, 20_000  # characters of the two texts that are timed for each unit
+MAX_SECONDS = 0.25  # of CPU time for the long text: the slower library usually takes 0.03 s
+UNNOTICED_SECONDS = 0.03  # a long text that takes no more CPU time passes without comparison
 TRIES = 5  # a busy machine makes single measurements slow, but not five in a row
-MAX_GROWTH = 32  # of time from the short to the long text: 8 is linear, 64 quadratic
-MAX_IDS = 8  # for one character: it has at most 4 bytes
-MAX_AFFIXES = 64
+MAX_GROWTH = 32  # ratio of the long text's CPU time to the short text's: 8 is linear, 64 quadratic
+MAX_IDS = 8  # token ids per character of the long text: a character has at most 4 bytes
+MAX_AFFIXES = 64  # token ids that the tokenizer adds to every text
 MAX_REPLACEMENT = 16  # characters that all replacements of the file together may make of one character
-MAX_CHARSMAP = 40  # bytes: one character of Unicode stands for 33
+MAX_CHARSMAP = 40  # bytes that may replace one character: the longest of Unicode's own replacements has 33
 UNITS = ("a", "A", " ", "\n", "\t\n", "1", "=", "'s", "a ", "ab", "\x00", "é", "\u0301", "中", "😀", "\u2581")
 MAX_UNITS = 48  # further units from the patterns of the file
 _ESCAPED = re.compile(r"\\[pP]\{[^}]*\}|\\.")
@@ -53,7 +54,7 @@ def main() -> None:
 
     Encoder.load(
         json.dumps(_TINY).encode()
-    )  # imports and threads that a first use starts: below, the kernel refuses them
+    )  # a first use imports modules and starts threads: after close_doors the kernel refuses both
     request = read_request()
     if request is None:
         return
@@ -82,7 +83,7 @@ def _tried(tokenizer_json: bytes, template: str) -> str:
 
 
 def _check_replacements(tokenizer: Tokenizer) -> None:
-    """Raise ValueError if replacements may make a text much longer: probes lack the rare character they look for."""
+    """Raise ValueError if replacements may make a text much longer. Probes lack the rare characters that show it."""
     growth = 1
     for part in (*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)):
         kind = part.get("type")
@@ -91,7 +92,7 @@ def _check_replacements(tokenizer: Tokenizer) -> None:
         elif kind == "Replace":
             content = len(part["content"])
             replaced = len(part["pattern"].get("String", ""))
-            growth *= max(1, -(-content // replaced)) if replaced else 1 + content  # a pattern may match nothing
+            growth *= max(1, -(-content // replaced)) if replaced else 1 + content  # a pattern may match empty text
         elif kind == "ByteLevel":
             growth *= 2
         elif kind == "Precompiled":
@@ -101,14 +102,21 @@ def _check_replacements(tokenizer: Tokenizer) -> None:
 
 
 def _charsmap_growth(charsmap: bytes) -> int:
-    """The growth that a table of SentencePiece allows: a length, a tree, and texts that end with a zero byte."""
+    """How many characters a table of SentencePiece may make of one.
+
+    The table is a length, a tree, and the replacement texts, each with a zero byte at its end.
+    """
     texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
     longest = max(map(len, texts.split(b"\0")))
     return 1 if longest <= MAX_CHARSMAP else longest
 
 
 def _check_texts(encoder: Encoder, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if long texts of repeated units fail, take long or become too many ids."""
+    """Time the tokenizer on long texts, each of which repeats one unit.
+
+    Raises ValueError if a text fails, takes more CPU time than MAX_SECONDS or MAX_GROWTH allow, or becomes more than
+    MAX_IDS ids per character; also if the tokenizer adds more than MAX_AFFIXES ids to every text.
+    """
     from warmfleet.prompt.messages import NotReproducible
     from warmfleet.prompt.tokenizer import in_words
 

@@ -118,7 +118,7 @@ class Children:
         if self._watchdog.stdin is not None and not self._watchdog.stdin.closed:
             self._watchdog.stdin.close()
         self._watchdog.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)  # the watchdog has done so, unless it was killed
+        shutil.rmtree(self.folder, ignore_errors=True)  # the watchdog has removed it, unless the watchdog was killed
 
     def newly_dead(self) -> list[Child]:
         """Children that ended by themselves since the last call."""

@@ -89,7 +89,7 @@ def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores
         "OMP_NUM_THREADS": "1",
         "WARMFLEET_REDIS_URL": redis_url,
-        "WARMFLEET_REDIS_CA": "",  # in the URL already
+        "WARMFLEET_REDIS_CA": "",  # the store's URL names the CA already
         "WARMFLEET_MODEL": options.served_name,
         "WARMFLEET_WORKER_ID": name,
         "WARMFLEET_WORKER_URL": f"http://127.0.0.1:{port}",

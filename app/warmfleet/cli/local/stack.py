@@ -156,7 +156,7 @@ class Stack:
         log = os.environ.get("WARMFLEET_DECISION_LOG", "")
         environment = {
             "WARMFLEET_REDIS_URL": self.redis_url,
-            "WARMFLEET_REDIS_CA": "",  # in the URL already
+            "WARMFLEET_REDIS_CA": "",  # the store's URL names the CA already
             "WARMFLEET_MODELS": ",".join(self.models),
             "WARMFLEET_POLICY": plan.policy,
             "WARMFLEET_STATIC_WORKERS": ",".join(plan.workers),
@@ -186,7 +186,7 @@ class Stack:
         return {"WARMFLEET_APPROVED_TEMPLATES": ",".join(filter(None, [given, demo_template_sha256()]))}
 
     def wait_ready(self, members: Sequence[Member]) -> None:
-        """Return once all these replicas accept requests. Raises CommandError if a replica does not in time."""
+        """Return once all these replicas accept requests. Raises CommandError if one ends or needs REPLICA_SECONDS."""
         self._wait(members, "/readyz", REPLICA_SECONDS)
 
     def wait_routable(self, count: int) -> None:

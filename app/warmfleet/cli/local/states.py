@@ -22,7 +22,7 @@ POLL_SECONDS = 0.02  # between two requests for /workers or /explain: replicas p
 LIMIT_SECONDS = 15.0
 AT_ONCE = 8
 PREFIX_TOKENS = 1_500
-REPORT_SECONDS = 0.5  # engines report new blocks every 0.1 s; a person takes longer to ask again
+REPORT_SECONDS = 0.5  # pause between two turns: engines report new blocks every 0.1 s, a person is slower
 FILLER_TOKENS = 3_000
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 
 GRACE_SECONDS = 5.0
-POLL_SECONDS = 0.05  # a process group of others cannot be waited for
+POLL_SECONDS = 0.05  # a parent can wait only for its own children, so the watchdog looks again and again
 
 
 def signal_group(group: int, number: int) -> bool:
