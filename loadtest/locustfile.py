@@ -41,7 +41,7 @@ _WORDS = "the cache of a model holds blocks that every request may share when it
 
 
 class Refused(Exception):  # noqa: N818  # a result of a load test, not a fault of it
-    """The server answered, but not with a complete 200."""
+    """The server's status was not 200, its stream held an error, or nothing came for TIMEOUT_S seconds."""
 
 
 class Broken(Exception):  # noqa: N818  # same

@@ -36,7 +36,7 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw, packed = call("HGET", WORKERS, WORKER_ID), call("HGET", LOAD, WORKER_ID)
 local record = raw and packed and cjson.decode(raw)
 if not record or record.rejoin or call("TYPE", STREAM).ok ~= "stream" then return { 0, 0, NEXT_CONTROL, 0 } end
-call("ZREM", RESYNC, "") -- a first write that takes no memory: then a Redis at its limit allows the others
+call("ZREM", RESYNC, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 local short = (call("GET", TICK) or ""):match("^%d+ %d+ %d+ %d+ [1-9]") ~= nil
 local row = { struct.unpack(ROW, packed) }
 local last = tonumber(call("HGET", BATCH, WORKER_ID) or "0")
@@ -45,8 +45,8 @@ local live = { struct.unpack(DIGEST_SUMS, sums[1] or string.rep("\0", DIGEST_BYT
 local shadow = { struct.unpack(DIGEST_SUMS, sums[2] or string.rep("\0", DIGEST_BYTES)) }
 local truth, changed = record.truth or {}, {}
 record.truth = truth
--- The state of the worker that this call works on. The parts (apply/*) read it, and mark in `changed` what is to be
--- written back at the end.
+-- What Redis stores of the worker, read above. The parts (apply/*) read and change this table, and mark in `changed`
+-- which of its records the end of this script writes back to Redis.
 local state = { prefix = PREFIX, worker = WORKER_ID, record = record, row = row, live = live, shadow = shadow,
   truth = truth, changed = changed, short = short, probed = call("TYPE", PROBE).ok == "set", blocks = 0, seen = nil }
 
@@ -92,12 +92,12 @@ function operation.heartbeat(data, time)
   else
     row[FLAGS_FIELD] = whole
     local waits = tonumber(call("ZSCORE", RESYNC, WORKER_ID) or "0")
-    if waits < 0 then call("ZREM", RESYNC, WORKER_ID) end -- it lost no blocks
+    if waits < 0 then call("ZREM", RESYNC, WORKER_ID) end -- the digest is right, so the worker needs no snapshot
     if waits <= 0 and truth.cause then truth.cause, truth.healed, changed.record = nil, truth.found, true end
   end
 end
 
--- One entry of the current nonce. Its batch number tells whether entries before it were lost, or it came twice.
+-- One entry of the current nonce. Its batch number tells whether entries were lost before it, or it was applied before.
 local function apply(batch, name, data, time)
   if batch <= last then return count("duplicate") end
   if batch ~= last + 1 then lost("gap") end
@@ -105,12 +105,12 @@ local function apply(batch, name, data, time)
   if not operation[name] or operation[name](data, time) == false then count("malformed") end
 end
 
--- Applied entries are trimmed. A first entry at or before the cursor shows that the stream began anew.
+-- Applied entries are trimmed. A first entry at or before the cursor shows that the stream was deleted and made anew.
 local cursor = call("HGET", CURSOR, FIELD) or "0-0"
 local ms, sequence = cursor:match("^(%d+)-(%d+)$")
 ms, sequence = tonumber(ms), tonumber(sequence)
 local entries, spent, from, want, full, control = 0, 0, "-", 1, false, false
-repeat -- the first page is one entry: a full batch is all that a call may apply
+repeat -- the first page is one entry: one full batch is already as much as a call may apply
   local page = call("XRANGE", STREAM, from, "+", "COUNT", want)
   for _, item in ipairs(page) do
     local fields, id_ms, id_sequence, hostile, good = item[2], entry_of(item, now)

@@ -68,12 +68,12 @@ end
 local function join(data, time, nonce, batch, id)
   local fresh = announced(parse(data), WORKER_ID)
   if not fresh then return count("malformed") end
-  local same_process = record and record.nonce == nonce -- it was commanded to join again: its cache is not empty
+  local same_process = record and record.nonce == nonce -- the fleet made it join again: its cache is not empty
   if record then drop_shadow(record) end
   local server_score = call("ZSCORE", ALIVE_SERVERS, fresh.server_id)
   local flags = (heard(server_score, now, TTL_MS) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
-  if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends a drain
-  local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- an epoch that was never used: old leases have another
+  if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends it
+  local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- a new epoch: leases booked before have another
   row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0, 0, 0 }
   record, command, last = fresh, { joined = id }, batch -- a process that reads a later join than its own was replaced
   record.nonce, truth.cause = nonce, truth.cause or "join"
@@ -93,7 +93,8 @@ function control.leave() call("ZREM", ALIVE, WORKER_ID) end
 function control.begin(data) begin(record, command, parse(data)) end
 control["end"] = function(data) finish(record, row, parse(data)) end
 
--- One entry; returns "stop" if it is apply's. Its batch number tells whether entries were lost, or it came twice.
+-- Applies one entry; returns "stop" for an entry that apply handles. The batch number of the entry tells whether
+-- entries before it were lost, or whether it was applied before.
 local function enter(fields, good, time, id)
   local nonce, batch, name, data = fields[2], fields[4], fields[6], fields[8]
   local mine = good and record and not record.rejoin and nonce == record.nonce
@@ -108,7 +109,7 @@ local function enter(fields, good, time, id)
   control[name](data)
 end
 
-call("ZREM", RESYNC, "") -- a first write that takes no memory: then a Redis at its limit allows the others
+call("ZREM", RESYNC, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 local kind = call("TYPE", STREAM).ok
 local cursor = call("HGET", CURSOR, FIELD) or "0-0"
 local entries, following, hostile = 0, NEXT_NOTHING, kind ~= "stream" and kind ~= "none"
@@ -146,7 +147,7 @@ if record then
   call("HSET", BATCH, WORKER_ID, last)
   command.nonce, command.applied = record.nonce, last
   call("SET", COMMAND, cjson.encode(command))
-elseif following == NEXT_NOTHING then -- no worker has joined: its next XADD then finds no stream, and it joins
+elseif following == NEXT_NOTHING then -- no worker has joined: the writer's next XADD finds no stream, so it joins again
   call("UNLINK", STREAM)
   call("HDEL", CURSOR, FIELD)
 else

@@ -46,13 +46,13 @@ local function join(data, nonce)
   for sha256 in pairs(record and chunks_of(record.artifacts) or {}) do
     if not kept[sha256] then call("UNLINK", ARTIFACT .. sha256) end
   end
-  -- The URL is put in front once more: decide takes the first that it finds in the text, and facts may hold others.
-  -- Parsers take the last of two equal keys, which is the join's own.
+  -- The URL is put in front once more: decide takes the first "url" in the text, and facts may hold others.
+  -- JSON parsers take the last of two equal keys, which is the one of the join itself.
   call("HSET", SERVERS, SERVER_ID, ('{"nonce":"%s","url":"%s",'):format(nonce, fresh.url) .. data:sub(2))
   fresh.nonce, record, rejoined = nonce, fresh, true
 end
 
--- One entry; returns true if it shows that the server lives, false if the server leaves, nil if it says neither.
+-- Applies one entry; returns true if the entry shows that the server lives, false if the server leaves, else nil.
 local function enter(fields, good)
   local nonce, name = fields[2], fields[6]
   if not good then return count("malformed") end
@@ -66,7 +66,7 @@ local function enter(fields, good)
   end
 end
 
-call("ZREM", ALIVE_SERVERS, "") -- a first write that takes no memory: then a Redis at its limit allows the others
+call("ZREM", ALIVE_SERVERS, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 local kind = call("TYPE", STREAM).ok
 local page = kind == "stream" and call("XRANGE", STREAM, "-", "+", "COUNT", MAX_ENTRIES) or {}
 local entries, hostile, ms, sequence = 0, kind ~= "stream" and kind ~= "none", nil, nil
@@ -89,7 +89,7 @@ elseif entries > 0 then
 end
 local more = not hostile and #page == MAX_ENTRIES and 1 or 0
 local alive = heard(call("ZSCORE", ALIVE_SERVERS, SERVER_ID), now, TTL_MS)
-if more == 0 and (not record or stranger and not alive) then -- its join is lost: it finds no stream, and joins again
+if more == 0 and (not record or stranger and not alive) then -- the join is lost: without a stream it joins again
   call("UNLINK", STREAM)
   call("HDEL", CURSOR, FIELD)
   return { entries, 0 }

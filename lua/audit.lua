@@ -66,7 +66,7 @@ local function alarm(worker, digest)
   finish(worker, "audit_mismatch")
 end
 
--- One piece; true if it shows a difference by itself.
+-- Compares one piece; returns true if the piece shows a difference by itself.
 local function piece(walk, slot, digest)
   local members = PREFIX .. "s:" .. slot
   local page, forward, high, low = call("SSCAN", members, walk.cursor, "COUNT", MAX_BLOCKS), PREFIX .. "b:", 0, 0

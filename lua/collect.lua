@@ -11,7 +11,7 @@ Cost: O(max_blocks)
 Keys that depend on data: b:<hash>, s:<slot>, x:<hash>, lru:<slot>
 --]]
 local RETIRED, PREFIX, MAX_BLOCKS = KEYS[1], ARGV[1], tonumber(ARGV[2])
-local SLOT_BLOCKS = 8 -- ending a slot costs as much as so many blocks: small slots go many at a time
+local SLOT_BLOCKS = 8 -- ending a slot counts as so many blocks: one call ends many small slots
 local MARK_MAKER, MARK_TRAIL = "+", "="
 local call = redis.call
 
@@ -29,7 +29,7 @@ while room > 0 do
   end
   local taken = #hashes + #mirrored / 2
   removed = removed + taken
-  if taken >= room then break end -- it may hold more
+  if taken >= room then break end -- the slot may hold more blocks
   call("UNLINK", PREFIX .. "s:" .. slot, PREFIX .. "lru:" .. slot)
   call("SREM", RETIRED, slot)
   room = room - taken - SLOT_BLOCKS

@@ -16,9 +16,8 @@ ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy,
       choose, joined by commas), seed (integer), prefix_tokens (of a match no more counts; 0: all does), order (ids
       joined by commas: where a hash ring would look, first to last), objective_s (a time to first token that is enough;
       0: none), tenant (8 bytes; empty: this request neither waits nor gives way to others), priority (0 first, 15
-      last), waited_ms (so far), may_wait (0: it gets no ticket), barred (those of exclude that can never serve it,
-      for its
-      ticket: not a worker that only failed a moment ago),
+      last), waited_ms (so far), may_wait (0: it gets no ticket), barred (those of exclude that can never serve
+      it, kept with its ticket: not a worker that only failed a moment ago),
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens, flags, why}, in mode 2 then what DRY tells after why;
@@ -55,7 +54,8 @@ end
 local replica, refusal = (include "shared/constants")(constants)
 if not replica then return refusal end
 
--- An include stands where the part is needed: to make the functions of all parts at every call took 3 % of its time.
+-- An include stands where the part is needed: making the functions of all parts at every call took 3 % of the
+-- time of the script.
 local candidates, match, choose = include "shared/candidates", include "decide/prefix_match", include "decide/cost_rule"
 local alive_workers, verified_choice = include "shared/alive_workers", include "decide/verified_choice"
 local reserve = include "decide/reserve"

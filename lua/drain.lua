@@ -16,7 +16,7 @@ local ROW_FLAGS, FLAGS_AT, FLAG_DRAINING = ">I2", 21, 8
 local with_flags = include "shared/with_flags"
 
 if draining ~= "0" and draining ~= "1" then return redis.error_reply("BAD_ARGUMENT drain: 0 or 1") end
-redis.call("HDEL", load_key, "") -- a first write that takes no memory: then a Redis at its limit allows the others
+redis.call("HDEL", load_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 local row = redis.call("HGET", load_key, worker_id)
 if not row then return 0 end
 local flags = struct.unpack(ROW_FLAGS, row, FLAGS_AT)

@@ -3,9 +3,8 @@ forget: deletes a worker that is gone; and its API server, with the artifacts th
 left.
 
 Guarantee: nothing of it stays but entries of retired slots, which collect removes. With silent_ms > 0 it is deleted
-only
-if it was silent for so long and its stream is empty: it may have come back since it was found to be due. With 0 it is
-deleted in any case. Its open reservations do not hurt a successor: a new row has another epoch.
+only if it was silent for so long and its stream is empty: it may have come back since it was found to be due. With 0 it
+is deleted in any case. Its open reservations do not hurt a successor: a new row has another epoch.
 
 KEYS: workers servers load alive alive_servers cursor batch digest resync retired
 ARGV: prefix, worker_id, silent_ms
@@ -33,7 +32,7 @@ end
 local function forget_worker()
   local row, record = call("HGET", LOAD, WORKER_ID), call("HGET", WORKERS, WORKER_ID)
   if not silent(ALIVE, WORKER_ID, "events:" .. WORKER_ID) then return 0 end
-  call("ZREM", RESYNC, WORKER_ID) -- the first write frees memory: then a Redis at its limit takes the other writes
+  call("ZREM", RESYNC, WORKER_ID) -- the first write frees memory: a full Redis then allows the writes after it
   if row then call("SADD", RETIRED, (struct.unpack(ROW_SLOT, row, SLOT_AT))) end
   local shadow = record and cjson.decode(record).shadow
   if shadow then call("SADD", RETIRED, shadow) end

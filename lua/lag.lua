@@ -5,7 +5,7 @@ Guarantee: reads only. Applied entries are trimmed, so every entry of a stream w
 
 KEYS: cursor
 ARGV: prefix, start, max_streams
-Returns: {streams there are, worker_id, entries, age of the oldest in ms, ...}; of streams that are not empty, among
+Returns: {number of streams, worker_id, entries, age of the oldest in ms, ...}; of streams that are not empty, among
       max_streams of them from start on
 Cost: O(max_streams), 50 us at 64 idle streams, 330 us with a backlog in each
 Keys that depend on data: events:<worker_id>
@@ -20,7 +20,7 @@ local answer = { #streams }
 for at = START + 1, math.min(#streams, START + MAX_STREAMS) do
   local stream = PREFIX .. streams[at]
   local worker = streams[at]:match("^events:(.+)$")
-  local length = worker and redis.pcall("XLEN", stream) -- a wrong type fails: apply_control deletes it
+  local length = worker and redis.pcall("XLEN", stream) -- a key of a wrong type fails here; apply_control deletes it
   if type(length) == "number" and length > 0 then
     local first = call("XRANGE", stream, "-", "+", "COUNT", 1)[1][1]
     answer[#answer + 1] = worker

@@ -2,10 +2,9 @@
 prove: writes the result of a probe to the worker's record and row; or notes that a replica warms the worker up first.
 
 Guarantee: a result counts only for the incarnation that was probed: with another nonce it changes nothing. Of two
-probes
-at a time a failure does not undo a success: it counts only if no other result was recorded since the worker was looked
-up. One replica warms an incarnation up, once: while its lease lives no other replica's result counts, and after that
-its own does not.
+probes at a time a failure does not undo a success: it counts only if no other result was recorded since the worker was
+looked up. One replica warms an incarnation up, once: while its lease lives no other replica's result counts, and after
+that its own does not.
 proven: its URL answers and its blocks may be matched. identity: routable, by load only. url, pending: not routable.
 warming: its owner has found it proven and warms it up, it is not routable yet; the same owner again prolongs the lease.
 Any result ends a suspicion (see apply). `tries` counts results in a row that settled nothing: a failure, or a suspicion
@@ -35,7 +34,7 @@ if proof ~= "proven" and probed ~= "" and (record.probed or 0) ~= tonumber(probe
 
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local lease = record.warming -- stays in the record when its time is over: this incarnation was warmed
+local lease = record.warming -- stays in the record after its end, which shows that this incarnation was warmed
 local lives = lease and record.proof == "warming" and now < lease.ends
 local mine = lives and lease.owner == owner
 if lives and not mine or owner ~= "" and not mine and (proof ~= "warming" or lease) then return "TAKEN" end

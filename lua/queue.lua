@@ -28,7 +28,7 @@ local capacity_of, fair_queue = include "shared/capacity", include "shared/fair_
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local queue = fair_queue(queue_key, time[1] * 1000000 + time[2], replica.ticket_ms)
-call("ZREM", queue_key, "") -- a first write that takes no memory: then a Redis at its limit allows the others
+call("ZREM", queue_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 for i = FIRST_ID, FIRST_ID - 1 + leaving do queue.leave(ARGV[i]) end
 queue.reap(MAX_REAPED)
 

@@ -42,7 +42,7 @@ if not slot or old_scheme ~= scheme or not call("ZSCORE", alive_key, worker_id) 
   if slot and healthy == "1" then call("SADD", retired_key, slot) end
   if not slot or healthy == "1" then slot = call("INCR", next_slot_key) end
 end
--- Of an approximate worker capacity_blocks is the bound of its mirror, in checkpoints: settle keeps to it.
+-- In the row of an approximate worker capacity_blocks is the most checkpoints that settle keeps in its mirror.
 epoch = epoch or call("INCR", next_slot_key)
 local head = struct.pack(ROW_EPOCH_TO_SPEED_TPS, epoch, prefill, decode, in_flight, slot, flags, scheme, speed)
 local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, 0, 0, 0, capacity_checkpoints, 0)

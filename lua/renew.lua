@@ -52,7 +52,7 @@ local function start(id, lease)
   call("HSET", lease_key, id, head .. lease:sub(at))
 end
 
-call("ZREM", leases_key, "") -- a first write that takes no memory: then a Redis at its limit allows the others
+call("ZREM", leases_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 local renewed, rebuilt, refused = 0, 0, 0
 for i = FIRST_ID, #ARGV, ID_FIELDS do
   local id = ARGV[i]

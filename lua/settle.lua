@@ -73,7 +73,7 @@ end
 
 local lease = call("HGET", lease_key, id)
 if not lease then
-  call("ZREM", leases_key, id) -- the first write frees memory: then a Redis at its limit takes the other writes
+  call("ZREM", leases_key, id) -- the first write frees memory: a full Redis then allows the writes after it
   reap()
   if outcome == "failed" or outcome == "cancelled" then
     call("ZADD", leases_key, now + tombstone_ms, id)
@@ -86,8 +86,8 @@ local epoch, slot, prefill, decode, matched, prompt, stage, length, at = struct.
 if stage > STAGE_STARTED or (stage == STAGE_STARTED and outcome == "started") then return { "SAME" } end
 call("HDEL", lease_key, id)
 if stage == STAGE_BOOKED and (outcome == "started" or outcome == "finished") then mirror(lease) end
--- Blocks are reported in order, so the deepest checkpoint speaks for all. Blocks that are confirmed need no credit, and
--- must have none, or an eviction that follows would go unseen.
+-- Engines report blocks in order, so if the deepest checkpoint is confirmed, all blocks are. Confirmed blocks need no
+-- credit, and must have none: with it decide would count a block as held even after its eviction.
 local deepest = #lease >= at + length and lease:sub(-8)
 local unreported = outcome == "finished" and deepest
   and call("SISMEMBER", prefix .. "b:" .. deepest, string.format("%d", slot)) == 0

@@ -24,7 +24,7 @@ local SERVERS, LOAD, RESYNC, RETIRED, COUNTS = KEYS[6], KEYS[7], KEYS[8], KEYS[9
 local PREFIX, MIN_GAP_MS, TTL_MS = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local FORGET_MS, MAX_STREAMS, USED_PERMILLE = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local SHORT_MS, SHARE_PERMILLE = tonumber(ARGV[7]), tonumber(ARGV[8])
-local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: short from the first on, until below the second
+local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: memory is short from SHORT_FROM on, until below SHORT_TO
 local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- so many entries take about 4 s of the usual share
 local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, HELLOS, FAR_FUTURE_MS = 1000, 2, 30000, 64, 3600000
 local GRANTED_US = 5 -- its place in the answer
@@ -36,11 +36,11 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local before = call("GET", TICK) or ""
 local last, grace_until, median, start, short = before:match("^(%d+) (%d+) (%d+) ?(%d*) ?(%d*)")
 last, grace_until, median = tonumber(last), tonumber(grace_until) or 0, tonumber(median) or 0
-start, short = tonumber(start) or 0, tonumber(short) or 0 -- short: since when memory is
+start, short = tonumber(start) or 0, tonumber(short) or 0 -- short: since when memory is short (ms; 0: it is not)
 local skip = last and last <= now and now - last < MIN_GAP_MS
 if skip then return { 0, grace_until > now and 1 or 0, 0, short > 0 and 1 or 0, 0 } end
 local full = (redis.pcall("SET", TICK, before).err or ""):find("OOM", 1, true)
-call("ZREM", RESYNC, "") -- a first write that takes no memory: then a Redis at its limit allows the others
+call("ZREM", RESYNC, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 if full or not last or last > now or now - last > GRACE_AFTER_MS then grace_until = now + TTL_MS end
 if last and last > now then -- the clock has stepped back: nothing may have happened later than now
   for _, key in ipairs({ ALIVE, ALIVE_SERVERS, RESYNC }) do
@@ -65,7 +65,7 @@ local function stream_of(key)
   return field.length, tonumber(field["last-generated-id"]:match("^%d+"))
 end
 
--- New names become known. A forged hello changes nothing: a name counts only if its stream is there.
+-- Adds the streams that `hello` names to `cursor`. A forged hello changes nothing: a stream is added only if it exists.
 local function greet()
   local kind = call("TYPE", HELLO).ok
   if kind == "none" then return end
@@ -73,7 +73,7 @@ local function greet()
   local page = call("XRANGE", HELLO, "-", "+", "COUNT", HELLOS)
   if not page[1] then
     local _, said = stream_of(HELLO)
-    if said > now + FAR_FUTURE_MS then call("UNLINK", HELLO) end -- it would take no entry any more
+    if said > now + FAR_FUTURE_MS then call("UNLINK", HELLO) end -- `hello` would take no entry any more
     return
   end
   for _, item in ipairs(page) do
@@ -83,10 +83,10 @@ local function greet()
       call("HINCRBY", COUNTS, "malformed", 1)
     else
       local length, ms = stream_of(PREFIX .. stream)
-      if length == 0 and ms > now + FAR_FUTURE_MS then -- it takes no entry any more, and holds none for apply to judge
+      if length == 0 and ms > now + FAR_FUTURE_MS then -- the stream takes no entry any more, and has none to apply
         call("HINCRBY", COUNTS, "hostile", 1)
         call("UNLINK", PREFIX .. stream)
-      elseif call("TYPE", PREFIX .. stream).ok ~= "none" then -- also a wrong type: apply_control deletes it
+      elseif call("TYPE", PREFIX .. stream).ok ~= "none" then -- also a key of a wrong type, which apply_control deletes
         call("HSETNX", CURSOR, stream, "0-0")
       end
     end
@@ -95,7 +95,7 @@ local function greet()
   if tonumber(sequence) < LAST_SEQUENCE then
     call("XTRIM", HELLO, "MINID", string.format("%s-%.0f", ms, sequence + 1))
   else
-    call("UNLINK", HELLO) -- ids as good as exhausted
+    call("UNLINK", HELLO) -- its entry ids are nearly exhausted
   end
 end
 
@@ -108,7 +108,7 @@ local function backlogs()
   end
   for i = 1, n do
     local stream = streams[(start + i - 1) % #streams + 1]
-    local length = redis.pcall("XLEN", PREFIX .. stream) -- a wrong type is for apply to judge
+    local length = redis.pcall("XLEN", PREFIX .. stream) -- a key of a wrong type fails here; apply_control deletes it
     if type(length) ~= "number" or length > 0 then answer[#answer + 1] = filling[stream] or stream end
     entries = entries + (tonumber(length) or 0)
   end
@@ -116,8 +116,8 @@ local function backlogs()
   start = n > 0 and (start + n) % #streams or 0
 end
 
--- Scores of resync: -ms = waits since then, +ms = commanded then, or its last progress. Of the workers that are alive
--- the one that has waited longest is next.
+-- Scores of resync: -ms: the worker waits since then; +ms: its snapshot was commanded, or last made progress, then. Of
+-- the workers that are alive the one that has waited longest is next.
 local function command_resyncs()
   local heard = include "shared/heard"
   local filling, waiting = 0, {}
@@ -129,7 +129,7 @@ local function command_resyncs()
     elseif alive then
       waiting[#waiting + 1] = worker
     elseif not grace then
-      call("ZREM", RESYNC, worker) -- it would stand in the way; should it come back, its digest asks anew
+      call("ZREM", RESYNC, worker) -- a dead worker would keep others waiting; if it returns, its digest asks anew
     end
   end
   for i = 1, math.min(#waiting, SHADOWS_AT_ONCE - filling) do

@@ -116,7 +116,7 @@ async def measure(url: str, model: str, seed: int) -> dict[str, Any]:
 
 
 def fit(samples: dict[str, Any], limits: Limits) -> StepCosts:
-    """The non-negative costs with the least squares of relative errors. Raises ValueError for samples from 0 down."""
+    """The non-negative costs with the least squares of relative errors. Raises ValueError for a sample not above 0."""
     rows, seconds = [], []
     for cached, new, ttft in samples["prefill"]:
         held = cached // limits.block_tokens * limits.block_tokens

@@ -41,14 +41,15 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.simulator.kv_events import KvEvents
 
-STOP_SECONDS = 2.0  # so long open requests may take when the engine stops
+STOP_SECONDS = 2.0  # that open requests get to end when the engine stops
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """An engine's settings, without its place in a fleet.
 
-    mode: ``step`` for vLLM's scheduler, ``fcfs`` for one prefill at a time. fcfs_decode_s: seconds per token then.
+    mode: ``step`` for vLLM's scheduler, ``fcfs`` for one prefill at a time. fcfs_decode_s: seconds per token of an
+    answer in mode fcfs.
     """
 
     scheme: wire.Scheme

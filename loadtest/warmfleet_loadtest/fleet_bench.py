@@ -53,10 +53,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The settings of all runs.
+    """The settings that all fleets and seeds of one bench share.
 
-    trace: a name or a file. rows: only the first so many requests are played. speed: trace seconds per second.
-    skip: the share of the requests that warms up. texts: prompts are sent as texts, also to fleets that take token ids.
+    setup: the engines. trace: a name in ``traces.trace.PUBLIC`` or the path of a file. rows: the number of requests
+    that are played, from the first on. speed: trace seconds that are played in one wall second. skip: the share (0 to
+    1) of the requests that come first and warm up the caches: they count only if they fail. texts: prompts are sent as
+    texts even to fleets that take token ids.
     """
 
     setup: Setup
@@ -122,7 +124,7 @@ def _cpu_s(up: Running) -> dict[str, float]:
 
 
 def run(fleets: Sequence[Fleet], bench: Bench, seeds: int, out: Path) -> dict[str, Any]:
-    """Play all fleets with the first seed, then all with the next: so a slow hour of the machine hits all alike."""
+    """Play all fleets with the first seed, then all with the next: a slow hour of the machine hits all fleets alike."""
     outcomes: dict[str, list[Outcome]] = {fleet.name: [] for fleet in fleets}
     broken: dict[str, str] = {}
     for seed in range(seeds):

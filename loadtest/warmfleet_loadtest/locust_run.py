@@ -29,12 +29,12 @@ from warmfleet_loadtest.stacks.processes import StackError, end_on_signals
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 KILL_AT, ADD_AT = 0.35, 0.5  # share of the duration
-# A fallback is a correct answer that was routed without the shared decision. With more of them than this share the run
-# has measured little. Runs on a crowded 2-core machine had 0 to 6 %: there the store waited for a CPU longer than the
-# routers wait for the store.
+# A fallback is a correct answer that was routed without the shared decision. A run in which a larger share of the
+# answers than this are fallbacks has failed: it says little about the shared decision. Runs on a crowded 2-core machine
+# had 0 to 6 % fallbacks: there the store waited for a CPU longer than the routers wait for the store.
 FALLBACK_SHARE = 0.2
 KILL_WINDOW_S = 3.0  # two health checks (1 s each), and time to send the cut requests again
-FINISH_S = 30  # so long users may take to finish their last request
+FINISH_S = 30  # seconds that users get to finish their last request
 TRAFFIC = "replica-4"
 POLL_S = 0.2
 TRAFFIC_S = 60  # on a busy machine the added replica may get its first request only after the duration

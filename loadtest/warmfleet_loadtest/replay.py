@@ -159,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 every request was answered, 1 some were not, 2 wrong arguments."""
+    """Exit codes: 0 every request was answered, 1 a request was not answered, 2 wrong arguments."""
     args = parser().parse_args(argv)
     if args.seeds < 1 or args.speed <= 0 or not 0 <= args.skip < 1:
         parser().error("--seeds from 1 on, --speed above 0, --skip from 0 to below 1")

@@ -13,7 +13,7 @@ class Command:
     """The fleet's message to the process that holds this worker_id.
 
     nonce, joined: the incarnation that the fleet knows, and the stream id of its join. applied: the number of the last
-    entry that the fleet has applied. id, do: a command, or None and "None".
+    entry that the fleet has applied. id, do: of a command; without a command None and "None".
     """
 
     nonce: str

@@ -87,7 +87,7 @@ class Due:
         self.load = now + LOAD_CHECK_SECONDS
 
     def after_command(self, now: float, *, sending: bool, acknowledged: bool) -> None:
-        """Read it again every 100 ms while a snapshot waits for it, else 0.5 s after a heartbeat."""
+        """Read the command again every 100 ms while a snapshot awaits acknowledgement, else 0.5 s after a heartbeat."""
         if sending:
             self.command = now + wire.FLUSH_SECONDS
         elif not acknowledged:

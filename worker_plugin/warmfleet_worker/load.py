@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-LOAD_CHECK_SECONDS = 0.25  # between two looks at the load
+LOAD_CHECK_SECONDS = 0.25  # between two readings of the engine's load
 SMALL_TOKENS = 256  # a smaller change of foreign load is never reported before its heartbeat
 MEAN_SECONDS = 2.0  # the time constant of the mean; 1 and 4 s were measured and are worse
 REMEMBERED_WORK_SECONDS = 1.0  # the mean is at most this much of the engine's work, or an idle engine looks saturated

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-YOUNG_SECONDS = 60.0  # a failover of Redis may lose a join or an artifact this young, and nobody would ask for it
-READY_SECONDS = 120.0  # a server that does not listen by then is announced all the same: the probe will find out
+YOUNG_SECONDS = 60.0  # a failover of Redis may lose a join or an artifact this young, and no router would ask for it
+READY_SECONDS = 120.0  # a server that does not listen by then joins all the same; the routers' probe then fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class ServerPublisher:
         for name, content in config.artifacts.items():
             manifest[name], chunks = artifacts.split(content)
             for sha256, piece in chunks.items():  # one call for each, so that no call is long
-                # SETNX adds without the right to overwrite
+                # SETNX: the ACL allows a worker to add artifacts, not to overwrite them
                 self._stream.client.setnx(self._keys.artifact(config.server_id, sha256), piece)
         self._stream.join(
             wire.dumps(

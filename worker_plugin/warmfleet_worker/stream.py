@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-BACKOFF_SECONDS = (0.1, 3.0)  # first and longest; with jitter and a resync shorter than one heartbeat period
+BACKOFF_SECONDS = (0.1, 3.0)  # first and longest wait; with jitter and a resync shorter than a heartbeat period
 SOCKET_TIMEOUT_SECONDS = 2.0
 MAX_PENDING = 64  # entries that Redis has not answered yet
 UNUSABLE_KEY = ("WRONGTYPE", "The stream has exhausted")  # errors of a key that no writer can use any more
@@ -98,7 +98,7 @@ class Entry:
 class StreamWriter:
     """Writes the stream ``key``, from one thread only. ``nonce`` names the present incarnation of the writer.
 
-    hello: the key of the stream that tells routers of new streams, and the name under which it does.
+    hello: the key of the stream that tells routers of new streams, and the name that it gives this stream.
     """
 
     def __init__(self, client: redis.Redis, key: str, hello: tuple[str, str], maxlen: int) -> None:
@@ -185,6 +185,7 @@ class StreamWriter:
 def _is_unusable(answer: object) -> bool:
     """True if the key takes no entry, now or later.
 
-    A join is refused there, too, but not its hint; the routers that follow the hint delete the key.
+    Redis refuses a join on this key, too, but not the hint to it in ``hello``; routers follow the hint and delete the
+    key.
     """
     return isinstance(answer, RedisError) and any(text in str(answer) for text in UNUSABLE_KEY)

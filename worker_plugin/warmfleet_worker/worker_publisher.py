@@ -303,7 +303,7 @@ class WorkerPublisher:
             if not self._rival.had_time(now):
                 return
         elif not self._state.acknowledged and now - self._joined_at < wire.WORKER_TTL_SECONDS:
-            return  # later than that, the join or the hint to it was lost
+            return  # after this time without an answer, the join or the hint to it was lost
         logger.warning("warmfleet: the join of %s was lost: joining again", self.config.worker_id)
         self._update(joined=False, acknowledged=False)
 

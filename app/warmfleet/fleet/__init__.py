@@ -30,7 +30,7 @@ from warmfleet.fleet.worker.state import WorkerState
 
 
 class Fleet(Queue, Views, Truths, Upkeep, OperatorKeys):
-    """Everything that routers do with one model's keys. Closing it closes the client that it was given."""
+    """All calls of a router on one model's keys in Redis. Closing a Fleet closes the Redis client that it was given."""
 
     async def close(self) -> None:
         await self.redis.aclose()

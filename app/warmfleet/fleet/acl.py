@@ -15,7 +15,7 @@ from warmfleet.protocol.wire import Keys, check_name, worker_id_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-#: The commands that scripts in lua/ call: the server checks each call of a script. A test compares them.
+#: The commands that scripts in lua/ call: Redis checks each call of a script, too. A test compares list and scripts.
 _SCRIPTS = """
     get getrange set strlen incr type unlink time
     hget hset hdel hgetall hincrby hkeys hlen hmget hsetnx hstrlen hvals
@@ -32,7 +32,7 @@ ROUTER_COMMANDS = (
 )
 #: The commands that a worker calls without a key. AUTH and HELLO are always allowed.
 WORKER_COMMANDS = ("ping", "select")
-#: In a Redis Cluster routers and workers ask which server has their slot.
+#: In a Redis Cluster routers and workers ask which server has the slot of their keys.
 CLUSTER_COMMANDS = ("cluster|slots",)
 #: The rights that Redis itself needs where the user ``default`` is off: a replica at its master, and a Sentinel at the
 #: servers that it watches.
@@ -46,8 +46,8 @@ SENTINEL_RULES = (
 def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
     """Every command that routers need, on every key of these models and on no other; the operator's keys read-only.
 
-    The operator's keys are those whose name begins with an ``o``: a pattern can leave out a letter, but not a name.
-    Raises WireError.
+    The operator's keys are those whose name begins with an ``o``: an ACL pattern can exclude a letter, but not a whole
+    name. Raises WireError.
     """
     allowed = sorted({*SCRIPT_COMMANDS, *ROUTER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ())})
     models = list(models)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from redis.commands.core import AsyncScript
 
-#: KEYS of every script, in order, by their names in lua/README.md. tests/lua/test_headers.py compares them with the
-#: header of each script, with its body, and with lua/README.md.
+#: KEYS of every script, in order, by their names in lua/README.md. tests/lua/test_headers.py checks that this list, the
+#: header and the body of each script, and lua/README.md name the same keys.
 SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
     name: tuple(keys.split())
     for name, keys in {
@@ -56,7 +56,7 @@ SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
     }.items()
 }
 
-#: ARGV of every script, in order and by name, up to a list of varying length at the end. Compared as SCRIPT_KEYS is.
+#: ARGV of every script, in order and by name, up to a list of varying length at the end. The same test checks it.
 SCRIPT_ARGS: Mapping[str, tuple[str, ...]] = {
     name: tuple(args.split())
     for name, args in {
@@ -89,7 +89,7 @@ ERROR_CODES: Mapping[str, type[WarmfleetError]] = {
 }
 
 
-CONNECT_S = 1.0  # a request never waits that long: its calls have limits of their own
+CONNECT_S = 1.0  # seconds; a request never waits that long: its script calls have shorter limits (Timeouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,9 @@ class Timeouts:
 def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connections: int = 256) -> aioredis.Redis:
     """A client for ``url`` (see ``warmfleet.protocol.redis_address``); connects on first use. Raises BadArgument.
 
-    redis-py does not retry: to send a call again after a time-out would make a second decision. timeout_s: of the
-    connect; each script has a time limit of its own besides. tag: the hash tag of all keys, for a Cluster.
+    redis-py does not retry by itself: after a time-out the caller of a script decides whether to ask again. timeout_s:
+    the limit for opening a connection; each script call has a limit of its own (``Timeouts``). tag: the hash tag of all
+    keys, for a Cluster.
     """
     try:
         where = parse(url)
@@ -128,11 +129,11 @@ INCLUDE = re.compile(r'\binclude "([a-z_]+/[a-z_]+)"')
 
 @cache
 def script_source(name: str) -> str:
-    """The text of the command ``lua/<name>.lua``, with its parts in it: this is what Redis is given.
+    """The text of the command ``lua/<name>.lua``, with the text of its included parts, as Redis gets it.
 
     Each ``include "<folder>/<part>"`` is replaced by a call of a function whose body is the text of
-    ``lua/parts/<folder>/<part>.lua``. Redis has no ``require``. As bodies of functions the parts keep their locals (Lua
-    allows 200 in each function) to themselves.
+    ``lua/parts/<folder>/<part>.lua``. A script in Redis cannot use ``require``. As bodies of functions the parts keep
+    their locals (Lua allows 200 in each function) to themselves.
     """
     return _with_parts(f"{name}.lua")
 
@@ -174,7 +175,7 @@ def redis_errors() -> Iterator[None]:
 
 
 class ScriptClient:
-    """Runs the scripts of one model: KEYS are filled in by name, errors are this package's own."""
+    """Runs the scripts of one model: fills in KEYS by name and raises the errors of ``warmfleet.errors``."""
 
     def __init__(self, redis: aioredis.Redis, model: str, timeouts: Timeouts | None = None) -> None:
         self.redis = redis
@@ -198,5 +199,5 @@ class ScriptClient:
                 return await script(keys=keys, args=args)
 
     async def keep(self, name: str, rest: Iterable[Argument] = (), /, **values: Argument) -> Any:
-        """``run`` with arguments by name and the time limit of upkeep: no request waits for it, so it may be late."""
+        """``run`` with arguments by name and the longer time limit of upkeep: no request waits for such a call."""
         return await self.run(name, *argv(name, rest, **values), timeout_s=self.timeouts.upkeep_s)

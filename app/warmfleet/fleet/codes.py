@@ -1,7 +1,8 @@
 """The numbers and letters by which scripts, their parts and routers tell each other what to do.
 
-Each stands here once. The scripts have the same names with the class in front (``MODE_DRY``, ``NEXT_CONTROL``), and
-tests/lua/test_layouts.py compares them. Flags of a load row and stages of a lease are in ``rows``, with the records.
+Each code is defined here once. The scripts have the same names with the class in front (``MODE_DRY``,
+``NEXT_CONTROL``), and tests/lua/test_layouts.py compares them. Flags of a load row and stages of a lease are in
+``rows``, with the records.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from enum import IntEnum, StrEnum
 
 
 class Mode(IntEnum):
-    """What decide is asked for."""
+    """Whether decide books its choice, and how much it answers."""
 
     BOOK = 0  # choose and book
     DRY = 1  # choose, book nothing, answer all that the choice saw
@@ -18,7 +19,7 @@ class Mode(IntEnum):
 
 
 class Next(IntEnum):
-    """What apply and apply_control say is next in a worker's stream."""
+    """The script to call next for a worker's stream, as apply and apply_control return it."""
 
     NOTHING = 0  # the stream is empty
     APPLY = 1  # call apply
@@ -29,7 +30,7 @@ class Standing(IntEnum):
     """What has become of a ticket in the queue."""
 
     WAITS = 0
-    TURN = 1  # it is its turn: decide again
+    TURN = 1  # it is its turn: the replica calls decide again
     DISPLACED = 2  # another request took its place
     UNKNOWN = 3  # it expired, or Redis lost it
 
@@ -38,7 +39,7 @@ class Mark(StrEnum):
     """Marks in names: the first character of a reservation's random part, and the last of a field of ``x:<hash>``."""
 
     ONE_PROMPT = "0"  # a reservation of one prompt whose token ids are known
-    SEVERAL_PROMPTS = "-"  # of several: when one is prefilled it gives back only its share of what was booked
-    ESTIMATED = "_"  # of one whose token ids are not known: no prediction to compare with
+    SEVERAL_PROMPTS = "-"  # of several prompts: each that is prefilled gives back its share of the booked tokens
+    ESTIMATED = "_"  # of a prompt whose token ids are not known: its predicted match is not compared
     MAKER = "+"  # a field that holds the reservation whose chain tells the blocks up to the next checkpoint
     TRAIL = "="  # a field that holds the hashes up to the next checkpoint (the mirror of an approximate worker)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Of the packed record: raised when a field changes. lua/parts/shared/constants.lua refuses any other (BAD_ARGUMENT).
+#: Version of the packed record, raised when a field changes. lua/parts/shared/constants.lua refuses every other
+#: version.
 VERSION = 1
-#: The packed fields in order, as the scripts name them. A test compares the order with the scripts'.
+#: The packed fields in order, as the scripts name them. A test compares the order with lua/parts/shared/constants.lua.
 FIELDS = (
     "lease_ms",
     "ttl_ms",
@@ -33,13 +34,13 @@ _RECORD = struct.Struct(">B4I6dId")
 class Weights:
     """The weights of the cost rule, see lua/parts/decide/cost_rule.lua; and two bounds of matching."""
 
-    lambda_: float = 2.0  # of an uncached token while no worker is idle: then it delays other requests, too
-    kappa: float = 2.5  # the least, at this wait_price, that keeps one new prefix on at most two workers
+    lambda_: float = 2.0  # weight of an uncached token while no worker is idle: its prefill then delays other requests
+    kappa: float = 2.5  # the smallest weight that, at this wait_price, keeps a new prefix on at most two workers
     pressure_price: float = 1.0
     decode_s_per_token: float = 1e-7
-    wait_price: float = 1.5  # of a token ahead: a request that joins a line makes it longer for those that come after
-    max_probes: int = 64  # calls by which a match is searched
-    min_match_tokens: int = 0  # a match below this counts for nothing
+    wait_price: float = 1.5  # weight of a prefill token ahead: a request that joins a line delays those that come after
+    max_probes: int = 64  # Redis calls at most to find how much confirmed prefix the workers hold, in one decision
+    min_match_tokens: int = 0  # a worker's lead over the shortest match counts from so many tokens on
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +50,20 @@ class Spans:
     lease_ms: int = 30_000  # renewed every 10 s: two renewals may be lost
     worker_ttl_ms: int = 15_000
     tombstone_ms: int = 60_000
-    ticket_ms: int = 1_000  # asked about every 50 ms: a replica that stalls longer gets its places back, by arrival
-    linger_ms: int = 500  # a finished request's blocks are reported within 0.2 s; evictions must not go unseen long
+    ticket_ms: int = 1_000  # renewed every 50 ms: a replica that stalls longer gets new tickets, placed by arrival
+    linger_ms: int = 500  # engines report a finished request's blocks within 0.2 s; a longer credit hides evictions
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
     """Limits of the fleet-wide queue."""
 
-    max_engine_wait_s: float = 0.0  # a worker with so much prefill booked is saturated; 0: requests never wait
-    tickets: int = 1_024  # that may wait at a time, of all replicas together
+    max_engine_wait_s: float = 0.0  # seconds of booked prefill that saturate a worker; 0: requests never wait
+    tickets: int = 1_024  # tickets that may wait at a time, of all replicas together
 
 
 def packed(weights: Weights, spans: Spans, limits: QueueLimits, block_tokens: Mapping[int, int]) -> bytes:
-    """The record; ``block_tokens`` maps a scheme id to the size of its blocks. Raises struct.error, OverflowError."""
+    """The packed record; ``block_tokens`` maps a scheme id to its block size. Raises struct.error, OverflowError."""
     record = _RECORD.pack(
         VERSION,
         spans.lease_ms,

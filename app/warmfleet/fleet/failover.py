@@ -2,8 +2,9 @@
 
 redis-py's own Sentinel pool does the work: a connection asks for the master when it connects, and ends when its server
 is no master any more. All keys of a model are in one slot, so a Cluster has one server for them, too: the same pool is
-used, with the question ``CLUSTER SLOTS``. So scripts, pipelines, TIME and INFO work as with a single server.
-For a single server none of this is used. The plugin has this without asyncio: ``warmfleet_worker/master_client.py``.
+used, and it asks a node ``CLUSTER SLOTS``. So scripts, pipelines, TIME and INFO work as with a single server.
+With a single server this module is not used. The plugin has the same without asyncio:
+``warmfleet_worker/master_client.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Locator:
-    """Asks the nodes in turn where the master is, and first the node that knew last.
+    """Asks the Sentinels or Cluster nodes in turn where the master is, beginning with the node that answered last.
 
     It asks one question at a time, however many connections wait. redis-py's pool calls ``discover_master``.
     """
@@ -36,11 +37,11 @@ class Locator:
         self._address = address
         self._tag = tag
         self._nodes = list(nodes)
-        self._known: tuple[float, HostPort] | None = None  # the master, and until when that answer is good
+        self._known: tuple[float, HostPort] | None = None  # (good until, the master)
         self._asking = asyncio.Lock()
 
     async def discover_master(self, _service: str) -> HostPort:
-        """The address of the master. A silent node costs twice ``node_timeout_s``.
+        """The address of the master. Each silent node delays it by twice ``node_timeout_s``.
 
         Raises ConnectionError if no node has ever known one.
         """
@@ -52,14 +53,14 @@ class Locator:
             except RedisConnectionError:
                 if self._known is None:
                     raise
-                self._known = (time.monotonic() + LOOK_SECONDS, self._known[1])  # no node says that it is another
+                self._known = (time.monotonic() + LOOK_SECONDS, self._known[1])  # no node names another master
             return self._known[1]
 
     async def _ask(self) -> HostPort:
-        why = "none of them knows"
+        why = "no node knows it"
         for node in list(self._nodes):
             (host, port), client = node
-            self._nodes.remove(node)  # to the end, also if we are cancelled while it keeps us waiting
+            self._nodes.remove(node)  # to the end of the list, also if this call is cancelled while the node is silent
             self._nodes.append(node)
             try:
                 answer = await client.execute_command(*self._address.question)  # type: ignore[no-untyped-call]  # redis-py
@@ -71,7 +72,7 @@ class Locator:
                 self._nodes.remove(node)
                 self._nodes.insert(0, node)
                 return found
-        raise RedisConnectionError(f"nobody says where the Redis master is; {why}")
+        raise RedisConnectionError(f"no node says where the Redis master is; {why}")
 
     async def close(self) -> None:
         for _, client in self._nodes:
@@ -79,9 +80,9 @@ class Locator:
 
 
 class MasterPool(SentinelConnectionPool):
-    """A pool that does not trust its idle connections after a call has failed: a frozen master keeps them all open.
+    """A pool that drops its idle connections after a call has failed: a frozen master keeps its connections open.
 
-    Besides, a node is asked once a second, beside the calls; connections to a former master end then.
+    It also asks a node for the master once a second, while calls go on; connections to a former master then end.
     """
 
     doubted = False
@@ -99,7 +100,7 @@ class MasterPool(SentinelConnectionPool):
         return await super().get_connection(*args, **kwargs)  # type: ignore[no-untyped-call]  # redis-py
 
     async def _look(self) -> None:
-        with suppress(RedisError, OSError):  # the old answer stands
+        with suppress(RedisError, OSError):  # the master that was last named stays valid
             await self.get_master_address()  # type: ignore[no-untyped-call]  # redis-py
 
     async def aclose(self) -> None:
@@ -110,12 +111,12 @@ class MasterPool(SentinelConnectionPool):
 
 
 class MasterConnection(SentinelManagedConnection):
-    """A connection that ends when its server is no master or says that the slot is elsewhere; the next asks anew."""
+    """Ends when its server is no master any more or has no longer the slot; the next connection asks a node anew."""
 
     async def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return await super().read_response(*args, **kwargs)
-        except (AskError, ClusterDownError) as error:  # AskError: MOVED is one, too
+        except (AskError, ClusterDownError) as error:  # redis-py's MovedError is an AskError
             self.connection_pool.doubted = True
             await self.disconnect()
             raise RedisConnectionError(f"not the master of this slot: {error}") from error
@@ -129,7 +130,7 @@ class MasterTLSConnection(MasterConnection, SSLConnection):
 
 
 class MasterRedis(aioredis.Redis):
-    """A client that also closes the clients of the nodes that were asked."""
+    """A client that, when it is closed, also closes its clients of the Sentinels or Cluster nodes."""
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await super().aclose(close_connection_pool)
@@ -137,7 +138,7 @@ class MasterRedis(aioredis.Redis):
 
 
 def master_client(address: RedisAddress, tag: str, **options: Any) -> aioredis.Redis:
-    """A client of the master for keys with this hash tag. options: of its connections; options in the URL win."""
+    """A client of the master for keys with this hash tag. options: of its connections; those in the URL win."""
     options |= dict(parse_url(address.url))
     base = options.pop("connection_class", None)
     for name in ("host", "port"):

@@ -1,4 +1,4 @@
-"""How true the index is: how far apply is behind, which workers' indexes diverged or were healed, and their size."""
+"""Reads how far the index agrees with the engines: entries not applied yet, divergences found and healed, size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.views import WorkerView
 
 LAGS_AT_ONCE = 64
-FILLING = "join"  # this cause is no divergence: the index of a new incarnation is empty
+FILLING = "join"  # this cause of a snapshot is no divergence: the index of a new incarnation is empty
 _DIGEST_COUNT = struct.Struct(">I")
 
 
@@ -24,7 +24,7 @@ class WorkerTruth:
 
     lag_batches, lag_s: entries of its stream that no replica has applied, and the age of the oldest. digest_age_s:
     seconds since a digest was last compared; None: never. cause: why a snapshot is awaited; empty while nothing is
-    known to differ. found, healed: numbers of divergences. resyncs: snapshots that were taken over, by cause.
+    known to differ. found, healed: numbers of divergences so far. resyncs: snapshots that became the index, by cause.
     """
 
     lag_batches: int = 0
@@ -44,8 +44,8 @@ class WorkerTruth:
 class Truth:
     """The index of one model.
 
-    entries: (block, worker) pairs. retired_slots: still to be collected. counts: the counters of lua/README.md.
-    workers: by worker_id, without approximate workers.
+    entries: (block, worker) pairs. retired_slots: slots whose entries are still to be removed. counts: the counters of
+    lua/README.md. workers: by worker_id, without approximate workers.
     """
 
     entries: int = 0

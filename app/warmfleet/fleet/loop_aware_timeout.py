@@ -1,4 +1,4 @@
-"""A time limit for calls that a busy event loop does not shorten."""
+"""A time limit for calls: time in which a busy event loop could not read the answer does not count."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from types import TracebackType
 
-STEPS = 4  # of a time limit; a step counts only if the loop was on time at its end
-LATE_S = 0.005  # later than that is not on time
-MOST_S = 1.0  # by which a time limit grows at most
+STEPS = 4  # in a time limit; a step counts only if the loop ran its timer on time
+LATE_S = 0.005  # seconds; a timer that runs later than this is not on time
+MOST_S = 1.0  # seconds by which a time limit grows at most
 
 
 class Patience:

@@ -33,7 +33,7 @@ class OperatorKeys(ScriptClient):
             await self.redis.srem(self.keys.operator_approved, *digests)
 
     async def switched(self) -> str:
-        """The policy that the operator switched to; empty if the setting of each replica counts."""
+        """The policy that the operator switched to; empty if each replica uses its own setting."""
         with redis_errors():
             policy = await cast("Awaitable[bytes | None]", self.redis.get(self.keys.operator_policy))
         return (policy or b"").decode("ascii", "replace")

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from warmfleet.fleet.client import Argument
     from warmfleet.fleet.reservations import Ask, Candidate, Decision
 
-POLL_AT_ONCE = 512  # lua/queue.lua takes no more
+POLL_AT_ONCE = 512  # ids; lua/queue.lua takes no more in one call
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """Nothing is booked. ``queued``: it has a ticket; ``full``: it has none; ``displaced``: another took its place.
+    """A request that is not booked: it has a ticket, finds the queue full, or has lost its place to another request.
 
-    waiting: tickets in the queue. work_s: seconds in which the whole fleet computes their prompts.
+    waiting: tickets in the queue. work_s: seconds that the whole fleet needs for the prompts of these tickets.
     """
 
     outcome: Literal["queued", "full", "displaced"]
@@ -34,8 +34,8 @@ class Queued:
 class Line:
     """The queue as a poll finds it.
 
-    waiting: tickets of all replicas. tokens: of their prompts. work_s: seconds in which the whole fleet computes these.
-    standings: what has become of each ticket that was asked about.
+    waiting: tickets of all replicas. tokens: of the tickets' prompts. work_s: seconds that the whole fleet needs for
+    these. standings: by id, what has become of each ticket that the poll named.
     """
 
     waiting: int
@@ -45,12 +45,12 @@ class Line:
 
 
 class Queue(Reservations):
-    """``decide_in_turn`` takes a ticket where ``decide`` would overload; ``poll`` keeps tickets and gives them up."""
+    """``decide_in_turn`` gives a request a ticket where ``decide`` would overload; ``poll`` renews and ends tickets."""
 
     async def decide_in_turn(self, ask: Ask, place: Place, *, tell: bool = False) -> Decision | Queued:
         """As ``decide``, but a request that must wait gets a ticket, under its reservation's id.
 
-        When it is its turn it is decided again, under the same id. Raises what ``decide`` raises.
+        When its turn comes, the caller calls this again with the same id. Raises what ``decide`` raises.
         """
         answer = await self.run("decide", *self.turn_args(ask, place, Mode.TELL if tell else Mode.BOOK))
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):

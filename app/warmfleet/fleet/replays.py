@@ -77,7 +77,7 @@ def _choice(record: dict[str, Any], answer: Any) -> Choice:
 def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
     """ARGV of lua/replay.lua for a record of a decision log, by ``policy`` or, if that is empty, by the record's own.
 
-    turn: decisions that round_robin has made, if that is not the record's own policy. Raises BadRequest.
+    turn: decisions that round_robin has made, for a record of another policy. Raises BadRequest.
     """
     try:
         own = policy in ("", record["policy"])

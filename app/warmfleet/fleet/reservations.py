@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 Outcome = Literal["started", "finished", "failed", "cancelled"]
 REAP_AT_ONCE = 512
-SETTLES_AT_ONCE = 128  # of 256 connections: decisions need some while Redis hangs
+SETTLES_AT_ONCE = 128  # open calls; half of the 256 connections: the rest are for decisions while Redis hangs
 REAPED_PER_SETTLE = 8  # lua/settle.lua gives back so many expired leases at each call
-RENEW_AT_ONCE = 200  # lua/renew.lua takes no more
-ANSWER_FIELDS = 13  # of an answer of decide that booked, before what a choice saw
-FIRST_CLASS, LAST_CLASS = -8, 7  # priorities beyond these are cut to them
+RENEW_AT_ONCE = 200  # reservations; lua/renew.lua takes no more in one call
+ANSWER_FIELDS = 13  # of decide's answer to a booked request; what the choice saw comes behind them
+FIRST_CLASS, LAST_CLASS = -8, 7  # priorities outside this range count as the nearer end of it
 TENANT_BYTES = 8
 NO_TENANT = bytes(TENANT_BYTES)
 
@@ -50,9 +50,9 @@ class Ask:
     """One request, as ``decide`` needs it.
 
     decode_tokens: resident context while it decodes (prompt and answer). seed: breaks ties; 0: one is made from the
-    reservation's id. exclude: worker ids not to choose. prefix_tokens: of a match no more counts (0: all of it does).
-    order: worker ids in the order in which a hash ring would look. objective_s: a time to first token that is enough
-    (0: none).
+    reservation's id. exclude: worker ids not to choose. prefix_tokens: so many tokens of a match count at most (0:
+    all). order: worker ids in the order in which a hash ring would look. objective_s: a time to first token that is
+    enough (0: none).
     """
 
     reservation: str
@@ -75,10 +75,10 @@ class Ask:
 class Place:
     """What decides a request's place in the queue.
 
-    tenant: 8 bytes; none at all if the request does not use the queue. waited_ms: since it first came. barred: workers
-    that can never serve it, for its ticket. (A worker that is excluded from one decision because it failed a moment ago
-    is not among them, or the ticket would be passed over for as long as it waits.) may_wait: False if it may have no
-    ticket, and may take the place of no other.
+    tenant: 8 bytes; empty if the request does not use the queue. waited_ms: since the request came. barred: workers
+    that can never serve it, kept with its ticket. (A worker that is excluded from one decision because it failed a
+    moment ago is not barred, or the ticket would be passed over for as long as it waits.) may_wait: False if it may
+    have no ticket, and may take the place of no other.
     """
 
     tenant: bytes = NO_TENANT
@@ -93,16 +93,17 @@ class Place:
         return min(max(self.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS
 
 
-NO_PLACE = Place(tenant=b"")  # of a request that neither waits nor gives way to those that do
+NO_PLACE = Place(tenant=b"")  # of a request that neither waits nor gives way to waiting requests
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Where a request goes and what was booked for it.
 
-    outcome: ``known`` if this id was booked before; then cost, wait and the two flags are 0. speculative: the match is
-    what an open reservation will make. flagged: the match is a lower bound. wait_tokens: prefill ahead of it when the
-    worker was chosen. why: one word, see lua/parts/decide/cost_rule.lua. seen: only if it was asked for.
+    outcome: ``known`` if this id was booked before; then cost, wait and the two flags are 0. speculative: an
+    open reservation is still making the matched blocks. flagged: the match is a lower bound. wait_tokens: prefill
+    tokens ahead of the request when the worker was chosen. why: one word, see lua/parts/decide/cost_rule.lua. seen:
+    None unless ``tell`` was set.
     """
 
     reservation: str
@@ -127,7 +128,7 @@ class Decision:
 class Seen:
     """All that a choice saw besides its ``Ask``.
 
-    context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: of each candidate worker_id, matched_tokens,
+    context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: for each candidate worker_id, matched_tokens,
     speculative_tokens, load row, cost_s. waits: the request would have to wait its turn first.
     """
 
@@ -166,7 +167,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """A reservation that is still open. prefill_tokens: still booked of it, 0 once it has started."""
+    """A reservation that is still open. prefill_tokens: still booked for it, 0 after its first token."""
 
     reservation: str
     worker_id: str
@@ -190,15 +191,15 @@ class Reservations(ScriptClient):
         self.weights = weights or Weights()
         self.spans = spans or Spans()
         self.limits = QueueLimits()
-        self.block_tokens: Mapping[int, int] = {}  # scheme id -> tokens: how large the caches of its workers are
+        self.block_tokens: Mapping[int, int] = {}  # scheme id -> tokens in a block, to size caches in tokens
         self._packed: tuple[tuple[object, ...], bytes] = ((), b"")
         self._settles = 0
 
     async def decide(self, ask: Ask, *, tell: bool = False) -> Decision:
         """Choose a worker and book the request there, whether or not others wait.
 
-        The same reservation id again gets the same answer. tell: with all that the choice saw, unless the id was known.
-        Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
+        The same reservation id again gets the same answer. tell: the decision has ``seen``, too, unless the id was
+        known. Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
         """
         mode = Mode.TELL if tell else Mode.BOOK
         return self._decision(ask, await self.run("decide", *self._ask_args(ask, mode)))
@@ -257,7 +258,8 @@ class Reservations(ScriptClient):
         with redis_errors():
             now_ms = (await self.redis.time())[0] * 1000
             expired = int(await self.redis.zcount(self.keys.leases, "-inf", now_ms))
-        for _ in range(-(-min(expired, REAP_AT_ONCE) // REAPED_PER_SETTLE)):  # of an id that is no reservation
+        # A settle of an id that is no reservation does nothing but give back expired leases.
+        for _ in range(-(-min(expired, REAP_AT_ONCE) // REAPED_PER_SETTLE)):
             await self.settle("nothing", "finished")
         return expired
 

@@ -56,8 +56,8 @@ class LoadRow:
     blocks: int = 0
     capacity_blocks: int = 0
     evicted: int = 0
-    under_way_tokens: int = 0  # of how many tokens at most a prefill may be under way
-    since_ms: int = 0  # since when: Redis' clock modulo 2**32 when a prefill last began or ended
+    under_way_tokens: int = 0  # prompt tokens that the prefill under way has at most
+    since_ms: int = 0  # Redis' clock in ms modulo 2**32 when a prefill last began or ended
 
     def pack(self, worker_id: str) -> bytes:
         return _ROW.pack(*(getattr(self, field.name) for field in fields(self))) + worker_id.encode()

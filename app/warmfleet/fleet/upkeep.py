@@ -1,6 +1,6 @@
 """Upkeep: apply workers' streams to the index, run the fleet's clock, clear up after workers that are gone.
 
-Every replica does it, and it does not matter which one does how much: each script is exactly-once by itself.
+Every replica does upkeep, in whatever shares: each script applies a stream entry exactly once, in one atomic step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from warmfleet.fleet.client import Argument, ScriptClient
 from warmfleet.fleet.codes import Next
 from warmfleet.protocol.wire import BATCH_BLOCKS, WORKER_TTL_SECONDS
 
-SNAPSHOT_SHARE = 0.25  # of the time that a tick grants: snapshots that fill get it at least
+SNAPSHOT_SHARE = 0.25  # of the time that a tick grants; streams of workers that send a snapshot get this at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,30 +25,30 @@ class Pace:
     min_gap_ms: int = 25  # between two ticks of the whole fleet
     ttl_ms: int = int(WORKER_TTL_SECONDS * 1000)
     forget_ms: int = 600_000  # a worker silent that long is forgotten
-    max_streams: int = 64  # looked at in one tick
+    max_streams: int = 64  # streams that one tick looks at
     short_ms: int = (
         60_000  # memory counts as short at least so long: a snapshot that does not fit is tried once a minute
     )
-    max_blocks: int = BATCH_BLOCKS  # applied or collected in one call
-    max_entries: int = 16  # applied in one call of apply_control or apply_server
-    applies: int = 256  # calls in one step at most, however much time the tick grants
+    max_blocks: int = BATCH_BLOCKS  # block hashes that are applied or collected in one call
+    max_entries: int = 16  # stream entries that one call of apply_control or apply_server applies
+    applies: int = 256  # calls of apply in one step at most, however much time the tick grants
     share_permille: int = 300  # of Redis's time that applying may take, all replicas together
-    call_us: int = 40  # estimates of what apply costs Redis: scripts cannot time themselves on every server
+    call_us: int = 40  # us of Redis per call, entry and block: estimates, as scripts cannot time themselves everywhere
     entry_us: int = 15
-    block_us: float = 2.0  # measured 1.7 to 2.0 warm
+    block_us: float = 2.0  # measured 1.7 to 2.0 us warm
     collects: int = 8  # calls of collect in one step, more if many slots are retired
-    audit_blocks: int = 128  # compared in one call
-    audit_gap_ms: int = 25  # between two such calls of the whole fleet: 1 % of Redis while a walk is under way
+    audit_blocks: int = 128  # block hashes that audit compares in one call
+    audit_gap_ms: int = 25  # between two calls of audit in the whole fleet: 1 % of Redis while a walk is under way
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
     """What a tick found.
 
-    ran: False if another replica's tick was too recent; then only grace and short are told. grace: no worker expires
-    now. short: memory is short, so nothing is inserted. retired: slots to collect. backlog: streams that are not empty
-    (``events:<worker_id>``, ``server:<server_id>``). snapshots: the same, of workers whose snapshot is being sent.
-    forget: workers that are due to be forgotten. granted_us: time of Redis that this replica may take to apply.
+    ran: False if another replica's tick was too recent; then only grace and short have values. grace: no worker expires
+    now. short: memory is short, so nothing is inserted. retired: number of slots to collect. backlog: streams that are
+    not empty (``events:<worker_id>``, ``server:<server_id>``). snapshots: such streams of workers that send a snapshot.
+    forget: workers that are due to be forgotten. granted_us: Redis' time in us that this replica may take to apply.
     """
 
     ran: bool
@@ -63,7 +63,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What one call took from a stream. more: entries are left in it. cost_us: an estimate of Redis' time."""
+    """What one call took from a stream. more: entries are left in it. cost_us: estimated time of Redis."""
 
     entries: int
     blocks: int
@@ -81,7 +81,7 @@ class Audited:
 
 
 class Upkeep(ScriptClient):
-    """Every method is one script (``apply`` at most two) and raises FleetUnavailable if Redis is away or slow."""
+    """Every method but ``step`` is one script (``apply``: two at most). All raise FleetUnavailable."""
 
     pace = Pace()
     used_permille = -1  # of the server's memory limit, as last read; -1: not known
@@ -89,7 +89,7 @@ class Upkeep(ScriptClient):
     grace = False  # as the last tick said: heartbeats could not be heard, so no worker expires
 
     async def tick(self) -> Tick:
-        """Run the fleet's clock: it commands snapshots. It is cheap, and only one in ``min_gap_ms`` does anything."""
+        """Run the fleet's clock (lua/tick.lua). A tick within ``min_gap_ms`` of the last one does nothing."""
         pace = self.pace
         answer = await self._upkeep(
             "tick",
@@ -160,8 +160,9 @@ class Upkeep(ScriptClient):
         return Audited(blocks, bool(differs), bool(walking))
 
     async def forget(self, worker_id: str, silent_ms: int = 0) -> bool:
-        """Delete all that is known of a worker, and its API server if that has no other; False if there was nothing.
+        """Delete all that is known of a worker, and its API server if that has no other worker.
 
+        Returns False if nothing was deleted.
         silent_ms: only if the worker has been silent for so long and its stream is empty; 0: in any case.
         """
         return bool(await self._upkeep("forget", worker_id=worker_id, silent_ms=silent_ms))
@@ -180,7 +181,7 @@ class Upkeep(ScriptClient):
         return blocks
 
     async def _collect_retired(self, slots: int) -> None:
-        """Some calls of collect: more of them the more slots are retired, so that retiring is never the faster."""
+        """Call collect the more often the more slots are retired, so that collecting keeps up with retiring."""
         calls = min(max(self.pace.collects, slots // self.pace.collects), self.pace.applies)
         while slots and calls:
             _, slots = await self.collect()
@@ -189,8 +190,8 @@ class Upkeep(ScriptClient):
     async def _drain(self, tick: Tick) -> int:
         """Apply the streams in turn, one call each, until all are empty or the granted time is spent.
 
-        Snapshots that are being sent come last, but the last quarter of the time is theirs: without progress a snapshot
-        is asked for anew. Returns the blocks applied.
+        Streams of workers that send a snapshot come last, but SNAPSHOT_SHARE of the time is theirs: a snapshot without
+        progress would be commanded anew. Returns the blocks applied.
         """
         live, filling = deque(tick.backlog), deque(tick.snapshots)
         blocks, left_us = 0, float(tick.granted_us)
@@ -205,7 +206,7 @@ class Upkeep(ScriptClient):
             blocks, left_us = blocks + applied.blocks, left_us - applied.cost_us
             if applied.more:
                 waiting.append(stream)
-            await asyncio.sleep(0)  # requests go first
+            await asyncio.sleep(0)  # waiting requests run before the next call
         return blocks
 
     def _cost_us(self, calls: int, entries: int, blocks: int) -> float:

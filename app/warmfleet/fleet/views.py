@@ -1,4 +1,4 @@
-"""Reads the workers of one model, the blocks of a slot, counters, memory, and the artifacts that workers brought."""
+"""Reads the workers of one model, the blocks of a slot, counters, memory, and the artifacts that API servers stored."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class WorkerView:
     """One worker, as one reading found it.
 
     ``record`` and ``server`` were checked by ``records``: every field that is read later has its type. ``server`` is
-    the record of its API server; None for approximate workers and while that half is missing. ``heartbeat_age_s`` is
-    None if the worker said goodbye or was never heard. ``proof`` is the result of the last probe, or "approximate"
-    where there is none; whether requests may go there is for ``state`` to say. ``probed_age_s`` counts from that
+    the record of its API server; None for approximate workers and while no API server has joined. ``heartbeat_age_s``
+    is None if the worker said goodbye or was never heard. ``proof`` is the result of the last probe, or "approximate"
+    where there is none; ``state`` says whether requests may go to the worker. ``probed_age_s`` counts from that
     result; None if there is none, or the clock stepped back.
     """
 
@@ -88,7 +88,7 @@ class WorkerView:
 
 
 class Views(ScriptClient):
-    """What a router finds out about workers, and writes down of it: ``prove``, ``register``; and ``drain``."""
+    """Reads workers and their blocks. ``prove`` and ``register`` write for routers, ``drain`` for the operator."""
 
     def __init__(self, redis: aioredis.Redis, model: str, timeouts: Timeouts | None = None) -> None:
         super().__init__(redis, model, timeouts)
@@ -158,7 +158,7 @@ class Views(ScriptClient):
             raise BadArtifact(f"artifact {name} of {server_id}: {error}") from error
 
     async def await_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
-        """From now on, note which of these blocks the worker's stream reports, even if they are evicted soon after.
+        """Let apply note from now on which of these blocks the worker's stream reports, even if evicted soon after.
 
         Two probes of one worker do not disturb each other: their prompts are random, so their blocks differ.
         ``await_no_blocks`` ends it; the notes of a replica that died expire. Raises FleetUnavailable.
@@ -171,7 +171,10 @@ class Views(ScriptClient):
                 await pipe.execute()
 
     async def awaited(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> list[bool] | None:
-        """For each block: whether it is still to come; None if Redis has lost the notes. Raises FleetUnavailable."""
+        """For each block: True while the stream has not reported it. None if Redis has lost the notes.
+
+        Raises FleetUnavailable.
+        """
         key = self.keys.probe(worker_id)
         with redis_errors():
             noted, *left = await cast("Awaitable[list[int]]", self.redis.smismember(key, [probe, *hashes]))
@@ -219,7 +222,7 @@ class Views(ScriptClient):
         return cast("Proved", answer.decode())
 
     async def warming(self, worker_id: str, nonce: str, owner: str, lease_ms: int) -> Proved:
-        """``owner`` warms this worker before it takes requests, for ``lease_ms`` from now on; again renews the lease.
+        """``owner`` warms this worker before it takes requests, for ``lease_ms`` from now on; calling again renews it.
 
         Returns TAKEN if another owner warms it or has done so. Raises FleetUnavailable.
         """
@@ -248,7 +251,9 @@ class Views(ScriptClient):
         return int(slot)
 
     async def drain(self, worker_id: str, *, draining: bool) -> bool:
-        """Send no new request to a worker, or send them again; what runs there goes on. False if it is not known.
+        """Send no new request to a worker, or send them again. Requests that run there go on.
+
+        Returns False if Redis has no such worker.
 
         For the operator: no replica calls this. Raises FleetUnavailable.
         """

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     Lora = tuple[str, str] | None
 
-MAX_BLOCKS = 8_192  # of one chain: lua/decide.lua accepts no more
-BLOCKS_AT_ONCE = 512  # hashed in one call: it holds the interpreter for 0.3 ms
+MAX_BLOCKS = 8_192  # in one chain: lua/decide.lua accepts no more
+BLOCKS_AT_ONCE = 512  # hashed in one call, which holds the interpreter lock for 0.3 ms
 NO_KEYS = cbor.encode(None)
 TABLE_TOKENS = 262_144  # ids whose CBOR form is made in advance: the largest vocabularies in use have so many
 
@@ -34,7 +34,7 @@ TEXT_SCHEME = Scheme("sha256_cbor", hashlib.sha256(b"warmfleet text 1").digest()
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The block hashes of one prompt under one scheme: packed, 8 bytes each, no more than the engine uses."""
+    """The block hashes of one prompt under one scheme: packed, 8 bytes each, without a block of its last token."""
 
     scheme_id: int
     block_tokens: int
@@ -57,7 +57,7 @@ class Hasher:
         return self.capped(wire.pack_hashes(self.digests(self.scheme.none_hash, 0, ids, salt, lora)), len(ids))
 
     def capped(self, packed: bytes, tokens: int) -> Chain:
-        """A chain without blocks that no engine takes from its cache: it always computes a prompt's last token."""
+        """The chain without a block of the prompt's last token: engines always compute that token."""
         size = self.scheme.block_tokens
         return Chain(self.scheme.scheme_id, size, packed[: max(0, (tokens - 1) // size) * HASH_BYTES])
 

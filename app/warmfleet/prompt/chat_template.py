@@ -141,7 +141,8 @@ def _strftime_now(form: str) -> str:
 
 # ------------------------------------------------------------ does the template loop over a message's content?
 # vLLM gives a list of parts ("openai") to a template that does, and one joined text ("string") to every other one.
-# The rules are those of vllm/renderers/hf.py, so that the content format "auto" means the same in both places.
+# The rules are those of vllm/renderers/hf.py, so that the content format "auto" means the same in vLLM and in the
+# router.
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:

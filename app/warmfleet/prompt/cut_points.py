@@ -2,7 +2,8 @@
 
 Two rules are exact for the tokenizers in use: a text may be cut before a space that follows an ASCII letter, and before
 a special token that the tokenizer splits off first of all (a separator). Each tokenizer is checked for both rules when
-it is loaded: by the contents of its file, and by a thousand difficult strings. It gets only the rules that it passes.
+it is loaded: by the contents of its file, and by a thousand difficult strings. For a tokenizer only the rules that it
+passes are used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 GRID = 1_024  # characters that a piece has at least
-WINDOW = 65_536  # characters searched in one call: it holds the interpreter for 1 ms
+WINDOW = 65_536  # characters searched in one call, which holds the interpreter lock for 1 ms
 MAX_SEPARATORS = 16  # only those that the chat template uses: a search for hundreds would be slow
 CHECKS = 1_000
 #: Parts of a pre-tokenizer's pattern that may look to the left of a match. Character classes are taken out before.

@@ -47,7 +47,7 @@ def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) ->
     if all(is_text(part) for message in request.messages for part in _parts(message)):
         raise NotReproducible("parts")
     if any(REAL in text for message in request.messages for text in _texts(message)):
-        raise NotReproducible("parts")  # the client uses our word
+        raise NotReproducible("parts")  # the client's messages contain one of the stand-in words
     items = [MODALITIES[part["type"]] for message in request.messages for part in _parts(message) if _is_item(part)]
     if form == "string" and not all(placeholders.get(item) for item in items):
         raise NotReproducible("parts")  # without a placeholder the tokens may go anywhere, mostly to the front

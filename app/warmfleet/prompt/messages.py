@@ -24,7 +24,7 @@ KNOWN_PART_FIELDS = frozenset(
         *("video_url", "video_embeds"),
     }
 )
-BILLING_HEADER = "x-anthropic-billing-header"  # one client sends it as its first system line, new in every request
+BILLING_HEADER = "x-anthropic-billing-header"  # one client's first system line, with another value in every request
 
 
 class NotReproducible(Exception):  # noqa: N818  no error: the engine serves such a request

@@ -2,7 +2,7 @@
 
 A prompt counts once: at its last piece that an earlier prompt had as well. The users of one system prompt thus all
 count at its end; the turns of a conversation count in different places. All counts are halved every HALF_LIFE_S, and
-when there are too many. A prefix that the trie forgets is forgotten here, too.
+when there are MAX_COUNTED. A prefix that the trie forgets is forgotten here, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_COUNTED = 1_024
 HALF_LIFE_S = 300.0
-LEAST = 2.0  # uses: fewer may be a conversation that was asked twice
+LEAST = 2.0  # uses; a prefix with fewer may be of a single conversation
 
 
 class PopularPrefixes:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Chain, Hasher, Lora
     from warmfleet.prompt.cut_points import Cuts
 
-NODE_BYTES = 900  # of Python objects, beside text, ids and hashes
-HASHER_BYTES = 160  # of Python objects, for each hasher
-TOKEN_BYTES = 11  # an id, and its digits once they were needed
-ONE_PROMPT = 4  # one prompt may fill a quarter of the trie: the rest belongs to others
+NODE_BYTES = 900  # bytes of Python objects per node, beside its text, ids and hashes
+HASHER_BYTES = 160  # bytes of Python objects per node and hasher
+TOKEN_BYTES = 11  # bytes per token: its id, and the digits of the id once they were needed
+ONE_PROMPT = 4  # one prompt may fill one part in four of the trie, the rest is for other prompts
 
 
 class Node:
@@ -150,7 +150,8 @@ class Trie:
         node, at, path = root, 0, [root]
         while True:
             child = node.latest
-            if child is None or not text.startswith(child.key, at):  # type: ignore[arg-type]  # only a root has another key
+            # The type of a key allows a root's key, a tuple. A child is never a root, so its key is text.
+            if child is None or not text.startswith(child.key, at):  # type: ignore[arg-type]
                 cut = reading.cuts.next(text, at) if node.children else None
                 child = node.children.get(text[at : cut[1]]) if cut else None
                 if child is None:
@@ -205,7 +206,7 @@ class Trie:
     def _add(self, node: Node, cost: int) -> None:
         parent = node.parent
         if parent is None or node in self._used or node.key in parent.children:
-            return  # it is in the trie, or another thread has added its like
+            return  # the node is in the trie, or another thread has added an equal one
         if parent is self._top or parent in self._used:
             parent.children[node.key] = parent.latest = node
             self._used[node] = cost

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAX_WAITING = 64  # texts that wait for the executor; further requests are routed by load
 INLINE_BYTES = 65_536  # larger bodies are rendered and read in the executor: they take more than 1 ms
 INLINE_CHARACTERS = 2_000  # a longer new text is tokenised in a thread: 1.5 ms of the event loop with the slow engine
-FAST_FACTOR = 20  # the fast tokenizer reads so much longer texts in the event loop: it then takes 1.5 ms
+FAST_FACTOR = 20  # with the fast tokenizer so many times INLINE_CHARACTERS take 1.5 ms of the event loop
 
 NO_IDS = array("I")
 Made = TypeVar("Made")
@@ -52,7 +52,7 @@ class WorkerTemplate(Protocol):
 
     @property
     def state(self) -> str:
-        """For people: ``approved``, or how the process fares."""
+        """For people: ``approved``, or the state of the process that renders."""
 
     async def ready(self) -> Format:
         """The content format. Raises NotReproducible if the template cannot be used."""
@@ -213,7 +213,7 @@ class Identity:
         return self._read_now(self.render(request), reading)
 
     async def _elsewhere(self, work: Callable[..., Made], *args: Any) -> Made:
-        """Run ``work`` in the executor. Raises NotReproducible if too many texts wait for it."""
+        """Run ``work`` in the executor. Raises NotReproducible while MAX_WAITING texts wait for the executor."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
         self._waiting += 1

@@ -23,7 +23,7 @@ MAX_SAMPLES = 256
 MAX_MESSAGES = 4_096
 MAX_VALUES = 1_100_000  # in a body, by its commas: parsing more would hold up all other requests
 MAX_MODEL_LEN = 2**20  # tokens, where an engine announces no limit
-TOKEN_BYTES = 16  # of JSON for one token, at most: real text has less than half of that
+TOKEN_BYTES = 16  # bytes of JSON for one token, at most: real text has less than half of that
 MAX_BOOKED_TOKENS = 2**22  # one request must not overflow the sums of a load row
 
 #: Fields by which an engine makes another prompt than the router. Refused unless the operator allows them by name.

@@ -169,7 +169,7 @@ def _proven_twin(text: str, slow: Encode, samples: list[str]) -> Encode | None:
     """The fast encoding of this file, or None if it does not give the ids of ``slow`` for every sample."""
     try:
         fast = _fast(text)
-    except ValueError as error:  # the slow tokenizer remains
+    except ValueError as error:  # the slow tokenizer is used
         logger.info("%s", error)
         return None
     for sample in samples:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: Student's t, two-sided 95 %, by degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-LATE_SHARE, CPU_SHARE = 0.05, 0.8  # a client above these limits has measured itself
+LATE_SHARE, CPU_SHARE = 0.05, 0.8  # of the mean TTFT, of a core: a client that is later or busier measures itself
 
 
 def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, skip: float) -> dict[str, Any]:
@@ -89,9 +89,10 @@ def health(
 
 
 def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The means of all numbers over the runs; numbers of requests are summed up.
+    """Each figure of the runs that is a number, as its mean over the runs.
 
-    With several seeds ``ci95`` has the half width of the 95 % interval of each number.
+    The counts ``failed``, ``undecided`` and ``requests`` are sums over the runs instead. With several runs ``ci95``
+    has, by name, half the width of the 95 % interval of each mean; for the three counts, too, it is that of their mean.
     """
     names = [name for name, value in runs[0].items() if isinstance(value, int | float) and not isinstance(value, bool)]
     result: dict[str, Any] = {name: round(statistics.fmean(run[name] for run in runs), 4) for name in names}

@@ -25,7 +25,7 @@ class Listener(Protocol):
 
 
 class NoBlocksError(Exception):
-    """Fewer blocks are free than were asked for."""
+    """``allocate`` was asked for more blocks than are free."""
 
 
 class BlockPool:

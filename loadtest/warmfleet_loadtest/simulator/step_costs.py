@@ -64,8 +64,9 @@ class StepCosts:
 
 #: ``fast`` is for tests. On ``demo`` a cache hit is plainly visible. ``trace`` suits replays of the conversation
 #: trace at 6 to 8 times its speed with eight engines, ``agents`` replays of the agents' trace at 4 to 16 times.
-#: ``trace-fcfs`` and ``agents-fcfs`` are for ``FcfsScheduler``; ``trace-fcfs`` keeps eight engines .61 busy at 6 times
-#: the speed, under a balancer that counts requests. ``vllm-cpu-small`` is fitted to a real vLLM.
+#: ``trace-fcfs`` and ``agents-fcfs`` are for ``FcfsScheduler``; ``trace-fcfs`` keeps eight engines busy for 61 % of
+#: the time at 6 times the trace's speed, under a balancer that counts requests. ``vllm-cpu-small`` is fitted to a real
+#: vLLM.
 PRESETS = {
     "fast": StepCosts(base_s=0.0005, prefill_token_s=2e-6, decode_request_s=5e-5),
     "trace": StepCosts(base_s=0.002, prefill_token_s=7.95e-4, decode_request_s=1e-4, decode_context_s=1e-7),

@@ -99,7 +99,7 @@ class VirtualFleet:
         self._router = router
         self._speed = speed
         self._events: list[tuple[float, int, bool, Event]] = []
-        self._left = 0  # events that are not duties
+        self._left = 0  # pending events that keep the run from ending
         self._order = count()
         self._open: dict[Request, tuple[float, int, int]] = {}  # (arrival time, engine, session)
         self._sessions: dict[int, list[Arrival]] = {}

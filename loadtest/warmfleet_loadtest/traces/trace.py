@@ -29,8 +29,8 @@ DECODE_S = 0.02  # seconds for a token of an answer in a trace's own time, as in
 class Public:
     """A public trace, and the set-up that it is measured with.
 
-    rows: the first so many requests. speed: trace seconds per second. blocks: of each of eight engines. step_time: a
-    preset of ``step_costs``; fcfs mode takes the preset of this name with ``-fcfs``.
+    rows: the number of requests that are played, from the first on. speed: trace seconds per second. blocks: of each of
+    eight engines. step_time: a preset of ``step_costs``; fcfs mode takes the preset of this name with ``-fcfs``.
     """
 
     file: str

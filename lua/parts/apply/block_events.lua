@@ -20,7 +20,7 @@ return function(state, operation, count, lost)
   -- was not there, does not move the digest.
   local function change(verb, sign, data, first, slot, digest)
     local hashes, n, high, low = {}, 0, 0, 0
-    slot = string.format("%d", slot) -- once, not at every call of SADD
+    slot = string.format("%d", slot) -- convert the number once, not at every call of SADD
     for at = first, #data, 8 do
       local hash = data:sub(at, at + 7)
       if call(verb, BLOCK .. hash, slot) == 1 then
@@ -30,7 +30,7 @@ return function(state, operation, count, lost)
       end
     end
     if n > 0 then call(verb, HELD .. slot, unpack(hashes)) end
-    if n > 0 and sign > 0 and probed then call("SREM", PROBE, unpack(hashes)) end -- seen, even if evicted next
+    if n > 0 and sign > 0 and probed then call("SREM", PROBE, unpack(hashes)) end -- reported once is enough
     digest[1], digest[2] = digest[1] + sign * n, (digest[2] + sign * high) % U32
     digest[3] = (digest[3] + sign * low) % U32
     state.blocks = state.blocks + (#data - first + 1) / 8
@@ -61,7 +61,7 @@ return function(state, operation, count, lost)
 
   function operation.chunk(data, time)
     if not packed_hashes(#data - 8) then return false end
-    state.seen = time -- its heartbeats wait behind many chunks
+    state.seen = time -- its heartbeats wait behind many chunks, so a chunk counts as one
     if not record.shadow or data:sub(1, 8) ~= record.snapshot then
       count("stale")
     elseif room(shadow) then

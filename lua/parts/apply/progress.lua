@@ -1,6 +1,6 @@
 --[[
-apply/progress: the operation progress: the prefill of some requests is done. What they had booked is given back as the
-first token would give it back, and the predicted match is compared with what was cached.
+apply/progress: the operation progress: the prefill of some requests is done. What these requests had booked is given
+back as their first token would give it back, and the predicted match is compared with what was cached.
 
 Takes the state of apply (key prefix, worker, record, row, truth, changed, short), the table of operations, which gets
 one more, the key of the leases, and three functions: count(counter), parse_list(data), integers(list, first).
@@ -21,8 +21,8 @@ return function(state, operation, LEASE, count, parse_list, integers)
   local record, row, truth, changed, short = state.record, state.row, state.truth, state.changed, state.short
 
   -- Whether this is still the worker that was proved. Another prompt length says no. So does, twice in a row, a prompt
-  -- whose last block is not in the index: the engine has it, and reports blocks before progress. Both only make the
-  -- worker suspected, and a probe decides: else a tenant's prompts could take a healthy worker out.
+  -- whose last block is not in the index: the engine has it, and reports blocks before progress. Both signs only
+  -- make the worker suspected, and a probe decides: else a tenant's prompts could end a healthy worker's routing.
   local function judge(same_prompt, hash)
     if bit.band(row[FLAGS_FIELD], FLAG_PROVEN + FLAG_PARTIAL) ~= FLAG_PROVEN then return end
     if record.shadow or truth.cause or short then return end
@@ -48,7 +48,7 @@ return function(state, operation, LEASE, count, parse_list, integers)
       count(cached == matched and "exact" or cached > matched and "over" or "short")
       if prompt_tokens ~= prompt then count("prompt") end
       judge(prompt_tokens == prompt, call("GETRANGE", ("%sc:%d:%s"):format(PREFIX, slot, id), -8, -1))
-      prompt = 0 -- once: a beam search goes on with longer prompts under the same id
+      prompt = 0 -- judged once: a beam search goes on with longer prompts under the same id
     end
     if stage > STAGE_BOOKED then -- settle has told the first byte before
       if prompt == expected then return end

@@ -7,7 +7,7 @@ it is not as it must be; and chunks_of(artifacts) -> the set of the names of a m
 local SCHEMA = 1
 local MAX_JOIN_BYTES, MAX_URL_BYTES, MAX_MODELS, MAX_FILES, MAX_CHUNKS, MAX_BRACKETS = 262144, 512, 256, 8, 2048, 500
 local URL = '^https?://[^%s%c"\\<>\128-\255]+$'
-local MAX_NUMBER_BYTES = 24 -- Python writes every float in so many; some parsers refuse thousands of digits
+local MAX_NUMBER_BYTES = 24 -- enough for every float that Python writes; some parsers refuse thousands of digits
 
 local function text(value, pattern, bytes)
   return type(value) == "string" and #value <= bytes and value:match(pattern) ~= nil

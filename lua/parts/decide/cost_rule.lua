@@ -30,8 +30,8 @@ local ROW_IN_FLIGHT, ROW_SLOT, ROW_EVICTED = ">i4", ">I4", ">I4"
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- costs this close are equal: share of the prompt's tokens, seconds
 local DECIDED_BY = { "home", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
--- The tokens of each match that count, by candidate: prefix_tokens at most, and what a candidate holds beyond all
--- others only if that is min_match_tokens or more.
+-- The tokens of each match that count, by candidate: prefix_tokens at most. What a candidate holds beyond the
+-- shortest match counts only if it is min_match_tokens or more.
 local function useful_matches(s)
   local prefix_tokens, min_match = s.prefix_tokens, s.constants.min_match_tokens
   if prefix_tokens <= 0 and min_match <= 0 then return s.matched end

@@ -65,13 +65,13 @@ return function(s, prefix, prompt, max_probes, first_chain)
     return depth
   end
 
-  -- How far a chain that is being made goes along with this one. Two chains may part between checkpoints. The place is
-  -- found in the chain (c:) of the lease that made the checkpoint, or in the trail that the mirror of an approximate
-  -- worker keeps there. A third chain that parted at that place counts at the next block, so it is followed, too. A
-  -- hash stands for all blocks before it, so one comparison tells whether two chains are still the same. Starts at
-  -- `block` and asks only for blocks beyond `depth`. Returns the last block that is known or being made, whether it
-  -- is being made (not yet in the mirror), the node where a longer chain belongs, and whether the maker that is noted
-  -- there is to be replaced.
+  -- How far a chain that is being made is equal to the chain of this request. Two chains may part between checkpoints.
+  -- The place is found in the chain (c:) of the lease that made the checkpoint, or in the trail that the mirror of an
+  -- approximate worker keeps there. A third chain that parted at that place counts at the next block, so it is
+  -- followed, too. A hash stands for all blocks before it, so one comparison tells whether two chains are still the
+  -- same. Starts at `block` and asks only for blocks beyond `depth`. Returns the last block that is known or being
+  -- made, whether it is being made (not yet in the mirror), the node where a longer chain belongs, and whether the
+  -- maker that is noted there is to be replaced.
   local function follow(hashes, block, depth, slot)
     local n, whole, making, parted, takes, field = #hashes / 8, depth, false, nil, false, format("%d", slot)
     while hops > 0 do

@@ -22,7 +22,7 @@ return function(s, everybody, queue_key, leases_key, id, now_us, constants, requ
     for i = 1, s.count do speed = speed + s.speed[i] end
     return { word, queue.waiting(), math.ceil(queue.tokens() * 1000 / speed) }
   end
-  call("ZREM", leases_key, id) -- the first write frees memory: then a Redis at its limit takes the other writes
+  call("ZREM", leases_key, id) -- the first write frees memory: a full Redis then allows the writes after it
   queue.reap(MAX_REAPED)
   local ticket = queue.find(id)
   if ticket == queue.DISPLACED then

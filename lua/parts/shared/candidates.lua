@@ -21,7 +21,7 @@ local U32, MAX_PREFILLED = 2 ^ 32, 4096 -- unpack takes no more
 
 return function(all, alive, median, decode_s_per_token, now)
   local slowest, fastest, count, least_wait, total_fill = median / 8, median * 8, 0, math.huge, 0
-  -- A table that grows is counted anew at each power of two: these begin in their size.
+  -- Lua rehashes a growing table at each power of two: copying `all` gives the tables their final size at once.
   local some, by_scheme, usable = #all <= MAX_PREFILLED and all or {}, {}, {}
   local rows, wait, base_s = { unpack(some) }, { unpack(some) }, { unpack(some) }
   local speed, fill, cost = { unpack(some) }, { unpack(some) }, { unpack(some) }
@@ -39,7 +39,7 @@ return function(all, alive, median, decode_s_per_token, now)
       count, total_fill = count + 1, total_fill + share
       if ahead < least_wait then least_wait = ahead end
       rows[count], wait[count], speed[count], fill[count] = all[k], ahead, tps, share
-      -- What is done of the prefill under way, by time and speed. An engine may stand still: no more than that prefill.
+      -- Tokens computed of the prefill under way, by time and speed. An engine may stand still: at most that prefill.
       local done = 0
       if prefill > 0 then
         local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, all[k], UNDER_WAY_TOKENS_AT)

@@ -80,7 +80,7 @@ return function(queue_key, now_us, ticket_ms)
       stands = math.min(math.max(stands, time) + math.ceil(share), class + CLASS - 1)
       time = math.min(time + done, class + CLASS - 1)
       call("HSET", clock, sub(flow, 1, 1), exact(stands))
-      call("ZREMRANGEBYSCORE", served, exact(class), exact(stands)) -- these flows would begin there anyway
+      call("ZREMRANGEBYSCORE", served, exact(class), exact(stands)) -- a flow begins at the time of its class anyway
     end
     call("ZREM", queue_key, sub(ticket, TICKET_FLOW_AT, TICKET_BARRED_AT - 1) .. id)
     call("HINCRBY", clock, "tokens", -unpack_from(TICKET_TOKENS, ticket))
@@ -94,7 +94,8 @@ return function(queue_key, now_us, ticket_ms)
 
   function queue.reap(most)
     for _, id in ipairs(call("ZRANGEBYSCORE", leases, "-inf", exact(now), "LIMIT", 0, most)) do queue.leave(id) end
-    -- After the clock stepped back, tickets of dead replicas would stand in the way until it has come as far again.
+    -- After the clock stepped back, tickets of dead replicas would expire too late. They get an expiry that counts from
+    -- now.
     local ahead = call("ZRANGEBYSCORE", leases, "(" .. exact(now + ticket_ms), "+inf", "LIMIT", 0, most)
     for _, id in ipairs(ahead) do queue.renew(id) end
   end
@@ -116,9 +117,8 @@ return function(queue_key, now_us, ticket_ms)
 
   -- Whose turn it is: as many tickets, in order, as the capacity (shared/capacity) has room for, each counted by the
   -- tokens of its prompt. A ticket that none of the free workers can serve is passed over. `most` tickets are looked
-  -- at,
-  -- and of one flow no more than its part of them that cannot be served: so a tenant whose worker is busy delays no
-  -- other.
+  -- at, of which each flow may use up an equal part on tickets that cannot be served. So a tenant whose worker is
+  -- busy delays no other tenant.
   function queue.turns(capacity, most)
     local turns, left, share = {}, capacity.tokens, capacity.tokens / math.max(capacity.count, 1)
     local order, head, score, ahead, place, missed = {}, 1, {}, {}, {}, {}

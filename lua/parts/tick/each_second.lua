@@ -19,7 +19,8 @@ return function(ALIVE, ALIVE_SERVERS, SERVERS, LOAD, PREFIX, now, TTL_MS, FORGET
     return score
   end
 
-  -- Whether a name has been silent for forget_ms and its stream is empty. One that left is silent since its last entry.
+  -- Whether a name has been silent for forget_ms and its stream is empty. A name that said goodbye counts as silent
+  -- since its last entry.
   local function forgettable(stream, seen)
     if seen and seen > now - FORGET_MS then return false end
     local length, ms = stream_of(PREFIX .. stream)

@@ -109,7 +109,7 @@ async def test_sentinels_that_are_away_or_know_nothing(model: str) -> None:
         fleet = Fleet(connect(watched.url.replace("//", f"//127.0.0.1:{nobody},"), timeout_s=2), model)
         assert await fleet.counts() == {}  # the last of four knows
         await fleet.close()
-        for url, why in ((f"127.0.0.1:{one}/other", "none of them knows"), (f"127.0.0.1:{nobody}/kv", str(nobody))):
+        for url, why in ((f"127.0.0.1:{one}/other", "no node knows it"), (f"127.0.0.1:{nobody}/kv", str(nobody))):
             fleet = Fleet(connect(f"redis+sentinel://{url}"), model)
             with pytest.raises(FleetUnavailable, match=why):
                 await fleet.counts()

@@ -58,7 +58,7 @@ class WorkerState(StrEnum):
 
     @property
     def alive(self) -> bool:
-        """Both halves of it are heard, whatever else holds it."""
+        """Its engine core and its API server are both heard, whatever else holds it."""
         return self not in (WorkerState.GONE, WorkerState.SILENT, WorkerState.JOINING)
 
 
