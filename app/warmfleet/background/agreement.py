@@ -52,7 +52,7 @@ class Agreement:
         self._unhashed[tag] = now
         self._metrics.outvoted_workers.labels("unhashed").set(sum(map(len, self._unhashed.values())))
         if now and now != before:
-            logger.warning("%s: its workers hash in too many ways: cached blocks of %s are not found", tag, _some(now))
+            logger.warning("%s: its workers use over 4 schemes: cached blocks of %s are not found", tag, _some(now))
 
 
 def _some(workers: Sequence[str]) -> str:

@@ -80,7 +80,7 @@ class Prewarmer:
             result = "slow"
         except WarmfleetError as error:
             result = "failed"
-            logger.info("%s is not warmed: %s", worker.worker_id, error.message)
+            logger.info("worker %s is not warmed: %s", worker.worker_id, error.message)
         self._metrics.warmings.labels(result).inc()
         level = logging.INFO if result == "done" else logging.WARNING
         tokens, seconds = sum(sent), time.monotonic() - began

@@ -108,7 +108,7 @@ class Probe:
             if question is not None:
                 questions.insert(0, question)
         if texts and len(questions) == 1:
-            return Result("", "untested", "no text could be tried: its prompts are not known here")
+            return Result("", "untested", "no text could be tried: this replica cannot make the worker's token ids")
         reservation = new_reservation(1)
         await pool.fleet.renew([Renewal(reservation, worker.worker_id, questions[-1].prompt_tokens, 1)])
         try:
@@ -192,7 +192,7 @@ class Probe:
             # A snapshot has only the blocks that the engine still holds.
             return Result("", "untested", "its index is being sent anew: its blocks cannot be tested")
         if missing is None:
-            return Result("", "untested", "Redis lost what was told")
+            return Result("", "untested", "Redis lost its notes of the probe's blocks")
         beat = fresh.heartbeat_age_s
         if not prefilled and (beat is None or beat > time.monotonic() - answered_at - BEAT_S):
             return Result("", "silent", "its stream tells nothing of a probe: it is behind, or another engine answers")

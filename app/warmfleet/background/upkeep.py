@@ -80,7 +80,8 @@ async def follow_approvals(pools: Pools, templates: Templates) -> None:
     try:
         await pools.each(read_model)
     finally:
-        await templates.approve(approved)  # of all models at once: a revocation waits for no other model's template
+        # All models at once: no revocation waits until another model's template is compiled.
+        await templates.approve(approved)
 
 
 async def apply(pools: Pools, metrics: Metrics) -> None:

@@ -74,11 +74,11 @@ class EngineClient:
         """Try the addresses of the URL's host in turn until one takes the connection."""
         self._addresses.check(address)
         url = httpx.URL(address)
-        # In UTF-8, as on the hot path: httpx alone refuses a header of a client that is not ASCII.
+        # In UTF-8, as in ``upstream``: httpx by itself refuses a client's header that is not ASCII.
         encoded = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
         request = httpx.Request(method, url, content=body, headers=encoded)
         if url.userinfo:
-            if "Authorization" in request.headers:  # a request of a client would fail at this worker, so this call must
+            if "Authorization" in request.headers:  # ``upstream`` fails with such a worker, so this call must fail, too
                 raise UpstreamError("The worker's URL names a user, and an Authorization header is given: choose one.")
             request.headers["Authorization"] = f"Basic {base64.b64encode(_decoded_userinfo(url)).decode()}"
         *others, last = await self._resolve(url)

@@ -141,6 +141,6 @@ class AdmissionQueue:
         elif reason == "bytes":
             error = Overloaded("All workers are busy, and there is no room for so large a body to wait.")
         else:
-            error = Overloaded("All workers are busy, and as many requests wait as may.")
+            error = Overloaded("All workers are busy, and the queue is full.")
         error.retry_after_s = min(max(1, math.ceil(work_s)), MAX_RETRY_AFTER_S)
         return error

@@ -89,7 +89,7 @@ class Attempts:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._telling.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("an outcome was not told, its lease expires by itself", exc_info=error)
+            logger.error("Redis was not told how an attempt went; its lease expires by itself", exc_info=error)
 
     async def drained(self) -> None:
         """Return when no task is left that tells Redis an outcome or gives up a ticket; any of them may have failed."""
@@ -239,4 +239,4 @@ class Attempt:
             self._attempts.metrics.settle_failures.inc()
             if outcome != "started":
                 pool.reservations.keep_outcome(self.reservation, outcome)
-            logger.info("settle %s: %s; told again soon, and the lease expires by itself", outcome, error)
+            logger.info("settle %s: %s; a final outcome is sent again, and the lease expires by itself", outcome, error)

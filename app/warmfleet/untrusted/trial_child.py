@@ -98,7 +98,7 @@ def _check_replacements(tokenizer: Tokenizer) -> None:
         elif kind == "Precompiled":
             growth *= _charsmap_growth(base64.b64decode(part["precompiled_charsmap"]))
     if growth > MAX_REPLACEMENT:
-        raise ValueError(f"it may make {min(growth, 10**9)} characters of one")
+        raise ValueError(f"it may make {min(growth, 10**9)} characters of one character")
 
 
 def _charsmap_growth(charsmap: bytes) -> int:
@@ -142,7 +142,7 @@ def _check_run(encode: Encode, unit: str, tail: str) -> None:
             return
         quick, slow = max(quick, _seconds(encode, short)[0]), min(slow, _seconds(encode, long)[0])
     if slow > UNNOTICED_SECONDS and (slow > MAX_SECONDS or slow > MAX_GROWTH * quick):
-        raise ValueError(f"{LONG} characters, {unit!r} repeated, take it {slow:.2f} s, {SHORT} take {quick:.4f}")
+        raise ValueError(f"{LONG} characters, {unit!r} repeated, take it {slow:.2f} s; {SHORT} take {quick:.4f} s")
 
 
 def _seconds(encode: Encode, text: str) -> tuple[float, int]:
