@@ -69,13 +69,13 @@ async def test_a_full_batch_and_no_more_blocks_than_asked_for(core: Core) -> Non
 
 
 async def test_the_cursor_moves_only_past_entries_that_were_applied(core: Core, fleet: Fleet) -> None:
-    for start in (0, 128):
-        await core.send("stored", blocks(*range(start, start + 128)))
+    for start in (0, 100):
+        await core.send("stored", blocks(*range(start, start + 100)))
     await core.fleet.apply("s.0")
     left = await fleet.redis.xlen(fleet.keys.events("s.0"))
     assert left == 1, "the second batch did not fit into the call: it must not be trimmed"
     await core.applied()
-    assert len(await core.holds()) == 256
+    assert len(await core.holds()) == 200
 
 
 async def test_small_entries_share_a_call(core: Core) -> None:

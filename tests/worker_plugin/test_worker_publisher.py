@@ -114,7 +114,7 @@ async def test_a_join_that_a_failover_has_lost_is_made_again(fleet: Fleet, redis
             await equal(fleet, tracker)
             await poll(lambda: publisher.state.acknowledged)
         await fleet.redis.set(fleet.keys.command(WORKER), json.dumps(before))
-        await poll(lambda: publisher.state.joins == 2)
+        await poll(lambda: publisher.state.joins == 2, deadline_s=10.0)  # less than the TTL, which heals it, too
         assert publisher.state.stopped is None
         async with upkeep(fleet):
             await poll(lambda: publisher.state.acknowledged)

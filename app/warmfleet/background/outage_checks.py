@@ -64,7 +64,7 @@ class OutageChecks:
         self._metrics.health_checks.labels("answered").inc(len(workers) - len(silent))
         for url in silent:
             for worker_id in workers[url]:
-                pool.suspect(worker_id, self._pass_over_s)
+                pool.avoid(worker_id, self._pass_over_s)
         return silent
 
     def _log_changes(self, pool: Pool, silent: frozenset[str]) -> None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.prompt.request import Request
 
-SUSPECT_S = 3.0  # a request that failed makes its worker avoided for so long; the fleet needs a TTL to see a death
-MAX_SUSPECTS = 64
+AVOID_S = 3.0  # a request that failed makes its worker avoided for so long; the fleet needs a TTL to see a death
+MAX_AVOIDED = 64
 FIRST_READING_S = 2.0  # requests wait so long for the first reading of the fleet
 NOT_READ = "The fleet was not read yet: Redis is away or slow."
 
@@ -56,7 +56,7 @@ class Pool:
         self.uses = PopularPrefixes()
         self.read = asyncio.Event()
         self.last_known = LastKnown(fleet)
-        self._suspected_until: dict[str, float] = {}
+        self._avoided_until: dict[str, float] = {}
 
     @property
     def contacted(self) -> bool:
@@ -83,19 +83,19 @@ class Pool:
         self.read.set()
         self.last_known.show(view)
 
-    def suspect(self, worker_id: str, seconds: float = SUSPECT_S) -> None:
+    def avoid(self, worker_id: str, seconds: float = AVOID_S) -> None:
         """Let decisions avoid this worker for a while: a request just failed there, or a health check did."""
-        until = self._suspected_until
-        if worker_id in until or len(until) < MAX_SUSPECTS:
+        until = self._avoided_until
+        if worker_id in until or len(until) < MAX_AVOIDED:
             until[worker_id] = max(until.get(worker_id, 0.0), time.monotonic() + seconds)
 
-    def suspects(self) -> tuple[str, ...]:
+    def avoided(self) -> tuple[str, ...]:
         """Ids of the workers that decisions avoid at this moment."""
-        if not self._suspected_until:
+        if not self._avoided_until:
             return ()
         now = time.monotonic()
-        self._suspected_until = {worker: until for worker, until in self._suspected_until.items() if until > now}
-        return tuple(self._suspected_until)
+        self._avoided_until = {worker: until for worker, until in self._avoided_until.items() if until > now}
+        return tuple(self._avoided_until)
 
     def serves(self, model: str) -> bool:
         """Whether ``model`` is this tag's base model, one of its served names, or an adapter of it."""

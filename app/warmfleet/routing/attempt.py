@@ -68,16 +68,16 @@ class Attempts:
         self.metrics = metrics
         self._telling: set[asyncio.Task[None]] = set()
 
-    def begin(self, job: Job, failed_workers: tuple[str, ...], *, avoids_suspects: bool, last: bool) -> Attempt:
+    def begin(self, job: Job, failed_workers: tuple[str, ...], *, avoids_failing: bool, last: bool) -> Attempt:
         """A new attempt under a reservation of its own. The caller must ``release`` it in every case.
 
-        failed_workers: workers that failed earlier attempts at this job. avoids_suspects: see ``Attempt.excluded``.
+        failed_workers: workers that failed earlier attempts at this job. avoids_failing: see ``Attempt.excluded``.
         last: no other attempt may follow.
         """
         prompt = job.prompt
         reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact")
         never = (*prompt.unable_workers, *failed_workers)
-        return Attempt(self, job.pool, reservation, never, avoids_suspects=avoids_suspects, last=last)
+        return Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing, last=last)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run ``work`` in a task of its own: it goes on when the request is cancelled, and ``drained`` waits for it."""
@@ -102,12 +102,12 @@ class Attempt:
     """One worker's chance to serve a job, from before it is chosen until everything is given back.
 
     ``decision`` is None until a worker is chosen. ``never`` are workers that must not be chosen at all; ``avoided``
-    are suspects that the last decision passed over. ``explanation`` is the explanation of the decision, as JSON; empty
-    if the client asked for none. ``last`` says that no other attempt may follow.
+    are workers that failed a request a moment ago, which the last decision passed over. ``explanation`` explains the
+    decision as JSON; empty if the client asked for none. ``last`` says that no other attempt may follow.
     """
 
     __slots__ = (
-        "_attempts", "_avoids_suspects", "avoided", "decision", "explanation", "last", "never", "pool", "reservation",
+        "_attempts", "_avoids_failing", "avoided", "decision", "explanation", "last", "never", "pool", "reservation",
         "state",
     )  # fmt: skip
 
@@ -118,11 +118,11 @@ class Attempt:
         reservation: str,
         never: tuple[str, ...] = (),
         *,
-        avoids_suspects: bool = False,
+        avoids_failing: bool = False,
         last: bool = False,
     ) -> None:
         self._attempts = attempts
-        self._avoids_suspects = avoids_suspects
+        self._avoids_failing = avoids_failing
         self.pool = pool
         self.reservation = reservation
         self.never = never
@@ -137,9 +137,9 @@ class Attempt:
     def excluded(self) -> tuple[str, ...]:
         """Workers that the decision about to be asked for must not choose.
 
-        These are ``never`` and, if this attempt avoids suspects, the workers that failed any request a moment ago.
+        These are ``never`` and, if ``avoids_failing`` was given, the workers that failed any request a moment ago.
         """
-        self.avoided = self.pool.suspects() if self._avoids_suspects else ()
+        self.avoided = self.pool.avoided() if self._avoids_failing else ()
         return (*self.never, *self.avoided)
 
     def asks(self) -> None:
@@ -205,7 +205,7 @@ class Attempt:
     def worker_failed(self) -> None:
         """Let all requests avoid this attempt's worker for a moment."""
         if self.decision is not None:
-            self.pool.suspect(self.decision.worker_id)
+            self.pool.avoid(self.decision.worker_id)
 
     # ------------------------------------------------ the end
 

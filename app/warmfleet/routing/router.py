@@ -66,7 +66,7 @@ class Router:
         retries = _Retries(job)
         while True:
             attempt = self._attempts.begin(
-                job, retries.failed_workers, avoids_suspects=retries.avoids_suspects, last=retries.last
+                job, retries.failed_workers, avoids_failing=retries.avoids_failing, last=retries.last
             )
             outcome: Outcome = "cancelled"  # until it is known how the attempt ended
             try:
@@ -81,7 +81,9 @@ class Router:
                 retries.worker_failed(decision.worker_id, error)  # raises the error if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
             except NoWorker as error:
-                retries.no_worker(error, avoided_suspects=bool(attempt.avoided))  # raises unless a suspect may serve
+                retries.no_worker(
+                    error, avoided_some=bool(attempt.avoided)
+                )  # raises unless an avoided worker may serve
             except WarmfleetError:
                 outcome = "failed"
                 raise
@@ -98,7 +100,7 @@ class _Retries:
 
     def __init__(self, job: Job) -> None:
         self.failed_workers: tuple[str, ...] = ()
-        self.avoids_suspects = True
+        self.avoids_failing = True
         self.last = False
         self._job = job
         self._attempts_left = MAX_ATTEMPTS
@@ -115,13 +117,16 @@ class _Retries:
         self.failed_workers = (*self.failed_workers, worker_id)
         self._next()
 
-    def no_worker(self, error: NoWorker, *, avoided_suspects: bool) -> None:
-        """Let the next attempt choose suspects too. Raises if this one avoided none or a worker failed before."""
+    def no_worker(self, error: NoWorker, *, avoided_some: bool) -> None:
+        """Let the next attempt choose the avoided workers, too.
+
+        Raises if this attempt avoided none, or if a worker failed before.
+        """
         if self._failure is not None:
             raise self._failure from None  # no worker is left: the client gets the last worker's failure
-        if not avoided_suspects:
+        if not avoided_some:
             raise error
-        self.avoids_suspects = False
+        self.avoids_failing = False
         self._next()
 
     def _next(self) -> None:

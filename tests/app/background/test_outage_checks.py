@@ -78,6 +78,6 @@ async def test_no_health_is_checked_while_heartbeats_are_heard(valkey_url: str, 
         fleet.grace = True
         await checks.round()
         assert asked.get() == 1
-        assert not pool.suspects()
+        assert not pool.avoided()
         await client.close()
     await fleet.close()

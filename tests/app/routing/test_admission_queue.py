@@ -130,7 +130,7 @@ async def test_a_suspected_worker_is_not_avoided_for_the_whole_wait(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     until = 0.0
-    monkeypatch.setattr(Pool, "suspects", lambda _: ("idle.0",) if time.monotonic() < until else ())
+    monkeypatch.setattr(Pool, "avoided", lambda _: ("idle.0",) if time.monotonic() < until else ())
     async with simulated(valkey_url, model, "idle"), crowded(valkey_url, model) as router:
         await router.routable(2)
         await router.fleet.decide(Ask("wf-0busy", (), 100_000, 1, "cost", ("idle.0",)))
