@@ -14,7 +14,7 @@ HEADER_TIMEOUT_S = 10.0  # headers fit into a packet or two: a slower client hol
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Closes a connection whose headers do not come, or come too long.
+    """Closes a connection whose request headers are not complete in time, or are larger than HEAD_MAX_BYTES.
 
     A timer runs from the connection, or from the first byte of a later request, until the headers are complete.
     """

@@ -61,7 +61,7 @@ return function(state, operation, count, lost)
 
   function operation.chunk(data, time)
     if not packed_hashes(#data - 8) then return false end
-    state.seen = time -- its heartbeats wait behind many chunks, so a chunk counts as one
+    state.seen = time -- the worker's heartbeats wait behind many chunks, so each chunk counts as a heartbeat
     if not record.shadow or data:sub(1, 8) ~= record.snapshot then
       count("stale")
     elseif room(shadow) then

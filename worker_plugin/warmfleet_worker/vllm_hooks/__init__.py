@@ -1,1 +1,1 @@
-"""Everything that knows vLLM's internals. No other package of this project touches an object of vLLM."""
+"""Everything that knows vLLM's internals. No other package of this project imports vLLM or reads its objects."""
