@@ -2,7 +2,7 @@
 
 redis-py's own Sentinel pool does the work: a connection asks for the master when it connects, and ends when its server
 is no master any more. All keys of a model are in one slot, so in a Cluster, too, one server has them all; there the
-same pool asks ``CLUSTER SLOTS``. The routers have the same in asyncio: ``warmfleet/fleet/failover.py``.
+same pool asks ``CLUSTER SLOTS``. The routers have the same in asyncio: ``warmfleet/fleet/connection/failover.py``.
 """
 
 from __future__ import annotations

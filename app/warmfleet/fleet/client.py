@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import redis.asyncio as aioredis
+from redis.asyncio.connection import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
@@ -22,8 +23,9 @@ from warmfleet.errors import (
     NoWorker,
     WarmfleetError,
 )
-from warmfleet.fleet.failover import master_client
-from warmfleet.fleet.loop_aware_timeout import Patience
+from warmfleet.fleet.connection.cancellable import connection_options
+from warmfleet.fleet.connection.failover import master_client
+from warmfleet.fleet.connection.loop_aware_timeout import Patience
 from warmfleet.protocol.redis_address import RedisAddressError, parse
 from warmfleet.protocol.wire import Keys
 
@@ -120,7 +122,7 @@ def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connec
     }
     if where.kind != "single":
         return master_client(where, tag, **options)
-    return aioredis.Redis.from_url(url, **options)
+    return aioredis.Redis.from_pool(ConnectionPool(**options | connection_options(url)))
 
 
 #: A part is named by its folder and its file, in words of a-z and _: an include cannot leave ``lua/parts``.

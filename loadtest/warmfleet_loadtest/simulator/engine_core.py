@@ -86,7 +86,8 @@ class EngineCore:
         now = asyncio.get_running_loop().time()
         timeout = None if due is None else max(0.0, due - now)
         try:
-            await asyncio.wait_for(self._arrived.wait(), timeout)
+            async with asyncio.timeout(timeout):  # not wait_for: before Python 3.12 it may swallow a cancellation
+                await self._arrived.wait()
         except TimeoutError:
             self._deliver(self.scheduler.collect(due or now))
 

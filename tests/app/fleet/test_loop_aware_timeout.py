@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from warmfleet.fleet.loop_aware_timeout import MOST_S, Patience
+from warmfleet.fleet.connection.loop_aware_timeout import MOST_S, Patience
 
 
 async def test_time_is_up_when_nothing_comes() -> None:

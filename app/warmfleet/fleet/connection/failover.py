@@ -15,12 +15,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import redis.asyncio as aioredis
-from redis.asyncio.connection import ConnectionPool, SSLConnection, parse_url
+from redis.asyncio.connection import ConnectionPool, SSLConnection
 from redis.asyncio.sentinel import SentinelConnectionPool, SentinelManagedConnection
 from redis.exceptions import AskError, ClusterDownError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from warmfleet.fleet.connection.cancellable import Cancellable, connection_options
 from warmfleet.protocol.redis_address import ASK_AGAIN_SECONDS, LOOK_SECONDS, HostPort, RedisAddress
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class MasterPool(SentinelConnectionPool):
         await super().aclose()
 
 
-class MasterConnection(SentinelManagedConnection):
+class MasterConnection(Cancellable, SentinelManagedConnection):
     """Ends when its server is no master any more or has no longer the slot; the next connection asks a node anew."""
 
     async def read_response(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,20 +140,19 @@ class MasterRedis(aioredis.Redis):
 
 def master_client(address: RedisAddress, tag: str, **options: Any) -> aioredis.Redis:
     """A client of the master for keys with this hash tag. options: of its connections; those in the URL win."""
-    options |= dict(parse_url(address.url))
-    base = options.pop("connection_class", None)
+    options |= connection_options(address.url)
+    asking_class = options.pop("connection_class")
     for name in ("host", "port"):
         options.pop(name, None)
     asking = options | dict.fromkeys(("socket_timeout", "socket_connect_timeout"), address.node_timeout_s)
     if address.kind == "sentinel":
         asking.pop("db", None)
         asking |= {"username": address.sentinel_username, "password": address.sentinel_password}
-    if base:
-        asking["connection_class"] = base
+    asking["connection_class"] = asking_class
     nodes = [
         (node, aioredis.Redis.from_pool(ConnectionPool(host=node[0], port=node[1], **asking))) for node in address.nodes
     ]
-    kind = MasterTLSConnection if base else MasterConnection
+    kind = MasterTLSConnection if issubclass(asking_class, SSLConnection) else MasterConnection
     locator = Locator(address, tag, nodes)
     pool = MasterPool(address.service, locator, connection_class=kind, **options)  # type: ignore[no-untyped-call]  # redis-py
     return MasterRedis.from_pool(pool)
