@@ -57,7 +57,13 @@ class ModelNotFound(NotFound):
 
 
 class MethodNotAllowed(WarmfleetError):
+    """``allow``: the methods that the path takes, as the header Allow lists them."""
+
     status, type, code = 405, "invalid_request_error", "method_not_allowed"
+
+    def __init__(self, message: str, allow: str = "POST") -> None:
+        super().__init__(message)
+        self.allow = allow
 
 
 class TooLarge(WarmfleetError):

@@ -19,7 +19,9 @@ from warmfleet.api import connection_limits
 from warmfleet.api.application import Application
 from warmfleet.api.completions import CompletionsProxy
 from warmfleet.api.connection_limits import limited_protocol
+from warmfleet.api.cors import Cors
 from warmfleet.api.error_answers import error_response, not_found
+from warmfleet.api.proxies import Proxies
 from warmfleet.api.service_routes import Health, ServiceRoutes
 from warmfleet.background import outage_checks, stock_engines, upkeep
 from warmfleet.background.index_health import IndexHealthWatch
@@ -39,8 +41,8 @@ from warmfleet.pools import degraded
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identities import Identities
 from warmfleet.pools.pool import Pool, Pools
+from warmfleet.prompt.engine_paths import EnginePaths
 from warmfleet.prompt.prefix_trie import Trie
-from warmfleet.prompt.request import PATHS
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 from warmfleet.routing.decision_log import DecisionLog
@@ -106,8 +108,10 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
 
     handlers = {WarmfleetError: error_response, HTTPException: not_found}
     starlette = Starlette(routes=service.routes(), lifespan=lifespan, exception_handlers=handlers)
-    proxies = {path: CompletionsProxy(endpoint, router, settings, metrics) for endpoint, path in PATHS.items()}
-    return Application(starlette, proxies)
+    starlette.router.redirect_slashes = False  # a redirect would name the host that the client's header names
+    paths = EnginePaths(settings.passed_paths)
+    proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, settings, metrics))
+    return Application(starlette, proxies, Cors(settings.cors_origins))
 
 
 async def serve(settings: Settings, sockets: Sequence[socket.socket] | None = None) -> None:

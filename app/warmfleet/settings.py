@@ -36,6 +36,7 @@ MIN_PROBE_INTERVAL_S = 40.0
 #: A reservation lives 30 s. A decision that takes longer than a third of that would book a lease about to expire.
 MAX_DECIDE_TIMEOUT_S = 10.0
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 #: Variables with our prefix that belong to workers (worker_plugin/README.md) or to the command line.
 FOREIGN = frozenset({"WARMFLEET_MODEL", "WARMFLEET_WORKER_ID", "WARMFLEET_WORKER_URL"})
@@ -181,6 +182,13 @@ class Settings:
     allowed_fields: tuple[str, ...] = _setting(
         (), "request fields that are refused unless named here: `chat_template`, `kv_transfer_params`"
     )
+    passed_paths: tuple[str, ...] = _setting(
+        ("/v1/audio/*", "/v1/images/*", "/v1/moderations"),
+        "paths of engines that requests may be sent to besides those of `api.md`, by load; `/*` at the end: all below",
+    )
+    cors_origins: tuple[str, ...] = _setting(
+        (), "origins whose pages may call this replica from a browser, such as `https://chat.example.com`; `*` = all"
+    )
     body_max_bytes: int = _setting(33_554_432, "longest request body; a longer one is answered with 413")
     max_connections: int = _setting(4_096, "client connections that one replica holds open")
     shutdown_grace_s: float = _setting(
@@ -257,7 +265,7 @@ class Settings:
             policies(self.policy)
         except BadArgument as error:
             raise BadArgument(f"{PREFIX}POLICY={self.policy!r}: {error}") from error
-        for message in (*self._wrong_values(), *self._contradictions()):
+        for message in (*self._wrong_values(), *self._wrong_lists(), *self._contradictions()):
             raise BadArgument(PREFIX + message)
         return self
 
@@ -275,9 +283,15 @@ class Settings:
             yield f"TENANT_KEY must have at least {MIN_SECRET_CHARACTERS} characters"
         if not _HEADER.fullmatch(self.tenant_header):
             yield f"TENANT_HEADER={self.tenant_header[:80]!r} is not the name of a header"
+
+    def _wrong_lists(self) -> Iterator[str]:
+        """A message for each entry of a list that is wrong whatever the other settings are."""
         for digest in self.approved_templates:
             if not _SHA256.match(digest):
                 yield f"APPROVED_TEMPLATES: {digest[:80]!r} is not a sha256 of 64 hex digits"
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                yield f"CORS_ORIGINS: {origin[:80]!r} is not an origin such as https://chat.example.com"
         for text in self.worker_addresses:
             try:
                 ipaddress.ip_network(text, strict=False)

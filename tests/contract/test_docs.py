@@ -20,6 +20,7 @@ from warmfleet.__main__ import main
 from warmfleet.cli.parser import build_parser
 from warmfleet.errors import WarmfleetError
 from warmfleet.metrics import Metrics
+from warmfleet.prompt.engine_paths import KNOWN, NEVER
 from warmfleet.settings import CONSTANTS, FOREIGN, PREFIX, Settings
 from warmfleet_worker.protocol.wire import SINGLE_KEYS
 
@@ -164,6 +165,16 @@ def test_every_error_and_header_of_an_answer_is_documented() -> None:
     assert rows == set(re.findall(r"^\| `[A-Z]\w+` \| \d{3} .*$", text, re.MULTILINE))
     names = ("x-request-id", "x-warmfleet-worker", "x-warmfleet-matched-tokens", "x-warmfleet-reservation")
     assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_every_path_of_engines_is_documented_with_its_label() -> None:
+    text = (DOCS / "api.md").read_text()
+    passed, _, rest = text.partition("## Paths of engines\n")[2].partition("never pass")
+    rows = re.findall(r"^\| (`/.*?) \| `(\w+)` \| by|^\| (`/.*?) \| `(\w+)` \| no", passed, re.MULTILINE)
+    told = {path: a or b for one, a, two, b in rows for path in re.findall(r"`(/.*?)`", one + two)}
+    assert told == {path: known.name for path, known in KNOWN.items()}
+    refused = set(re.findall(r"`(/.*?)`", rest.partition("WARMFLEET_CORS")[0])) - {"/v1/responses/{response_id}"}
+    assert {path for path in refused if "{" not in path} == NEVER
 
 
 @pytest.mark.parametrize("name", MAPS)

@@ -1,4 +1,4 @@
-"""The two paths whose requests go to engines, as plain ASGI callables: /v1/completions and /v1/chat/completions."""
+"""The paths whose requests go to engines, as plain ASGI callables."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import orjson
 from warmfleet.api.body import HungUp, read_body
 from warmfleet.api.client_hints import patience_s, read_hints
 from warmfleet.api.error_answers import error_headers
-from warmfleet.errors import MethodNotAllowed, Stopping, WarmfleetError
+from warmfleet.errors import BadRequest, MethodNotAllowed, Stopping, WarmfleetError
 from warmfleet.routing.call import Call
 from warmfleet.routing.client_answer import ClientAnswer
 
 if TYPE_CHECKING:
     from warmfleet.api.body import Receive
     from warmfleet.metrics import Metrics
-    from warmfleet.prompt.request import Endpoint
+    from warmfleet.prompt.engine_paths import EnginePath
     from warmfleet.routing.client_answer import Send
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
@@ -33,6 +33,7 @@ Scope = MutableMapping[str, Any]
 
 MAX_REQUEST_ID = 64
 CANCEL_AGAIN_S = 0.2
+_QUERY = re.compile(rb"[!-~]*")
 _UNSAFE_ID = re.compile(r"[^A-Za-z0-9._-]")
 #: Headers of a client that reach the engine. Authorization does only if the settings hold no key for workers.
 PASSED_ON = {
@@ -56,10 +57,10 @@ class _Head(NamedTuple):
 
 
 class CompletionsProxy:
-    """Serves one of the two paths. A client that hangs up cancels its call, in whatever step the call is."""
+    """Serves one path. A client that hangs up cancels its call, in whatever step the call is."""
 
-    def __init__(self, endpoint: Endpoint, router: Router, settings: Settings, metrics: Metrics) -> None:
-        self._endpoint = endpoint
+    def __init__(self, path: EnginePath, router: Router, settings: Settings, metrics: Metrics) -> None:
+        self._path = path
         self._router = router
         self._settings = settings
         self._metrics = metrics
@@ -69,10 +70,11 @@ class CompletionsProxy:
         head, answer = self._read_head(scope["headers"]), ClientAnswer(send)
         self._metrics.in_flight.inc()
         try:
-            if scope["method"] != "POST":
-                await self._refuse(answer, head, MethodNotAllowed("This endpoint takes POST."))
+            if scope["method"] not in self._path.methods:
+                takes = ", ".join(self._path.methods)
+                await self._refuse(answer, head, MethodNotAllowed(f"This endpoint takes {takes}.", takes))
                 return
-            call = await self._read_call(scope["headers"], head, receive)
+            call = await self._read_call(scope, head, receive)
             await self._serve(call, answer, receive)
         except HungUp:
             pass
@@ -89,14 +91,17 @@ class CompletionsProxy:
         finally:
             self._metrics.in_flight.dec()
 
-    async def _read_call(self, raw: list[tuple[bytes, bytes]], head: _Head, receive: Receive) -> Call:
+    async def _read_call(self, scope: Scope, head: _Head, receive: Receive) -> Call:
         """Read the body, and parse the headers. Raises BadRequest, TooLarge, Unauthorized, HungUp."""
+        raw, query = scope["headers"], scope["query_string"]
+        if not _QUERY.fullmatch(query):
+            raise BadRequest("The query of the URL must be ASCII, with every other byte written as %XX.")
         tenancy, session_id = self._router.tenancy, head.passed_on.get("X-Session-ID", "")
         flow, patience = tenancy.flow(raw), patience_s(raw)
         hints = read_hints(head.for_router, session_id, self._settings.explain_key)
         body = await read_body(receive, head.length, self._settings)
         return Call(
-            self._endpoint,
+            self._path,
             body,
             head.request_id,
             head.passed_on,
@@ -105,6 +110,8 @@ class CompletionsProxy:
             patience,
             time.perf_counter(),
             hints,
+            scope["method"],
+            query.decode(),
         )
 
     async def _serve(self, call: Call, answer: ClientAnswer, receive: Receive) -> None:
@@ -158,7 +165,7 @@ class CompletionsProxy:
 
     async def _refuse(self, answer: ClientAnswer, head: _Head, error: WarmfleetError) -> None:
         """Answer with the error. Raises the error if part of another answer was sent."""
-        self._metrics.requests.labels(self._endpoint, str(error.status), "none").inc()
+        self._metrics.requests.labels(self._path.name, str(error.status), "none").inc()
         if answer.started:  # only closing the connection can tell the client that its answer is not whole
             raise error
         body = orjson.dumps(error.as_dict())

@@ -21,7 +21,7 @@ def error_headers(error: WarmfleetError) -> dict[str, str]:
     if isinstance(error, TooLarge):
         headers["connection"] = "close"  # the rest of the body is not read
     if isinstance(error, MethodNotAllowed):
-        headers["allow"] = "POST"
+        headers["allow"] = error.allow
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
     return headers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,13 @@ def models(pools: Pools) -> list[dict[str, Any]]:
         {"id": name, "object": "model", "created": 0, "owned_by": "warmfleet", "root": pool.name}
         for name, pool in names.items()
     ]
+
+
+def versions(pools: Pools) -> dict[str, Any]:
+    """``version``: that of most routable engines, empty while none is known. ``engines``: how many have which."""
+    seen = [worker.record.get("version") for pool in pools.all for worker in pool.view.workers if worker.routable]
+    counts = Counter(str(version).removeprefix("vllm-") for version in seen if version).most_common()
+    return {"version": counts[0][0] if counts else "", "engines": dict(counts)}
 
 
 def gauges(pools: Pools, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""The paths that this replica answers itself: models, health, metrics, workers, explain."""
+"""The paths that this replica answers itself: models, health, version, metrics, workers, explain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.routing import Route
 from warmfleet.api import fleet_status
 from warmfleet.api.body import HungUp, read_body
 from warmfleet.api.client_hints import operators_hints
-from warmfleet.errors import BadRequest, Unauthorized
+from warmfleet.errors import BadRequest, ModelNotFound, Unauthorized
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.request import PATHS
 
@@ -43,6 +43,10 @@ class ServiceRoutes:
         """Every path with its handler."""
         return [
             Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.model),
+            Route("/health", self.readyz),
+            Route("/ping", self.readyz, methods=["GET", "POST"]),
+            Route("/version", self.version),
             Route("/livez", self.livez),
             Route("/readyz", self.readyz),
             Route("/metrics", self.metrics),
@@ -54,6 +58,18 @@ class ServiceRoutes:
     async def models(self, _request: HTTPRequest) -> Response:
         """Everything that a client may name as its model, as OpenAI's API lists it."""
         return JSONResponse({"object": "list", "data": fleet_status.models(self._pools)})
+
+    async def model(self, request: HTTPRequest) -> Response:
+        """One of the models; its name may have slashes."""
+        name = request.path_params["model"]
+        for entry in fleet_status.models(self._pools):
+            if entry["id"] == name:
+                return JSONResponse(entry)
+        raise ModelNotFound(f"The model `{name[:200]}` does not exist here.", "model")
+
+    async def version(self, _request: HTTPRequest) -> Response:
+        """The version of most engines, where vLLM's own server has its version, and all versions there are."""
+        return JSONResponse(fleet_status.versions(self._pools))
 
     async def livez(self, _request: HTTPRequest) -> Response:
         """200 while the event loop runs."""

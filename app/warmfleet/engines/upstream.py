@@ -87,7 +87,9 @@ class Upstream:
             trace_configs=[reuse],
         )
 
-    async def post(self, base: str, path: str, body: bytes, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+    async def send(
+        self, method: str, base: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
         """Send ``body`` unchanged; returns when the answer's headers have come. The caller closes the answer.
 
         A connection of the pool that turns out dead is replaced once. Raises UpstreamGone if no byte came back. The
@@ -97,8 +99,13 @@ class Upstream:
             used = SimpleNamespace(reused=False)
             with upstream_errors(sent_before=attempt == 2):
                 try:
-                    return await self._session.post(
-                        self._url(base, path), data=body, headers=headers, allow_redirects=False, trace_request_ctx=used
+                    return await self._session.request(
+                        method,
+                        self._url(base, path),
+                        data=body,
+                        headers=headers,
+                        allow_redirects=False,
+                        trace_request_ctx=used,
                     )
                 except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                     fresh = not used.reused or isinstance(error, aiohttp.ClientConnectorError)
@@ -116,7 +123,7 @@ class Upstream:
             self._addresses.check(base)
             if len(self._urls) >= MAX_ADDRESSES:
                 self._urls.clear()
-            url = self._urls[base, path] = URL(base.rstrip("/") + path)
+            url = self._urls[base, path] = URL(base.rstrip("/") + path, encoded=True)
         return url
 
 

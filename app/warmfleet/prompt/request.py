@@ -16,7 +16,8 @@ from warmfleet.prompt.messages import is_text
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-Endpoint = Literal["completions", "chat"]
+#: How a request names its prompt; an ``unread`` one is not identified (``unread_request``).
+Endpoint = Literal["completions", "chat", "unread"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_PROMPTS = 256
 MAX_SAMPLES = 256
@@ -55,8 +56,9 @@ class Request:
 
     unforeseen: the reason why the prompt cannot be known, else empty. text_only: the engine needs the text of the
     prompt to answer. prompts: of a completion, each a text or token ids. arguments: of a chat, for its template.
-    size_bytes: of the body. cache_key: OpenAI's ``prompt_cache_key``, by which clients group requests with a common
-    beginning.
+    size_bytes: of the body. takes_salt: the body may be given a ``cache_salt``. estimated: tokens that are booked for a
+    prompt that is not read; 0 for one that is. cache_key: OpenAI's ``prompt_cache_key``, by which clients group
+    requests with a common beginning.
     """
 
     endpoint: Endpoint
@@ -76,14 +78,12 @@ class Request:
     priority: Any = None
     text_only: bool = False
     cache_key: str = ""
+    takes_salt: bool = True
+    estimated: int = 0
 
     def use_salt(self, salt: str | None) -> None:
         """Hash the prompt's blocks with this salt in place of the client's own."""
         self.salt = salt
-
-    @property
-    def path(self) -> str:
-        return PATHS[self.endpoint]
 
 
 def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
@@ -118,19 +118,14 @@ def decoded(body: bytes) -> dict[str, Any]:
 
 def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = (), size_bytes: int = 0) -> Request:
     """The request of a body that is parsed already. size_bytes: of the body."""
-    for name in REFUSED:
-        given = data.get(name)
-        if given is None and name == "chat_template" and isinstance(data.get("chat_template_kwargs"), dict):
-            given = data["chat_template_kwargs"].get(name)
-        if given is not None and name not in allowed:
-            raise BadRequest(f"{name} is not accepted by this router.", name)
+    refuse_fields(data, allowed)
     request = Request(
         endpoint=endpoint,
         model=_typed(data, "model", str, ""),
         stream=_typed(data, "stream", bool, False),
         samples=_whole(data, "n", 1, MAX_SAMPLES) or 1,
         max_tokens=_whole(data, "max_completion_tokens", 0) or _whole(data, "max_tokens", 0),
-        salt=_salt(data),
+        salt=salt_of(data),
         add_special_tokens=_typed(data, "add_special_tokens", bool, endpoint == "completions"),
         unforeseen=_unforeseen(endpoint, data),
         size_bytes=size_bytes,
@@ -146,6 +141,16 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
         request.tools, request.tool_choice = data.get("tools"), data.get("tool_choice")
         request.arguments = _template_arguments(data)
     return request
+
+
+def refuse_fields(data: dict[str, Any], allowed: Collection[str]) -> None:
+    """Raises BadRequest if the body has a field of REFUSED that is not among the ``allowed`` ones."""
+    for name in REFUSED:
+        given = data.get(name)
+        if given is None and name == "chat_template" and isinstance(data.get("chat_template_kwargs"), dict):
+            given = data["chat_template_kwargs"].get(name)
+        if given is not None and name not in allowed:
+            raise BadRequest(f"{name} is not accepted by this router.", name)
 
 
 def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
@@ -169,6 +174,8 @@ def priority(request: Request) -> int:
 
 def estimated_tokens(request: Request) -> int:
     """The tokens that are booked for a prompt that cannot be known: one for four characters of its text, at least 1."""
+    if request.estimated:
+        return request.estimated
     characters, tokens = 0, 0
     for prompt in request.prompts:
         if isinstance(prompt, str):
@@ -208,7 +215,8 @@ def decode_tokens(request: Request, prompt_tokens: int, expected_output: int) ->
     return min(request.samples * (prompt_tokens + output), MAX_BOOKED_TOKENS)
 
 
-def _salt(data: dict[str, Any]) -> str | None:
+def salt_of(data: dict[str, Any]) -> str | None:
+    """The body's ``cache_salt``; None if it has none. Raises BadRequest."""
     salt: str | None = _typed(data, "cache_salt", str, None)
     if salt is not None and len(salt) > MAX_SALT:
         raise BadRequest(f"cache_salt has {len(salt)} characters; at most {MAX_SALT} are allowed.", "cache_salt")

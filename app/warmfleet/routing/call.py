@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
-    from warmfleet.prompt.request import Endpoint, Request
+    from warmfleet.prompt.engine_paths import EnginePath
+    from warmfleet.prompt.request import Request
     from warmfleet.routing.token_handoff import Offer
 
 
@@ -37,10 +38,11 @@ class Call:
 
     headers: the headers that the engine gets. tenant: the value of the tenant header, empty unless tenants are kept
     apart. flow: 8 bytes made of the tenant header's value; the queue takes turns by them. patience_s: the longest wait
-    in the queue that the client accepts. received_at: when the body was complete, by ``time.perf_counter``.
+    in the queue that the client accepts. received_at: when the body was complete, by ``time.perf_counter``. query: of
+    the URL, as the client wrote it.
     """
 
-    endpoint: Endpoint
+    path: EnginePath
     body: bytes
     request_id: str
     headers: Mapping[str, str]
@@ -49,6 +51,13 @@ class Call:
     patience_s: float = math.inf
     received_at: float = 0.0
     hints: Hints = NO_HINTS
+    method: str = "POST"
+    query: str = ""
+
+    @property
+    def target(self) -> str:
+        """The path and the query, as the engine gets them."""
+        return f"{self.path.path}?{self.query}" if self.query else self.path.path
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from warmfleet.engines.upstream import upstream_errors
 from warmfleet.errors import Stopping, UpstreamError, UpstreamGone
-from warmfleet.prompt.request import PATHS
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
 
@@ -80,14 +79,14 @@ class Relay:
         self, job: Job, attempt: Attempt, decision: Decision, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
         """Send the request with its token ids if the worker takes ids; if it refuses the ids, as the client sent it."""
-        path, worker_id = PATHS[job.call.endpoint], decision.worker_id
-        with_ids = self._handoff.body(job.offer, job.call.endpoint, job.body, job.pool.view, worker_id)
-        sent = self._upstream.post(decision.url, path, with_ids or job.body, headers)
+        call, worker_id = job.call, decision.worker_id
+        with_ids = self._handoff.body(job.offer, job.request.endpoint, job.body, job.pool.view, worker_id)
+        sent = self._upstream.send(call.method, decision.url, call.target, with_ids or job.body, headers)
         response = await attempt.sent(worker_id).headers(sent)
         if with_ids is None or response.status not in REFUSALS:
             return response
         response.close()
-        sent = self._upstream.post(decision.url, path, job.body, headers)
+        sent = self._upstream.send(call.method, decision.url, call.target, job.body, headers)
         again = await attempt.sent(worker_id).headers(sent)
         if again.status < 400:
             self._handoff.refused(worker_id, response.status)
@@ -98,7 +97,7 @@ class Relay:
         self._metrics.first_byte_seconds.labels(pool.tag).observe(waited_s)
         if streams and status < 400:  # the first byte of a plain answer comes with its last token
             pool.ttft.observe(waited_s)
-        self._metrics.requests.labels(job.call.endpoint, str(status), attempt.reservation_word).inc()
+        self._metrics.requests.labels(job.call.path.name, str(status), attempt.reservation_word).inc()
         # With several prompts in a request, only the engine knows when the prefill of each is done.
         if streams and (job.prompt.prompt_count == 1 or decision.approximate):
             attempt.prefill_done()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warmfleet.errors import NoWorker, UpstreamGone, WarmfleetError
+from warmfleet.prompt import bodies
 from warmfleet.prompt import request as requests
 from warmfleet.routing.admission_queue import AdmissionQueue
 from warmfleet.routing.attempt import Attempts
@@ -57,7 +58,7 @@ class Router:
 
     async def serve(self, call: Call, answer: ClientAnswer) -> None:
         """Answer ``call``. Raises WarmfleetError; unless ``answer.started``, nothing was sent to the client then."""
-        request = requests.parse(call.endpoint, call.body, self._allowed_fields)  # 1 parse
+        request = bodies.parse(call.path, call.body, self._allowed_fields)  # 1 parse
         priority = requests.priority(request) if self._reads_priority else 0
         body = self.tenancy.isolate(request, call.body, call.tenant)
         pool = await self.pools.find(request.model)

@@ -48,8 +48,11 @@ class Tenancy:
         return hashlib.blake2b(self._values(headers), digest_size=FLOW_BYTES, key=self._key[:64]).digest()
 
     def isolate(self, request: Request, body: bytes, tenant: bytes) -> bytes:
-        """Give ``request`` the tenant's salt; returns the body for the engine, with the same salt in it."""
-        salt = self.salt(tenant, request.salt)
+        """Give ``request`` the tenant's salt; returns the body for the engine, with the same salt in it.
+
+        A body in which the engine looks for no salt stays as it is.
+        """
+        salt = self.salt(tenant, request.salt) if request.takes_salt else request.salt
         if salt == request.salt:
             return body
         request.use_salt(salt)

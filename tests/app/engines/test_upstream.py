@@ -55,7 +55,7 @@ async def test_a_name_that_resolves_elsewhere_is_not_asked() -> None:
     upstream = Upstream(Addresses(("10.0.0.0/8",)), 1.0)
     await upstream.open()
     with pytest.raises(UpstreamGone):
-        await upstream.post("http://localhost:9", "/v1/completions", b"{}", {})
+        await upstream.send("POST", "http://localhost:9", "/v1/completions", b"{}", {})
     await upstream.close()
 
 
@@ -63,7 +63,7 @@ async def test_connections_notice_a_machine_that_vanished(model: str) -> None:
     upstream = Upstream(Addresses(Settings().worker_addresses), 1.0)
     await upstream.open()
     async with engine(model) as one:
-        answer = await upstream.post(one.url, "/v1/completions", b'{"stream": true, "max_tokens": 500}', {})
+        answer = await upstream.send("POST", one.url, "/v1/completions", b'{"stream": true, "max_tokens": 500}', {})
         assert answer.connection is not None
         assert answer.connection.transport is not None
         made = answer.connection.transport.get_extra_info("socket")

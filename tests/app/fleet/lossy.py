@@ -18,6 +18,7 @@ from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.pools.policy import PolicyChoice
 from warmfleet.pools.pool import Pool, Pools
+from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.prompt.request import from_dict
 from warmfleet.routing.attempt import Attempt, Attempts, AttemptState
 from warmfleet.routing.call import Call, Job
@@ -127,7 +128,7 @@ class Replica:
         """A request whose decision asks for ``ask``, under a policy that gives its order."""
         request = from_dict("completions", {"prompt": "x"})
         prompt = IdentifiedPrompt(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact")
-        return Job(Call("completions", b"", "", {}), request, b"", self.pool, prompt, NOTHING)
+        return Job(Call(KNOWN["/v1/completions"], b"", "", {}), request, b"", self.pool, prompt, NOTHING)
 
     async def end(self, which: int, outcome: Any) -> None:
         if self.attempts:

@@ -20,6 +20,7 @@ from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import view_of
 from warmfleet.pools.pool import Pool, Pools
+from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.routing.call import Call
 from warmfleet.routing.client_answer import ClientAnswer
 from warmfleet.routing.engine_tokenizer import EngineTokenizer
@@ -278,7 +279,7 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
         identifier = Identifier(tokenizer.token_ids, settings, metrics)
         served = Router(Pools([pool]), client, identifier, settings, metrics)
         body = json.dumps({"model": model, "prompt": PROMPT}).encode()
-        task = asyncio.create_task(served.serve(Call("completions", body, "id", {}), ClientAnswer(send)))
+        task = asyncio.create_task(served.serve(Call(KNOWN["/v1/completions"], body, "id", {}), ClientAnswer(send)))
         await poll(lambda: upstream.seen, what="the engine has the request")
         assert await router.load() > 0
         task.cancel()

@@ -1,0 +1,60 @@
+"""Lets pages of other origins call this replica from a browser, where the operator named their origins (CORS)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, MutableMapping
+
+    from warmfleet.routing.client_answer import Send
+
+Headers = list[tuple[bytes, bytes]]
+
+MAX_AGE_S = 600  # a browser asks again after so long
+SHOWN = b"x-request-id, retry-after, x-warmfleet-worker, x-warmfleet-matched-tokens, x-warmfleet-prompt-tokens"
+
+
+class Cors:
+    """Which origins are allowed, and the headers that tell a browser so. No origin is, by default."""
+
+    def __init__(self, origins: Iterable[str]) -> None:
+        """origins: each as a browser writes it, such as ``https://chat.example.com``; ``*`` allows every origin."""
+        self._origins = frozenset(origin.encode("latin-1") for origin in origins)
+
+    def allowed(self, raw: Headers) -> bytes:
+        """The request's origin if its answer may be read there, else b""."""
+        if not self._origins:
+            return b""
+        origin = next((value for name, value in raw if name == b"origin"), b"")
+        return origin if origin and (origin in self._origins or b"*" in self._origins) else b""
+
+    @staticmethod
+    def preflight(method: str, raw: Headers, origin: bytes) -> Headers | None:
+        """The headers of the answer to a browser that asks first whether it may send a request; None for any other."""
+        asked = dict(raw)
+        if method != "OPTIONS" or b"access-control-request-method" not in asked:
+            return None
+        return [
+            (b"access-control-allow-origin", origin),
+            (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+            (b"access-control-allow-headers", asked.get(b"access-control-request-headers", b"*")),
+            (b"access-control-max-age", b"%d" % MAX_AGE_S),
+            (b"vary", b"Origin"),
+        ]
+
+    @staticmethod
+    def shown(send: Send, origin: bytes) -> Send:
+        """``send`` with the headers that let a page of ``origin`` read the answer."""
+        ours = [
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", SHOWN),
+            (b"vary", b"Origin"),
+        ]
+
+        async def send_shown(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *ours]
+            await send(message)
+
+        return send_shown

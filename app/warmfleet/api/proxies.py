@@ -1,0 +1,30 @@
+"""Which proxy serves a path whose requests go to engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from warmfleet.prompt.engine_paths import KNOWN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from warmfleet.api.completions import CompletionsProxy
+    from warmfleet.prompt.engine_paths import EnginePath, EnginePaths
+
+
+class Proxies:
+    """A proxy for each known path, made once, and one for each request to a path that only a pattern covers."""
+
+    def __init__(self, paths: EnginePaths, make: Callable[[EnginePath], CompletionsProxy]) -> None:
+        self._paths = paths
+        self._make = make
+        self._known = {path: make(known) for path, known in KNOWN.items()}
+
+    def of(self, path: str) -> CompletionsProxy | None:
+        """The proxy of a decoded path; None if its requests do not go to engines."""
+        known = self._known.get(path)
+        if known is not None:
+            return known
+        found = self._paths.find(path)
+        return None if found is None else self._make(found)

@@ -1,0 +1,122 @@
+"""The paths of engines that clients may use, and what a request to each of them asks of an engine. Pure.
+
+A path that is not here, and that no pattern of the operator covers, is answered with 404. The paths of ``NEVER`` are
+refused whatever the operator's patterns say: they steer one engine, or tell about it, and a router has many.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from warmfleet.errors import BadArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: How a body makes a prompt. ``unknown``: the engine computes a prompt that the router does not read. ``none``: the
+#: engine computes no prompt at all.
+Form = Literal["completions", "chat", "unknown", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePath:
+    """One path. name: its label in the metrics. generates: the engine answers with tokens that it generates.
+
+    takes_salt: the engine reads the body's ``cache_salt``.
+    """
+
+    path: str
+    name: str
+    form: Form = "unknown"
+    generates: bool = False
+    takes_salt: bool = True
+    methods: tuple[str, ...] = ("POST",)
+
+
+_KNOWN = (
+    EnginePath("/v1/completions", "completions", "completions", generates=True),
+    EnginePath("/v1/chat/completions", "chat", "chat", generates=True),
+    EnginePath("/v1/chat/completions/batch", "chat_batch", generates=True),
+    EnginePath("/v1/responses", "responses", generates=True),
+    EnginePath("/v1/messages", "messages", generates=True),
+    EnginePath("/v1/messages/count_tokens", "count_tokens", "none", takes_salt=False),
+    EnginePath("/inference/v1/generate", "generate", generates=True),
+    EnginePath("/invocations", "invocations", generates=True),
+    EnginePath("/v1/audio/transcriptions", "audio", generates=True, takes_salt=False),
+    EnginePath("/v1/audio/translations", "audio", generates=True, takes_salt=False),
+    EnginePath("/v1/embeddings", "embeddings"),
+    EnginePath("/v2/embed", "embeddings", takes_salt=False),
+    EnginePath("/pooling", "pooling"),
+    EnginePath("/classify", "classify"),
+    EnginePath("/score", "score"),
+    EnginePath("/v1/score", "score"),
+    EnginePath("/rerank", "rerank"),
+    EnginePath("/v1/rerank", "rerank"),
+    EnginePath("/v2/rerank", "rerank"),
+    EnginePath("/generative_scoring", "score"),
+    EnginePath("/v1/systemone", "score"),
+    EnginePath("/tokenize", "tokenize", "none", takes_salt=False),
+    EnginePath("/detokenize", "tokenize", "none", takes_salt=False),
+    EnginePath("/v1/completions/render", "render", "none", takes_salt=False),
+    EnginePath("/v1/completions/derender", "render", "none", takes_salt=False),
+    EnginePath("/v1/chat/completions/render", "render", "none", takes_salt=False),
+    EnginePath("/v1/chat/completions/derender", "render", "none", takes_salt=False),
+    EnginePath("/v1/messages/render", "render", "none", takes_salt=False),
+    EnginePath("/v1/responses/render", "render", "none", takes_salt=False),
+)
+KNOWN: dict[str, EnginePath] = {known.path: known for known in _KNOWN}
+#: Paths that the router answers itself (``api/service_routes``).
+OWN = frozenset(
+    {
+        *("/v1/models", "/health", "/ping", "/version", "/livez", "/readyz", "/metrics"),
+        *("/workers", "/explain", "/favicon.ico"),
+    }
+)
+#: Paths of vLLM's server that change one engine, or tell about it, or need a connection of another kind.
+NEVER = frozenset(
+    {
+        *("/abort_requests", "/inference/v1/abort_requests", "/pause", "/resume", "/is_paused"),
+        *("/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory"),
+        *("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"),
+        *("/adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update"),
+        *("/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version"),
+        *("/weight_info", "/weight_checker", "/get_world_size", "/collective_rpc"),
+        *("/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply", "/fault_tolerance/status"),
+        *("/start_profile", "/stop_profile", "/server_info", "/load", "/kv_event_sources", "/tokenizer_info"),
+        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/static"),
+        "/v1/realtime",
+    }
+)
+#: No path below these passes, either.
+NEVER_BELOW = ("/v1/models/", "/v1/responses/", "/adapters/", "/fault_tolerance/", "/static/", "/docs/")
+#: Segments of letters, digits and ``_~:@-``, with dots inside: nothing that two servers could read in two ways.
+_PLAIN = re.compile(r"(?:/[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*)+")
+
+
+class EnginePaths:
+    """The paths of one replica: the known ones, and those that the operator's patterns add."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        """patterns: paths; one that ends in ``/*`` covers every path below it. Raises BadArgument."""
+        texts = tuple(patterns)
+        for text in texts:
+            if not _PLAIN.fullmatch(text.removesuffix("/*")) and text != "/*":
+                raise BadArgument(
+                    f"WARMFLEET_PASSED_PATHS: {text[:80]!r} is no path such as /v1/images/* or /v1/moderations"
+                )
+        self._single = frozenset(text for text in texts if not text.endswith("/*"))
+        self._above = tuple(text[:-1] for text in texts if text.endswith("/*"))
+
+    def find(self, path: str) -> EnginePath | None:
+        """What a request to this decoded path asks of an engine; None if the path does not go to engines."""
+        known = KNOWN.get(path)
+        if known is not None:
+            return known
+        if path not in self._single and not path.startswith(self._above):
+            return None
+        if path in NEVER or path in OWN or path.startswith(NEVER_BELOW) or not _PLAIN.fullmatch(path):
+            return None
+        return EnginePath(path, "other", generates=True, takes_salt=False, methods=("GET", "POST"))
