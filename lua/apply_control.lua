@@ -20,7 +20,7 @@ local PREFIX, WORKER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3
 local FIELD = "events:" .. WORKER_ID
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER_ID
 local ROW, ROW_FIELDS, SLOT_FIELD, FLAGS_FIELD = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 15, 5, 6
-local FLAG_SERVER, FLAG_DRAINING, FLAG_CLOSED, FLAG_HOSTILE = 1, 8, 32, 128
+local FLAG_SERVER, FLAG_DRAINING, FLAG_CLOSED, FLAG_HOSTILE, FLAG_UNHEARD = 1, 8, 32, 128, 256
 local NEXT_NOTHING, NEXT_APPLY, JSON_BYTES = 0, 1, 4096
 
 local call = redis.call
@@ -89,7 +89,10 @@ function control.cleared()
   if record.shadow then call("ZREM", RESYNC, WORKER_ID) end
   new_slot()
 end
-function control.leave() call("ZREM", ALIVE, WORKER_ID) end
+function control.leave()
+  call("ZREM", ALIVE, WORKER_ID)
+  row[FLAGS_FIELD] = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_UNHEARD)) -- nobody vouches for a worker that left
+end
 function control.begin(data) begin(record, command, parse(data)) end
 control["end"] = function(data) finish(record, row, parse(data)) end
 

@@ -15,7 +15,7 @@ local SERVERS, WORKERS, LOAD, ALIVE_SERVERS, CURSOR, COUNTS = KEYS[1], KEYS[2], 
 local PREFIX, SERVER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local FIELD = "server:" .. SERVER_ID
 local STREAM, ARTIFACT = PREFIX .. FIELD, PREFIX .. "artifact:" .. SERVER_ID .. ":"
-local ROW_FLAGS, FLAGS_AT, FLAG_SERVER, FLAG_URL, FLAG_PROVEN = ">I2", 21, 1, 2, 4
+local ROW_FLAGS, FLAGS_AT, FLAG_SERVER, FLAG_URL, FLAG_PROVEN, FLAG_UNHEARD = ">I2", 21, 1, 2, 4, 256
 
 local call = redis.call
 local clock = call("TIME")
@@ -97,7 +97,7 @@ end
 
 each_worker(function(flags, worker_id)
   if rejoined then
-    flags = bit.band(flags, bit.bnot(FLAG_URL + FLAG_PROVEN))
+    flags = bit.band(flags, bit.bnot(FLAG_URL + FLAG_PROVEN + FLAG_UNHEARD))
     local worker = call("HGET", WORKERS, worker_id)
     if worker then
       worker = cjson.decode(worker)

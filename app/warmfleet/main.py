@@ -23,7 +23,7 @@ from warmfleet.api.cors import Cors
 from warmfleet.api.error_answers import error_response, not_found
 from warmfleet.api.proxies import Proxies
 from warmfleet.api.service_routes import Health, ServiceRoutes
-from warmfleet.background import outage_checks, stock_engines, upkeep
+from warmfleet.background import outage_checks, stock_engines, upkeep, vouching
 from warmfleet.background.index_health import IndexHealthWatch
 from warmfleet.background.memory import MemoryWatch
 from warmfleet.background.outage_checks import OutageChecks
@@ -31,6 +31,7 @@ from warmfleet.background.prober import Prober
 from warmfleet.background.stock_engines import StockEngines
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.background.view_reader import ViewReader
+from warmfleet.background.vouching import Vouching
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, Upstream
@@ -194,6 +195,7 @@ async def _background(
         ("renew", upkeep.RENEW_INTERVAL_S, partial(upkeep.renew, pools, metrics)),
         ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),
         ("check", outage_checks.CHECK_INTERVAL_S, OutageChecks(pools, engine_client, metrics).round),
+        ("vouch", vouching.VOUCH_INTERVAL_S, Vouching(pools, engine_client, settings, metrics).round),
         ("clear", CLEAR_INTERVAL_S, partial(upkeep.clear, pools)),
         ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
     ]

@@ -112,7 +112,14 @@ class Metrics:
         self.audited_blocks = self._counter("audited_blocks", "Blocks of the index that this replica audited")
         self.audit_mismatches = self._counter("audit_mismatches", "Workers whose index an audit found to be wrong")
         self.health_checks = self._counter(
-            "health_checks", "Servers asked for /health during an outage of Redis: `answered`, `silent`", "result"
+            "health_checks",
+            "Servers asked for /health because heartbeats cannot be heard: `answered`, `silent`",
+            "result",
+        )
+        self.vouched = self._counter(
+            "vouched",
+            "Engines that answered though no heartbeat came: `vouched`, `renewed`, `refused` (worker-life.md)",
+            "result",
         )
         self.view_age_seconds = self._gauge(
             "view_age_seconds", "Age of the last reading of the fleet, of the model that was read longest ago"

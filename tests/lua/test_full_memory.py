@@ -50,13 +50,14 @@ async def memory_is(fleet: Fleet, *, short: bool) -> None:
 
 # ---------------------------------------------------------------- at the limit
 
-WRITES_REFUSED = {"prove", "register", "audit"}
+WRITES_REFUSED = {"prove", "vouch", "register", "audit"}
 
 
 async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
     """A call of every script that has something to write."""
     store, core, world = fleet.redis, Core(fleet.redis, fleet), World(fleet.redis, fleet)
     await world.workers(2)
+    await store.zadd(fleet.keys.alive_servers, {"w1": time.time() * 1000})
     await core.join()
     await core.send("stored", blocks(*range(300, 400)))
     await core.applied()
@@ -89,6 +90,7 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
         "drain": lambda: fleet.drain("s.0", draining=True),
         "forget": lambda: fleet.forget("w2.0"),
         "prove": lambda: fleet.prove("s.0", "n1", "proven", ""),
+        "vouch": lambda: fleet.vouch("w1.0", "n1"),
         "register": lambda: fleet.register("plain", {"scheme_id": 1}, 10, healthy=True),
         "lag": lambda: fleet.truth([]),
         "audit": lambda: fleet.audit(3600),

@@ -13,7 +13,7 @@ from warmfleet.background.agreement import Agreement
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import NotFound, WarmfleetError
 from warmfleet.fleet.views import BadArtifact
-from warmfleet.fleet.worker.state import METRIC_LABELS, UNROUTABLE, heard
+from warmfleet.fleet.worker.state import METRIC_LABELS, UNROUTABLE
 from warmfleet.pools.capabilities import token_capability
 from warmfleet.pools.fleet_view import MAX_SCHEMES, view_of
 from warmfleet.prompt.block_hashes import TEXT_SCHEME, Hasher
@@ -63,7 +63,7 @@ class ViewReader:
 
     async def _refresh(self, pool: Pool) -> None:
         workers = await pool.fleet.workers()
-        alive = [w for w in workers if heard(w.heartbeat_age_s)]
+        alive = [w for w in workers if w.heard]
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
         bringers = announced.by_identity(alive)
         identity, reference = self._identity(pool, bringers)

@@ -52,6 +52,7 @@ def render(answer: dict[str, Any]) -> str:
             for worker in model["workers"]
             if worker["suspect"]
         ]
+        reasons += [_unheard(worker) for worker in model["workers"] if worker["state"] == "unheard"]
         reasons += [_draining(worker) for worker in model["workers"] if worker["draining"]]
         parts.append("\n".join([title, body, *reasons]))
     return "\n\n".join(parts)
@@ -74,6 +75,11 @@ def _row(worker: dict[str, Any]) -> tuple[object, ...]:
         _age(age),
         *_truth(worker["truth"]),
     )
+
+
+def _unheard(worker: dict[str, Any]) -> str:
+    quiet = _age(worker["heartbeat_age_s"])
+    return f"{worker['worker_id']}: no heartbeat for {quiet}, but its engine answers: check its way to Redis"
 
 
 def _draining(worker: dict[str, Any]) -> str:

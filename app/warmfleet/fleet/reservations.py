@@ -218,7 +218,7 @@ class Reservations(ScriptClient):
             matched_tokens=matched,
             prompt_tokens=prompt,
             speculative=speculative == 1,
-            flagged=flagged == 1,
+            flagged=flagged == 1 or bool(flags & Flag.UNHEARD),  # then the index is as it was last known
             cost_s=float(cost),
             wait_tokens=wait,
             approximate=approximate,

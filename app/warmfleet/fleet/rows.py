@@ -25,6 +25,7 @@ class Flag(IntFlag):
     CLOSED = 32  # its set of blocks is prefix-closed: it holds each block's predecessors
     PARTIAL = 64  # memory was short: some of its blocks may be missing in the index
     HOSTILE = 128  # its stream broke the rules
+    UNHEARD = 256  # its heartbeats are missing, but its engine answers replicas over HTTP
 
 
 class Stage(IntEnum):

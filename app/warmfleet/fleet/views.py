@@ -11,7 +11,7 @@ from warmfleet.errors import BadRequest, NotFound
 from warmfleet.fleet.client import ScriptClient, redis_errors
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.worker.records import Records
-from warmfleet.fleet.worker.state import WorkerState, proof_of, state_of
+from warmfleet.fleet.worker.state import WorkerState, heard, proof_of, state_of
 from warmfleet.protocol import artifacts
 from warmfleet.protocol.wire import WireError
 
@@ -27,6 +27,7 @@ HOLDS_AT_ONCE = 512
 PROBE_EXPIRES_S = 120  # a probe lasts 40 s at most
 
 Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
+Vouched = Literal["VOUCHED", "RENEWED", "REFUSED"]
 
 
 class BadArtifact(BadRequest):
@@ -57,7 +58,8 @@ class WorkerView:
     the record of its API server; None for approximate workers and while no API server has joined. ``heartbeat_age_s``
     is None if the worker said goodbye or was never heard. ``proof`` is the result of the last probe, or "approximate"
     where there is none; ``state`` says whether requests may go to the worker. ``probed_age_s`` counts from that
-    result; None if there is none, or the clock stepped back.
+    result; None if there is none, or the clock stepped back. ``server_age_s`` is the ``heartbeat_age_s`` of its API
+    server. ``vouched_age_s`` counts from the last time when a replica vouched for the worker; None if none did.
     """
 
     worker_id: str
@@ -70,11 +72,18 @@ class WorkerView:
     url: str
     models: list[str]
     probed_age_s: float | None = None
+    server_age_s: float | None = None
+    vouched_age_s: float | None = None
 
     @property
     def routable(self) -> bool:
         """A decision may choose it now."""
         return self.state.routable
+
+    @property
+    def heard(self) -> bool:
+        """Its heartbeats come, or replicas vouch for it."""
+        return heard(self.heartbeat_age_s) or bool(self.load.flags & Flag.UNHEARD)
 
     @property
     def draining(self) -> bool:
@@ -101,15 +110,16 @@ class Views(ScriptClient):
             async with self.redis.pipeline(transaction=False) as pipe:
                 for name in (keys.workers, keys.servers, keys.load):
                     pipe.hgetall(name)
-                pipe.zrange(keys.alive, 0, -1, withscores=True)
+                for name in (keys.alive, keys.alive_servers):
+                    pipe.zrange(name, 0, -1, withscores=True)
                 pipe.time()
-                records, servers, rows, alive, (seconds, micros) = await pipe.execute()
+                records, servers, rows, *scores, (seconds, micros) = await pipe.execute()
         now = seconds + micros / 1e6
-        ages = {name.decode(): max(0.0, now - score / 1000) for name, score in alive}
+        ages, server_ages = ({name.decode(): max(0.0, now - ms / 1000) for name, ms in one} for one in scores)
         whole = [(name, records[name]) for name in sorted(records) if name in rows]
         told, server_records = self.records.read(whole, servers.items())
         return [
-            _view(name, record, LoadRow.unpack(rows[name.encode()]), server_records, ages, now)
+            _view(name, record, LoadRow.unpack(rows[name.encode()]), server_records, ages, server_ages, now)
             for name, record in told.items()
         ]
 
@@ -250,6 +260,14 @@ class Views(ScriptClient):
         )
         return int(slot)
 
+    async def vouch(self, worker_id: str, nonce: str) -> Vouched:
+        """This worker's engine answers over HTTP, though its heartbeats are missing: it stays routable for a TTL.
+
+        Returns REFUSED if the worker joined anew (its nonce is another), said goodbye, or must not be vouched for
+        (lua/vouch.lua). Raises FleetUnavailable.
+        """
+        return cast("Vouched", (await self.keep("vouch", worker_id=worker_id, nonce=nonce)).decode())
+
     async def drain(self, worker_id: str, *, draining: bool) -> bool:
         """Send no new request to a worker, or send them again. Requests that run there go on.
 
@@ -266,11 +284,12 @@ def _view(
     load: LoadRow,
     servers: dict[str, dict[str, Any]],
     ages: Mapping[str, float],
+    server_ages: Mapping[str, float],
     now: float,
 ) -> WorkerView:
-    age, probed = ages.get(worker_id), record.get("probed")
+    age, server_id = ages.get(worker_id), str(record.get("server_id", ""))
     approximate = bool(load.flags & Flag.APPROXIMATE)
-    server = None if approximate else servers.get(str(record.get("server_id", "")))
+    server = None if approximate else servers.get(server_id)
     source = record if approximate else server or {}
     url = str(source.get("url") or "")
     return WorkerView(
@@ -283,5 +302,11 @@ def _view(
         proof="approximate" if approximate else proof_of(record, now),
         url=url,
         models=list(source.get("models") or []),
-        probed_age_s=None if probed is None or probed / 1000 > now else now - probed / 1000,
+        probed_age_s=_age(record.get("probed"), now),
+        server_age_s=server_ages.get(server_id),
+        vouched_age_s=_age(record.get("vouched"), now),
     )
+
+
+def _age(since_ms: float | None, now: float) -> float | None:
+    return None if since_ms is None or since_ms / 1000 > now else now - since_ms / 1000

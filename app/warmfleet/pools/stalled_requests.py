@@ -14,7 +14,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from warmfleet.errors import UpstreamGone
-from warmfleet.fleet.worker.state import heard
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ class Tries:
 
 def _expired(worker: WorkerView) -> bool:
     """Whether the worker's last heartbeat is older than the TTL. A worker that said goodbye has no heartbeat."""
-    return worker.heartbeat_age_s is not None and not heard(worker.heartbeat_age_s)
+    return worker.heartbeat_age_s is not None and not worker.heard
 
 
 def _gone() -> UpstreamGone:

@@ -4,8 +4,8 @@ shared/alive_workers: every load row, and which workers are alive.
 Guarantee: no worker counts as expired in a time of grace: while `tick` says so, and while no replica has ticked for
 over a second, since then heartbeats wait unread.
 Takes the keys of alive, load and tick, the time in ms, ttl_ms, and ids to leave out (joined by commas).
-Returns all rows, the set of the ids that are alive (nil: all are, and none is left out), and the fleet's median speed
-(tokens/s).
+Returns all rows, the ids that are alive (id -> true, and false for those to leave out; nil: all are alive, and none is
+left out), and the fleet's median speed (tokens/s).
 --]]
 local call, GRACE_GAP_MS, UNKNOWN_SPEED = redis.call, 1000, 10000
 
@@ -17,7 +17,7 @@ return function(alive_key, load_key, tick_key, now, ttl_ms, exclude)
   if exclude ~= "" or call("ZCOUNT", alive_key, since, "+inf") < #all then
     alive = {}
     for _, worker in ipairs(call("ZRANGEBYSCORE", alive_key, since, "+inf")) do alive[worker] = true end
-    for worker in exclude:gmatch("[^,]+") do alive[worker] = nil end
+    for worker in exclude:gmatch("[^,]+") do alive[worker] = false end
   end
   median = tonumber(median) or 0
   return all, alive, median == 0 and UNKNOWN_SPEED or median

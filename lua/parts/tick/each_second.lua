@@ -1,18 +1,22 @@
 --[[
-tick/each_second: the work of the clock that looks at every worker, done once a second: which servers live, which
-workers are to be forgotten, and the fleet's median speed.
+tick/each_second: the work of the clock that looks at every worker, done once a second: which servers live, for which
+workers no replica vouches any more, which workers are to be forgotten, and the fleet's median speed.
 
-Takes the keys alive, alive_servers, servers and load, the key prefix, the server's time, ttl_ms, forget_ms, whether
-it is a time of grace, tick's answer (forget:<id> is added to it), and stream_of(key) -> length and last time of a
-stream.
+Guarantee: UNHEARD ends when the worker and its API server were both heard after the last vouch, and ttl_ms after that
+vouch in any case, unless it is a time of grace: then the replicas were away, too.
+
+Takes the keys alive, alive_servers, servers, load and workers by name, the key prefix, the server's time, ttl_ms,
+forget_ms, whether it is a time of grace, tick's answer (forget:<id> is added to it), and stream_of(key) -> length and
+last time of a stream.
 Returns the median speed (tokens/s; 0: none is known).
 --]]
 local call = redis.call
 local FLAGS_AT, ROW_FLAGS_TO_SPEED_TPS, FLAG_SERVER, FLAG_APPROXIMATE = 21, ">I2I4I4", 1, 16 -- of a packed row
+local FLAG_UNHEARD = 256
 local FORGETS_AT_ONCE = 8
 local with_flags, heard = include "shared/with_flags", include "shared/heard"
 
-return function(ALIVE, ALIVE_SERVERS, SERVERS, LOAD, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
+return function(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
   local function scores(key)
     local flat, score = call("ZRANGE", key, 0, -1, "WITHSCORES"), {}
     for i = 1, #flat, 2 do score[flat[i]] = tonumber(flat[i + 1]) end
@@ -28,8 +32,15 @@ return function(ALIVE, ALIVE_SERVERS, SERVERS, LOAD, PREFIX, now, TTL_MS, FORGET
     return ms < now - FORGET_MS or ms > now + FORGET_MS -- an id in the far future: the stream takes no entry any more
   end
 
-  local alive, alive_servers = scores(ALIVE), scores(ALIVE_SERVERS)
-  local rows, speeds, served, forgets = call("HGETALL", LOAD), {}, {}, 0
+  local function still_vouched(worker, core_ms, server_ms)
+    local record = call("HGET", keys.workers, worker)
+    local vouched = record and cjson.decode(record).vouched or 0
+    if (core_ms or 0) > vouched and (server_ms or 0) > vouched then return false end
+    return grace or vouched >= now - TTL_MS and vouched <= now
+  end
+
+  local alive, alive_servers = scores(keys.alive), scores(keys.alive_servers)
+  local rows, speeds, served, forgets = call("HGETALL", keys.load), {}, {}, 0
   local function forget_if_due(stream, seen, worker)
     if grace or forgets >= FORGETS_AT_ONCE or not forgettable(stream, seen) then return end
     forgets, answer[#answer + 1] = forgets + 1, "forget:" .. worker
@@ -41,16 +52,22 @@ return function(ALIVE, ALIVE_SERVERS, SERVERS, LOAD, PREFIX, now, TTL_MS, FORGET
     if bit.band(flags, FLAG_APPROXIMATE) == 0 then
       local server = worker:match("^(.*)%.%d+$")
       served[server or worker] = true
-      local up = heard(alive_servers[server or worker], now, TTL_MS)
-      if up ~= (bit.band(flags, FLAG_SERVER) > 0) and (up or not grace) then
-        call("HSET", LOAD, worker, with_flags(row, bit.bxor(flags, FLAG_SERVER)))
+      local seen = alive_servers[server or worker]
+      local unheard, was = bit.band(flags, FLAG_UNHEARD) > 0, flags
+      if unheard and not still_vouched(worker, alive[worker], seen) then
+        flags, unheard = flags - FLAG_UNHEARD, false
       end
-      forget_if_due("events:" .. worker, alive[worker], worker)
+      local up = heard(seen, now, TTL_MS)
+      if up ~= (bit.band(flags, FLAG_SERVER) > 0) and (up or not (grace or unheard)) then
+        flags = bit.bxor(flags, FLAG_SERVER)
+      end
+      if flags ~= was then call("HSET", keys.load, worker, with_flags(row, flags)) end
+      if not unheard then forget_if_due("events:" .. worker, alive[worker], worker) end
     elseif alive[worker] then -- an approximate worker that its router found unhealthy is not in `alive`: it stays
       forget_if_due("events:" .. worker, alive[worker], worker)
     end
   end
-  for _, server in ipairs(call("HKEYS", SERVERS)) do -- rank 0 stands for a server whose workers are all gone
+  for _, server in ipairs(call("HKEYS", keys.servers)) do -- rank 0 stands for a server whose workers are all gone
     if not served[server] then forget_if_due("server:" .. server, alive_servers[server], server .. ".0") end
   end
   table.sort(speeds)

@@ -28,6 +28,7 @@ ANSWERS: dict[str, Any] = {
     "apply_control": [0, 0, 0],
     "apply_server": [0, 0],
     "prove": b"OK",
+    "vouch": b"VOUCHED",
     "register": 7,
     "forget": 1,
     "drain": 1,
@@ -95,6 +96,7 @@ async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
     await recorder.warming("w.0", "n2", "o2", 54)
     await recorder.register("plain", {"a": 1}, 55, healthy=True)
     await recorder.drain("w.0", draining=True)
+    await recorder.vouch("w.0", "n3")
     await recorder.forget("w.0", 56)
     await recorder.collect(57)
     await recorder.truth([])
@@ -126,6 +128,7 @@ async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
         ("prove", prove | {"nonce": "n2", "proof": "warming", "owner": "o2", "lease_ms": 54}, ()),
         ("register", {"worker_id": "plain", "record_json": '{"a":1}', "capacity_checkpoints": 55, "healthy": 1}, ()),
         ("drain", {"worker_id": "w.0", "draining": 1}, ()),
+        ("vouch", {"worker_id": "w.0", "nonce": "n3"}, ()),
         ("forget", {"prefix": prefix, "worker_id": "w.0", "silent_ms": 56}, ()),
         ("collect", {"prefix": prefix, "max_blocks": 57}, ()),
         ("lag", {"prefix": prefix, "start": 0, "max_streams": 64}, ()),

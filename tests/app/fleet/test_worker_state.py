@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.lua.stream import Core
 from tests.lua.test_apply_server import Server
+from tests.lua.ticking import EVERY, slow_tick
 
 from warmfleet.fleet import Flag, WorkerState
 from warmfleet.fleet.worker import state as life
-from warmfleet.fleet.worker.state import CHANGES, HELD, HOLDS, JOINED, PROBED, ROUTABLE, Event, state_of
+from warmfleet.fleet.worker.state import CHANGES, HELD, HOLDS, JOINED, PROBED, ROUTABLE, SERVING, TURNS, Event, state_of
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
@@ -26,7 +28,7 @@ GROUPS = {"joined": JOINED, "probed": PROBED}
 READY = Flag.SERVER | Flag.URL | Flag.PROVEN
 URL = "http://10.0.0.7:8000"
 OLD_MS = 60_000
-STEPS = 1_500
+STEPS = 2_500
 #: Events that end what has been reached so far: they come less often than the others.
 SETBACKS = {Event.CORE_JOINS, Event.SERVER_JOINS, *(hold.begins for hold in HELD)}
 PROBES = {Event.PROBE_PASSES, Event.IDENTITY_FAILS, Event.URL_FAILS, Event.WARMING_BEGINS}
@@ -53,7 +55,8 @@ def test_the_drawing_has_every_change() -> None:
 
 def test_the_drawing_has_every_hold() -> None:
     begun = {("standing", hold.begins, hold.state) for hold in HELD}
-    assert drawn("Holds") == begun | {(hold.state, hold.ends, "standing") for hold in HELD}
+    ended = {(hold.state, hold.ends, "standing") for hold in HELD}
+    assert drawn("Holds") == begun | ended | {(turn.before[0], turn.event, turn.after) for turn in TURNS}
 
 
 def test_the_table_of_states_is_whole() -> None:
@@ -64,7 +67,9 @@ def test_the_table_of_states_is_whole() -> None:
 
 
 def test_every_event_moves_something() -> None:
-    moving = {made.event for made in CHANGES} | {event for hold in HELD for event in (hold.begins, hold.ends)}
+    moving = {made.event for made in (*CHANGES, *TURNS)} | {
+        event for hold in HELD for event in (hold.begins, hold.ends)
+    }
     assert moving == set(Event)
 
 
@@ -89,6 +94,11 @@ def test_every_event_moves_something() -> None:
         (READY | Flag.HOSTILE, {}, 15.1, "silent"),
         (READY, {}, None, "silent"),
         (READY, {}, 15.0, "proven"),
+        (READY | Flag.UNHEARD, {}, 0.0, "unheard"),
+        (READY | Flag.UNHEARD, {"suspect": "prompt"}, 300.0, "unheard"),
+        (READY | Flag.UNHEARD | Flag.DRAINING, {}, 300.0, "draining"),
+        (Flag.SERVER | Flag.UNHEARD, {}, 300.0, "pending"),
+        (Flag.URL | Flag.UNHEARD, {}, 300.0, "joining"),
     ],
 )
 def test_a_state_is_read_from_the_row_the_record_and_the_heartbeat(
@@ -108,11 +118,13 @@ class Life:
     """One worker with the plugin in a real store, and what the tables say of it: its standing and its holds."""
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet) -> None:
-        self.store, self.fleet = store, fleet
+        self.store, self.fleet, fleet.pace = store, fleet, EVERY
         self.core, self.server = Core(store, fleet), Server(store, fleet)
         self.standing, self.holds = WorkerState.GONE, {WorkerState.JOINING}
         self.warmed = False  # an incarnation is warmed once
         self.serial, self.server_known = 0, False
+        self.server_quiet = False  # its API server's heartbeats are missing
+        self.left = False  # it said goodbye: a replica may not vouch for it
 
     @property
     def expected(self) -> WorkerState:
@@ -139,6 +151,12 @@ class Life:
             found -= {Event.SERVER_HEARD, Event.SERVER_LOST}
         if WorkerState.HOSTILE in self.holds:
             found.discard(Event.HEARD)  # nothing of its stream counts until it joins anew
+        if self.left or self.standing not in SERVING or self.holds & {WorkerState.JOINING, WorkerState.HOSTILE}:
+            found.discard(Event.VOUCHED)
+        if WorkerState.UNHEARD in self.holds:
+            found |= {Event.LAPSES}
+            if WorkerState.JOINING in self.holds:
+                found -= {Event.HEARD, Event.LAPSES}
         return sorted(found)
 
     async def happen(self, event: Event) -> None:
@@ -152,12 +170,28 @@ class Life:
                 self.holds.add(hold.state)
             if event is hold.ends:
                 self.holds.discard(hold.state)
+        self._settle(event)
+
+    def _settle(self, event: Event) -> None:
+        """What an event does besides, as the two halves of a worker are heard apart."""
+        if event is Event.CORE_JOINS and self.server_quiet:  # that the other half is not heard counts again
+            self.holds.add(WorkerState.JOINING)
+        if event in (Event.CORE_JOINS, Event.SERVER_JOINS) and WorkerState.UNHEARD in self.holds:
+            self.holds.add(WorkerState.SILENT)
+            self.holds.discard(WorkerState.UNHEARD)
+        for turn in TURNS:
+            if event is turn.event:
+                self.holds.discard(turn.before[0])
+                self.holds.add(turn.after)
         if event is Event.CORE_JOINS:
             self.holds.discard(WorkerState.SILENT)
         if event is Event.SERVER_JOINS:
             self.holds.discard(WorkerState.JOINING)
+        if event in (Event.CORE_JOINS, Event.HEARD):
+            self.left = False
         if event is Event.FORGOTTEN:
-            self.holds, self.server_known = {WorkerState.JOINING}, False  # its API server has no other worker
+            self.holds, self.server_known = {WorkerState.JOINING}, False
+            self.server_quiet = False  # its API server has no other worker
 
     async def _prove(self, proof: str, owner: str = "") -> None:
         nonce = (await self.core.record())["nonce"]
@@ -169,7 +203,7 @@ class Life:
         await self.core.applied()
 
     async def _server_joins(self) -> None:
-        self.serial, self.server_known = self.serial + 1, True
+        self.serial, self.server_known, self.server_quiet = self.serial + 1, True, False
         await self.server.join(f"m{self.serial}")
         await self.server.applied()
 
@@ -206,16 +240,36 @@ class Life:
         assert await self.fleet.forget(self.core.worker_id)
 
     async def _falls_silent(self) -> None:
-        if self.serial % 2 and WorkerState.HOSTILE not in self.holds:
+        unheard = WorkerState.UNHEARD in self.holds
+        if (self.serial % 2 or unheard) and WorkerState.HOSTILE not in self.holds:
             await self.core.send("leave")
             await self.core.applied()
+            self.left = True
+            self.holds.discard(WorkerState.UNHEARD)
         else:
             now_ms = (await self.store.time())[0] * 1000
             await self.store.zadd(self.fleet.keys.alive, {self.core.worker_id: now_ms - OLD_MS})
 
     async def _heard(self) -> None:
+        await asyncio.sleep(0.002)  # a heartbeat of the millisecond of a vouch does not count as later
         await self.core.heartbeat()
         await self.core.applied()
+        if WorkerState.UNHEARD in self.holds:
+            await self._server_heard()
+            await slow_tick(self.fleet)
+
+    async def _vouched(self) -> None:
+        then_ms = (await self.store.time())[0] * 1000 - OLD_MS
+        await self.store.zadd(self.fleet.keys.alive, {self.core.worker_id: then_ms})
+        await self.store.zadd(self.fleet.keys.alive_servers, {"s": then_ms})
+        self.server_quiet = True
+        known = "RENEWED" if WorkerState.UNHEARD in self.holds else "VOUCHED"
+        assert await self.fleet.vouch(self.core.worker_id, self.core.nonce) == known
+
+    async def _lapses(self) -> None:
+        await self._server_heard()
+        await self._rewrite(vouched=1)
+        await slow_tick(self.fleet)
 
     async def _stream_breaks(self) -> None:
         await self.store.unlink(self.core.stream)
@@ -227,6 +281,7 @@ class Life:
         await self.server.applied()
 
     async def _server_heard(self) -> None:
+        self.server_quiet = False
         await self.server.send("heartbeat")
         await self.server.applied()
 
@@ -252,7 +307,8 @@ async def test_a_worker_lives_as_the_tables_say(store: aioredis.Redis, fleet: Fl
         assert await lived.state() == lived.expected, str(path[-14:])
     changes = {(before, made.event) for made in CHANGES for before in made.before if before != "approximate"}
     holds = {(hold.state, hold.ends) for hold in HELD}
-    assert (changes | holds) - seen == {(WorkerState.GONE, Event.REGISTERED)}, "what no step has tried"
+    turns = {(turn.before[0], turn.event) for turn in TURNS}
+    assert (changes | holds | turns) - seen == {(WorkerState.GONE, Event.REGISTERED)}, "what no step has tried"
 
 
 async def test_a_stock_engine_lives_as_the_tables_say(store: aioredis.Redis, fleet: Fleet) -> None:

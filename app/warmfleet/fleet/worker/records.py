@@ -121,6 +121,7 @@ WORKER: dict[str, Check] = {
     "proof": _any_of("pending", "proven", "identity", "url", "warming"),
     "warming": _fields(owner=_text, ends=_time),
     "probed": _time,
+    "vouched": _time,
     "scheme": _fields(algorithm=_text, none_hash=_text, block_tokens=_count, extra_keys=_text),
     "truth": _fields(cause=_text, found=_count, healed=_count, checked=_time, resyncs=_object_of(_count)),
 }

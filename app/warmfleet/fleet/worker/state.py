@@ -3,7 +3,8 @@
 A worker's state has two layers. Its *standing* says what is known of its identity: unproved, proved, or found wrong.
 A *hold* keeps it from taking requests whatever its standing is: nobody hears it, its API server is missing, its stream
 is broken, or the operator drains it. While a hold lasts, the standing underneath stays, and may change; when the last
-hold ends, the worker is where its standing says. ``app/docs/worker-life.md`` draws both tables.
+hold ends, the worker is where its standing says. One hold does not keep requests away: a worker whose heartbeats are
+missing while its engine answers over HTTP is ``unheard``, and routable. ``app/docs/worker-life.md`` draws both tables.
 
 Redis keeps no state by name. ``state_of`` derives it from the flags of the load row, which ``decide`` goes by, the age
 of the last heartbeat, and the record. Every reader in Python goes by the state and by nothing else.
@@ -40,6 +41,7 @@ class WorkerState(StrEnum):
     JOINING = "joining"  # one half only: its API server has not been heard, or not for a TTL
     HOSTILE = "hostile"  # its stream broke the rules: it must join anew
     DRAINING = "draining"  # the operator lets it finish what it has
+    UNHEARD = "unheard"  # no heartbeat, but its engine answers: it takes requests, by its index as last known
 
     @property
     def routable(self) -> bool:
@@ -62,9 +64,17 @@ class WorkerState(StrEnum):
         return self not in (WorkerState.GONE, WorkerState.SILENT, WorkerState.JOINING)
 
 
-ROUTABLE = frozenset({WorkerState.PROVEN, WorkerState.SUSPECTED, WorkerState.LOAD_ONLY, WorkerState.APPROXIMATE})
+#: The standings in which a worker takes requests.
+SERVING = frozenset({WorkerState.PROVEN, WorkerState.SUSPECTED, WorkerState.LOAD_ONLY, WorkerState.APPROXIMATE})
+ROUTABLE = SERVING | {WorkerState.UNHEARD}
 #: A hold hides the standing, and of several holds the first in this list is the state.
-HOLDS = (WorkerState.SILENT, WorkerState.JOINING, WorkerState.HOSTILE, WorkerState.DRAINING)
+HOLDS = (
+    WorkerState.SILENT,
+    WorkerState.JOINING,
+    WorkerState.HOSTILE,
+    WorkerState.DRAINING,
+    WorkerState.UNHEARD,
+)
 
 
 class Event(StrEnum):
@@ -89,6 +99,8 @@ class Event(StrEnum):
     SERVER_HEARD = "its API server is heard"
     DRAIN = "warmfleet drain"
     UNDRAIN = "warmfleet drain --undo"
+    VOUCHED = "its heartbeats are missing, but its engine answers a replica"
+    LAPSES = "its engine answers no replica either"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +154,12 @@ HELD: tuple[Hold, ...] = (
     Hold(_W.JOINING, _E.SERVER_LOST, _E.SERVER_HEARD, "apply_server, tick", "only the API server takes requests"),
     Hold(_W.HOSTILE, _E.STREAM_BREAKS, _E.CORE_JOINS, "apply_control", "nothing of a broken stream can be believed"),
     Hold(_W.DRAINING, _E.DRAIN, _E.UNDRAIN, "drain", "requests that run there finish, no other is sent there"),
+    Hold(_W.UNHEARD, _E.VOUCHED, _E.HEARD, "vouch, tick", "a lost messenger is no reason to take an engine for dead"),
+)
+#: From one hold to another: heartbeats end both.
+TURNS: tuple[Change, ...] = (
+    Change((_W.SILENT,), _E.VOUCHED, _W.UNHEARD, "vouch", "its engine answers again, its plugin is still cut off"),
+    Change((_W.UNHEARD,), _E.LAPSES, _W.SILENT, "tick", "a worker that answers neither way is dead"),
 )
 #: The label of the metric ``warmfleet_workers``; all other states count as UNROUTABLE.
 METRIC_LABELS: Mapping[WorkerState, str] = {
@@ -151,6 +169,7 @@ METRIC_LABELS: Mapping[WorkerState, str] = {
     _W.APPROXIMATE: "approximate",
     _W.WARMING: "warming",
     _W.DRAINING: "draining",
+    _W.UNHEARD: "unheard",
 }
 UNROUTABLE = "unroutable"
 
@@ -165,7 +184,8 @@ def state_of(flags: int, record: Mapping[str, Any], url: str, heartbeat_age_s: f
 
     Where the row and the record differ for a moment, the row decides: ``decide`` reads nothing else.
     """
-    if not heard(heartbeat_age_s):
+    unheard = bool(flags & Flag.UNHEARD)
+    if not unheard and not heard(heartbeat_age_s):
         return WorkerState.SILENT
     if not flags & Flag.SERVER:
         return WorkerState.JOINING
@@ -173,7 +193,8 @@ def state_of(flags: int, record: Mapping[str, Any], url: str, heartbeat_age_s: f
         return WorkerState.HOSTILE
     if flags & Flag.DRAINING:
         return WorkerState.DRAINING
-    return _standing(flags, record, url, now)
+    standing = _standing(flags, record, url, now)
+    return WorkerState.UNHEARD if unheard and standing in SERVING else standing
 
 
 def _standing(flags: int, record: Mapping[str, Any], url: str, now: float) -> WorkerState:

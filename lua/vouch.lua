@@ -1,0 +1,33 @@
+--[[
+vouch: a replica has found that the engine of a worker answers over HTTP, though its heartbeats are missing. The way of
+its plugin to Redis is broken, not the engine: the worker stays routable, with the index as it was last known.
+
+Guarantee: counts only for the incarnation that was asked: with another nonce it changes nothing. The worker's URL must
+have answered a probe before, and it is no worker that said goodbye or broke the rules. An engine core whose heartbeats
+stop while those of its API server go on stands still, and its server's answer does not tell: nobody can vouch for it.
+The flag UNHEARD ends by itself (tick): ttl_ms after the last vouch, or when the worker is heard again.
+
+KEYS: workers load alive alive_servers
+ARGV: worker_id, nonce
+Returns: VOUCHED, RENEWED (it was vouched for already), or REFUSED (nothing is changed)
+Cost: O(1)
+--]]
+local workers_key, load_key, alive_key, alive_servers_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local worker_id, nonce = ARGV[1], ARGV[2]
+
+local ROW_FLAGS, FLAGS_AT, FLAG_SERVER, FLAG_URL, FLAG_HOSTILE, FLAG_UNHEARD = ">I2", 21, 1, 2, 128, 256
+local SERVER_ALONE_MS = 6500 -- a heartbeat comes every 5 s: the API server was heard that much longer than its core
+local call, with_flags = redis.call, include "shared/with_flags"
+
+local packed, row = call("HGET", workers_key, worker_id), call("HGET", load_key, worker_id)
+local core_ms = tonumber(call("ZSCORE", alive_key, worker_id) or "")
+local server_ms = tonumber(call("ZSCORE", alive_servers_key, worker_id:match("^(.*)%.%d+$") or "") or "")
+if not (packed and row and core_ms and server_ms) or server_ms - core_ms > SERVER_ALONE_MS then return "REFUSED" end
+local record, flags = cjson.decode(packed), struct.unpack(ROW_FLAGS, row, FLAGS_AT)
+if record.nonce ~= nonce or bit.band(flags, FLAG_URL + FLAG_HOSTILE) ~= FLAG_URL then return "REFUSED" end
+
+local time = call("TIME")
+record.vouched = time[1] * 1000 + math.floor(time[2] / 1000)
+call("HSET", workers_key, worker_id, cjson.encode(record))
+call("HSET", load_key, worker_id, with_flags(row, bit.bor(flags, FLAG_UNHEARD + FLAG_SERVER)))
+return bit.band(flags, FLAG_UNHEARD) > 0 and "RENEWED" or "VOUCHED"
