@@ -11,6 +11,7 @@ from tests.k8s.policies import Program
 from tests.k8s.render import COMBINATIONS, ROOT, render
 
 from warmfleet.main import create_app
+from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.settings import PREFIX, Settings
 
 #: All three probes of an engine ask this endpoint of vLLM.
@@ -29,7 +30,7 @@ def program() -> Program:
     small = [route for route in app._starlette.routes if isinstance(route, Route)]
     sources = "".join(path.read_text() for path in (ROOT / "worker_plugin/warmfleet_worker").rglob("*.py"))
     return Program(
-        routes={"router": frozenset({*app._proxies, *(route.path for route in small)}), "vllm": ENGINE_ROUTES},
+        routes={"router": frozenset({*KNOWN, *(route.path for route in small)}), "vllm": ENGINE_ROUTES},
         settings={
             "router": frozenset(PREFIX + item.name.upper() for item in fields(Settings)),
             "vllm": frozenset(re.findall(r'"(WARMFLEET_[A-Z_]+)"', sources)),
