@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from warmfleet.prompt.prefix_trie import Node, Prompt
+    from warmfleet.prompt.prefix_trie import Mark, Node, Prompt
 
 MAX_COUNTED = 1_024
 HALF_LIFE_S = 300.0
@@ -27,7 +27,7 @@ class PopularPrefixes:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._identity = ""
-        self._counts: WeakKeyDictionary[Node, float] = WeakKeyDictionary()
+        self._counts: WeakKeyDictionary[Mark, float] = WeakKeyDictionary()
         self._halved_at = clock()
 
     def __len__(self) -> int:
@@ -44,15 +44,16 @@ class PopularPrefixes:
         counts = self._counts
         if len(counts) >= MAX_COUNTED:
             self._halve()
-        counts[node] = counts.get(node, 0.0) + 1.0
+        mark = node.marked()
+        counts[mark] = counts.get(mark, 0.0) + 1.0
 
     def most_used(self, limit: int) -> list[Node]:
-        """The last pieces of at most ``limit`` prefixes, the most used first; none that a chosen one begins with."""
+        """The last nodes of at most ``limit`` prefixes, the most used first; none that a chosen one begins with."""
         self._age()
         chosen: list[Node] = []
-        covered: set[Node] = set()  # the chosen pieces and all pieces above them
-        ranked = sorted(self._counts.items(), key=lambda item: (-item[1], -item[0].tokens))
-        for node, count in ranked:
+        covered: set[Node] = set()  # the chosen nodes and all nodes above them
+        counted = [(count, node) for mark, count in self._counts.items() if (node := mark.node()) is not None]
+        for count, node in sorted(counted, key=lambda item: (-item[0], -item[1].tokens)):
             if len(chosen) == limit or count < LEAST:
                 break
             if node in covered:
@@ -73,8 +74,8 @@ class PopularPrefixes:
     def _halve(self) -> None:
         """Halve all counts and forget those below LEAST, so that there is room for others."""
         counts = self._counts
-        for node, count in list(counts.items()):
+        for mark, count in list(counts.items()):
             if count < LEAST:
-                del counts[node]
+                del counts[mark]
             else:
-                counts[node] = count / 2
+                counts[mark] = count / 2

@@ -1,9 +1,11 @@
-"""A trie of earlier prompts: each piece of text with its token ids and block hashes, so that only new text costs time.
+"""A trie of earlier prompts: each run of text with its token ids and block hashes, so that only new text costs time.
 
-A node is a piece of text behind the pieces above it. A text is cut by rules under which the ids of its pieces, joined,
-are the ids of the whole (``cut_points``). A node does not change once it is in the trie. One lock guards the membership
-and order of nodes and the count of bytes. When the trie has more than ``limit_bytes``, the least recently used nodes
-leave; a node leaves after all nodes below it.
+A text is cut into pieces by rules under which the ids of the pieces, joined, are the ids of the whole (``cut_points``).
+A node is a run of pieces behind the pieces of the nodes above it, so a long beginning that is known is found by one
+comparison. A prompt that leaves a run at the end of one of its pieces splits the run there: two new nodes take the
+place of the old one. Texts, ids and hashes of a node never change. One lock guards the membership and order of nodes,
+their parents, children and marks, and the count of bytes. When the trie has more than ``limit_bytes``, the least
+recently used nodes leave; a node leaves after all nodes below it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import threading
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from itertools import repeat
+from typing import TYPE_CHECKING, NamedTuple, cast
+from weakref import ref
 
 import orjson
 
@@ -26,42 +30,92 @@ if TYPE_CHECKING:
     from warmfleet.prompt.cut_points import Cuts
 
 NODE_BYTES = 900  # bytes of Python objects per node, beside its text, ids and hashes
-HASHER_BYTES = 160  # bytes of Python objects per node and hasher
+PIECE_BYTES = 260  # bytes of Python objects per piece
+HASHER_BYTES = 90  # bytes of Python objects per node or piece, and hasher
 TOKEN_BYTES = 11  # bytes per token: its id, and the digits of the id once they were needed
 ONE_PROMPT = 4  # one prompt may fill one part in four of the trie, the rest is for other prompts
 
+NO_IDS = array("I")
+
+
+class Piece(NamedTuple):
+    """The end of a piece. Positions and tokens are counted from the beginning of the prompt.
+
+    seen: the end of the text that decides where this piece ends. ends: for each hasher, the digest of the last block
+    that is full here.
+    """
+
+    end: int
+    seen: int
+    tokens: int
+    ends: tuple[bytes, ...]
+
+
+class Mark:
+    """The end of one node, however its run is split later: ``popular_prefixes`` counts by it.
+
+    node: a weak reference to the node that ends there.
+    """
+
+    __slots__ = ("__weakref__", "node")
+
+    def __init__(self, node: Node) -> None:
+        self.node = ref(node)
+
 
 class Node:
-    """One piece of text.
+    """A run of pieces. A root has none, and the ids that begin every prompt of its reading.
 
-    key: the text of the piece, and as much text behind it as decides where the piece ends. size: characters of the
-    piece. tokens: the number of ids of this piece and of all above it. hashes: for each hasher, the packed hashes of
-    the blocks that this piece fills. ends: for each hasher, the digest of the last block so far. Both are set once,
-    before the node is in the trie.
+    parent, key: the node above, and the name of this one among its children: the text that decides where the first
+    piece ends, or a root's ``Reading.key``. text: the text of the pieces, and as much behind it as decides where they
+    end. end, tokens: characters and ids of the prompt up to the end of this node. hashes: for each hasher, the packed
+    hashes of the blocks that this node fills. ends: for each hasher, the digest of the last block so far. origin: the
+    node whose first pieces this one has, until it takes the place of that node; else None.
     """
 
     __slots__ = (
         "__weakref__",
         "_digits",
         "children",
+        "end",
         "ends",
         "hashes",
         "ids",
         "key",
         "latest",
+        "mark",
+        "origin",
         "parent",
-        "size",
+        "pieces",
+        "text",
         "tokens",
     )
 
-    def __init__(self, parent: Node | None, key: Hashable, size: int, ids: array[int]) -> None:
-        self.parent, self.key, self.size, self.ids = parent, key, size, ids
+    def __init__(
+        self,
+        parent: Node | None,
+        run: tuple[Hashable, str, Sequence[Piece]],
+        ids: array[int],
+        hashes: list[bytes],
+        ends: tuple[bytes, ...],
+    ) -> None:
+        self.parent = parent
+        self.key, self.text, self.pieces = run
+        self.ids, self.hashes, self.ends = ids, hashes, ends
+        self.end: int = self.pieces[-1].end if self.pieces else 0
         self.tokens: int = (parent.tokens if parent else 0) + len(ids)
-        self.hashes: list[bytes] = []
-        self.ends: list[bytes] = []
         self.children: dict[Hashable, Node] = {}
+        self.latest: Node | None = None  # the child that was used last: ``find`` compares it before it looks for a cut
+        self.mark: Mark | None = None
+        self.origin: Node | None = None
         self._digits: bytes | None = None
-        self.latest: Node | None = None  # the child that was found last: ``find`` compares it before it looks for a cut
+
+    @classmethod
+    def of(cls, parent: Node, text: str, pieces: Sequence[Piece], ids: array[int], hashes: list[bytes]) -> Node:
+        """The node of these pieces of a prompt's text. text: from the parent's end on; what is too much is cut off."""
+        begin = parent.end
+        run = text[: pieces[0].seen - begin], text[: max([piece.seen for piece in pieces]) - begin], pieces
+        return cls(parent, run, ids, hashes, pieces[-1].ends)
 
     @property
     def digits(self) -> bytes:
@@ -74,17 +128,50 @@ class Node:
     def cost(self) -> int:
         """The bytes that this node takes, about."""
         key = self.key if isinstance(self.key, str) else repr(self.key)  # the key of a root is a tuple with the salt
-        text = len(key) if key.isascii() else 4 * len(key)
-        hashes = HASHER_BYTES * len(self.hashes) + sum(map(len, self.hashes))
-        return NODE_BYTES + text + TOKEN_BYTES * len(self.ids) + hashes
+        text = _text_bytes(self.text) + (_text_bytes(key) if len(self.pieces) != 1 else 0)
+        objects = PIECE_BYTES * len(self.pieces) + HASHER_BYTES * len(self.hashes) * (1 + len(self.pieces))
+        return NODE_BYTES + objects + text + TOKEN_BYTES * len(self.ids) + sum(map(len, self.hashes))
+
+    def common(self, text: str) -> int:
+        """The number of pieces of this node that a prompt's text has as well."""
+        done = begin = self.parent.end if self.parent else 0
+        for number, piece in enumerate(self.pieces):
+            if not text.startswith(self.text[done - begin : piece.seen - begin], done):
+                return number
+            done = piece.end
+        return len(self.pieces)
+
+    def first(self, count: int, hashers: Sequence[Hasher]) -> Node:
+        """A node of the first ``count`` pieces, to take the place of this one."""
+        parent = cast("Node", self.parent)
+        pieces = self.pieces[:count]
+        ids = self.ids[: pieces[-1].tokens - parent.tokens]
+        hashes = [
+            packed[: HASH_BYTES * (_blocks(pieces[-1].tokens, hasher) - _blocks(parent.tokens, hasher))]
+            for packed, hasher in zip(self.hashes, hashers, strict=True)
+        ]
+        return Node.of(parent, self.text, pieces, ids, hashes)
+
+    def behind(self, head: Node) -> Node:
+        """A node of the pieces behind ``head``, which has the first ones."""
+        hashes = [packed[len(first) :] for packed, first in zip(self.hashes, head.hashes, strict=True)]
+        begin = cast("Node", head.parent).end
+        text, pieces = self.text[head.end - begin :], self.pieces[len(head.pieces) :]
+        return Node.of(head, text, pieces, self.ids[len(head.ids) :], hashes)
+
+    def marked(self) -> Mark:
+        """The mark of this node's end."""
+        if self.mark is None:
+            self.mark = Mark(self)
+        return self.mark
 
 
 @dataclass(slots=True)  # never changed, but not frozen: a frozen one is slower to make
 class Prompt:
-    """One prompt of a request as the engines see it: its ids in pieces, and a chain for each hasher.
+    """One prompt of a request as the engines see it: its ids in parts, and a chain for each hasher.
 
-    known_tokens: the number of ids that earlier prompts had as well. nodes: the nodes of the first pieces; the last
-    piece has none. shared: the last node that an earlier prompt had, or None.
+    known_tokens: the number of ids that earlier prompts had as well. nodes: the nodes of the first parts; the last
+    part has none. shared: the last node that an earlier prompt had, or None.
     """
 
     parts: Sequence[array[int]]
@@ -103,7 +190,7 @@ class Prompt:
         return whole.tolist()
 
     def json(self) -> bytes:
-        """The ids as a JSON list. The digits of pieces that an earlier prompt had are not made again."""
+        """The ids as a JSON list. The digits of nodes that an earlier prompt had are not made again."""
         pieces = [node.digits for node in self.nodes] + [_digits(part) for part in self.parts[len(self.nodes) :]]
         return b"[%b]" % b",".join([piece for piece in pieces if piece])
 
@@ -137,7 +224,7 @@ class Trie:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.bytes = 0
-        self._top = Node(None, None, 0, array("I"))
+        self._top = Node(None, (None, "", ()), NO_IDS, [], ())
         self._used: OrderedDict[Node, int] = OrderedDict()  # node -> its cost in bytes; the least recently used first
         self._lock = threading.Lock()
 
@@ -145,72 +232,121 @@ class Trie:
         return len(self._used)
 
     def find(self, text: str, reading: Reading) -> list[Node]:
-        """The longest path of nodes that ``text`` begins with, root first. The root may be new, not yet in the trie."""
-        root = self._top.children.get(reading.key) or self._root(reading)
-        node, at, path = root, 0, [root]
+        """The longest path of pieces that ``text`` begins with, as nodes, root first.
+
+        The root may be new, and the last node the first pieces of one in the trie: ``read`` puts them into the trie.
+        """
+        node = self._top.children.get(reading.key) or self._root(reading)
+        path = [node]
         while True:
-            child = node.latest
-            # The type of a key allows a root's key, a tuple. A child is never a root, so its key is text.
-            if child is None or not text.startswith(child.key, at):  # type: ignore[arg-type]
+            at, child = node.end, node.latest
+            if child is None or not text.startswith(child.text, at):
                 cut = reading.cuts.next(text, at) if node.children else None
                 child = node.children.get(text[at : cut[1]]) if cut else None
                 if child is None:
                     return path
-                node.latest = child
+                if not text.startswith(child.text, at):
+                    head = child.first(child.common(text), reading.hashers)
+                    head.origin = child
+                    return [*path, head]
             path.append(child)
-            at += child.size
             node = child
 
     def read(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
         """The prompt of a text. Its new pieces are put into the trie. path: the result of ``find``, if at hand."""
         path = self.find(text, reading) if path is None else path
-        known, node = len(path), path[-1]
-        at = sum([above.size for above in path])
+        last = path[-1]
+        at, tokens, ids, cuts = last.end, last.tokens, array("I"), list[tuple[int, int, int]]()
         while (cut := reading.cuts.next(text, at)) is not None:
-            node = Node(node, text[at : cut[1]], cut[0] - at, reading.encode(text[at : cut[0]]))
-            path.append(node)
+            ids += reading.encode(text[at : cut[0]])
             at = cut[0]
+            cuts.append((*cut, tokens + len(ids)))
         tail = reading.encode(text[at:]) + reading.suffix
-        chains = tuple([_chain(k, hasher, path, known, tail, reading) for k, hasher in enumerate(reading.hashers)])
-        self._keep(path, known)
-        last = path[known - 1]
-        parts = [*[piece.ids for piece in path], tail]
-        return Prompt(parts, node.tokens + len(tail), chains, last.tokens, path, last if known > 1 else None)
+        total = tokens + len(ids) + len(tail)
+        chains, new = [], []
+        for k, hasher in enumerate(reading.hashers):
+            digests = _digests(k, hasher, path, ids + tail, reading)
+            packed = pack_hashes(digests)
+            chains.append(hasher.capped(b"".join([*[node.hashes[k] for node in path], packed]), total))
+            new.append((digests, packed))
+        if cuts:
+            path.append(_node(last, text[last.end :], cuts, ids, list(zip(reading.hashers, new, strict=True))))
+        self._keep(path, last, reading.hashers)
+        parts = [*[node.ids for node in path], tail]
+        return Prompt(parts, total, tuple(chains), tokens, path, last if last is not path[0] else None)
 
     def _root(self, reading: Reading) -> Node:
-        root = Node(self._top, reading.key, 0, reading.prefix)
-        for hasher in reading.hashers:
-            _hash(hasher, hasher.scheme.none_hash, [root], 0, reading.prefix, reading)
-        return root
+        hashers, ids = reading.hashers, reading.prefix
+        made = [hasher.digests(hasher.scheme.none_hash, 0, ids, reading.salt, reading.lora) for hasher in hashers]
+        ends = [new[-1] if new else hasher.scheme.none_hash for new, hasher in zip(made, hashers, strict=True)]
+        return Node(self._top, (reading.key, "", ()), ids, list(map(pack_hashes, made)), tuple(ends))
 
-    def _keep(self, path: Sequence[Node], known: int) -> None:
+    def _keep(self, path: Sequence[Node], last: Node, hashers: Sequence[Hasher]) -> None:
         """Add the new nodes of ``path``, mark the whole path as used, and evict the oldest nodes above the limit.
 
-        The root is marked last, so that it leaves last.
+        last: the last node that ``find`` has found. The root is marked last, so that it leaves last.
         """
         with self._lock:
-            room = self.limit_bytes // ONE_PROMPT
-            for node in path[known:] if path[0] in self._used else (path[0], *path[known:]):
-                cost = node.cost
-                room -= cost
-                if room < 0:
-                    break
-                self._add(node, cost)
-            used = self._used
-            for node in reversed(path):
+            room, used, root = self.limit_bytes // ONE_PROMPT, self._used, path[0]
+            if root not in used:
+                room -= (cost := root.cost)
+                if room >= 0:
+                    self._add(root, cost)
+            if last.origin is not None and last not in used:
+                self._split(last, last.origin)
+            if (new := path[-1]) is not last:
+                self._add_beginning(new, room, hashers)
+            node: Node | None = new
+            while node is not None:  # by the parents, which another thread may have changed since the path was found
                 if node in used:
                     used.move_to_end(node)
+                    if node.parent is not None:
+                        node.parent.latest = node
+                node = node.parent
             while self.bytes > self.limit_bytes:
                 self._evict()
+
+    def _add_beginning(self, node: Node, room: int, hashers: Sequence[Hasher]) -> None:
+        """Add as many pieces of ``node`` as fit into ``room`` bytes, about."""
+        cost = node.cost
+        if cost > room:
+            count = len(node.pieces) * max(0, room) // cost
+            if not count:
+                return
+            node = node.first(count, hashers)
+            cost = node.cost
+        self._add(node, cost)
 
     def _add(self, node: Node, cost: int) -> None:
         parent = node.parent
         if parent is None or node in self._used or node.key in parent.children:
-            return  # the node is in the trie, or another thread has added an equal one
+            return  # the node is in the trie, or another thread has added one that begins alike
         if parent is self._top or parent in self._used:
-            parent.children[node.key] = parent.latest = node
+            parent.children[node.key] = node
             self._used[node] = cost
             self.bytes += cost
+
+    def _split(self, head: Node, node: Node) -> None:
+        """Put ``head`` in the place of ``node``, whose first pieces it has, and a new node behind it."""
+        cost, parent = self._used.pop(node, None), node.parent
+        if cost is None or parent is None:
+            return  # the node has left, or another thread has split it
+        head.parent, head.origin = parent, None
+        tail = node.behind(head)
+        tail.children, tail.latest = node.children, node.latest
+        for child in tail.children.values():
+            child.parent = tail
+        tail.mark, node.mark = node.mark, None
+        if tail.mark is not None:
+            tail.mark.node = ref(tail)
+        head.children[tail.key] = tail
+        parent.children[head.key] = head
+        if parent.latest is node:
+            parent.latest = head
+        self.bytes -= cost
+        for part in (tail, head):
+            self._used[part] = part.cost
+            self.bytes += self._used[part]
 
     def _evict(self) -> None:
         node, cost = self._used.popitem(last=False)
@@ -223,15 +359,15 @@ class Trie:
 
 
 def whole(node: Node) -> tuple[list[int], str | None, Lora]:
-    """The ids of a prompt up to the end of this piece, and the salt and the adapter of such prompts."""
+    """The ids of a prompt up to the end of this node, and the salt and the adapter of such prompts."""
     path = [node]
     while (above := path[-1].parent) is not None:
         path.append(above)
     _top, root = path.pop(), path[-1]
     _name, _prefix, _hashers, salt, lora = cast("tuple[Hashable, ...]", root.key)
     ids = array("I")
-    for piece in reversed(path):
-        ids += piece.ids
+    for part in reversed(path):
+        ids += part.ids
     return ids.tolist(), cast("str | None", salt), cast("Lora", lora)
 
 
@@ -239,14 +375,38 @@ def _digits(ids: array[int]) -> bytes:
     return orjson.dumps(ids.tolist())[1:-1]
 
 
-def _chain(k: int, hasher: Hasher, path: list[Node], known: int, tail: array[int], reading: Reading) -> Chain:
-    """The chain, by hasher number ``k``, of a path and the ids behind it. The first ``known`` nodes have hashes."""
-    ids = _rest(path[:known], hasher)
-    for node in path[known:]:
-        ids += node.ids
-    packed = [node.hashes[k] for node in path[:known]]
-    packed.append(_hash(hasher, path[known - 1].ends[k], path, known, ids + tail, reading))
-    return hasher.capped(b"".join(packed), path[-1].tokens + len(tail))
+def _text_bytes(text: str) -> int:
+    return len(text) if text.isascii() else 4 * len(text)
+
+
+def _node(
+    last: Node,
+    text: str,
+    cuts: Sequence[tuple[int, int, int]],
+    ids: array[int],
+    new: Sequence[tuple[Hasher, tuple[list[bytes], bytes]]],
+) -> Node:
+    """The node of new pieces behind ``last``.
+
+    text: from the end of ``last`` on. cuts: of each piece, its end, the end of what decides that, and the tokens so
+    far. ids: of the pieces. new: for each hasher, the digests of all blocks behind the last full one of ``last``, and
+    their packed hashes.
+    """
+    ends, hashes = list[list[bytes]](), []
+    for (hasher, (digests, packed)), end in zip(new, last.ends, strict=True):
+        before, all_ends = _blocks(last.tokens, hasher), [end, *digests]
+        ends.append([all_ends[_blocks(tokens, hasher) - before] for _, _, tokens in cuts])
+        hashes.append(packed[: HASH_BYTES * (_blocks(cuts[-1][2], hasher) - before)])
+    of_pieces = zip(*ends, strict=True) if ends else repeat(())
+    pieces = [Piece(*cut, of_one) for cut, of_one in zip(cuts, of_pieces, strict=False)]
+    return Node.of(last, text, pieces, ids, hashes)
+
+
+def _digests(k: int, hasher: Hasher, path: Sequence[Node], new: array[int], reading: Reading) -> list[bytes]:
+    """The digests, by hasher number ``k``, of the blocks behind a path's last full block. new: the ids behind it."""
+    last = path[-1]
+    blocks = _blocks(last.tokens, hasher)
+    return hasher.digests(last.ends[k], blocks, _rest(path, hasher) + new, reading.salt, reading.lora)
 
 
 def _rest(path: Sequence[Node], hasher: Hasher) -> array[int]:
@@ -263,19 +423,3 @@ def _rest(path: Sequence[Node], hasher: Hasher) -> array[int]:
 
 def _blocks(tokens: int, hasher: Hasher) -> int:
     return min(tokens // hasher.scheme.block_tokens, MAX_BLOCKS)
-
-
-def _hash(hasher: Hasher, end: bytes, path: Sequence[Node], known: int, ids: array[int], reading: Reading) -> bytes:
-    """Packed hashes of the blocks behind the first ``known`` nodes, made in one call. Each new node gets its share.
-
-    end: the digest of the last block before. ids: all ids behind that block.
-    """
-    before = done = _blocks(path[known - 1].tokens, hasher) if known else 0
-    digests = hasher.digests(end, before, ids, reading.salt, reading.lora)
-    packed = pack_hashes(digests)
-    for node in path[known:]:
-        blocks = _blocks(node.tokens, hasher)
-        node.hashes.append(packed[(done - before) * HASH_BYTES : (blocks - before) * HASH_BYTES])
-        node.ends.append(digests[blocks - before - 1] if blocks > before else end)
-        done = blocks
-    return packed

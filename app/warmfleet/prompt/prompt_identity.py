@@ -91,6 +91,7 @@ class Identity:
         self._executor = executor
         self._trie = trie
         self._readings = {special: _reading(encoder, cuts, special=special) for special in (False, True)}
+        self._last_reading = self._readings[True]
         self._waiting = 0
 
     @property
@@ -113,19 +114,36 @@ class Identity:
         A text with more than ``inline_characters`` new characters is read in the executor; with the fast tokenizer
         FAST_FACTOR times as many. A large chat is rendered there as well. Raises NotReproducible with the reason.
         """
-        reading = replace(self._readings[request.add_special_tokens], hashers=hashers, salt=request.salt, lora=lora)
+        reading = self._reading(request, hashers, lora)
+        large = request.size_bytes > INLINE_BYTES
         if request.endpoint == "chat":
-            if self._template is not None and self._template.here is None:
-                return [await self._read(await self._render_apart(request, self._template), reading, inline_characters)]
-            if request.size_bytes > INLINE_BYTES:
+            template = self._template
+            if template is not None and template.here is None:
+                text = await self._render_apart(request, template)
+            elif large:
                 return [await self._elsewhere(self._render_and_read, request, reading)]
-            return [await self._read(self.render(request), reading, inline_characters)]
-        if request.size_bytes > INLINE_BYTES or len(request.prompts) > 1:
+            else:
+                text = self.render(request)
+        elif large or len(request.prompts) > 1:
             return await self._elsewhere(self._read_all, request.prompts, reading)
-        (prompt,) = request.prompts
-        if isinstance(prompt, list):
-            return [_given(prompt, reading)]
-        return [await self._read(prompt, reading, inline_characters)]
+        else:
+            (prompt,) = request.prompts
+            if isinstance(prompt, list):
+                return [_given(prompt, reading)]
+            text = prompt
+        path = self._trie.find(text, reading)
+        if len(text) - path[-1].end > inline_characters * (FAST_FACTOR if self.encoder.fast else 1):
+            return [await self._elsewhere(self._read_now, text, reading, path)]
+        return [self._read_now(text, reading, path)]
+
+    def _reading(self, request: Request, hashers: tuple[Hasher, ...], lora: Lora) -> Reading:
+        """How the texts of this request are read: mostly as those of the request before."""
+        base, last = self._readings[request.add_special_tokens], self._last_reading
+        same = last.name is base.name and last.hashers is hashers  # each base has a name object of its own
+        if not (same and last.salt == request.salt and last.lora == lora):
+            last = replace(base, hashers=hashers, salt=request.salt, lora=lora)
+            self._last_reading = last
+        return last
 
     async def token_ids(self, request: Request, inline_characters: int) -> list[list[int]]:
         """The ids alone, one list for each prompt. Raises NotReproducible with the reason."""
@@ -185,13 +203,6 @@ class Identity:
         if not knows_developer:
             messages = developer_to_system(messages)
         return messages, {**self._defaults, **request.arguments}, {**self._fixed, "tools": tool_schemas(tools)}
-
-    async def _read(self, text: str, reading: Reading, inline_characters: int) -> Prompt:
-        path = self._trie.find(text, reading)
-        new = len(text) - sum(node.size for node in path)
-        if new > inline_characters * (FAST_FACTOR if self.encoder.fast else 1):
-            return await self._elsewhere(self._read_now, text, reading, path)
-        return self._read_now(text, reading, path)
 
     def _read_now(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
         try:

@@ -66,6 +66,17 @@ def test_a_prefix_of_a_chosen_one_is_not_chosen_besides() -> None:
     assert told.startswith(base)
 
 
+def test_a_prefix_keeps_its_count_when_another_prompt_parts_in_its_middle() -> None:
+    world = World()
+    hot = words(world.rng, 4)
+    for _ in range(9):
+        world.ask(hot + " short")
+    world.ask(hot[: 2 * LONG + 600] + words(world.rng, 1))
+    (told,) = world.tops(1)
+    assert len(told) > len(hot) - 1.2 * LONG
+    assert world.uses._counts[world.uses.most_used(1)[0].marked()] == 8.0
+
+
 def test_salt_and_adapter_are_part_of_a_prefix() -> None:
     world = World()
     hot = words(world.rng, 3)
