@@ -50,7 +50,7 @@ class Engine:
         self.writers.add(writer)
         try:
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 line, *lines = head.split("\r\n")
                 headers = {k.lower(): v.strip() for k, _, v in (item.partition(":") for item in lines if item)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import ipaddress
-import socket
 import ssl
-import time
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
+from warmfleet.engines.request_headers import header_value
+from warmfleet.engines.resolver import Resolver
 from warmfleet.errors import UpstreamError, UpstreamGone
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from warmfleet.engines.allowed_addresses import Addresses
 
 KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: the router must close them first
-RESOLVED_FOR_S = 10.0
-MAX_NAMES = 4_096
 MAX_PAGE_BYTES = 8_388_608  # of the answer to a GET: a large engine's /metrics has about 200 kB
 SMALL_ANSWER_BYTES = 1_048_576
 CONNECT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout)
@@ -42,7 +39,7 @@ class EngineClient:
     def __init__(self, addresses: Addresses, connect_timeout_s: float) -> None:
         self._addresses = addresses
         self._timeouts = httpx.Timeout(None, connect=connect_timeout_s).as_dict()
-        self._resolved: dict[tuple[str, int], tuple[float, list[str]]] = {}
+        self._resolver = Resolver(addresses)
         self._transport = httpx.AsyncHTTPTransport(
             verify=ssl.create_default_context(),
             trust_env=False,
@@ -74,8 +71,8 @@ class EngineClient:
         """Try the addresses of the URL's host in turn until one takes the connection."""
         self._addresses.check(address)
         url = httpx.URL(address)
-        # In UTF-8, as in ``upstream``: httpx by itself refuses a client's header that is not ASCII.
-        encoded = [(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers.items()]
+        # As bytes: httpx by itself refuses a client's header that is not ASCII.
+        encoded = [(name.encode(), header_value(value)) for name, value in headers.items()]
         request = httpx.Request(method, url, content=body, headers=encoded)
         if url.userinfo:
             if "Authorization" in request.headers:  # ``upstream`` fails with such a worker, so this call must fail, too
@@ -89,18 +86,8 @@ class EngineClient:
 
     async def _resolve(self, url: httpx.URL) -> list[str]:
         """The addresses to connect to, at least one. Raises OSError if none is allowed or the name is unknown."""
-        host, port = url.raw_host.decode("ascii"), url.port or (443 if url.scheme == "https" else 80)
-        if _is_literal(host):
-            return self._addresses.allowed_of(host, [host])
-        until, found = self._resolved.get((host, port), (0.0, []))
-        if time.monotonic() >= until:
-            loop = asyncio.get_running_loop()
-            entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            found = list(dict.fromkeys(str(address[0]) for *_, address in entries))
-            if len(self._resolved) >= MAX_NAMES:
-                self._resolved.clear()
-            self._resolved[host, port] = time.monotonic() + RESOLVED_FOR_S, found
-        return self._addresses.allowed_of(host, found)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        return await self._resolver.resolve(url.raw_host.decode("ascii"), port)
 
     @retry(retry=retry_if_exception_type(DeadConnection), stop=stop_after_attempt(2), reraise=True)
     async def _exchange(self, request: httpx.Request, host: str, limit_bytes: int) -> tuple[int, bytes]:
@@ -154,11 +141,3 @@ def _joined(base: str, path: str) -> str:
 
 def _decoded_userinfo(url: httpx.URL) -> bytes:
     return f"{url.username}:{url.password}".encode()
-
-
-def _is_literal(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -1,156 +1,204 @@
 """Sends clients' requests to engines over HTTP. Bodies are passed on without looking into them.
 
-Each request uses an open connection of the pool if there is one. Redirects are not followed, and only allowed addresses
-are connected to (``allowed_addresses``). The router's own calls to engines are in ``engine_client``.
+Each request uses a connection that an earlier one left open, if there is one. Redirects are not followed, and only
+allowed addresses are connected to (``allowed_addresses``). The router's own calls to engines are in ``engine_client``.
 """
 
 from __future__ import annotations
 
-import socket
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+import asyncio
+import base64
+import re
+import ssl
+from typing import TYPE_CHECKING
+from urllib.parse import unquote_to_bytes, urlsplit
 
-import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
-from yarl import URL
-
+from warmfleet.engines.engine_connection import Connection, EngineResponse, KeptConnections
+from warmfleet.engines.resolver import Resolver
 from warmfleet.errors import UpstreamError, UpstreamGone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from aiohttp import AddrInfoType
+    from collections.abc import Callable
 
     from warmfleet.engines.allowed_addresses import Addresses
 
-#: Errors that are raised before a byte of the request has left.
-NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 CONNECT_TIMEOUT_S = 2.0  # a live engine accepts within milliseconds; after this time another worker is tried
-KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: the router must close them first
-DNS_CACHE_S = 10
+SWEEP_INTERVAL_S = 1.0
 MAX_ADDRESSES = 4_096
-READ_BUFFER_BYTES = 65_536
-#: A machine that vanished is noticed after 25 s. A frozen process is not noticed by TCP, because its kernel still
-#: answers: pools/stalled_requests.py ends the requests that wait for it.
-TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
-
-
-class CheckedResolver(AbstractResolver):
-    """Resolves names, and drops every address that is not allowed."""
-
-    def __init__(self, addresses: Addresses) -> None:
-        self._addresses = addresses
-        self._resolver = aiohttp.ThreadedResolver()
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        found = await self._resolver.resolve(host, port, family)
-        allowed = self._addresses.allowed_of(host, [entry["host"] for entry in found])
-        return [entry for entry in found if entry["host"] in allowed]
-
-    async def close(self) -> None:
-        await self._resolver.close()
+WITHOUT_LENGTH = frozenset({"GET", "HEAD", "OPTIONS", "DELETE", "TRACE"})  # methods that need no length without a body
+_HOST = re.compile(r"[A-Za-z0-9._:%~-]+")
 
 
 class Upstream:
-    """A pool of connections to all engines: ``open`` it in the event loop, ``close`` it."""
+    """The connections to all engines: ``open`` it in the event loop, ``close`` it."""
 
     def __init__(
         self, addresses: Addresses, connect_timeout_s: float, on_stale: Callable[[], None] = lambda: None
     ) -> None:
-        """on_stale: called when a connection from the pool was dead and is replaced."""
+        """on_stale: called when a kept connection was dead and is replaced."""
         self._addresses = addresses
+        self._resolver = Resolver(addresses)
         self._on_stale = on_stale
-        self._urls: dict[tuple[str, str], URL] = {}
         self._connect_timeout_s = connect_timeout_s
-        self._session: aiohttp.ClientSession = None  # type: ignore[assignment]  # until open()
+        self._tls = ssl.create_default_context()
+        self._engines: dict[str, Engine] = {}
+        self._loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # until open()
+        self._sweeper: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
-        """Make the pool of connections; it belongs to the running event loop."""
-        reuse = aiohttp.TraceConfig()
-        reuse.on_connection_reuseconn.append(_mark_reused)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0,
-                keepalive_timeout=KEEPALIVE_S,
-                ttl_dns_cache=DNS_CACHE_S,
-                resolver=CheckedResolver(self._addresses),
-                socket_factory=_socket,
-            ),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            read_bufsize=READ_BUFFER_BYTES,
-            trace_configs=[reuse],
-        )
-
-    async def send(
-        self, method: str, base: str, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
-        """Send ``body`` unchanged; returns when the answer's headers have come. The caller closes the answer.
-
-        A connection of the pool that turns out dead is replaced once. Raises UpstreamGone if no byte came back. The
-        error is not ``refused`` if the first connection was dead, because the engine may have died of the request.
-        """
-        for attempt in (1, 2):
-            used = SimpleNamespace(reused=False)
-            with upstream_errors(sent_before=attempt == 2):
-                try:
-                    return await self._session.request(
-                        method,
-                        self._url(base, path),
-                        data=body,
-                        headers=headers,
-                        allow_redirects=False,
-                        trace_request_ctx=used,
-                    )
-                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                    fresh = not used.reused or isinstance(error, aiohttp.ClientConnectorError)
-                    if fresh or attempt == 2:
-                        raise
-                    self._on_stale()
-        raise AssertionError("unreachable")
+        """The connections belong to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._sweep()
 
     async def close(self) -> None:
-        await self._session.close()
+        """Close the kept connections. Those in use belong to their requests."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self._forget_engines()
 
-    def _url(self, base: str, path: str) -> URL:
-        url = self._urls.get((base, path))
-        if url is None:
-            self._addresses.check(base)
-            if len(self._urls) >= MAX_ADDRESSES:
-                self._urls.clear()
-            url = self._urls[base, path] = URL(base.rstrip("/") + path, encoded=True)
-        return url
+    def start(self, method: str, base: str, path: str, body: bytes, headers: bytes) -> EngineResponse:
+        """Send a request to the engine at ``base``; the caller awaits ``head`` and calls ``close``.
+
+        path: with its query, as it stands in a request line. headers: lines made by ``request_headers``. A kept
+        connection that turns out dead is replaced once. Raises UpstreamError if the request cannot be sent as it is.
+        """
+        engine = self._engines.get(base) or self._engine(base)
+        head = engine.head(method, path, headers, len(body))
+        answer = EngineResponse(self._loop, (head, body) if body else (head,), without_body=method == "HEAD")
+        connection = engine.kept.take()
+        if connection is None:
+            self._connect(engine, answer)
+        else:
+            answer.on_stale = engine.replace
+            connection.send(answer)
+        return answer
+
+    async def send(self, method: str, base: str, path: str, body: bytes, headers: bytes) -> EngineResponse:
+        """As ``start``; returns when the answer's headers came. Raises UpstreamGone if no byte came back.
+
+        The error is not ``refused`` if the first connection was dead, because the engine may have died of the request.
+        """
+        answer = self.start(method, base, path, body, headers)
+        try:
+            await answer.head()
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def _engine(self, base: str) -> Engine:
+        self._addresses.check(base)
+        if len(self._engines) >= MAX_ADDRESSES:
+            self._forget_engines()
+        engine = self._engines[base] = Engine(base, KeptConnections(self._loop), self._replace)
+        return engine
+
+    def _forget_engines(self) -> None:
+        for engine in self._engines.values():
+            engine.kept.close()
+        self._engines.clear()
+
+    def _replace(self, engine: Engine, answer: EngineResponse) -> None:
+        """The kept connection of ``answer`` was dead: send the request once more, on a new connection."""
+        self._on_stale()
+        answer.on_stale = None
+        answer.sent_before = True
+        self._connect(engine, answer)
+
+    def _connect(self, engine: Engine, answer: EngineResponse) -> None:
+        answer.connecting = self._loop.create_task(self._send_anew(engine, answer))
+
+    async def _send_anew(self, engine: Engine, answer: EngineResponse) -> None:
+        """Make a connection and send the request on it. Every failure becomes the answer's."""
+        try:
+            connection = await self._connection(engine)
+        except (OSError, TimeoutError, ValueError) as error:  # ValueError: a name that cannot be looked up
+            answer.connecting = None  # it is this task, which needs no cancelling
+            why = f"The worker does not answer: {type(error).__name__}"
+            answer.fail(UpstreamGone(why, refused=not answer.sent_before))
+        else:
+            connection.send(answer)
+
+    async def _connection(self, engine: Engine) -> Connection:
+        """A new connection to the first address of the engine that takes one. Raises OSError, TimeoutError."""
+        *others, last = await self._resolver.resolve(engine.host, engine.port)
+        for address in others:
+            try:
+                return await self._connected(engine, address)
+            except (OSError, TimeoutError):
+                continue
+        return await self._connected(engine, last)
+
+    async def _connected(self, engine: Engine, address: str) -> Connection:
+        """A connection to this address; TLS asks for a certificate of the name in the URL."""
+        tls, name = (self._tls, engine.host) if engine.tls else (None, None)
+        async with asyncio.timeout(self._connect_timeout_s):
+            _, made = await self._loop.create_connection(
+                lambda: Connection(engine.kept), address, engine.port, ssl=tls, server_hostname=name
+            )
+        return made
+
+    def _sweep(self) -> None:
+        """One timer for all connections: no request has one of its own."""
+        for engine in self._engines.values():
+            engine.kept.sweep()
+        self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)
 
 
-@contextmanager
-def upstream_errors(*, sent_before: bool = False) -> Iterator[None]:
-    """Translate errors of the HTTP library: UpstreamGone for a lost connection or a time-out, else UpstreamError.
+class Engine:
+    """Where requests for one base URL go, and the part of their head that is always the same."""
 
-    sent_before: this worker was sent the same request already, so it is never ``refused``.
-    """
-    try:
-        yield
-    except (aiohttp.ClientConnectionError, OSError, TimeoutError) as error:
-        refused = isinstance(error, NOT_CONNECTED) and not sent_before
-        raise UpstreamGone(f"The worker does not answer: {type(error).__name__}", refused=refused) from error
-    except (aiohttp.ClientError, ValueError) as error:
-        raise UpstreamError(f"The worker's answer cannot be read: {type(error).__name__}") from error
+    __slots__ = ("_authorization", "_lines", "_path", "_replace", "host", "kept", "port", "tls")
+
+    def __init__(self, base: str, kept: KeptConnections, replace: Callable[[Engine, EngineResponse], None]) -> None:
+        """Raises UpstreamError if the URL cannot be used."""
+        try:
+            parts = urlsplit(base)
+            name, port = _ascii_name(parts.hostname or ""), parts.port
+        except ValueError as error:
+            raise UpstreamError(f"{base!r} is not an http address") from error
+        if not _HOST.fullmatch(name) or not _sendable(parts.path) or parts.query or parts.fragment:
+            raise UpstreamError(f"{base!r} is not the base of an http address")
+        self.kept = kept
+        self.tls = parts.scheme == "https"
+        self.host = name
+        self.port = port or (443 if self.tls else 80)
+        self._replace = replace
+        self._path = parts.path.rstrip("/")
+        shown = f"[{name}]" if ":" in name else name
+        self._lines = f"Host: {shown}:{port}\r\n".encode() if port else f"Host: {shown}\r\n".encode()
+        user = parts.netloc.rpartition("@")[0]
+        self._authorization = _basic(user) if user else b""
+
+    def head(self, method: str, path: str, headers: bytes, length: int) -> bytes:
+        """The request line and all headers. Raises UpstreamError."""
+        if not _sendable(path) or not method.isalpha():
+            raise UpstreamError("The method or the path cannot be sent to a worker.")
+        if self._authorization:
+            if b"\nauthorization:" in b"\n" + headers.lower():
+                raise UpstreamError("The worker's URL names a user, and an Authorization header is given: choose one.")
+            headers += self._authorization
+        line = f"{method} {self._path}{path} HTTP/1.1\r\n".encode("ascii")
+        if not length and method in WITHOUT_LENGTH:
+            return b"%b%b%b\r\n" % (line, self._lines, headers)
+        return b"%b%b%bContent-Length: %d\r\n\r\n" % (line, self._lines, headers, length)
+
+    def replace(self, answer: EngineResponse) -> None:
+        """The kept connection of ``answer`` was dead."""
+        self._replace(self, answer)
 
 
-def _socket(address: AddrInfoType) -> socket.socket:
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in TCP_OPTIONS.items():
-        if hasattr(socket, name):  # not every system has every option
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return made
+def _sendable(path: str) -> bool:
+    """Whether ``path`` may stand in a request line: neither a space nor a line break can end it early."""
+    return path.isascii() and path.isprintable() and " " not in path
 
 
-async def _mark_reused(_session: aiohttp.ClientSession, context: Any, _params: Any) -> None:
-    if context.trace_request_ctx is not None:
-        context.trace_request_ctx.reused = True
+def _ascii_name(host: str) -> str:
+    """The host as resolvers and certificates know it. Raises ValueError."""
+    return host if host.isascii() else host.encode("idna").decode()
+
+
+def _basic(user: str) -> bytes:
+    name, _, password = user.partition(":")
+    given = unquote_to_bytes(name) + b":" + unquote_to_bytes(password)
+    return b"Authorization: Basic %b\r\n" % base64.b64encode(given)

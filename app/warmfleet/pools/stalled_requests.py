@@ -9,7 +9,6 @@ fleet was readable for a whole TTL without a gap.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING
 
@@ -17,10 +16,9 @@ from warmfleet.errors import UpstreamGone
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Sequence
 
-    import aiohttp
-
+    from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.fleet import WorkerView
 
 logger = logging.getLogger("warmfleet.pools.stalled_requests")
@@ -31,57 +29,22 @@ QUIET_S = 3.0  # a worker that lost only its way to Redis still streams: its req
 
 
 class Try:
-    """One request at one worker, from before it is sent until its answer has ended."""
+    """One request at one worker, from the moment at which it is sent until its answer has ended."""
 
-    __slots__ = ("_answer", "_limit", "_received", "_received_at", "worker_id")
+    __slots__ = ("_received", "_received_at", "response", "worker_id")
 
-    def __init__(self, worker_id: str) -> None:
+    def __init__(self, worker_id: str, response: EngineResponse) -> None:
         self.worker_id = worker_id
-        self._limit: asyncio.Timeout | None = None
-        self._answer: aiohttp.ClientResponse | None = None
+        self.response = response
         self._received = -1
         self._received_at = 0.0
 
-    async def headers(self, answer: Awaitable[aiohttp.ClientResponse]) -> aiohttp.ClientResponse:
-        """Wait for the headers of ``answer``. Raises UpstreamGone if the request is given up before they come.
-
-        A request that is given up after its headers came raises UpstreamGone where its body is read.
-        """
-        try:
-            async with asyncio.timeout(None) as self._limit:
-                self._answer = await answer
-        except TimeoutError as error:
-            raise _gone() from error
-        finally:
-            self._limit = None  # asyncio cannot reschedule a time-out after its block was left
-        return self._answer
-
     def quiet_s(self, now: float) -> float:
         """Seconds without a byte from the engine, counted from the first call. 0 while the client is slow to read."""
-        received = self._answer.content.total_bytes if self._answer is not None else 0
-        if received != self._received or not self._waits():
-            self._received, self._received_at = received, now
+        response = self.response
+        if response.received != self._received or not response.waiting:
+            self._received, self._received_at = response.received, now
         return now - self._received_at
-
-    def give_up(self) -> bool:
-        """End the wait for the engine. False if the wait has not begun, or is over already."""
-        if self._answer is not None:
-            content = self._answer.content
-            if content.exception() is not None:
-                return False
-            content.set_exception(_gone())
-            return True
-        if self._limit is None or self._limit.expired():
-            return False
-        self._limit.reschedule(0.0)
-        return True
-
-    def _waits(self) -> bool:
-        if self._answer is None:
-            return True
-        connection = self._answer.connection  # None once the whole answer is here
-        transport = connection.transport if connection is not None else None
-        return transport is not None and transport.is_reading()
 
 
 class Tries:
@@ -92,10 +55,9 @@ class Tries:
         self._out_since: dict[str, float] = {}
         self._looked_at = self._steady_since = float("-inf")
 
-    def begin(self, reservation: str, worker_id: str) -> Try:
+    def begin(self, reservation: str, worker_id: str, response: EngineResponse) -> None:
         """A request is sent to ``worker_id``. Whatever becomes of it, call ``end`` with the same reservation."""
-        begun = self._open[reservation] = Try(worker_id)
-        return begun
+        self._open[reservation] = Try(worker_id, response)
 
     def end(self, reservation: str) -> None:
         self._open.pop(reservation, None)
@@ -117,7 +79,7 @@ class Tries:
             return 0
         quiet = [request for request in self._open.values() if request.worker_id in lost]
         quiet = [request for request in quiet if request.quiet_s(now) >= QUIET_S]
-        given_up = [request.worker_id for request in quiet if request.give_up()]
+        given_up = [request.worker_id for request in quiet if request.response.fail(_gone())]
         if given_up:
             names = ", ".join(sorted(set(given_up)))
             logger.warning("no sign of life from %s: %d waiting requests are given up", names, len(given_up))

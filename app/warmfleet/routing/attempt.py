@@ -16,11 +16,11 @@ from warmfleet.fleet import Renewal, new_reservation
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.fleet import Decision
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool
-    from warmfleet.pools.stalled_requests import Try
     from warmfleet.routing.call import Job
     from warmfleet.routing.tickets import Tickets
 
@@ -193,9 +193,9 @@ class Attempt:
         """The reservation in a word, for the client and the metrics: ``booked``, ``known`` or ``fallback``."""
         return self.decision.outcome if self.decision and self.state is AttemptState.BOOKED else "fallback"
 
-    def sent(self, worker_id: str) -> Try:
+    def sent(self, worker_id: str, response: EngineResponse) -> None:
         """The request is sent to the worker: watch for the worker falling silent."""
-        return self.pool.tries.begin(self.reservation, worker_id)
+        self.pool.tries.begin(self.reservation, worker_id, response)
 
     def prefill_done(self) -> None:
         """The first token came: give the booked prefill back, in a task of its own, so that no byte waits for it."""

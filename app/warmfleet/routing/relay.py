@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
-from warmfleet.engines.upstream import upstream_errors
+from warmfleet.engines.request_headers import header_lines
 from warmfleet.errors import Stopping, UpstreamError, UpstreamGone
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import aiohttp
-
+    from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.engines.upstream import Upstream
     from warmfleet.fleet import Decision
     from warmfleet.metrics import Metrics
@@ -26,18 +22,13 @@ if TYPE_CHECKING:
     from warmfleet.settings import Settings
 
 #: Headers of an engine's answer that reach the client. All others are about the connection, or are the router's own.
-PASSED_BACK = ("Content-Type", "Retry-After", "Cache-Control")
+PASSED_BACK = frozenset({b"content-type", b"content-encoding", b"retry-after", b"cache-control"})
 #: So much of a plain answer is read before its headers go to the client. If the engine dies while that is read, the
 #: client gets a 502 in place of a broken answer.
 BUFFER_MAX_BYTES = 1_048_576
+EVENTS = b"text/event-stream"
 
 Ended = Literal["finished", "failed"]
-
-
-class FirstByte(Protocol):
-    """Called when the first byte of an engine's answer came. streams: the answer is a stream of events."""
-
-    def __call__(self, *, streams: bool) -> None: ...
 
 
 class Relay:
@@ -55,44 +46,70 @@ class Relay:
         Raises UpstreamGone if the worker failed, and UpstreamError if its answer cannot be used. Another worker may be
         tried unless ``answer.started``.
         """
-        call, view = job.call, job.pool.view
-        headers = {**call.headers, "X-Request-Id": f"{attempt.owner}.{call.request_id}"}
-        rank = view.ranks.get(decision.worker_id)
-        if rank is not None:
-            headers["X-data-parallel-rank"] = rank
-        response = await self._send(job, attempt, decision, headers)
+        with_ids = self._handoff.body(job.offer, job.request.endpoint, job.body, job.pool.view, decision.worker_id)
+        response = self._start(job, attempt, decision, with_ids or job.body)
         try:
+            await response.head()
+            if with_ids is not None and response.status in REFUSALS:  # the worker gets it as the client sent it
+                refused = response
+                refused.close()
+                response = self._start(job, attempt, decision, job.body)
+                await response.head()
+                if response.status < 400:
+                    self._handoff.refused(decision.worker_id, refused.status)
             if response.status in (502, 503) and not attempt.last and len(job.pool.view.workers) > 1:
                 raise UpstreamGone(f"The worker answered {response.status}.", refused=True)
-            ours = answer_headers(call.request_id, attempt, decision, self._answer_headers)
-            engine_answer = EngineAnswer(response, ours)
-            first_byte = partial(self._first_byte, job, attempt, decision, response.status)
-            try:
-                return await relay(engine_answer, answer, first_byte)
-            finally:
-                if engine_answer.cut_off:
-                    self._metrics.stream_errors.inc()
+            return await self._relay(job, attempt, decision, response, answer)
         finally:
-            response.close()  # gives the connection back if the answer was read to its end
+            response.close()  # gives up what has not come: the engine stops its work at once
 
-    async def _send(
-        self, job: Job, attempt: Attempt, decision: Decision, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
-        """Send the request with its token ids if the worker takes ids; if it refuses the ids, as the client sent it."""
-        call, worker_id = job.call, decision.worker_id
-        with_ids = self._handoff.body(job.offer, job.request.endpoint, job.body, job.pool.view, worker_id)
-        sent = self._upstream.send(call.method, decision.url, call.target, with_ids or job.body, headers)
-        response = await attempt.sent(worker_id).headers(sent)
-        if with_ids is None or response.status not in REFUSALS:
-            return response
-        response.close()
-        sent = self._upstream.send(call.method, decision.url, call.target, job.body, headers)
-        again = await attempt.sent(worker_id).headers(sent)
-        if again.status < 400:
-            self._handoff.refused(worker_id, response.status)
-        return again
+    def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:
+        """Send the request with this body."""
+        call, rank = job.call, job.pool.view.ranks.get(decision.worker_id)
+        headers = header_lines(call.headers) + f"X-Request-Id: {attempt.owner}.{call.request_id}\r\n".encode()
+        if rank is not None:
+            headers += f"X-data-parallel-rank: {rank}\r\n".encode()
+        response = self._upstream.start(call.method, decision.url, call.target, body, headers)
+        attempt.sent(decision.worker_id, response)
+        return response
+
+    async def _relay(
+        self, job: Job, attempt: Attempt, decision: Decision, response: EngineResponse, client: ClientAnswer
+    ) -> Ended:
+        """Pass the engine's answer on to the client; returns how the answer ended.
+
+        Raises UpstreamGone if the engine died before the first byte of its body: nothing was sent, another worker may
+        be tried. Raises UpstreamError if a plain answer broke off before any of it was sent.
+        """
+        streams = response.content_type == EVENTS
+        if streams:
+            piece, whole = await _first_piece(response), False
+        else:
+            piece, whole = await _read(response)
+        self._first_byte(job, attempt, decision, response.status, streams=not whole)
+        headers = [field for field in response.headers if field[0] in PASSED_BACK]
+        headers += answer_headers(job.call.request_id, attempt, decision, self._answer_headers).items()
+        if whole:
+            headers.append((b"content-length", b"%d" % len(piece)))
+            await client.whole(response.status, headers, piece)
+        else:
+            await client.start(response.status, headers)
+            try:
+                await _stream(response, client, piece)
+            except UpstreamError as error:
+                self._metrics.stream_errors.inc()
+                if not streams:
+                    raise  # part of a plain answer was sent: closing the connection tells the client that it is cut off
+                await client.end_stream(error)
+                return "failed"
+            except asyncio.CancelledError:  # the client hung up, or the grace period of a stopping replica is over
+                if streams:
+                    await client.end_stream(Stopping())
+                raise
+        return "finished" if response.status < 400 else "failed"
 
     def _first_byte(self, job: Job, attempt: Attempt, decision: Decision, status: int, *, streams: bool) -> None:
+        """The first byte of an answer came. streams: more will come, so that the first token is now."""
         pool, waited_s = job.pool, time.perf_counter() - job.call.received_at
         self._metrics.first_byte_seconds.labels(pool.tag).observe(waited_s)
         if streams and status < 400:  # the first byte of a plain answer comes with its last token
@@ -103,96 +120,36 @@ class Relay:
             attempt.prefill_done()
 
 
-class EngineAnswer:
-    """An engine's answer. ``cut_off``: the engine died after the first byte had gone out to the client."""
-
-    __slots__ = ("cut_off", "headers", "response")
-
-    def __init__(self, response: aiohttp.ClientResponse, ours: Mapping[bytes, bytes]) -> None:
-        """ours: headers that the router adds for the client."""
-        self.response = response
-        self.cut_off = False
-        given = response.headers
-        self.headers = [(name.lower().encode(), given[name].encode()) for name in PASSED_BACK if name in given]
-        self.headers += ours.items()
-
-    @property
-    def streams(self) -> bool:
-        """Whether the engine answers with a stream of events."""
-        return self.response.content_type == "text/event-stream"
-
-    @property
-    def ended(self) -> Ended:
-        """The outcome of this answer after all of it was relayed."""
-        return "finished" if self.response.status < 400 else "failed"
-
-
-async def relay(engine: EngineAnswer, client: ClientAnswer, first_byte: FirstByte) -> Ended:
-    """Pass the engine's answer on to the client; returns how the answer ended.
-
-    Raises UpstreamGone if the engine died before the first byte of its body: nothing was sent, another worker may be
-    tried. Raises UpstreamError if a plain answer broke off before any of it was sent.
-    """
-    if engine.streams:
-        return await _stream(engine, client, await _first_piece(engine), first_byte)
-    response = engine.response
-    try:
-        with upstream_errors():
-            body, whole = await _read(response.content, BUFFER_MAX_BYTES)
-    except UpstreamGone as error:  # the engine's answer had begun: another worker would do the same work again
-        raise UpstreamError(error.message) from error
-    if not whole:
-        return await _stream(engine, client, body, first_byte)
-    first_byte(streams=False)
-    await client.start(response.status, [*engine.headers, (b"content-length", b"%d" % len(body))])
-    await client.body(body, more=False)
-    return engine.ended
-
-
-async def _first_piece(engine: EngineAnswer) -> bytes:
+async def _first_piece(response: EngineResponse) -> bytes:
     """The first piece of the body. The headers wait for it, so until then another worker can serve the request."""
     try:
-        with upstream_errors():
-            return await engine.response.content.readany()
+        return await response.read_any()
     except UpstreamGone:
         raise
     except UpstreamError as error:  # the body broke off before it began
         raise UpstreamGone(error.message) from error
 
 
-async def _read(content: aiohttp.StreamReader, limit: int) -> tuple[bytes, bool]:
-    """The body, and whether it is complete: reading stops with the piece by which it reaches ``limit`` bytes."""
-    piece = await content.readany()
-    if content.at_eof():
-        return piece, True
-    pieces, size = [piece], len(piece)
-    while size < limit:
-        piece = await content.readany()
-        if not piece:
-            return b"".join(pieces), True
-        pieces.append(piece)
-        size += len(piece)
-    return b"".join(pieces), False
-
-
-async def _stream(engine: EngineAnswer, client: ClientAnswer, piece: bytes, first_byte: FirstByte) -> Ended:
-    read, body = engine.response.content.readany, client.body
-    first_byte(streams=True)
-    await client.start(engine.response.status, engine.headers)
+async def _read(response: EngineResponse) -> tuple[bytes, bool]:
+    """The body, and whether it is complete: reading stops with the piece by which it reaches BUFFER_MAX_BYTES."""
     try:
-        while piece:
-            await body(piece, more=True)
-            with upstream_errors():
-                piece = await read()
-    except UpstreamError as error:
-        engine.cut_off = True
-        if not engine.streams:
-            raise  # part of a plain answer was sent: closing the connection tells the client that it is cut off
-        await client.end_stream(error)
-        return "failed"
-    except asyncio.CancelledError:  # the client hung up, or the grace period of a stopping replica is over
-        if engine.streams:
-            await client.end_stream(Stopping())
-        raise
-    await body(b"", more=False)
-    return engine.ended
+        piece = await response.read_any()
+        if response.at_eof:
+            return piece, True
+        pieces, size = [piece], len(piece)
+        while size < BUFFER_MAX_BYTES and not response.at_eof:
+            piece = await response.read_any()
+            pieces.append(piece)
+            size += len(piece)
+    except UpstreamGone as error:  # the engine's answer had begun: another worker would do the same work again
+        raise UpstreamError(error.message) from error
+    return b"".join(pieces), response.at_eof
+
+
+async def _stream(response: EngineResponse, client: ClientAnswer, piece: bytes) -> None:
+    """Pass on ``piece`` and all that follows it, as it comes."""
+    read, send = response.read_any, client.body
+    while not response.at_eof:
+        await send(piece, more=True)
+        piece = await read()
+    await send(piece, more=False)

@@ -1,17 +1,28 @@
-"""Requests go to allowed addresses only, and a machine that vanished is noticed."""
+"""Clients' requests to engines: where they may go, how they are sent, and what becomes of a dead connection."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import socket
-from typing import TYPE_CHECKING
+import ssl
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
-from tests.app.engine import Engine, Seen, engine, reset
+from tests.app.engine import Engine, Seen, engine, reply, reset
 from tests.app.replica import replica
+from tests.conftest import poll
+from tests.topology import issue, make_ca
 
 from warmfleet.background.stock_engines import worker_id
+from warmfleet.engines import engine_connection
+from warmfleet.engines import upstream as upstream_module
 from warmfleet.engines.allowed_addresses import Addresses
-from warmfleet.engines.upstream import TCP_OPTIONS, Upstream
+from warmfleet.engines.engine_connection import TCP_OPTIONS
+from warmfleet.engines.request_headers import header_lines
+from warmfleet.engines.upstream import Upstream
 from warmfleet.errors import UpstreamError, UpstreamGone
 from warmfleet.pools import fleet_view as view
 from warmfleet.prompt.request import TOKEN_BYTES
@@ -19,7 +30,8 @@ from warmfleet.settings import Settings
 from warmfleet_worker.protocol.wire import check_name
 
 if TYPE_CHECKING:
-    import asyncio
+    from collections.abc import AsyncIterator
+    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -51,27 +63,244 @@ def test_hosts_of_the_settings_are_always_allowed() -> None:
     assert Addresses((), ["http://Gpu1:8000"]).allows("gpu1")
 
 
+# ------------------------------------------------ the client
+
+
+@asynccontextmanager
+async def client(*named: str, ranges: tuple[str, ...] = ("127.0.0.0/8",), **more: Any) -> AsyncIterator[Upstream]:
+    made = Upstream(Addresses(ranges, named), 1.0, **more)
+    await made.open()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def exchange(upstream: Upstream, url: str, body: bytes = b"{}", headers: bytes = b"") -> tuple[int, bytes]:
+    answer = await upstream.send("POST", url, "/v1/completions", body, headers)
+    try:
+        whole = b""
+        while not answer.at_eof:
+            whole += await answer.read_any()
+        return answer.status, whole
+    finally:
+        answer.close()
+
+
+def by_name(url: str) -> str:
+    return url.replace("127.0.0.1", "localhost")
+
+
+async def answer_ok(_engine: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+    reply(writer, b"ok")
+
+
 async def test_a_name_that_resolves_elsewhere_is_not_asked() -> None:
-    upstream = Upstream(Addresses(("10.0.0.0/8",)), 1.0)
-    await upstream.open()
-    with pytest.raises(UpstreamGone):
-        await upstream.send("POST", "http://localhost:9", "/v1/completions", b"{}", {})
-    await upstream.close()
+    async with engine("m", answer_ok) as one, client(ranges=("10.0.0.0/8",)) as upstream:
+        with pytest.raises(UpstreamGone) as raised:
+            await exchange(upstream, by_name(one.url))
+        assert raised.value.refused
+        assert not one.connections["opened"]
+
+
+async def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        asked.append(host)
+        await asyncio.sleep(0.01)
+        found = ["8.8.8.8", "127.0.0.9", "127.0.0.1"]  # nobody is allowed, nobody listens, the engine
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port)) for address in found]
+
+    async with engine("m", answer_ok) as one, client() as upstream:
+        url = one.url.replace("127.0.0.1", "engine.test")
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+            assert await asyncio.gather(*(exchange(upstream, url) for _ in range(4))) == [(200, b"ok")] * 4
+        assert asked == ["engine.test"]
+        assert one.seen[0].headers["host"] == f"engine.test:{urlsplit(one.url).port}"
+
+
+async def test_connections_are_kept_and_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_connection, "KEEPALIVE_S", 0.1)
+    monkeypatch.setattr(upstream_module, "SWEEP_INTERVAL_S", 0.05)
+    async with engine("m", answer_ok) as one, client() as upstream:
+        for _ in range(3):
+            assert await exchange(upstream, one.url) == (200, b"ok")
+        assert one.connections["opened"] == 1
+        await poll(lambda: one.connections["hung_up"] == 1, what="the idle connection is closed by its age")
 
 
 async def test_connections_notice_a_machine_that_vanished(model: str) -> None:
-    upstream = Upstream(Addresses(Settings().worker_addresses), 1.0)
-    await upstream.open()
-    async with engine(model) as one:
-        answer = await upstream.send("POST", one.url, "/v1/completions", b'{"stream": true, "max_tokens": 500}', {})
-        assert answer.connection is not None
-        assert answer.connection.transport is not None
-        made = answer.connection.transport.get_extra_info("socket")
+    async with engine(model) as one, client() as upstream:
+        answer = await upstream.send("POST", one.url, "/v1/completions", b'{"stream": true, "max_tokens": 500}', b"")
+        assert answer._connection is not None
+        made = answer._connection._transport.get_extra_info("socket")
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         options = [getattr(socket, name) for name in TCP_OPTIONS]
         assert [made.getsockopt(socket.IPPROTO_TCP, option) for option in options] == list(TCP_OPTIONS.values())
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         answer.close()
-    await upstream.close()
+        await poll(lambda: one.connections["hung_up"], what="closing the answer closes the connection at once")
+
+
+async def test_a_dead_kept_connection_is_replaced_once() -> None:
+    stale: list[bool] = []
+
+    async def once_each(one: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if len(one.seen) in (2, 4, 5):
+            reset(writer)
+        else:
+            reply(writer, b"ok")
+
+    async with engine("m", once_each) as one, client(on_stale=lambda: stale.append(True)) as upstream:
+        for _ in range(2):
+            assert await exchange(upstream, one.url) == (200, b"ok")
+        assert (len(one.seen), len(stale)) == (3, 1)
+        with pytest.raises(UpstreamGone) as raised:
+            await exchange(upstream, one.url)
+        assert (len(one.seen), len(stale)) == (5, 2)
+        assert not raised.value.refused
+
+
+async def test_an_engine_that_died_between_two_requests_may_have_died_of_the_second(model: str) -> None:
+    async def dies(one: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if len(one.seen) == 1:
+            reply(writer, b"ok")
+        else:
+            await one.die()
+
+    async with engine("m", dies) as one, client() as upstream:
+        assert await exchange(upstream, one.url) == (200, b"ok")
+        with pytest.raises(UpstreamGone) as raised:
+            await exchange(upstream, one.url)
+        assert not raised.value.refused, "the engine had the request, though the last connection was refused"
+        with pytest.raises(UpstreamGone) as raised:
+            await exchange(upstream, one.url)
+        assert raised.value.refused
+
+
+async def test_a_connection_that_nobody_accepts_is_given_up() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = full.getsockname()
+        with socket.create_connection(address):  # the queue of the socket is full now
+            async with client() as upstream:
+                upstream._connect_timeout_s = 0.1
+                with pytest.raises(UpstreamGone, match="TimeoutError") as raised:
+                    await exchange(upstream, f"http://127.0.0.1:{address[1]}")
+                assert raised.value.refused
+
+
+async def test_a_request_given_up_while_it_connects_is_not_sent() -> None:
+    async with engine("m", answer_ok) as one, client() as upstream:
+        answer = upstream.start("POST", one.url, "/x", b"{}", b"")
+        answer.close()
+        with pytest.raises(UpstreamError):
+            await answer.head()
+        assert await exchange(upstream, one.url) == (200, b"ok")
+        assert len(one.seen) == 1
+
+
+@pytest.mark.parametrize("size", [0, 200, 40_000, 9_000_000])
+async def test_bodies_of_every_size_are_sent_as_they_are(size: int) -> None:
+    async with engine("m", answer_ok) as one, client() as upstream:
+        for byte in (b"a", b"b"):
+            assert await exchange(upstream, one.url, byte * size) == (200, b"ok")
+        assert [seen.body for seen in one.seen] == [b"a" * size, b"b" * size]
+
+
+async def test_the_user_in_an_address_is_sent() -> None:
+    async with engine("m", answer_ok) as one, client() as upstream:
+        address = one.url.replace("http://", "http://me:s%20ecret@") + "/base/"
+        assert await exchange(upstream, address) == (200, b"ok")
+        assert one.seen[0].headers["authorization"] == "Basic " + base64.b64encode(b"me:s ecret").decode()
+        assert one.seen[0].path == "/base/v1/completions"
+        with pytest.raises(UpstreamError, match="names a user"):
+            await exchange(upstream, address, headers=b"Authorization: Bearer key\r\n")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "PUT"])
+async def test_other_methods_and_paths_pass(method: str) -> None:
+    lines: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (0 if method == "HEAD" else 2))
+        writer.write(b"" if method == "HEAD" else b"ok")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, client() as upstream:
+        answer = await upstream.send(method, url, "/v1/files/a%20b?after=1&x", b"", b"X-A: 1\r\n")
+        assert answer.status == 200
+        assert await answer.read_any() == (b"" if method == "HEAD" else b"ok")
+        answer.close()
+    length = b"Content-Length: 0\r\n" if method == "PUT" else b""
+    line = f"{method} /v1/files/a%20b?after=1&x HTTP/1.1\r\nHost: {url[7:]}\r\n".encode()
+    assert lines == [line + b"X-A: 1\r\n" + length + b"\r\n"]
+
+
+# ------------------------------------------------ nothing that was given can end a line
+
+
+def test_clients_headers_are_sent_byte_for_byte() -> None:
+    assert header_lines({"A": "Bearer \xe9\xff", "B": "\u20ac"}) == b"A: Bearer \xe9\xff\r\nB: \xe2\x82\xac\r\n"
+
+
+@pytest.mark.parametrize("value", ["a\r\nX-Evil: 1", "a\nX-Evil: 1", "a\rb", "a\0b"])
+def test_a_header_cannot_bring_another(value: str) -> None:
+    with pytest.raises(UpstreamError):
+        header_lines({"A": value})
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/x HTTP/1.1\r\nX-Evil: 1"), ("POST", "/a b"), ("POST", "/a\n"), ("POST", "/\xe9"),
+        ("POST /evil HTTP/1.1\r\n", "/x"),
+    ],
+)  # fmt: skip
+async def test_a_path_cannot_end_the_request_line(method: str, path: str) -> None:
+    async with engine("m", answer_ok) as one, client() as upstream:
+        with pytest.raises(UpstreamError):
+            upstream.start(method, one.url, path, b"", b"")
+        assert not one.connections["opened"]
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1/a b", "http://127.0.0.1:99999", "http://127.0.0.1:1?x", "http://a b", "http://", "x"]
+)
+async def test_an_address_that_is_none_is_not_asked(url: str) -> None:
+    async with client() as upstream:
+        with pytest.raises(UpstreamError):
+            upstream.start("POST", url, "/x", b"", b"")
+
+
+# ------------------------------------------------ TLS
+
+
+async def test_engines_are_asked_over_tls_and_must_prove_their_name(tmp_path: Path) -> None:
+    make_ca(tmp_path, "ca")
+    certificate, key = issue(tmp_path, "ca", "engine")
+    ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    ours.load_cert_chain(certificate, key)
+    made = Engine("m", answer_ok)
+    server = await asyncio.start_server(made.serve, "127.0.0.1", 0, ssl=ours)
+    port = server.sockets[0].getsockname()[1]
+    async with server, client() as upstream:
+        with pytest.raises(UpstreamGone, match="SSLCertVerificationError") as raised:
+            await exchange(upstream, f"https://localhost:{port}")
+        assert raised.value.refused
+        upstream._tls.load_verify_locations(tmp_path / "ca.pem")
+        for _ in range(2):
+            assert await exchange(upstream, f"https://localhost:{port}", b"x" * 300_000) == (200, b"ok")
+        assert [len(seen.body) for seen in made.seen] == [300_000] * 2
+        await upstream.close()
+        await poll(lambda: not made.writers, what="the engine sees the end of the connection")
 
 
 @pytest.mark.parametrize(

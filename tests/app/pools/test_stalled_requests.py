@@ -13,6 +13,7 @@ from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
 from warmfleet.background.stock_engines import worker_id
+from warmfleet.engines.engine_connection import EngineResponse
 from warmfleet.errors import UpstreamGone
 from warmfleet.fleet import Flag, LoadRow, WorkerView
 from warmfleet.fleet.worker.state import state_of
@@ -21,8 +22,6 @@ from warmfleet.pools.stalled_requests import GAP_S, GRACE_S, QUIET_S, Tries
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    import aiohttp
 
 BODY = {"prompt": "a prompt with blocks of its own " * 20, "stream": True}
 FROZEN, LEFT, WELL = 20.0, None, 1.0  # seconds since the last heartbeat
@@ -33,9 +32,11 @@ def worker(name: str, age_s: float | None, flags: int = Flag.SERVER) -> WorkerVi
     return WorkerView(name, {}, None, LoadRow(flags=flags), age_s, state, "proven", f"http://{name}", [])
 
 
-async def never() -> aiohttp.ClientResponse:
-    await asyncio.sleep(60)
-    raise AssertionError("it is given up before")
+def waiting_at(tries: Tries, worker_id: str) -> tuple[EngineResponse, asyncio.Task[None]]:
+    """A request that was sent to this worker and waits for its answer's headers."""
+    response = EngineResponse(asyncio.get_running_loop())
+    tries.begin("wf-1", worker_id, response)
+    return response, asyncio.create_task(response.head())
 
 
 async def looks(tries: Tries, workers: list[WorkerView], begin_s: float, seconds: float) -> int:
@@ -63,7 +64,7 @@ async def looks(tries: Tries, workers: list[WorkerView], begin_s: float, seconds
 async def test_requests_to_a_lost_worker_are_given_up(workers: list[WorkerView], needed_s: float | None) -> None:
     tries = Tries()
     await looks(tries, [worker("a", WELL), worker("b", WELL)], 0, GRACE_S)
-    waiting = asyncio.create_task(tries.begin("wf-1", "a").headers(never()))
+    _, waiting = waiting_at(tries, "a")
     await asyncio.sleep(0)
     began = GRACE_S + 1
     if needed_s is None:
@@ -79,14 +80,13 @@ async def test_requests_to_a_lost_worker_are_given_up(workers: list[WorkerView],
 
 
 async def test_a_failed_try_that_is_not_settled_yet_has_nothing_to_give_up() -> None:
-    async def refused() -> aiohttp.ClientResponse:
-        raise UpstreamGone("no connection", refused=True)
-
     tries = Tries()
     frozen = [worker("a", FROZEN), worker("b", WELL)]
     await looks(tries, [worker("a", WELL), worker("b", WELL)], 0, GRACE_S)
+    response, waiting = waiting_at(tries, "a")
+    response.fail(UpstreamGone("no connection", refused=True))
     with pytest.raises(UpstreamGone):
-        await tries.begin("wf-1", "a").headers(refused())
+        await waiting
     assert await looks(tries, frozen, GRACE_S + 1, 2 * QUIET_S) == 0
 
 
@@ -94,7 +94,7 @@ async def test_an_outage_of_redis_begins_a_grace() -> None:
     tries = Tries()
     well, frozen = [worker("a", WELL), worker("b", WELL)], [worker("a", FROZEN), worker("b", WELL)]
     await looks(tries, well, 0, GRACE_S)
-    waiting = asyncio.create_task(tries.begin("wf-1", "a").headers(never()))
+    _, waiting = waiting_at(tries, "a")
     await asyncio.sleep(0)
     back = GRACE_S + GAP_S + 1  # the heartbeat of b came back first
     assert await looks(tries, frozen, back, GRACE_S - 1) == 0

@@ -1,0 +1,361 @@
+"""One HTTP/1.1 connection to an engine, and the answer that comes back on it.
+
+The bytes are parsed by llhttp (httptools) in its strict mode. An engine is bounded like any other sender: by the size
+of its headers and trailers, by the bytes that wait to be read, and by what may stand in a header.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING
+
+import httptools
+
+from warmfleet.errors import UpstreamError, UpstreamGone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: the router must close them first
+HEAD_MAX_BYTES = 65_536  # status line and headers of an answer, with those of the interim answers before it
+TRAILERS_MAX_BYTES = 8_192  # also bounds the line before a chunk, with its extensions
+FIELD_COST_BYTES = 32  # what a header costs besides its text, so that many short ones are bounded as well
+MAX_INTERIM_ANSWERS = 8  # answers 1xx before the final one
+UNREAD_MAX_BYTES = 65_536  # reading from the engine pauses while more of its answer waits for a slow client
+#: A machine that vanished is noticed after 25 s. A frozen process is not noticed by TCP, because its kernel still
+#: answers: pools/stalled_requests.py ends the requests that wait for it.
+TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
+
+
+class EngineResponse:
+    """The answer of an engine to one request, from the moment at which the request is on its way.
+
+    ``status`` is 0 until the headers came. ``headers`` have lower-case names and are bytes, as they came.
+    ``content_type`` is in lower case, without parameters. ``received`` counts all bytes from the engine, ``unread``
+    those of the body that wait for the reader. ``complete`` says that all of it came. ``close`` it in every case.
+    """
+
+    __slots__ = (
+        "_connection", "_error", "_loop", "_pieces", "_waiter", "complete", "connecting", "content_type", "headers",
+        "on_stale", "received", "request", "sent_before", "status", "unread", "without_body",
+    )  # fmt: skip
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, request: tuple[bytes, ...] = (), *, without_body: bool = False
+    ) -> None:
+        """request: the bytes to send. without_body: an answer to HEAD has none, whatever its headers say."""
+        self.request = request
+        self.without_body = without_body
+        self.on_stale: Callable[[EngineResponse], None] | None = None
+        self.sent_before = False
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.content_type = b""
+        self.received = 0
+        self._loop = loop
+        self._pieces: list[bytes] = []
+        self.unread = 0
+        self.complete = False
+        self._error: UpstreamError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._connection: Connection | None = None
+        #: Makes a connection for this request, and is cancelled if the request is given up.
+        self.connecting: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------ for the reader
+
+    async def head(self) -> None:
+        """Return when the status and the headers are here. Raises UpstreamGone or UpstreamError if they never come."""
+        while not self.status:
+            if self._error is not None:
+                raise self._error
+            await self._arrival()
+
+    async def read_any(self) -> bytes:
+        """All bytes of the body that came since the last call, at least one; empty at its end.
+
+        Raises UpstreamGone if the connection is lost before the end, UpstreamError if the answer cannot be read. What
+        came before the error is returned first.
+        """
+        while not self._pieces:
+            if self.complete:
+                return b""
+            if self._error is not None:
+                raise self._error
+            await self._arrival()
+        pieces = self._pieces
+        piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        if self.unread > UNREAD_MAX_BYTES and self._connection is not None:
+            self._connection.resume()
+        self.unread = 0
+        return piece
+
+    @property
+    def at_eof(self) -> bool:
+        """Whether all of the body was read."""
+        return self.complete and not self._pieces
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the reader waits for bytes of the engine: not so while a slow client is given what came already."""
+        return self._waiter is not None
+
+    def fail(self, error: UpstreamError) -> bool:
+        """End the exchange, so that the reader gets ``error``. False if it is over already."""
+        if self.complete or self._error is not None:
+            return False
+        self._error = error
+        self._hang_up()
+        self.wake()
+        return True
+
+    def close(self) -> None:
+        """Give up what has not come yet: the connection is closed at once, and the engine stops its work."""
+        if not self.complete and self._error is None:
+            self._error = UpstreamError("The answer was closed before its end.")
+        self._hang_up()
+        self._pieces.clear()
+
+    async def _arrival(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _hang_up(self) -> None:
+        connecting, self.connecting = self.connecting, None
+        if connecting is not None:
+            connecting.cancel()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+
+    # ------------------------------------------------ for the connection
+
+    def sent_on(self, connection: Connection) -> None:
+        self.connecting = None
+        self._connection = connection
+
+    def add(self, piece: bytes) -> None:
+        """More of the body came."""
+        self._pieces.append(piece)
+        self.unread += len(piece)
+
+    def finish(self) -> None:
+        """The whole answer came: its connection is no longer its own."""
+        self.complete = True
+        self._connection = None
+
+    def wake(self) -> None:
+        """Let the reader look at what came."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class KeptConnections:
+    """The idle connections to one engine, the youngest last."""
+
+    __slots__ = ("_closed", "_idle", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._idle: list[Connection] = []
+        self._closed = False
+
+    def take(self) -> Connection | None:
+        """The youngest connection; None if there is none that is young enough."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable(self._loop.time() - KEEPALIVE_S):
+                return connection
+            connection.abort()
+        return None
+
+    def keep(self, connection: Connection) -> None:
+        """``connection`` waits for another request."""
+        if self._closed:
+            connection.abort()
+            return
+        connection.idle_since = self._loop.time()
+        self._idle.append(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """``connection`` is lost. It need not be one of these."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def sweep(self) -> None:
+        """Close the connections that are idle for too long."""
+        oldest = self._loop.time() - KEEPALIVE_S
+        while self._idle and not self._idle[0].usable(oldest):
+            self._idle.pop(0).abort()
+
+    def close(self) -> None:
+        """Close all of them, and from now on each one that becomes idle."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().abort()
+
+
+class MalformedError(Exception):
+    """What the engine sends is no answer that can be passed on."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection. It carries one request after the other, and goes back to ``kept`` after each whole answer."""
+
+    __slots__ = (
+        "_answer", "_fields", "_fields_bytes", "_interim", "_keep_alive", "_kept", "_parser", "_reused", "_since_body",
+        "_transport", "_until_close", "idle_since",
+    )  # fmt: skip
+
+    def __init__(self, kept: KeptConnections) -> None:
+        self._kept = kept
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]  # until connection_made
+        self._answer: EngineResponse | None = None
+        self._reused = False
+        self.idle_since = 0.0
+
+    def send(self, answer: EngineResponse) -> None:
+        """Send the request of ``answer``, and give the answer what comes back."""
+        self._answer = answer
+        self._fields: list[tuple[bytes, bytes]] = []
+        self._fields_bytes = self._since_body = self._interim = 0
+        self._keep_alive = self._until_close = False
+        answer.sent_on(self)
+        self._transport.writelines(answer.request)
+
+    def usable(self, idle_since: float) -> bool:
+        """Whether the connection is open and became idle after ``idle_since``."""
+        return self.idle_since > idle_since and not self._transport.is_closing()
+
+    def resume(self) -> None:
+        self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once. The answer under way is not told."""
+        self._answer = None
+        self._transport.abort()
+
+    # ------------------------------------------------ asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # asyncio's type is the base class
+        made = transport.get_extra_info("socket")
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in TCP_OPTIONS.items():
+            if hasattr(socket, name):  # not every system has every option
+                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        if answer is None:  # bytes that no request asked for
+            self.abort()
+            return
+        answer.received += len(data)
+        self._since_body += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._keep_alive = False
+            if not answer.complete:
+                answer.fail(_unreadable(error.__context__ or error))
+                return
+        if answer.complete:
+            self._give_back()
+        elif self._since_body > (TRAILERS_MAX_BYTES if answer.status else HEAD_MAX_BYTES):
+            answer.fail(_unreadable("too many bytes besides the body"))
+            return
+        elif answer.unread > UNREAD_MAX_BYTES:
+            self._transport.pause_reading()
+        answer.wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._kept.forget(self)
+        answer, self._answer = self._answer, None
+        if answer is None:
+            return
+        if self._until_close and exc is None:  # the engine says by closing that this was all
+            answer.finish()
+            answer.wake()
+        elif self._reused and not answer.received and answer.on_stale is not None:
+            answer.on_stale(answer)
+        else:
+            answer.fail(UpstreamGone(f"The worker closed the connection ({_word(exc)})."))
+
+    def _give_back(self) -> None:
+        """The answer is whole: keep the connection for another request if that is safe, else close it."""
+        self._answer = None
+        transport = self._transport
+        # Engines may answer before they read all of a request: the rest of it would be taken for the next one.
+        if self._keep_alive and not transport.get_write_buffer_size() and not transport.is_closing():
+            self._reused = True
+            self._kept.keep(self)
+        else:
+            transport.abort()
+
+    # ------------------------------------------------ httptools
+
+    def on_message_begin(self) -> None:
+        if self._answer is None or self._answer.complete:
+            raise MalformedError("bytes behind the answer")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields_bytes += len(name) + len(value) + FIELD_COST_BYTES
+        if self._answer is not None and self._answer.status:  # a trailer, which nobody is told
+            if self._fields_bytes > TRAILERS_MAX_BYTES:
+                raise MalformedError("too many trailers")
+            return
+        if self._fields_bytes > HEAD_MAX_BYTES:
+            raise MalformedError("too many headers")
+        self._fields.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        answer, status = self._answer, self._parser.get_status_code()
+        if answer is None or status < 100 or status >= 600 or status == 101:
+            raise MalformedError(f"status {status}")
+        if status < 200:
+            self._interim += 1
+            if self._interim > MAX_INTERIM_ANSWERS:
+                raise MalformedError("too many interim answers")
+            self._fields.clear()
+            return
+        sized = status in (204, 304)
+        for name, value in self._fields:
+            if name == b"content-type":
+                answer.content_type = value.partition(b";")[0].strip().lower()
+            elif name == b"content-length":
+                sized = True
+            elif name == b"transfer-encoding":
+                if value.strip().lower() != b"chunked":
+                    raise MalformedError("a transfer encoding besides chunked")
+                sized = True
+        self._until_close = not sized
+        self._keep_alive = self._parser.should_keep_alive()
+        self._fields_bytes = self._since_body = 0
+        answer.status, answer.headers = status, self._fields
+        if answer.without_body:
+            answer.finish()
+            raise MalformedError("llhttp would wait for a body: this connection is not used again")
+
+    def on_body(self, piece: bytes) -> None:
+        self._since_body = 0
+        if self._answer is not None:
+            self._answer.add(piece)
+
+    def on_message_complete(self) -> None:
+        if self._answer is not None and self._answer.status:  # no interim answer
+            self._answer.finish()
+
+
+def _unreadable(why: object) -> UpstreamError:
+    return UpstreamError(f"The worker's answer cannot be read: {why}.")
+
+
+def _word(error: Exception | None) -> str:
+    return type(error).__name__ if error is not None else "without an error"

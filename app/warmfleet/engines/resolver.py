@@ -1,0 +1,56 @@
+"""Resolves the hosts of engines outside the event loop, and lets only allowed addresses through."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from warmfleet.engines.allowed_addresses import Addresses
+
+RESOLVED_FOR_S = 10.0
+MAX_NAMES = 4_096
+
+
+class Resolver:
+    """Remembers what names resolved to. Callers connect to the addresses returned, never to the name again."""
+
+    def __init__(self, addresses: Addresses) -> None:
+        self._addresses = addresses
+        self._known: dict[tuple[str, int], tuple[float, asyncio.Task[list[str]]]] = {}
+
+    async def resolve(self, host: str, port: int) -> list[str]:
+        """The allowed addresses of ``host``, at least one. Raises OSError if none is allowed or the name is unknown.
+
+        A name is resolved once in RESOLVED_FOR_S, also when many requests ask for it at the same time.
+        """
+        if _is_literal(host):
+            return self._addresses.allowed_of(host, [host])
+        until, task = self._known.get((host, port), (0.0, None))
+        if task is None or time.monotonic() >= until or (task.done() and not _succeeded(task)):
+            task = asyncio.create_task(_look_up(host, port))
+            if len(self._known) >= MAX_NAMES:
+                self._known.clear()
+            self._known[host, port] = time.monotonic() + RESOLVED_FOR_S, task
+        # Shielded, because other requests may wait for the same look-up. The addresses are checked at each use.
+        return self._addresses.allowed_of(host, await asyncio.shield(task))
+
+
+async def _look_up(host: str, port: int) -> list[str]:
+    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in entries))
+
+
+def _succeeded(task: asyncio.Task[list[str]]) -> bool:
+    return not task.cancelled() and task.exception() is None
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
