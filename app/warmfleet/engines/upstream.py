@@ -101,7 +101,6 @@ class Upstream:
     def _replace(self, engine: Engine, answer: EngineResponse) -> None:
         """The kept connection of ``answer`` was dead: send the request once more, on a new connection."""
         self._on_stale()
-        answer.on_stale = None
         answer.sent_before = True
         self._connect(engine, answer)
 
