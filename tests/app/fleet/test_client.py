@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import redis.asyncio as aioredis
-from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import ConnectionPool
 from redis.exceptions import ResponseError
 
 from warmfleet.errors import BadArgument, CancelledReservation, FleetUnavailable, NoWorker
 from warmfleet.fleet import Ask, Fleet, Timeouts, connect
 from warmfleet.fleet.client import redis_errors, script_source
+from warmfleet.fleet.connection.cancellable import CancellableTCP, CancellableTLS, CancellableUnix
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,9 +90,9 @@ def test_a_script_that_is_not_there() -> None:
 
 async def test_a_single_server_has_redis_pys_own_pool(valkey_url: str) -> None:
     for url, kind in (
-        (valkey_url, UnixDomainSocketConnection),
-        ("redis://h", Connection),
-        ("rediss://h", SSLConnection),
+        (valkey_url, CancellableUnix),
+        ("redis://h", CancellableTCP),
+        ("rediss://h", CancellableTLS),
     ):
         pool = cast("Any", connect(url).connection_pool)
         assert (type(pool), type(pool.make_connection())) == (ConnectionPool, kind)
