@@ -62,10 +62,12 @@ logger = logging.getLogger("warmfleet")
 
 DRAIN_SETTLES_S = 3.0  # longest wait at the stop for settlements under way, each of which takes at most 2 s
 BACKLOG = 2_048  # connections that the kernel keeps until they are accepted
-CLEAR_INTERVAL_S = 1.0
+TELL_AGAIN_INTERVAL_S = 1.0
+CLEAR_INTERVAL_S = 5.0  # a lease lives 30 s
 ALARM_GAP_S = 0.1  # between two probes that suspicions start ahead of the next round
 MEMORY_INTERVAL_S = 1.0
-AUDIT_LOOK_S = 1.0  # between two looks whether a worker's audit is due
+TRUTH_INTERVAL_S = 5.0  # between two readings of the index's figures for /metrics: the interval of heartbeats
+AUDIT_LOOK_S = 10.0  # between two looks whether a worker's hourly audit is due
 TOKENIZER_THREADS = 2
 
 
@@ -186,19 +188,20 @@ async def _background(
     reader = ViewReader(pools, identities, settings, metrics)
     prober = Prober(pools, engine_client, settings, metrics)
     rounds: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
-        ("apply", upkeep.APPLY_INTERVAL_S, partial(upkeep.apply, pools, metrics)),
         ("view", settings.view_interval_s, reader.refresh),
         ("approved", settings.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
         ("policy", settings.view_interval_s, partial(upkeep.follow_policy, pools)),
-        ("truth", settings.view_interval_s, IndexHealthWatch(pools, metrics).look),
+        ("truth", TRUTH_INTERVAL_S, IndexHealthWatch(pools, metrics).look),
         ("probe", settings.view_interval_s, prober.round),
         ("renew", upkeep.RENEW_INTERVAL_S, partial(upkeep.renew, pools, metrics)),
         ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),
         ("check", outage_checks.CHECK_INTERVAL_S, OutageChecks(pools, engine_client, metrics).round),
         ("vouch", vouching.VOUCH_INTERVAL_S, Vouching(pools, engine_client, settings, metrics).round),
+        ("outcomes", TELL_AGAIN_INTERVAL_S, partial(upkeep.tell_again, pools)),
         ("clear", CLEAR_INTERVAL_S, partial(upkeep.clear, pools)),
         ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
     ]
+    rounds += [("apply", 0.0, partial(upkeep.apply, pool, metrics)) for pool in pools.all]  # a step waits by itself
     rounds += [("alarm", ALARM_GAP_S, partial(_alarm, pool, reader, prober)) for pool in pools.all]
     if settings.static_workers:
         static = StockEngines(pools, engine_client, settings)

@@ -26,7 +26,13 @@ CANCEL_AGAIN_S = 0.2
 
 
 async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics) -> None:
-    """Run ``work`` every ``interval_s`` seconds until cancelled; a failed round is tried again after a shorter wait."""
+    """Run ``work`` every ``interval_s`` seconds until cancelled; a failed round is tried again after a shorter wait.
+
+    The beat of a task counts from its start, so tasks that start together wake together: a replica at rest then wakes
+    a few times a second. interval_s: 0 if ``work`` itself waits until the next round is due.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
     failures = AsyncRetrying(
         retry=retry_if_exception_type(Exception),  # a task must outlive every failure of its rounds
         wait=wait_exponential(FIRST_RETRY_S, max=LAST_RETRY_S),
@@ -37,7 +43,7 @@ async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[o
             while True:
                 await work()
                 spell.retry_state.attempt_number = 1  # after a good round the next failure waits FIRST_RETRY_S again
-                await asyncio.sleep(interval_s)
+                await asyncio.sleep(interval_s and interval_s - (loop.time() - began) % interval_s)
 
 
 class _FailureReport:

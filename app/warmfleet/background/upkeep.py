@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.upkeep")
 
-APPLY_INTERVAL_S = 0.05  # less than the plugin's flush of 0.1 s: a block is matched as soon as it is announced
+APPLY_INTERVAL_S = 0.05  # at least, between two steps; less than the plugin's flush of 0.1 s
+TICK_WITHIN_S = 0.4  # longest wait for events: if nobody ticks for 1 s, nobody hears heartbeats (lua/tick.lua)
 RENEW_INTERVAL_S = 10.0  # a reservation lives 30 s, so two renewals may fail
 AUDIT_INTERVAL_S = 3_600.0  # between two audits of a worker's part of the index; digests find most errors in 5 s
 
@@ -42,13 +43,21 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
     await pools.each(renew_model)
 
 
-async def clear(pools: Pools) -> None:
-    """Settle outcomes that Redis did not take, and remove expired leases and tickets of replicas that died."""
+async def tell_again(pools: Pools) -> None:
+    """Settle outcomes that Redis did not take. Without such outcomes this asks Redis nothing."""
 
-    async def clear_model(pool: Pool) -> None:
+    async def tell_model(pool: Pool) -> None:
         for reservation, outcome in pool.reservations.outcomes():
             await pool.fleet.settle(reservation, outcome)
             pool.reservations.outcome_taken(reservation)
+
+    await pools.each(tell_model)
+
+
+async def clear(pools: Pools) -> None:
+    """Remove expired leases and tickets of replicas that died. Decisions do so, too: this is for a fleet at rest."""
+
+    async def clear_model(pool: Pool) -> None:
         await pool.fleet.reap()
         if pool.fleet.limits.max_engine_wait_s:
             await pool.fleet.poll()
@@ -84,13 +93,18 @@ async def follow_approvals(pools: Pools, templates: Templates) -> None:
         await templates.approve(approved)
 
 
-async def apply(pools: Pools, metrics: Metrics) -> None:
-    """Apply waiting events of every model's workers to the index. Any number of replicas may do so at once."""
+async def apply(pool: Pool, metrics: Metrics) -> None:
+    """Apply waiting events of the model's workers to the index, and return when another step is due.
 
-    async def apply_model(pool: Pool) -> None:
-        metrics.applied_blocks.inc(await pool.fleet.step())
-
-    await pools.each(apply_model)
+    That is when a worker has written, but not within APPLY_INTERVAL_S of this step. Any number of replicas may do so at
+    once.
+    """
+    loop = asyncio.get_running_loop()
+    due = loop.time() + APPLY_INTERVAL_S
+    metrics.applied_blocks.inc(await pool.fleet.step())
+    if not pool.fleet.busy:
+        await pool.fleet.await_events(pool.view.streams, TICK_WITHIN_S)
+    await asyncio.sleep(due - loop.time())
 
 
 async def audit(pools: Pools, metrics: Metrics) -> None:

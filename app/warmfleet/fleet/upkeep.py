@@ -6,16 +6,25 @@ Every replica does upkeep, in whatever shares: each script applies a stream entr
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import NoPermissionError, ResponseError
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet.client import Argument, ScriptClient
+from warmfleet.fleet.client import Argument, ScriptClient, redis_errors
 from warmfleet.fleet.codes import Next
 from warmfleet.protocol.wire import BATCH_BLOCKS, WORKER_TTL_SECONDS
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+logger = logging.getLogger("warmfleet.fleet.upkeep")
+
 SNAPSHOT_SHARE = 0.25  # of the time that a tick grants; streams of workers that send a snapshot get this at least
+AWAITED_STREAMS = 128  # at most: 64 workers write 26 heartbeats a second, so there is always something to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,8 @@ class Upkeep(ScriptClient):
     used_permille = -1  # of the server's memory limit, as last read; -1: not known
     short = False  # as the last tick said: memory is short
     grace = False  # as the last tick said: heartbeats could not be heard, so no worker expires
+    busy = True  # the last step left work behind, or applied blocks, so that more will come soon
+    _may_wait = True
 
     async def tick(self) -> Tick:
         """Run the fleet's clock (lua/tick.lua). A tick within ``min_gap_ms`` of the last one does nothing."""
@@ -169,6 +180,7 @@ class Upkeep(ScriptClient):
 
     async def step(self) -> int:
         """One round of maintenance, bounded: tick, a fair share of every backlog, collect. Returns blocks applied."""
+        self.busy = True
         try:
             tick = await self.tick()
             for worker_id in tick.forget:
@@ -177,15 +189,42 @@ class Upkeep(ScriptClient):
         except FleetUnavailable:
             await self.collect()  # Redis may be full: this makes room
             raise
-        await self._collect_retired(tick.retired)
+        left = await self._collect_retired(tick.retired)
+        self.busy = bool(blocks or left)
         return blocks
 
-    async def _collect_retired(self, slots: int) -> None:
-        """Call collect the more often the more slots are retired, so that collecting keeps up with retiring."""
+    async def await_events(self, streams: Sequence[str], seconds: float) -> None:
+        """Return when one of these streams or ``hello`` has an entry, or after ``seconds``. Raises FleetUnavailable.
+
+        streams: names as in ``Tick``. Applied entries are trimmed, so any entry is one to apply. Returns at once if the
+        streams are more than AWAITED_STREAMS, if one is of a wrong type (``apply_control`` deletes it), and if this
+        Redis user may not wait: the caller then looks again after its usual pause.
+        """
+        if len(streams) > AWAITED_STREAMS or not self._may_wait:
+            return
+        keys = [self.keys.hello, *(self.keys.prefix + name for name in streams)]
+        words = ("XREAD", "COUNT", 1, "BLOCK", round(seconds * 1000), "STREAMS")
+        with redis_errors():
+            try:
+                await self.redis.execute_command(*words, *keys, *["0"] * len(keys))  # type: ignore[no-untyped-call]  # redis-py
+            except NoPermissionError as error:
+                self._may_wait = False
+                logger.warning(
+                    "events are polled, as this Redis user may not wait for them; see warmfleet acl: %s", error
+                )
+            except ResponseError as error:
+                logger.debug("cannot wait for events: %s", error)
+
+    async def _collect_retired(self, slots: int) -> int:
+        """Call collect the more often the more slots are retired, so that collecting keeps up with retiring.
+
+        Returns the slots that are left.
+        """
         calls = min(max(self.pace.collects, slots // self.pace.collects), self.pace.applies)
         while slots and calls:
             _, slots = await self.collect()
             calls -= 1
+        return slots
 
     async def _drain(self, tick: Tick) -> int:
         """Apply the streams in turn, one call each, until all are empty or the granted time is spent.

@@ -33,7 +33,7 @@ class View:
     handoff: what a worker that takes token ids takes, by worker_id. max_model_len: the longest context of all routable
     workers, in tokens; limits: the context of each by worker_id, if they differ. urls, ranks: by worker_id; a rank is
     given only to the engine cores of a server that has several. models: the names that routable workers serve; names:
-    those that any worker serves. read_at: monotonic seconds.
+    those that any worker serves. streams: to which the workers and their API servers write. read_at: monotonic seconds.
     """
 
     workers: tuple[WorkerView, ...] = ()
@@ -51,6 +51,7 @@ class View:
     max_model_len: int = MAX_MODEL_LEN
     limits: Mapping[str, int] = field(default_factory=dict)
     ids: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
 
     def barred(self, model: str, tokens: int) -> tuple[str, ...]:
         """The workers that cannot serve a request of ``tokens`` for ``model``: no such adapter, or too short a context.
@@ -77,6 +78,7 @@ def view_of(
     """A View of these workers. hashers: the scheme of most workers first; those beyond MAX_SCHEMES are left out."""
     adapters = adapters_of(workers)
     limits = {worker.worker_id: _max_context(worker) for worker in workers if worker.routable}
+    plugged = [worker for worker in workers if not worker.approximate]
     cores = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
     return View(
         workers=tuple(workers),
@@ -87,6 +89,7 @@ def view_of(
         read_at=time.monotonic(),
         handoff=handoff,
         ids=tuple(worker.worker_id for worker in workers),
+        streams=(*(f"events:{worker.worker_id}" for worker in plugged), *(f"server:{server}" for server in cores)),
         urls={worker.worker_id: worker.url for worker in workers},
         # Only for servers of several cores: one with a single core refuses the header that names a rank.
         ranks={

@@ -158,6 +158,7 @@ class Replica:
 
     async def clear(self) -> None:
         with suppress(FleetUnavailable, asyncio.CancelledError):
+            await upkeep.tell_again(self.pools)
             await upkeep.clear(self.pools)
 
 

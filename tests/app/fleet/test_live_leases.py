@@ -83,8 +83,9 @@ class Living:
         self.tasks = [asyncio.create_task(supervise("apply", 0.02, self._step, self.replicas[0].metrics))]
         for one in self.replicas:
             renew = partial(upkeep.renew, one.pools, one.metrics)
-            clear = partial(upkeep.clear, one.pools)
-            for name, seconds, work in (("renew", size.renewal_s, renew), ("clear", 1.0, clear)):
+            outcomes, clear = partial(upkeep.tell_again, one.pools), partial(upkeep.clear, one.pools)
+            rounds = ("renew", size.renewal_s, renew), ("outcomes", 1.0, outcomes), ("clear", 1.0, clear)
+            for name, seconds, work in rounds:
                 self.tasks.append(asyncio.create_task(supervise(name, seconds, work, one.metrics)))
         self.load = asyncio.create_task(asyncio.sleep(0))
 

@@ -1,0 +1,164 @@
+"""A replica at rest waits until a worker writes, instead of looking again and again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, cast
+
+import pytest
+from tests.app.replica import replica
+from tests.conftest import PATIENT, poll
+from tests.lua.stream import Core, blocks, digest_of, held
+
+from warmfleet.background import upkeep
+from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.upkeep import AWAITED_STREAMS, Pace
+from warmfleet.metrics import Metrics
+from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.fleet_view import View
+from warmfleet.pools.pool import Pool
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from typing import Any
+
+    import redis.asyncio as aioredis
+
+LONG_S = 40.0  # longer than any test: a wait that ends was ended by an event
+STREAMS = ("events:s.0", "server:s")
+WORKERS = 8
+COMMANDS_A_SECOND = 20  # of a replica whose workers write nothing; about 14, and 37 where it polled
+LOOKS_S = 4.0
+
+
+@pytest.fixture
+async def fleet(redis_url: str, model: str) -> AsyncIterator[Fleet]:
+    """A fleet that ticks at every call, and whose connections wait for as long as a test says."""
+    async with connect(redis_url, timeout_s=2 * LONG_S) as client:
+        fleet = Fleet(client, model, timeouts=PATIENT)
+        fleet.pace = Pace(min_gap_ms=0)
+        yield fleet
+
+
+async def test_an_event_ends_the_wait(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = Core(store, fleet)
+    await core.join()
+    await fleet.step()
+    waiting = asyncio.create_task(fleet.await_events(STREAMS, LONG_S))
+    await poll(lambda: _blocked(store), what="the call waits")
+    await core.send("stored", blocks(1))
+    async with asyncio.timeout(LONG_S / 2):
+        await waiting
+    assert await fleet.step() == 1
+
+
+async def test_a_new_worker_ends_the_wait(store: aioredis.Redis, fleet: Fleet) -> None:
+    waiting = asyncio.create_task(fleet.await_events(STREAMS, LONG_S))
+    await poll(lambda: _blocked(store), what="the call waits")
+    await Core(store, fleet, "another").join()
+    async with asyncio.timeout(LONG_S / 2):
+        await waiting
+
+
+async def test_an_event_that_came_before_the_wait_ends_it(store: aioredis.Redis, fleet: Fleet) -> None:
+    """Between the step and the wait a worker may write."""
+    core = Core(store, fleet)
+    await core.join()
+    await fleet.step()
+    await core.send("stored", blocks(1))
+    async with asyncio.timeout(LONG_S / 2):
+        await fleet.await_events(STREAMS, LONG_S)
+
+
+async def test_a_key_of_another_type_ends_the_wait(store: aioredis.Redis, fleet: Fleet) -> None:
+    await store.set(fleet.keys.events("s.0"), "not a stream")
+    async with asyncio.timeout(LONG_S / 2):
+        await fleet.await_events(STREAMS, LONG_S)
+
+
+async def test_a_large_fleet_is_polled(fleet: Fleet) -> None:
+    """Its heartbeats leave no time to wait, and a wait for many keys would be a long call."""
+    names = [f"events:w{number}.0" for number in range(AWAITED_STREAMS + 1)]
+    async with asyncio.timeout(LONG_S / 2):
+        await fleet.await_events(names, LONG_S)
+
+
+async def test_a_wait_ends_after_its_time(fleet: Fleet) -> None:
+    """The clock of the fleet must tick once a second, whatever the workers write."""
+    async with asyncio.timeout(LONG_S / 2):
+        await fleet.await_events(STREAMS, 0.05)
+
+
+async def test_a_heartbeat_leaves_nothing_to_do_but_blocks_announce_more(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = Core(store, fleet)
+    assert fleet.busy, "before its first step a replica knows of nothing"
+    await core.join()
+    await fleet.step()
+    await core.heartbeat(digest_of())
+    await fleet.step()
+    assert not fleet.busy
+    await core.send("stored", blocks(1, 2))
+    await fleet.step()
+    assert fleet.busy
+    await core.send("cleared")
+    fleet.pace = Pace(min_gap_ms=0, collects=1, max_blocks=1)
+    await fleet.step()
+    await fleet.step()
+    assert fleet.busy, "a slot is left to collect"
+
+
+async def test_a_round_applies_waits_and_applies(store: aioredis.Redis, fleet: Fleet, monkeypatch: Any) -> None:
+    monkeypatch.setattr(upkeep, "TICK_WITHIN_S", LONG_S)
+    pool, core = Pool(fleet.keys.tag, fleet, DegradedMode(1.0)), Core(store, fleet)
+    pool.show(View(streams=STREAMS))
+    await core.join()
+    await fleet.step()
+    rounds = asyncio.create_task(_rounds(pool))
+    try:
+        await poll(lambda: _blocked(store), what="a round waits")
+        await core.send("stored", blocks(3))
+        await poll(lambda: _empty(core), LONG_S / 2, "the event is applied")
+        assert await core.holds() == held(3)
+    finally:
+        rounds.cancel()
+        await asyncio.wait([rounds])
+
+
+async def test_a_replica_at_rest_asks_redis_little(
+    store: aioredis.Redis, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands are counted, not time: what a call costs differs between machines."""
+    fleet = Fleet(store, model, timeouts=PATIENT)
+    cores = [Core(store, fleet, f"w{number}") for number in range(WORKERS)]
+    for core in cores:
+        await core.join()
+    async with replica(redis_url, model, view_interval_s=1.0) as router:
+        await poll(lambda: _workers(router), what="the replica knows the workers")
+        async with store.monitor() as monitor:
+            count = 0
+            try:
+                async with asyncio.timeout(LOOKS_S):
+                    while True:
+                        command = await monitor.next_command()
+                        count += command["client_type"] != "lua"
+            except TimeoutError:
+                pass
+    assert count <= COMMANDS_A_SECOND * LOOKS_S
+
+
+async def _rounds(pool: Pool) -> None:
+    metrics = Metrics()
+    while True:
+        await upkeep.apply(pool, metrics)
+
+
+async def _blocked(store: aioredis.Redis) -> bool:
+    return bool((await store.info("clients"))["blocked_clients"])
+
+
+async def _empty(core: Core) -> bool:
+    return await core.store.xlen(core.stream) == 0
+
+
+async def _workers(router: Any) -> bool:
+    return cast("float", await router.metric('warmfleet_workers{state="unroutable"}')) == WORKERS
