@@ -135,6 +135,21 @@ async def test_an_emptied_redis_is_not_a_reason_to_refuse(model: str) -> None:
             assert await router.metric('warmfleet_fallback_total{reason="no_worker"}') == 5
 
 
+async def test_an_emptied_redis_and_dead_engines_fail_nobody(model: str) -> None:
+    """Without Redis, too, a request goes on to the next worker: only those that failed it are out of the question."""
+    with server(valkey_binary()) as url:
+        async with AsyncExitStack() as stack:
+            engines = [await stack.enter_async_context(engine(model)) for _ in range(4)]
+            urls = [one.url for one in engines]
+            router = await stack.enter_async_context(replica(url, model, *urls, health_interval_s=60.0))
+            await router.fleet.redis.flushall()
+            for one in engines[:2]:
+                await one.die()
+            answers = [await router.post({"model": model, "prompt": f"{number} {PROMPT}"}) for number in range(16)]
+            assert [status for status, _, _ in answers] == [200] * 16
+            assert await router.metric('warmfleet_retries_total{where="another"}') >= 2, "dead engines were met"
+
+
 async def test_leases_of_a_dead_replica_are_reaped_without_any_request(valkey_url: str, model: str) -> None:
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
         for number in range(20):

@@ -1,8 +1,9 @@
-"""Health checks over HTTP while no heartbeat can be heard: Redis is away, refuses writes, or has just come back.
+"""Health checks over HTTP while no heartbeat can be heard: Redis is away, refuses writes, or came back empty.
 
 An outage of Redis is no reason to take workers for dead, so no worker expires during it. But a worker that dies during
 the outage would get one request after another. These checks find such workers, and the replica avoids them until they
-answer a check or the outage ends.
+answer a check or the outage ends. If Redis has lost all workers and none has joined again, those that were known last
+stay in use while some of them answer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import TYPE_CHECKING
 from warmfleet.errors import WarmfleetError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from warmfleet.engines.engine_client import EngineClient
+    from warmfleet.fleet import WorkerView
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools
 
@@ -40,12 +44,18 @@ class OutageChecks:
         """Check the workers of every model whose heartbeats cannot be heard now. Never raises WarmfleetError."""
         for pool in self._pools.all:
             unheard = pool.contacted and (pool.fleet.grace or pool.view_age_s > UNREAD_S)
-            self._log_changes(pool, await self._check(pool) if unheard else frozenset())
+            missing = pool.last_known.missing
+            silent = frozenset[str]()
+            if unheard or missing:
+                silent = await self._check(pool, missing or pool.last_known.workers)
+                if any(worker.url not in silent for worker in missing):
+                    pool.last_known.answered()
+            self._log_changes(pool, silent)
 
-    async def _check(self, pool: Pool) -> frozenset[str]:
+    async def _check(self, pool: Pool, known: Sequence[WorkerView]) -> frozenset[str]:
         """Pass over the workers of every server that does not answer; returns the URLs of these servers."""
         workers: dict[str, list[str]] = {}
-        for worker in pool.last_known.workers:
+        for worker in known:
             if worker.routable:
                 workers.setdefault(worker.url, []).append(worker.worker_id)
         gate = asyncio.Semaphore(CHECKS_AT_ONCE)

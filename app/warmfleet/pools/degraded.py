@@ -32,14 +32,15 @@ LOOK_S = 1.0
 class LastKnown:
     """The workers to choose from while Redis makes no decision.
 
-    They come from the last reading that had a routable worker, unless readings have had none for LAST_KNOWN_S. Only
-    time with Redis counts: when Redis comes back after an outage, empty or with the heartbeats of an old dump, no
-    worker is routable until the workers were heard again.
+    They come from the last reading that had a routable worker, unless readings have had none for LAST_KNOWN_S, and none
+    of these workers has answered a health check for so long. Only time with Redis counts: when Redis comes back after
+    an outage, empty or with the heartbeats of an old dump, no worker is routable until the workers were heard again.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._last = self._with_routable = View()
+        self._answered_at = float("-inf")  # when a missing worker last answered a health check
         self._none_since = 0.0  # the first reading without a routable worker, with no gap up to the last reading
         self._looking: asyncio.Task[None] | None = None
         self._looked_at = 0.0
@@ -62,8 +63,24 @@ class LastKnown:
     @property
     def workers(self) -> Sequence[WorkerView]:
         """The workers to choose from, routable or not."""
-        recent = time.monotonic() - self._none_since < LAST_KNOWN_S
-        return (self._with_routable if recent else self._last).workers
+        now = time.monotonic()
+        if now - self._none_since < LAST_KNOWN_S:
+            return self._with_routable.workers
+        return self._lost() if now - self._answered_at < LAST_KNOWN_S else self._last.workers
+
+    @property
+    def missing(self) -> Sequence[WorkerView]:
+        """Those of ``workers`` that the last reading lost, or has as silent. Empty while some worker is routable."""
+        return () if self._last is self._with_routable or self.workers is self._last.workers else self._lost()
+
+    def _lost(self) -> Sequence[WorkerView]:
+        """A worker that said goodbye, or that is heard and not routable, is not lost."""
+        here = {one.worker_id for one in self._last.workers if one.state.alive or one.heartbeat_age_s is None}
+        return [one for one in self._with_routable.workers if one.worker_id not in here]
+
+    def answered(self) -> None:
+        """A missing worker answers over HTTP: only Redis does not know of it. The last known workers stay in use."""
+        self._answered_at = time.monotonic()
 
     async def look(self) -> None:
         """Read the workers once more, at most every LOOK_S for all requests together. Never raises."""

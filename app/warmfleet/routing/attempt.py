@@ -102,8 +102,8 @@ class Attempt:
     """One worker's chance to serve a job, from before it is chosen until everything is given back.
 
     ``decision`` is None until a worker is chosen. ``never`` are workers that must not be chosen at all; ``avoided``
-    are workers that failed a request a moment ago, which the last decision passed over. ``explanation`` explains the
-    decision as JSON; empty if the client asked for none. ``last`` says that no other attempt may follow.
+    are other workers that failed a request a moment ago, which the last decision passed over. ``explanation`` explains
+    the decision as JSON; empty if the client asked for none. ``last`` says that no other attempt may follow.
     """
 
     __slots__ = (
@@ -139,7 +139,8 @@ class Attempt:
 
         These are ``never`` and, if ``avoids_failing`` was given, the workers that failed any request a moment ago.
         """
-        self.avoided = self.pool.avoided() if self._avoids_failing else ()
+        avoided = self.pool.avoided() if self._avoids_failing else ()
+        self.avoided = tuple(worker for worker in avoided if worker not in self.never)
         return (*self.never, *self.avoided)
 
     def asks(self) -> None:

@@ -49,8 +49,6 @@ class Decider:
             decision = await pool.fleet.decide_in_turn(ask, place, tell=job.logged or call.hints.explain)
         except NoWorker:
             attempt.not_booked()
-            if len(exclude) > len(job.prompt.unable_workers):
-                raise  # an excluded worker may be alive: the router tries again without the exclusion
             return await self._without_redis(job, attempt, exclude, "no_worker")  # Redis may have come back empty
         except WarmfleetError as error:  # Redis is away or slow, or a script refuses: no reason to fail a request
             pool.degraded.failed(f"{error.code}: {error}")

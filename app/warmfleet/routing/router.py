@@ -119,14 +119,12 @@ class _Retries:
         self._next()
 
     def no_worker(self, error: NoWorker, *, avoided_some: bool) -> None:
-        """Let the next attempt choose the avoided workers, too.
+        """Let the next attempt choose the avoided workers, too, but none that failed this job.
 
-        Raises if this attempt avoided none, or if a worker failed before.
+        Raises if this attempt avoided none, or was the last.
         """
-        if self._failure is not None:
-            raise self._failure from None  # no worker is left: the client gets the last worker's failure
-        if not avoided_some:
-            raise error
+        if not avoided_some or self.last:
+            raise self._failure or error  # no worker is left: the client gets the last worker's failure
         self.avoids_failing = False
         self._next()
 

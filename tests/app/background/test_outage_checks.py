@@ -64,6 +64,30 @@ async def test_a_dead_worker_is_found_without_heartbeats(
         assert await router.metric("warmfleet_retries_total") == before, "nobody met the dead one"
 
 
+async def test_workers_that_redis_has_lost_are_asked(valkey_url: str, model: str) -> None:
+    fleet = Fleet(connect(valkey_url, timeout_s=5), model)
+    pool = Pool(model, fleet, DegradedMode(1.0))
+    client = EngineClient(Addresses(("127.0.0.0/8",), ()), 1.0)
+    checks = OutageChecks(Pools([pool]), client, Metrics())
+    async with engine(model) as one, engine(model) as two:
+        for number, url in enumerate((one.url, two.url)):
+            record = {"scheme_id": 7, "url": url, "models": [model]}
+            await fleet.register(f"w.{number}", record, 10, healthy=True)
+        pool.show(view_of(await fleet.workers(), None, (), text=True))
+        pool.show(view_of((), None, (), text=True))
+        await one.die()
+        await checks.round()
+        assert pool.avoided() == ("w.0",)
+        pool.last_known._none_since -= 60.0
+        assert [worker.worker_id for worker in pool.last_known.workers] == ["w.0", "w.1"], "the dead one is avoided"
+        await two.die()
+        pool.last_known._answered_at -= 60.0
+        await checks.round()
+        assert pool.last_known.workers == (), "none of them answers"
+    await client.close()
+    await fleet.close()
+
+
 async def test_no_health_is_checked_while_heartbeats_are_heard(valkey_url: str, model: str) -> None:
     fleet = Fleet(connect(valkey_url, timeout_s=5), model)
     pool, metrics = Pool(model, fleet, DegradedMode(1.0)), Metrics()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,24 @@ async def test_a_worker_that_stays_unroutable_is_forgotten(fleet: Fleet, now: fl
     for age in (LAST_KNOWN_S + 1, 1.0, 0.0):
         pool.show(View((), read_at=now - age))
     assert pool.last_known.workers == ()
+
+
+async def test_workers_that_redis_has_lost_stay_in_use_while_they_answer(fleet: Fleet, now: float) -> None:
+    known = LastKnown(fleet)
+    before = tuple(worker(name) for name in ("absent", "silent", "left", "new"))
+    known.show(View(before, read_at=now - LAST_KNOWN_S - 2))
+    assert not list(known.missing), "some are routable"
+    silent = replace(worker("silent"), state=WorkerState.SILENT, heartbeat_age_s=30.0)
+    left = replace(silent, worker_id="left", heartbeat_age_s=None)
+    gone = (silent, left, worker("new", routable=False))
+    for age in (LAST_KNOWN_S - 1, 3.0, 0.0):
+        known.show(View(gone, read_at=now - age))
+    assert [one.worker_id for one in known.missing] == ["absent", "silent"]
+    known._none_since = now - 2 * LAST_KNOWN_S
+    assert (list(known.workers), list(known.missing)) == (list(gone), []), "nobody has asked them"
+    known.answered()
+    assert [one.worker_id for one in known.workers] == ["absent", "silent"], "not one that has nothing proved now"
+    assert all(one.routable for one in known.workers)
 
 
 def test_redis_is_asked_again_after_a_while() -> None:
