@@ -63,8 +63,8 @@ class Fleet:
 
     @property
     def takes_ids(self) -> bool:
-        """True if prompts may be token ids. SMG 1.13.0 answers those with 400."""
-        return self.kind != "smg"
+        """True if prompts may be token ids. SMG 1.13.0 answers those with 400; the others were not tried."""
+        return self.kind not in ("smg", "vllm-router", "sglang-router")
 
 
 @dataclass(frozen=True, slots=True)

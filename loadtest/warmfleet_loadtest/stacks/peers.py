@@ -47,6 +47,18 @@ def install() -> Path:
     return FOLDER / "bin"
 
 
+def missing(names: Sequence[str], folder: Path = FOLDER) -> list[str]:
+    """Those of these peers that the environment in ``folder`` does not have."""
+    look = "import sys\nfrom importlib.util import find_spec\nprint(*(n for n in sys.argv[1:] if not find_spec(n)))"
+    packages = {name.removesuffix("-kv").replace("-", "_"): name for name in names}
+    argv = [str(folder / "bin/python"), "-I", "-c", look, *packages]
+    try:
+        absent = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return list(names)
+    return [packages[name] for name in absent]
+
+
 def vllm_router_kv(port: int, metrics_port: int, urls: Sequence[str], events: Sequence[int]) -> list[str]:
     """vllm-router, policy ``kv_aware``, which listens to the engines' KV events."""
     argv = ["vllm-router", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
@@ -58,13 +70,33 @@ def vllm_router_kv(port: int, metrics_port: int, urls: Sequence[str], events: Se
 
 def smg(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
     """SMG, policy ``cache_aware``: it keeps a tree of the prompts that it has sent, for it gets no events over HTTP."""
-    argv = ["smg", "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
+    # The package sglang-router brings a command `smg`, too; the module is never mistaken.
+    argv = ["python", "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
     argv += ["--policy", "cache_aware", "--backend", "vllm", "--disable-tokenizer-autoload"]
     argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+    return [*argv, "--worker-startup-check-interval", "1"]
+
+
+def vllm_router(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
+    """vllm-router with its default policy: for every request it asks all engines for the prompt's tokens."""
+    argv = ["vllm-router", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
+    argv += ["--policy", "cache_aware", "--prometheus-port", str(metrics_port)]
+    return [*argv, "--worker-startup-check-interval", "1"]
+
+
+def sglang_router(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
+    """sglang-router with its default policy, a tree of the prompts that it has sent."""
+    argv = ["sglang-router", "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
+    argv += ["--policy", "cache_aware", "--prometheus-port", str(metrics_port)]
     return [*argv, "--worker-startup-check-interval", "1"]
 
 
 PEERS: dict[str, Callable[[int, int, Sequence[str], Sequence[int]], list[str]]] = {
     "vllm-router-kv": vllm_router_kv,
     "smg": smg,
+    "vllm-router": vllm_router,
+    "sglang-router": sglang_router,
 }
+
+if __name__ == "__main__":
+    print(install())

@@ -111,6 +111,9 @@ class Processes:
             if status is not None:
                 raise StackError(f"{name} ended with {status}:\n{self.tail(name)}")
 
+    def pid(self, name: str) -> int:
+        return self._running[name][1].pid
+
     def log(self, name: str) -> str:
         return self._log(name).read_text(errors="replace")
 

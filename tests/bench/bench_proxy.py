@@ -1,0 +1,345 @@
+"""CPU of a replica per request beside routers of other projects: ``make -s bench NAME=proxy``.
+
+One store, four stub engines that joined the fleet as proven workers, and one client serve all routers in turn: in each
+round every router gets the same burst of requests of each kind. The figures are medians over rounds of the CPU time of
+the router's process (all threads) per request, less what it uses at rest. Routers run on a core of their own where
+there are two, one after the other; store, engines and client share the other core.
+
+Peers are optional. One that is not installed is named on standard error with the command that installs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from tests.bench.proxy_client import AnswerError, at_rate, burst_of, connected, in_turn, request
+from tests.bench.proxy_profile import profile
+from tests.bench.proxy_requests import (
+    KINDS,
+    KNOWN,
+    LONG_CHUNKS,
+    PLAIN,
+    STREAM_CHUNKS,
+    Kind,
+    body,
+    known_large,
+    known_talk,
+)
+from tests.bench.proxy_routers import Cores, Fleet, Router, cpu_s, on_core
+
+from warmfleet_loadtest.stacks import peers
+from warmfleet_loadtest.stacks.processes import Processes, StackError, end_on_signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+OURS, NO_HANDOFF = "warmfleet", "no_handoff"
+ENGINES, IDLE_ENGINES = 4, 8
+SATURATING = Kind("max", PLAIN[0].messages, 4.0, together=48)
+KNOWN_S = 60.0  # until the index must know the prompts that the engines were given
+DIRECT_SHARE = 0.5  # of a router's most requests a second, while latency is measured
+LATENCY_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured.
+
+    count: requests of a burst of the smallest kind. rest_s: how long routers rest. idle_engines: of the fleet whose
+    routers show what they use at rest; 0 = it is that of ``engines``. profile_s: CPU time that is sampled of each
+    kind. known: prompts that the engines know before the rounds.
+    """
+
+    bursts: int
+    count: int
+    rest_s: float
+    engines: int
+    idle_engines: int
+    profile_s: float
+    known: int
+
+    def requests(self, kind: Kind) -> int:
+        """How many requests a burst of this kind has."""
+        return max(1, int(self.count * kind.share))
+
+
+@dataclass
+class Measured:
+    """What the rounds gave for one router: by key, one value for each round. tokens: of a prompt, by kind."""
+
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    def add(self, key: str, value: float) -> None:
+        self.rounds.setdefault(key, []).append(value)
+
+    def median(self, key: str) -> float:
+        return statistics.median(self.rounds[key])
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Bench:
+    """The measurements over the routers of one fleet, which take turns."""
+
+    def __init__(self, fleet: Fleet, routers: Sequence[Router], plan: Plan) -> None:
+        self.fleet, self.routers, self.plan = fleet, routers, plan
+        self.measured = defaultdict[str, Measured](Measured)
+        self.store_idle = 0.0
+
+    # ------------------------------------------------ before the rounds
+
+    async def rest(self) -> None:
+        """Learn what routers and store use without requests."""
+        before, started = [cpu_s(one.pids) for one in self.routers], time.perf_counter()
+        store = cpu_s(self.fleet.store)
+        await asyncio.sleep(self.plan.rest_s)
+        lasted = time.perf_counter() - started
+        self.store_idle = (cpu_s(self.fleet.store) - store) / lasted
+        for one, spent in zip(self.routers, before, strict=True):
+            one.idle = (cpu_s(one.pids) - spent) / lasted
+
+    async def make_known(self) -> None:
+        """Let each known prompt be computed by an engine, and wait until the index shows all of it."""
+        say("giving the engines the prompts that they know already ...")
+        inner = self.fleet.engines.inner
+        for number, port in enumerate(inner):
+            mine = range(number, self.plan.known, len(inner))
+            requests = [request(body(make(one))) for one in mine for make in (known_large, known_talk)]
+            burst = burst_of(requests)
+            await in_turn(burst, await connected(port, burst, 2))
+        ours, deadline = self.routers[0], time.monotonic() + KNOWN_S
+        while await self.matched_share(ours) < 0.9:
+            if time.monotonic() > deadline:
+                raise StackError("the index does not learn what the engines hold")
+
+    async def matched_share(self, router: Router) -> float:
+        """Of known prompts, the share of the tokens that the router found at the chosen workers."""
+        burst = burst_of([request(body(known_large(number))) for number in range(self.plan.known)])
+        await in_turn(burst, await connected(router.port, burst, 4))
+        matched, tokens = (
+            sum(_number(head, name) for head in burst.heads) for name in (b"matched-tokens", b"prompt-tokens")
+        )
+        return matched / max(1, tokens)
+
+    # ------------------------------------------------ rounds
+
+    async def round(self, number: int, kinds: Sequence[Kind]) -> None:
+        """Give every router a burst of every kind. Each round begins with another router; round 0 is not counted."""
+        for kind in kinds:
+            count = self.plan.requests(kind)
+            requests = kind.requests(f"{number} {kind.key.removesuffix('_stream')}{kind.chunks}", count)
+            for router in _turn(self.routers, number):
+                values = await self.burst(router, kind, requests)
+                for key, value in values.items() if number else ():
+                    self.measured[router.name].add(f"{key}_{kind.key}", value)
+            self.fleet.check()
+
+    async def burst(self, router: Router, kind: Kind, requests: Sequence[bytes]) -> dict[str, float]:
+        """Send the requests; returns CPU µs of router and store per request, requests per second, busy share."""
+        burst = burst_of(requests)
+        idle = await connected(router.port, burst, min(kind.together, len(requests)))
+        started, spent, store = time.perf_counter(), cpu_s(router.pids), cpu_s(self.fleet.store)
+        await in_turn(burst, idle)
+        lasted = time.perf_counter() - started
+        spent, store = cpu_s(router.pids) - spent, cpu_s(self.fleet.store) - store
+        if not all(router.needs in head for head in burst.heads):
+            raise StackError(f"{router.name}: an answer came without a decision of the store")
+        if router.needs:
+            tokens = [_number(head, b"prompt-tokens") for head in burst.heads]
+            self.measured[router.name].tokens[kind.key] = round(statistics.mean(tokens))
+        return {
+            "us": (spent - router.idle * lasted) / len(requests) * 1e6,
+            "redis_us": (store - self.store_idle * lasted) / len(requests) * 1e6,
+            "rps": len(requests) / lasted,
+            "busy": spent / lasted,
+        }
+
+    async def latency(self, number: int) -> None:
+        """Half of what saturates each router, at random times: latency beside that of the stubs alone."""
+        for router in _turn(self.routers, number):
+            measured = self.measured[router.name]
+            rate = measured.median("rps_max") * DIRECT_SHARE
+            requests = SATURATING.requests(f"latency {number}", max(20, int(rate * min(LATENCY_S, self.plan.rest_s))))
+            through = await at_rate(router.port, requests, rate, number)
+            direct = await at_rate(self.fleet.engines.stubs[0], requests, rate, number)
+            for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99)):
+                measured.add(name, (_quantile(through, share) - _quantile(direct, share)) * 1e3)
+
+    async def run(self) -> None:
+        await self.rest()
+        await self.make_known()
+        for number in range(self.plan.bursts + 1):
+            say(f"round {number} of {self.plan.bursts} ...")
+            await self.round(number, [*KINDS, SATURATING])
+        for number in range(self.plan.bursts):
+            say(f"latency, {number + 1} of {self.plan.bursts} ...")
+            await self.latency(number)
+
+    # ------------------------------------------------ figures
+
+    def figures(self, router: Router) -> dict[str, Any]:
+        """The figures of one router: see tests/bench/README.md."""
+        measured = self.measured[router.name]
+        found: dict[str, Any] = {
+            f"us_{kind.key}": round(measured.median(f"us_{kind.key}")) for kind in KINDS if not kind.gap_ms
+        }
+        found["us_stream_18_slow"] = round(measured.median("us_slow_short"))
+        found["us_chunk"] = round(statistics.median(self.chunks(router)), 1)
+        found |= {"max_rps": round(measured.median("rps_max")), "max_rps_busy": round(measured.median("busy_max"), 2)}
+        return found | {name: round(measured.median(name), 2) for name in ("p50_ms", "p99_ms")}
+
+    def chunks(self, router: Router) -> list[float]:
+        """CPU µs of a chunk, round by round."""
+        rounds = self.measured[router.name].rounds
+        pairs = zip(rounds["us_slow_short"], rounds["us_slow_long"], strict=True)
+        return [(long - short) / (LONG_CHUNKS - STREAM_CHUNKS) for short, long in pairs]
+
+    def ratios(self, peer: Router) -> dict[str, float]:
+        """Our figures over those of a peer: medians of the ratios within a round."""
+        ours, theirs = (self.measured[one.name].rounds for one in (self.routers[0], peer))
+        keys = [f"us_{kind.key}" for kind in KINDS if not kind.gap_ms]
+        found = {key: _ratio(ours[key], theirs[key]) for key in keys}
+        return found | {"us_chunk": _ratio(self.chunks(self.routers[0]), self.chunks(peer))}
+
+    def result(self) -> dict[str, Any]:
+        ours, *others = self.routers
+        measured = self.measured[ours.name]
+        found = self.figures(ours)
+        found["redis_us_per_request"] = round(measured.median("redis_us_200b"))
+        found["redis_us"] = {kind.key: round(measured.median(f"redis_us_{kind.key}")) for kind in PLAIN}
+        found["tokens"] = {kind.key: measured.tokens[kind.key] for kind in PLAIN}
+        for one in others:
+            found[key_of(one)] = self.figures(one) | {"ours_over_theirs": self.ratios(one)}
+        return found
+
+
+def key_of(router: Router) -> str:
+    return router.name.replace("-", "_")
+
+
+def _turn(routers: Sequence[Router], number: int) -> list[Router]:
+    first = number % len(routers)
+    return [*routers[first:], *routers[:first]]
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return round(statistics.median(our / their for our, their in zip(ours, theirs, strict=True)), 2)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, math.floor(share * len(values)))]
+
+
+def _number(head: bytes, name: bytes) -> int:
+    """The number in our header ``name`` of an answer's head."""
+    return int(head.partition(b"x-warmfleet-" + name + b":")[2].partition(b"\r\n")[0] or 0)
+
+
+@contextmanager
+def fleet_of(cores: Cores, count: int) -> Iterator[Fleet]:
+    """A store and so many stub engines. This process runs on their core meanwhile."""
+    with (
+        tempfile.TemporaryDirectory(prefix="wf-proxy-") as folder,
+        Processes(Path(folder)) as processes,
+        on_core(cores.others),
+    ):
+        yield Fleet(processes, cores, count)
+
+
+def starters(options: argparse.Namespace) -> dict[str, Callable[[Fleet], Router]]:
+    """How each router that takes part is started, by name: ours first."""
+    made: dict[str, Callable[[Fleet], Router]] = {OURS: partial(Fleet.replica, name=OURS, more={})}
+    if not options.quick:
+        made[NO_HANDOFF] = partial(Fleet.replica, name=NO_HANDOFF, more={"WARMFLEET_TOKEN_HANDOFF": "0"})
+    wanted = [name for name in options.peers.split(",") if name]
+    missing = peers.missing(wanted, options.peers_folder)
+    if missing:
+        command = f"{sys.executable} -m warmfleet_loadtest.stacks.peers"
+        say(f"not installed, and left out: {', '.join(missing)}; `{command}` installs them")
+    for name in wanted:
+        if name not in missing:
+            made[name] = partial(Fleet.peer, name=name, folder=options.peers_folder / "bin")
+    return made
+
+
+def idle_shares(cores: Cores, plan: Plan, made: dict[str, Callable[[Fleet], Router]]) -> dict[str, float]:
+    """Shares of a core that routers use at rest with eight engines, by key."""
+    say(f"at rest, with {plan.idle_engines} engines ...")
+    with fleet_of(cores, plan.idle_engines) as fleet:
+        routers = [start(fleet) for name, start in made.items() if name != NO_HANDOFF]
+        bench, shares = Bench(fleet, routers, plan), {key_of(one): list[float]() for one in routers}
+        time.sleep(plan.rest_s)  # what the start left behind
+        for _ in range(plan.bursts):
+            asyncio.run(bench.rest())
+            for one in routers:
+                shares[key_of(one)].append(one.idle)
+    return {key: round(statistics.median(values), 4) for key, values in shares.items()}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that the options ask for, as the JSON object has it. Raises StackError or AnswerError."""
+    plan = Plan(options.bursts, options.requests, 5.0, ENGINES, IDLE_ENGINES, 4.0, KNOWN)
+    if options.quick:
+        plan = Plan(1, 8, 0.5, 2, 0, 0.1, 8)
+    made = starters(options)
+    cores = Cores.of_this_machine()
+    idle = idle_shares(cores, plan, made) if plan.idle_engines else {}
+    with fleet_of(cores, plan.engines) as fleet:
+        say(f"starting {', '.join(made)} ...")
+        bench = Bench(fleet, [start(fleet) for start in made.values()], plan)
+        uvloop.run(bench.run())
+        found = bench.result()
+        for key, share in (idle or {key_of(one): round(one.idle, 4) for one in bench.routers}).items():
+            (found if key == OURS else found[key])["idle_core_share"] = share
+        if options.profile:
+            found["profile"] = uvloop.run(profile(bench, plan.profile_s))
+    return found | {"load_average": round(os.getloadavg()[1], 1)}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--bursts", type=int, default=5, help="rounds, whose medians are reported (default %(default)s)")
+    made.add_argument("--requests", type=int, default=300, help="in a burst of 200 B; others have fewer (%(default)s)")
+    names = ",".join(name for name in peers.PEERS if name != "vllm-router-kv")
+    made.add_argument("--peers", default=names, metavar="A,B", help="routers of other projects (default %(default)s)")
+    made.add_argument(
+        "--peers-folder", type=Path, default=peers.FOLDER, help="environment with the peers (default %(default)s)"
+    )
+    made.add_argument("--profile", action="store_true", help="tell where each µs goes, by module")
+    made.add_argument("--quick", action="store_true", help="one small round: shows that the bench works, no figures")
+    return made
+
+
+def main() -> int:
+    """Exit codes: 0 measured, 1 a process broke or a router answered wrongly, 2 wrong arguments."""
+    options = parser().parse_args()
+    end_on_signals()
+    try:
+        found = measure(options)
+    except (StackError, AnswerError) as error:
+        say(f"error: {error}")
+        return 1
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Engines whose answers cost next to nothing: ``python -m tests.bench.stub_engines --redis URL --count 4``.
+
+Behind each of them stands a simulated engine of ``warmfleet_loadtest``, which joins the fleet under the stub's address
+and is proven like any other. A stub passes every request on to it, probes included, except those of the bench: a body
+that holds ``"stub:CHUNKS:GAP_MS`` (in ``user``) is answered at once from memory, with a plain answer for 0 chunks, else
+with a stream. A gap of 0 ms sends all chunks in one write. ``/tokenize`` and ``/render``, which some routers of other
+projects call for every request, are answered from memory, too: a token is four bytes of the body.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import struct
+from functools import cache, partial
+from typing import cast
+
+import orjson
+import uvloop
+
+from warmfleet_loadtest.engine import Engine, engine_config
+from warmfleet_loadtest.engine import parser as engine_parser
+from warmfleet_loadtest.simulator.api import Served
+from warmfleet_loadtest.simulator.fleet_membership import Membership
+from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
+
+MARK = b'"stub:'
+CHAT_HEAD = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "created": 1_764_000_000, "model": "stub"}
+SAID = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. "
+TOKEN_BYTES = 4
+TOKENISING = (b"/tokenize", b"/render")
+
+
+class Stub(asyncio.Protocol):
+    """One connection of a router to a stub. inner: the port of the simulated engine behind it."""
+
+    def __init__(self, inner: int) -> None:
+        self.inner = inner
+        self.received = bytearray()
+        self.needed = 0
+        self.gone = False
+        self.transport: asyncio.Transport
+        self.passing: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's has no such base class
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.gone = True
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        if len(self.received) < self.needed:
+            return
+        end = self.received.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        head = bytes(self.received[:end])
+        self.needed = end + 4 + content_length(head)
+        if len(self.received) < self.needed:
+            return
+        request = bytes(self.received)
+        self.received.clear()
+        self.needed = 0
+        at = request.find(MARK, end)
+        if at >= 0:
+            chunks, gap_ms = request[at + len(MARK) : request.index(b'"', at + len(MARK))].split(b":")
+            self.answer(int(chunks), int(gap_ms))
+        elif head.split(b" ", 2)[1].endswith(TOKENISING):
+            self.transport.write(tokenised(request[end + 4 :]))
+        else:
+            self.passing = asyncio.get_running_loop().create_task(self.pass_on(request))
+
+    def answer(self, chunks: int, gap_ms: int) -> None:
+        if not chunks:
+            self.transport.write(plain())
+        elif not gap_ms:
+            self.transport.write(whole_stream(chunks))
+        else:
+            self.transport.write(stream_head())
+            self.chunk(chunks, gap_ms / 1e3)
+
+    def chunk(self, left: int, gap_s: float) -> None:
+        """Send one chunk and plan the next."""
+        if self.gone:
+            return
+        self.transport.write(event() if left > 1 else event() + stream_end())
+        if left > 1:
+            asyncio.get_running_loop().call_later(gap_s, self.chunk, left - 1, gap_s)
+
+    async def pass_on(self, request: bytes) -> None:
+        """Let the simulated engine answer, then close the connection."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.inner)
+        writer.write(request.replace(b"\r\n", b"\r\nconnection: close\r\n", 1))
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65_536):
+                self.transport.write(data)
+        writer.close()
+        self.transport.close()
+
+
+def content_length(head: bytes) -> int:
+    """The length of the body that a head announces; 0 if it announces none."""
+    return int((head.lower() + b"\r\n").partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0] or 0)
+
+
+def framed(content: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+        len(content),
+        content,
+    )
+
+
+@cache
+def plain() -> bytes:
+    message = {"role": "assistant", "content": SAID * 5}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 100, "total_tokens": 116, "completion_tokens": 16}
+    return framed(orjson.dumps({**CHAT_HEAD, "object": "chat.completion", "choices": [choice], "usage": usage}))
+
+
+@cache
+def stream_head() -> bytes:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    return head + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@cache
+def event() -> bytes:
+    choice = {"index": 0, "delta": {"content": " fox"}, "logprobs": None, "finish_reason": None}
+    text = orjson.dumps({**CHAT_HEAD, "object": "chat.completion.chunk", "choices": [choice]})
+    return chunked(b"data: " + text + b"\n\n")
+
+
+@cache
+def stream_end() -> bytes:
+    return chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+
+
+@cache
+def whole_stream(chunks: int) -> bytes:
+    return stream_head() + event() * chunks + stream_end()
+
+
+def chunked(content: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(content), content)
+
+
+def tokenised(body: bytes) -> bytes:
+    """An answer of ``/tokenize`` or ``/render`` in which equal beginnings of bodies have equal tokens."""
+    count = len(body) // TOKEN_BYTES
+    ids = [one & 0x7FFF for one in struct.unpack_from(f"<{count}I", body)]
+    return framed(orjson.dumps({"count": count, "max_model_len": 131_072, "tokens": ids, "token_ids": ids}))
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Run the engines until SIGTERM, and print a line with both ports of each."""
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    args = engine_parser().parse_args(["--blocks", str(options.blocks), "--step-time", "fast"])
+    tokenizer, config, served = PromptTokenizer.load(None), engine_config(args), Served((options.model,))
+    engines = [Engine(config, tokenizer, served) for _ in range(options.count)]
+    for number, engine in enumerate(engines):
+        await engine.start("127.0.0.1", 0)
+        server = await loop.create_server(partial(Stub, engine.port), "127.0.0.1", 0, backlog=1_024)
+        port = server.sockets[0].getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        engine.join(
+            Membership(options.redis, options.model, (options.model,), f"stub-{number}", url), tokenizer.artifacts()
+        )
+        print(f"engine {number} stub {port} inner {engine.port}", flush=True)
+    await stopping.wait()
+    await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--redis", required=True, metavar="URL")
+    parser.add_argument("--count", type=int, default=4)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--blocks", type=int, default=40_000, help="of each engine's cache (default %(default)s)")
+    uvloop.run(serve(parser.parse_args()))
