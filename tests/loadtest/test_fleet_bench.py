@@ -93,7 +93,7 @@ def growing_sessions(path: Path) -> Path:
     return path
 
 
-@pytest.mark.long(minutes=3, shows="a trace through vllm-router and SMG, which are downloaded and installed (70 MB)")
+@pytest.mark.long(minutes=3, shows="a trace through vllm-router and SMG, which are downloaded and installed (100 MB)")
 @pytest.mark.usefixtures("generated")
 def test_routers_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """vllm-router learns from the engines' events, and so gets more hits than by the number of requests."""

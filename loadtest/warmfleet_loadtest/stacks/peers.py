@@ -26,7 +26,7 @@ INSTALL_S = 900.0
 
 
 def install() -> Path:
-    """The folder with the peers' commands. The first call downloads 70 MB. Raises StackError if that fails."""
+    """The folder with the peers' commands. The first call downloads 100 MB. Raises StackError if that fails."""
     ready, wanted = FOLDER / "ready", REQUIREMENTS.read_text()
     if ready.is_file() and ready.read_text() == wanted:
         return FOLDER / "bin"
