@@ -43,7 +43,7 @@ def talk(seed: str, tokens: int, message_tokens: int = 500) -> Messages:
 def body(messages: Messages, chunks: int = 0, gap_ms: int = 0) -> bytes:
     """A request's body. chunks: so many has the stub's streamed answer; 0 = a plain answer."""
     more = {"stream": True} if chunks else {}
-    given = {"model": MODEL, "user": f"stub:{chunks}:{gap_ms}", "messages": messages, "max_tokens": 16, **more}
+    given = {"model": MODEL, "stop": f"stub:{chunks}:{gap_ms}", "messages": messages, "max_tokens": 16, **more}
     return orjson.dumps(given)
 
 

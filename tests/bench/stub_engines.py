@@ -2,9 +2,10 @@
 
 Behind each of them stands a simulated engine of ``warmfleet_loadtest``, which joins the fleet under the stub's address
 and is proven like any other. A stub passes every request on to it, probes included, except those of the bench: a body
-that holds ``"stub:CHUNKS:GAP_MS`` (in ``user``) is answered at once from memory, with a plain answer for 0 chunks, else
-with a stream. A gap of 0 ms sends all chunks in one write. ``/tokenize`` and ``/render``, which some routers of other
-projects call for every request, are answered from memory, too: a token is four bytes of the body.
+that holds ``"stub:CHUNKS:GAP_MS"`` (as ``stop``, which every router keeps) is answered at once from memory, with a
+plain answer for 0 chunks, else with a stream. A gap of 0 ms sends all chunks in one write. ``/tokenize`` and
+``/render``, which some routers of other projects call for every request, are answered from memory, too: a token is four
+bytes of the body.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ class Stub(asyncio.Protocol):
         self.received.clear()
         self.needed = 0
         at = request.find(MARK, end)
-        if at >= 0:
+        if head.split(b" ", 2)[1].endswith(TOKENISING):
+            self.transport.write(tokenised(request[end + 4 :]))
+        elif at >= 0:
             chunks, gap_ms = request[at + len(MARK) : request.index(b'"', at + len(MARK))].split(b":")
             self.answer(int(chunks), int(gap_ms))
-        elif head.split(b" ", 2)[1].endswith(TOKENISING):
-            self.transport.write(tokenised(request[end + 4 :]))
         else:
             self.passing = asyncio.get_running_loop().create_task(self.pass_on(request))
 

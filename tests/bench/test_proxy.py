@@ -15,7 +15,7 @@ from tests.bench.proxy_client import AnswerError, at_rate, burst_of, connected, 
 from tests.bench.proxy_profile import shares
 from tests.bench.proxy_requests import KINDS, PLAIN, SMALL_BYTES, body, small
 from tests.bench.sampled_replica import place
-from tests.bench.stub_engines import Stub
+from tests.bench.stub_engines import TOKEN_BYTES, Stub, tokenised
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -63,6 +63,17 @@ async def test_the_client_knows_the_end_of_each_kind_of_answer(chunks: int, gap_
         await in_turn(burst, await connected(port, burst, 2))
         assert len(burst.heads) == len(burst.waits_s) == len(requests)
         assert len(await at_rate(port, requests, 1_000.0, 1)) == len(requests)
+
+
+async def test_a_stub_tokenises_what_else_it_would_answer() -> None:
+    """Some routers send the whole request, mark and all, to be tokenised first."""
+    content = body(small("1"), 18)
+    asked = request(content).replace(b"/v1/chat/completions", b"/v1/chat/completions/render", 1)
+    async with served(lambda: Stub(0)) as port:
+        burst = burst_of([asked])
+        await in_turn(burst, await connected(port, burst, 1))
+    assert b"content-length" in burst.heads[0]
+    assert len(json.loads(tokenised(content).partition(b"\r\n\r\n")[2])["token_ids"]) == len(content) // TOKEN_BYTES
 
 
 class Failing(asyncio.Protocol):
