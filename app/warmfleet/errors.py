@@ -7,12 +7,15 @@ WarmfleetError
 │   └── ModelNotFound     404  no worker of this replica serves this model
 ├── MethodNotAllowed      405
 ├── TooLarge              413
+├── HeadersTooLarge       431  more headers or trailers than a request may have
 ├── Overloaded            429  all workers are busy and the queue is full
 ├── QueueTimeout          503  all workers were busy for as long as the request may wait
 ├── NoWorker              503  no live worker serves this model
 ├── UpstreamError         502
 │   └── UpstreamGone      502  no byte of an answer came, so another worker may be tried
 ├── FleetUnavailable      503  Redis does not answer, or answers too late
+├── UploadsFull           503  the bodies of all requests take the memory that bodies may have
+├── TooManyConnections    503  answers run on all connections that a replica takes
 ├── Stopping              503  this replica stops, and the answer took longer than it waits
 ├── CancelledReservation  409  the reservation was cancelled before it was booked
 └── BadArgument           500  a Lua script or the start refused an argument
@@ -70,6 +73,10 @@ class TooLarge(WarmfleetError):
     status, type, code = 413, "invalid_request_error", "body_too_large"
 
 
+class HeadersTooLarge(WarmfleetError):
+    status, type, code = 431, "invalid_request_error", "headers_too_large"
+
+
 class Overloaded(WarmfleetError):
     status, type, code = 429, "rate_limit_error", "overloaded"
     retry_after_s = 1
@@ -102,6 +109,16 @@ class UpstreamGone(UpstreamError):
 
 class FleetUnavailable(WarmfleetError):
     status, code = 503, "fleet_unavailable"
+    retry_after_s = 1
+
+
+class UploadsFull(WarmfleetError):
+    status, code = 503, "uploads_full"
+    retry_after_s = 1
+
+
+class TooManyConnections(WarmfleetError):
+    status, code = 503, "too_many_connections"
     retry_after_s = 1
 
 

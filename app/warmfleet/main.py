@@ -15,12 +15,12 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from warmfleet.api import connection_limits
 from warmfleet.api.application import Application
 from warmfleet.api.completions import CompletionsProxy
-from warmfleet.api.connection_limits import limited_protocol
+from warmfleet.api.connections import Connections
 from warmfleet.api.cors import Cors
-from warmfleet.api.error_answers import error_response, not_found
+from warmfleet.api.error_answers import error_response, internal_error, not_found
+from warmfleet.api.http_connection import HttpConnection
 from warmfleet.api.proxies import Proxies
 from warmfleet.api.service_routes import Health, ServiceRoutes
 from warmfleet.background import outage_checks, stock_engines, upkeep, vouching
@@ -71,8 +71,8 @@ AUDIT_LOOK_S = 10.0  # between two looks whether a worker's hourly audit is due
 TOKENIZER_THREADS = 2
 
 
-def create_app(settings: Settings, health: Health | None = None) -> Application:
-    """The ASGI application of one replica; its lifespan runs the background tasks.
+def create_app(settings: Settings, health: Health | None = None, metrics: Metrics | None = None) -> Application:
+    """All paths of one replica, with everything behind them; its lifespan runs the background tasks.
 
     Raises BadArgument if the settings name no model, or a policy or an objective for a model that they do not name.
     """
@@ -81,7 +81,7 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
     for name, given in ("POLICY", policies(settings.policy)), ("TTFT_OBJECTIVE_S", settings.ttft_objective_s):
         if strangers := given.strangers(settings.models):
             raise BadArgument(f"WARMFLEET_{name} names {strangers[0]!r}, which is not in WARMFLEET_MODELS")
-    metrics, health = Metrics(), health or Health()
+    metrics, health = metrics or Metrics(), health or Health()
     pools = Pools([_pool(tag, settings) for tag in settings.models])
     addresses = Addresses(settings.worker_addresses, settings.static_workers)
     upstream = Upstream(addresses, CONNECT_TIMEOUT_S, metrics.retries.labels("same").inc)
@@ -109,7 +109,7 @@ def create_app(settings: Settings, health: Health | None = None) -> Application:
             await stack.enter_async_context(_background(pools, engine_client, identities, settings, metrics))
             yield
 
-    handlers = {WarmfleetError: error_response, HTTPException: not_found}
+    handlers = {WarmfleetError: error_response, HTTPException: not_found, Exception: internal_error}
     starlette = Starlette(routes=service.routes(), lifespan=lifespan, exception_handlers=handlers)
     starlette.router.redirect_slashes = False  # a redirect would name the host that the client's header names
     paths = EnginePaths(settings.passed_paths)
@@ -130,20 +130,20 @@ async def serve(settings: Settings, sockets: Sequence[socket.socket] | None = No
 
 def server(settings: Settings) -> uvicorn.Server:
     """A uvicorn server with the settings' limits, not yet running. Raises BadArgument."""
-    health = Health()
+    health, metrics = Health(), Metrics()
+    application = create_app(settings, health, metrics)
+    connections = Connections(application, health, settings, metrics)
     config = uvicorn.Config(
-        create_app(settings, health),
+        application,
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http=limited_protocol(connection_limits.HEADER_TIMEOUT_S, settings.max_connections),
+        http=partial(HttpConnection, connections),  # type: ignore[arg-type]  # uvicorn only calls it
         ws="none",
         lifespan="on",
         access_log=False,
         log_config=None,
-        proxy_headers=False,  # the router never looks at the client's address
-        server_header=False,
-        date_header=False,
+        proxy_headers=False,  # it would wrap the application
         backlog=BACKLOG,
         timeout_graceful_shutdown=int(settings.shutdown_grace_s),
     )
@@ -151,7 +151,10 @@ def server(settings: Settings) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
-    """A server that answers /readyz with 503 for ``drain_s`` before it stops. A second signal stops it at once."""
+    """A server that goes on serving for ``drain_s`` before it stops, so that balancers and clients turn away from it.
+
+    A second signal stops it at once.
+    """
 
     def __init__(self, config: uvicorn.Config, health: Health, drain_s: float) -> None:
         super().__init__(config)

@@ -190,13 +190,25 @@ class Settings:
         (), "origins whose pages may call this replica from a browser, such as `https://chat.example.com`; `*` = all"
     )
     body_max_bytes: int = _setting(33_554_432, "longest request body; a longer one is answered with 413")
-    max_connections: int = _setting(4_096, "client connections that one replica holds open")
+    uploads_max_bytes: int = _setting(
+        1_073_741_824,
+        "request bodies that one replica holds in memory, no less than `WARMFLEET_BODY_MAX_BYTES`; beyond, the largest "
+        "unfinished one is answered with 503",
+    )
+    max_connections: int = _setting(
+        4_096, "client connections that one replica holds open; at the limit a new one takes the place of an idle one"
+    )
+    keepalive_s: float = _setting(
+        75.0, "a client's connection without a request is closed after this time; a proxy in front must close earlier"
+    )
     shutdown_grace_s: float = _setting(
         30.0,
         "running answers may go on for this long after a stop signal; then they are cut, with error code `stopping`",
     )
     drain_s: float = _setting(
-        0.0, "`/readyz` answers 503 for this long before a replica stops, so that balancers notice"
+        5.0,
+        "after SIGTERM a replica still accepts requests for this long, answers `/readyz` with 503 so that balancers "
+        "notice, and closes each connection with its next answer",
     )
     expected_output_tokens: int = _setting(
         256, "length of an answer that a decision books, where the request itself asks for no less"
@@ -300,6 +312,9 @@ class Settings:
 
     def _contradictions(self) -> Iterator[str]:
         """A message for each value that contradicts another setting, or a time by which the fleet goes."""
+        if self.uploads_max_bytes < self.body_max_bytes:
+            limit = f"WARMFLEET_BODY_MAX_BYTES={self.body_max_bytes}"
+            yield f"UPLOADS_MAX_BYTES={self.uploads_max_bytes} must be at least {limit}: no such body could ever pass"
         if not 0 < self.decide_timeout_s <= MAX_DECIDE_TIMEOUT_S:
             limit = f"more than 0 and at most {MAX_DECIDE_TIMEOUT_S:g}"
             yield f"DECIDE_TIMEOUT_S={self.decide_timeout_s:g} must be {limit}: a reservation lives 30 s"

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import poll
 
 from warmfleet import main
-from warmfleet.api import body, connection_limits
+from warmfleet.api import http_connection
 from warmfleet.background import outage_checks, probe, stock_engines, upkeep
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import server
@@ -26,14 +26,16 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from types import ModuleType
 
+    import uvicorn
+
 #: Constants of modules that a test may replace for the life of its replica, by a name as if they were settings.
 CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
     "apply_interval_s": [(upkeep, "APPLY_INTERVAL_S")],
     "ask_timeout_s": [(engine_tokenizer, "ASK_TIMEOUT_S")],
-    "body_timeout_s": [(body, "BODY_TIMEOUT_S")],
+    "body_timeout_s": [(http_connection, "BODY_TIMEOUT_S")],
     "connect_timeout_s": [(main, "CONNECT_TIMEOUT_S")],
     "buffer_max_bytes": [(relay, "BUFFER_MAX_BYTES")],
-    "header_timeout_s": [(connection_limits, "HEADER_TIMEOUT_S")],
+    "header_timeout_s": [(http_connection, "HEADER_TIMEOUT_S")],
     "health_interval_s": [(outage_checks, "CHECK_INTERVAL_S"), (stock_engines, "HEALTH_INTERVAL_S")],
     "probe_timeout_s": [(probe, "BLOCKS_TIMEOUT_S")],
     "redis_retry_s": [(degraded, "REDIS_RETRY_S")],
@@ -48,6 +50,12 @@ class Replica:
     url: str
     fleet: Fleet
     client: aiohttp.ClientSession
+    server: uvicorn.Server
+
+    @property
+    def connections(self) -> int:
+        """How many connections of clients are open."""
+        return len(self.server.server_state.connections)
 
     async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, dict[str, str], bytes]:
         """Status, headers (lower case), whole body."""
@@ -122,7 +130,7 @@ async def replica(
     fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
-            found = Replica(f"http://127.0.0.1:{listener.getsockname()[1]}", fleet, client)
+            found = Replica(f"http://127.0.0.1:{listener.getsockname()[1]}", fleet, client, running)
             await poll(lambda: running.started or task.done(), 60, "the replica starts")
             if engines:
                 await found.routable(len(engines))

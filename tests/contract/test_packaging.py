@@ -205,7 +205,6 @@ def test_a_local_stack_in_production_says_in_one_sentence_what_to_install(produc
 
 #: Declared although our sources do not import it, and why.
 NOT_IMPORTED = {
-    "httptools": "uvicorn parses HTTP with it",
     "openai": "the Python snippet that `warmfleet up` prints",
 }
 #: Imported although not declared under this name, and why.

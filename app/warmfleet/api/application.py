@@ -1,41 +1,63 @@
-"""The ASGI application of a replica: paths that go to engines bypass Starlette."""
+"""Gives each request to the code that answers it: the proxy of its path, else Starlette."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
-from warmfleet.routing.client_answer import ClientAnswer
+from warmfleet.api.asgi_adapter import serve_by_asgi
+from warmfleet.api.error_answers import OUR_BUG, send_error
+from warmfleet.api.http_request import request_id
+from warmfleet.errors import TooManyConnections, WarmfleetError
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from starlette.applications import Starlette
 
-    from warmfleet.api.body import Receive
-    from warmfleet.api.completions import Scope
+    from warmfleet.api.asgi_adapter import Message, Receive, Send
     from warmfleet.api.cors import Cors
+    from warmfleet.api.http_request import HttpRequest
     from warmfleet.api.proxies import Proxies
-    from warmfleet.routing.client_answer import Send
+    from warmfleet.routing.client_answer import ClientAnswer
+
+logger = logging.getLogger("warmfleet.api")
 
 
 class Application:
-    """Gives a request to the proxy of its path, else to Starlette, which also runs the lifespan."""
+    """All paths of a replica. As an ASGI application it runs only the lifespan, which is Starlette's."""
 
     def __init__(self, starlette: Starlette, proxies: Proxies, cors: Cors) -> None:
         self._starlette = starlette
         self._proxies = proxies
         self._cors = cors
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI scope."""
-        if scope["type"] == "http":
-            origin = self._cors.allowed(scope["headers"])
-            if origin:
-                preflight = self._cors.preflight(scope["method"], scope["headers"], origin)
-                if preflight is not None:
-                    await ClientAnswer(send).whole(204, preflight, b"")
-                    return
-                send = self._cors.shown(send, origin)
-            proxy = self._proxies.of(scope["path"])
-            if proxy is not None:
-                await proxy(scope, receive, send)
-                return
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Run the lifespan."""
         await self._starlette(scope, receive, send)
+
+    def serve(self, request: HttpRequest, answer: ClientAnswer, *, engines: bool) -> Coroutine[Any, Any, None]:
+        """The coroutine that answers the request. engines: whether it may be sent to an engine."""
+        origin = self._cors.allowed(request.headers)
+        if origin:
+            preflight = self._cors.preflight(request.method, request.headers, origin)
+            if preflight is not None:
+                return answer.whole(204, preflight, b"")
+            answer.added = self._cors.shown(origin)
+        try:
+            proxy = self._proxies.by_target.get(request.target) or self._proxies.of(request.url()[0])
+            if proxy is None:
+                return self._serve_itself(request, answer)
+            if engines:
+                return proxy.serve(request, answer)
+            raise TooManyConnections("This replica has as many connections as it takes: ask again.")
+        except WarmfleetError as error:
+            return send_error(answer, error, request_id(request.headers))
+
+    async def _serve_itself(self, request: HttpRequest, answer: ClientAnswer) -> None:
+        try:
+            await serve_by_asgi(self._starlette, request, answer)
+        except Exception:  # a bug of ours
+            logger.exception("%s %s failed", request.method.decode(), request.target[:200])
+            if not answer.started:
+                await send_error(answer, WarmfleetError(OUR_BUG))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, MutableMapping
-
-    from warmfleet.routing.client_answer import Send
+    from collections.abc import Iterable
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -30,10 +28,10 @@ class Cors:
         return origin if origin and (origin in self._origins or b"*" in self._origins) else b""
 
     @staticmethod
-    def preflight(method: str, raw: Headers, origin: bytes) -> Headers | None:
+    def preflight(method: bytes, raw: Headers, origin: bytes) -> Headers | None:
         """The headers of the answer to a browser that asks first whether it may send a request; None for any other."""
         asked = dict(raw)
-        if method != "OPTIONS" or b"access-control-request-method" not in asked:
+        if method != b"OPTIONS" or b"access-control-request-method" not in asked:
             return None
         return [
             (b"access-control-allow-origin", origin),
@@ -44,17 +42,10 @@ class Cors:
         ]
 
     @staticmethod
-    def shown(send: Send, origin: bytes) -> Send:
-        """``send`` with the headers that let a page of ``origin`` read the answer."""
-        ours = [
+    def shown(origin: bytes) -> Headers:
+        """The headers that let a page of ``origin`` read the answer."""
+        return [
             (b"access-control-allow-origin", origin),
             (b"access-control-expose-headers", SHOWN),
             (b"vary", b"Origin"),
         ]
-
-        async def send_shown(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *ours]
-            await send(message)
-
-        return send_shown

@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 
 
 class Proxies:
-    """A proxy for each known path, made once, and one for each request to a path that only a pattern covers."""
+    """A proxy for each known path, made once, and one for each request to a path that only a pattern covers.
+
+    ``by_target``: the proxies of known paths by the path as most clients send it.
+    """
 
     def __init__(self, paths: EnginePaths, make: Callable[[EnginePath], CompletionsProxy]) -> None:
         self._paths = paths
         self._make = make
         self._known = {path: make(known) for path, known in KNOWN.items()}
+        self.by_target = {path.encode(): proxy for path, proxy in self._known.items()}
 
     def of(self, path: str) -> CompletionsProxy | None:
         """The proxy of a decoded path; None if its requests do not go to engines."""

@@ -9,7 +9,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from warmfleet.api import fleet_status
-from warmfleet.api.body import HungUp, read_body
 from warmfleet.api.client_hints import operators_hints
 from warmfleet.errors import BadRequest, ModelNotFound, Unauthorized
 from warmfleet.prompt import request as requests
@@ -99,10 +98,7 @@ class ServiceRoutes:
         header.
         """
         self._operators_only(request)
-        try:
-            body = await read_body(request.receive, 0, self._settings)
-        except HungUp:
-            return Response()  # the client hung up: nobody reads this response
+        body = await request.body()
         data = requests.decoded(body)
         tenant = data.pop("tenant", None)
         if not isinstance(tenant, str | None):

@@ -1,48 +1,119 @@
-"""The answer that a client gets, and how much of it was sent already."""
+"""The answer that a client gets, written as HTTP/1.1 to its connection, and how much of it was sent already."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import TYPE_CHECKING, Any
+import http
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
 
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import asyncio
+    from collections.abc import Iterable, Sequence
 
     from warmfleet.errors import WarmfleetError
 
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+BODILESS = (204, 304)  # an answer with this status has no body, and tells no length
+
+
+def _status_line(status: int) -> bytes:
+    try:
+        phrase = http.HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return f"HTTP/1.1 {status} {phrase}\r\n".encode()
+
+
+STATUS_LINES = {status: _status_line(status) for status in range(100, 600)}
+
+
+class Connection(Protocol):
+    """The connection that an answer is written to.
+
+    ``lost``: the client hung up. ``writable``: a future that is done once the client has accepted enough of the bytes
+    that wait for it; None while few wait.
+    """
+
+    lost: bool
+    writable: asyncio.Future[None] | None
+
+    def write(self, data: bytes) -> None:
+        """Send these bytes; after the connection was lost, do nothing."""
+
+    def keeps_open(self) -> bool:
+        """Whether the connection may take another request after this one."""
+
+    def answered(self, *, keep: bool) -> None:
+        """The answer is complete. keep: its head did not tell the client that the connection will be closed."""
 
 
 class ClientAnswer:
-    """Sends one answer over ASGI. Only its own methods change ``started`` and ``complete``.
+    """Sends one answer. Only its own methods change ``started`` and ``complete``.
 
-    ``started``: the status is on its way, so no other answer can be given. ``complete``: the last piece is on its way.
-    Both are set before the piece is sent, because the client may hang up while it is being sent.
+    ``added``: headers that this answer gets whatever it is. ``started``: the answer has a status, so no other answer
+    can be given. ``complete``: the last piece is on its way.
+
+    The head waits for the first piece of the body, so a small answer is one write. A client that hung up is sent
+    nothing, and that is no error here: its connection cancels the task that serves it.
     """
 
-    __slots__ = ("_send", "complete", "started")
+    __slots__ = (
+        *("_bodiless", "_chunked", "_connection", "_has_length", "_head", "_keep"),
+        *("added", "complete", "started"),
+    )
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, connection: Connection, *, bodiless: bool = False, chunks: bool = True) -> None:
+        """bodiless: the client asked for the head alone (HEAD). chunks: the client understands chunked bodies."""
+        self._connection = connection
+        self.added: Sequence[tuple[bytes, bytes]] = ()
+        self._bodiless = bodiless
+        self._chunked = chunks
+        self._has_length = False
+        self._keep = True
+        self._head = b""
         self.started = False
         self.complete = False
 
-    async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Send the status and the headers."""
+    @property
+    def lost(self) -> bool:
+        """Whether the client hung up, so that nobody can be answered."""
+        return self._connection.lost
+
+    async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Set the status and the headers, whose names are lower case."""
         self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self._keep = self._connection.keeps_open()
+        self._bodiless = self._bodiless or status in BODILESS
+        self._has_length = self._bodiless
+        lines = [STATUS_LINES[status]]
+        for name, value in chain(headers, self.added) if self.added else headers:
+            if name == b"content-length":
+                self._has_length = True
+            elif name == b"connection":
+                self._keep = self._keep and value.lower() != b"close"
+                continue
+            lines += (name, b": ", value, b"\r\n")
+        self._head = b"".join(lines)
 
     async def body(self, data: bytes, *, more: bool) -> None:
-        """Send a piece of the body; it is the last one unless there is ``more``."""
+        """Send a piece of the body; it is the last one unless there is ``more``.
+
+        If there is more, this waits while the client does not accept the bytes that wait already.
+        """
+        connection = self._connection
+        piece = self._first(data, more=more) if self._head else self._later(data, more=more)
         if not more:
             self.complete = True
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        if piece:
+            connection.write(piece)
+        if not more:
+            connection.answered(keep=self._keep)
+        elif connection.writable is not None:
+            await connection.writable
 
-    async def whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+    async def whole(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
         """Send an answer that is complete from the beginning."""
-        self.complete = True
         await self.start(status, headers)
         await self.body(body, more=False)
 
@@ -52,3 +123,28 @@ class ClientAnswer:
         An empty line goes first: it ends an event that was cut off, and after a whole event it means nothing.
         """
         await self.body(b"\n\ndata: " + orjson.dumps(error.as_dict()) + b"\n\n", more=False)
+
+    def _first(self, data: bytes, *, more: bool) -> bytes:
+        """The head with the first piece. The piece decides how the client is told where the body ends."""
+        head, self._head = self._head, b""
+        if self._has_length:
+            self._chunked = False
+        elif not more:
+            self._chunked = False
+            head += b"content-length: %d\r\n" % len(data)
+        elif self._chunked:
+            head += b"transfer-encoding: chunked\r\n"
+        else:
+            self._keep = False  # for a client of HTTP/1.0 the end of the connection is the end of the body
+        if not self._keep:
+            head += b"connection: close\r\n"
+        return head + b"\r\n" + self._later(data, more=more)
+
+    def _later(self, data: bytes, *, more: bool) -> bytes:
+        if self._bodiless:
+            return b""
+        if not self._chunked:
+            return data
+        if more:
+            return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+        return b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"

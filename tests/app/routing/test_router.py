@@ -260,8 +260,18 @@ async def test_sixty_four_clients(well: tuple[Replica, Engine], model: str) -> N
 async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: str) -> None:
     """A client that hangs up, and a shutdown right behind it: the second cancellation meets the settle."""
 
-    async def send(_message: object) -> None:
-        pytest.fail("nothing is to be sent")
+    class Unwritten:
+        lost = False
+        writable: asyncio.Future[None] | None = None
+
+        def write(self, _data: bytes) -> None:
+            pytest.fail("nothing is to be sent")
+
+        def keeps_open(self) -> bool:
+            return True
+
+        def answered(self, *, keep: bool) -> None:
+            pytest.fail("nothing is to be sent")
 
     class SlowFleet(Fleet):
         async def settle(self, reservation: str, outcome: Outcome) -> str:
@@ -279,7 +289,9 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
         identifier = Identifier(tokenizer.token_ids, settings, metrics)
         served = Router(Pools([pool]), client, identifier, settings, metrics)
         body = json.dumps({"model": model, "prompt": PROMPT}).encode()
-        task = asyncio.create_task(served.serve(Call(KNOWN["/v1/completions"], body, "id", {}), ClientAnswer(send)))
+        task = asyncio.create_task(
+            served.serve(Call(KNOWN["/v1/completions"], body, "id", {}), ClientAnswer(Unwritten()))
+        )
         await poll(lambda: upstream.seen, what="the engine has the request")
         assert await router.load() > 0
         task.cancel()

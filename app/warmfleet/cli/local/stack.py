@@ -164,6 +164,7 @@ class Stack:
             "WARMFLEET_TOKENIZER": plan.tokenizer,
             "WARMFLEET_DECISION_LOG": log and f"{log}.{name}",
             "WARMFLEET_SHUTDOWN_GRACE_S": SHUTDOWN_GRACE_SECONDS,
+            "WARMFLEET_DRAIN_S": "0",  # the stack ends as a whole: no client can turn elsewhere
             **self._approvals(),
         }
         child = self.children.start(name, [*argv, "--reuse-port", shared], environment)

@@ -1,0 +1,108 @@
+"""What all client connections of a replica share: their limits, the memory for bodies, and the way to make room."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from warmfleet.errors import UploadsFull
+
+if TYPE_CHECKING:
+    from warmfleet.api.application import Application
+    from warmfleet.api.service_routes import Health
+    from warmfleet.errors import WarmfleetError
+    from warmfleet.metrics import Metrics
+    from warmfleet.settings import Settings
+
+logger = logging.getLogger("warmfleet.api.connections")
+
+RESERVED_CONNECTIONS = 64  # beyond the limit, for health checks and metrics while answers run on all the others
+LOG_INTERVAL_S = 10.0  # between two log lines about clients at fault: one client could cause thousands in a second
+
+
+class Connection(Protocol):
+    """One of them. ``body_bytes``: of the body that it has not sent to its end."""
+
+    body_bytes: int
+
+    def refuse(self, error: WarmfleetError, reason: str) -> None:
+        """Answer the request that is being read with the error, and read no more."""
+
+    def drop(self, reason: str, why: str) -> None:
+        """Close without an answer."""
+
+    def peer(self) -> str:
+        """The client's address, for the log."""
+
+
+class Connections:
+    """``health.draining``: every answer tells its client that the connection ends. ``body_bytes``: held in memory.
+
+    ``waiting`` and ``uploading``: the connections that have no whole request yet, in the order in which that began;
+    those in ``uploading`` have sent a part of a body.
+    """
+
+    def __init__(self, application: Application, health: Health, settings: Settings, metrics: Metrics) -> None:
+        self.application = application
+        self.health = health
+        self.max_body_bytes = settings.body_max_bytes
+        self.keepalive_s = settings.keepalive_s
+        self.body_bytes = 0
+        self.waiting: dict[Connection, None] = {}
+        self.uploading: dict[Connection, None] = {}
+        self._max_connections = settings.max_connections
+        self._max_uploads_bytes = settings.uploads_max_bytes
+        self._metrics = metrics
+        self._open = 0
+        self._quiet_until = 0.0
+        self._untold = 0
+        metrics.connections.set_function(lambda: self._open)
+        metrics.body_bytes.set_function(lambda: self.body_bytes)
+
+    def opened(self, connection: Connection) -> bool:
+        """Count a new connection; returns whether it may send requests to engines.
+
+        At the limit it takes the place of a connection without a whole request: of the one that has waited longest, or
+        else has uploaded longest. If there is none, it is one of the few that may ask for health and metrics only.
+        """
+        self._open += 1
+        if self._open <= self._max_connections:
+            return True
+        for found in (self.waiting, self.uploading):
+            for victim in found:
+                if victim is not connection:
+                    victim.drop("crowded", "it gave way to a new connection")
+                    return True
+        if self._open > self._max_connections + RESERVED_CONNECTIONS:
+            connection.drop("connections", "there are too many")
+        return False
+
+    def closed(self, connection: Connection) -> None:
+        """Count a connection that was lost."""
+        self._open -= 1
+        self.waiting.pop(connection, None)
+        self.uploading.pop(connection, None)
+
+    def hold(self, size: int, connection: Connection) -> None:
+        """Count ``size`` more bytes of a body of ``connection``. Raises UploadsFull if it must give up its body.
+
+        Beyond the limit the largest unfinished body is given up, so small requests pass beside large uploads.
+        """
+        self.body_bytes += size
+        while self.body_bytes > self._max_uploads_bytes:
+            largest = max(self.uploading, key=lambda other: other.body_bytes, default=connection)
+            if largest.body_bytes <= connection.body_bytes:
+                raise UploadsFull("Too many large requests are being sent: ask again.")
+            largest.refuse(UploadsFull("Too many large requests are being sent: ask again."), "uploads")
+
+    def fault(self, reason: str, what: str, connection: Connection) -> None:
+        """Count a connection that ends for a fault or a limit; tell of it in the log, rarely."""
+        self._metrics.connections_closed.labels(reason).inc()
+        self._untold += 1
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + LOG_INTERVAL_S
+            peer = connection.peer()
+            logger.warning("closed %d client connections; the last, from %s: %s", self._untold, peer, what)
+            self._untold = 0

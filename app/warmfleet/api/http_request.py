@@ -1,0 +1,95 @@
+"""One HTTP request as it came from its connection, and the checks of its head."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+import httptools
+
+from warmfleet.errors import BadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_REQUEST_ID = 64
+_UNSAFE_ID = re.compile(rb"[^A-Za-z0-9._-]")
+#: Headers that say where a request ends and where it goes, and one that asks for an answer before the body is sent.
+_FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect"))
+
+
+class Framing:
+    """How the body of a request is told. ``length`` in bytes, 0 if it is not known; ``chunked``; ``expects`` a 100."""
+
+    __slots__ = ("chunked", "expects", "length")
+
+    def __init__(self, length: int, *, chunked: bool, expects: bool) -> None:
+        self.length = length
+        self.chunked = chunked
+        self.expects = expects
+
+
+class HttpRequest:
+    """A whole request. Names of headers are lower case; ``received_at`` is by ``time.perf_counter``."""
+
+    __slots__ = ("body", "headers", "keeps_open", "method", "received_at", "target", "version")
+
+    def __init__(
+        self, method: bytes, target: bytes, version: str, headers: list[tuple[bytes, bytes]], *, keeps_open: bool
+    ) -> None:
+        """keeps_open: the client lets the connection stay open after its answer."""
+        self.method = method
+        self.target = target
+        self.version = version
+        self.headers = headers
+        self.keeps_open = keeps_open
+        self.body = b""
+        self.received_at = 0.0
+
+    def url(self) -> tuple[str, bytes, bytes]:
+        """The path decoded, the path as it was sent, and the query string. Raises BadRequest."""
+        if self.target == b"*":  # of OPTIONS: it asks about the server as a whole
+            return "*", b"*", b""
+        try:
+            parsed = httptools.parse_url(self.target)
+        except httptools.HttpParserInvalidURLError as error:
+            raise BadRequest("The request's path cannot be read.") from error
+        path = parsed.path or b"/"
+        return unquote(path.decode("latin-1")), path, parsed.query or b""
+
+
+def framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> Framing:
+    """How the body is told. Raises BadRequest where two readers of these headers might not agree on it.
+
+    The parser has refused already: two lengths, a length that is no number, a length beside a transfer coding, bare
+    line ends, folded lines, spaces before a colon, control characters.
+    """
+    hosts, length, chunked, expects = 0, 0, False, False
+    for name, value in headers:
+        if name not in _FRAMING:
+            continue
+        if name == b"host":
+            hosts += 1
+        elif name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding":
+            if chunked or value.lower() != b"chunked" or version != "1.1":
+                raise BadRequest("Transfer-Encoding must be chunked, once, in HTTP/1.1.", "Transfer-Encoding")
+            chunked = True
+        else:
+            expects = value.lower() == b"100-continue"
+    if hosts > 1 or (not hosts and version == "1.1"):
+        raise BadRequest(f"A request must have one Host header; this one has {hosts}.", "Host")
+    return Framing(length, chunked=chunked, expects=expects)
+
+
+def cleaned_request_id(given: bytes) -> str:
+    """The client's X-Request-Id without unsafe characters and not too long; a new one if nothing is left."""
+    return _UNSAFE_ID.sub(b"", given)[:MAX_REQUEST_ID].decode() or secrets.token_hex(12)
+
+
+def request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    """The id of a request by its headers, or a new one."""
+    return cleaned_request_id(next((value for name, value in headers if name == b"x-request-id"), b""))
