@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections import deque
 from datetime import datetime
+from types import BuiltinMethodType
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.meta
+import jinja2.runtime
 import jinja2.sandbox
 from jinja2 import nodes
 
@@ -45,13 +48,47 @@ class GenerationTag(jinja2.ext.Extension):
         return str(caller())
 
 
+class DirectCode(jinja2.compiler.CodeGenerator):
+    """Compiles ``message.role`` to a look into a plain dict, without a call: templates read hundreds of such fields."""
+
+    def visit_Getattr(self, node: nodes.Getattr, frame: Any) -> None:  # noqa: N802  jinja2 finds it by this name
+        if not isinstance(node.node, nodes.Name) or node.attr in _NAMES_OF_DICT:
+            super().visit_Getattr(node, frame)
+            return
+        key = repr(node.attr)
+        for before in ("(", f"[{key}] if type(", f") is dict and {key} in ", " else environment.getattr("):
+            self.write(before)
+            self.visit(node.node, frame)
+        self.write(f", {key}))")
+
+
+class DirectContext(jinja2.runtime.Context):
+    """Calls a method that is written in C, such as ``content.startswith``, without looking for jinja2's marks on it."""
+
+    def call(__self, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  jinja2's own declaration
+        if type(__obj) is not BuiltinMethodType:
+            return super().call(__obj, *args, **kwargs)
+        kwargs.pop("_block_vars", None)
+        kwargs.pop("_loop_vars", None)
+        try:
+            return __obj(*args, **kwargs)
+        except StopIteration:
+            return __self.environment.undefined("a callable raised StopIteration")
+
+
 class PlainEnvironment(jinja2.Environment):
     """For templates that the operator trusts: no sandbox, and ``message.role`` looks into a plain dict first."""
+
+    code_generator_class = DirectCode
+    context_class = DirectContext
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _NAMES_OF_DICT:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
+        try:
+            return getattr(obj, attribute)
+        except AttributeError:
+            return super().getattr(obj, attribute)
 
 
 class ChatTemplate:
