@@ -31,7 +31,7 @@ logger = logging.getLogger("warmfleet.pools.identified_prompt")
 BEGINNING_BLOCKS = 16  # requests that share so many blocks go to the same worker while Redis is away
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # never changed, but not frozen: a frozen one is slower to make
 class IdentifiedPrompt:
     """The prompt or prompts of one request, as far as this replica knows them.
 
@@ -127,10 +127,12 @@ async def _reproduced(request: Request, view: View, uses: PopularPrefixes) -> _F
     if identity is not None:
         kind, key = "exact", identity.key
         prompts = tuple(await identity.prompts(request, view.hashers, _lora(view, request), INLINE_CHARACTERS))
-        chains = next(prompt.chains for prompt in prompts if prompt.chains or not view.hashers)
-        tokens = max(1, sum([prompt.tokens for prompt in prompts]))
         if len(prompts) == 1:
+            chains, tokens = prompts[0].chains, max(1, prompts[0].tokens)
             uses.note(prompts[0], key)
+        else:
+            chains = next(prompt.chains for prompt in prompts if prompt.chains or not view.hashers)
+            tokens = max(1, sum([prompt.tokens for prompt in prompts]))
     if view.text:
         texts = canonical_text(request)
         chain = text_chain(longest := max(texts, key=len))

@@ -101,9 +101,9 @@ class Pool:
         """Whether ``model`` is this tag's base model, one of its served names, or an adapter of it."""
         return model == self.name or model in self.view.names
 
-    async def identify(self, request: Request, expected_output: int) -> IdentifiedPrompt:
+    def identify(self, request: Request, expected_output: int) -> Awaitable[IdentifiedPrompt]:
         """Identify the request's prompt without asking an engine. Never fails; see ``identified_prompt``."""
-        return await identify(request, lambda: self.view, self.uses, expected_output)
+        return identify(request, lambda: self.view, self.uses, expected_output)
 
     def ask(
         self,

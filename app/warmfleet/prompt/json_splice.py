@@ -37,19 +37,20 @@ def with_key(body: bytes, key: str, *value: bytes) -> bytes:
     return b"".join((view[:end], comma, b'"%b":' % key.encode(), *value, view[end:]))
 
 
-def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[bytes], characters: int = 0) -> bytes | None:
+def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[Sequence[bytes]], characters: int = 0) -> bytes | None:
     """``raw`` with token ids in place of its prompts; None if the place of the prompts is not found within the limits.
 
-    raw: JSON of an object that was parsed before. ids: a JSON list for each prompt. characters: the length of the
-    prompt if it is a single text.
+    raw: JSON of an object that was parsed before. ids: for each prompt a JSON list, in parts to be joined. characters:
+    the length of the prompt if it is a single text.
     """
     if endpoint == "chat":
-        return with_key(raw, "kv_transfer_params", b'{"prompt_token_ids":', ids[0], b"}")
+        return with_key(raw, "kv_transfer_params", b'{"prompt_token_ids":', *ids[0], b"}")
     span = value_span(raw, "prompt", characters)
     if span is None:
         return None
     start, end = span
-    value = ids[0] if raw[start] == _QUOTE else b"[%b]" % b",".join(ids)
+    lists = [b"".join(one) for one in ids]
+    value = lists[0] if raw[start] == _QUOTE else b"[%b]" % b",".join(lists)
     view = memoryview(raw)
     return b"".join((view[:start], value, view[end:]))
 

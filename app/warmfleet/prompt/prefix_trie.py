@@ -189,10 +189,14 @@ class Prompt:
             whole += part
         return whole.tolist()
 
-    def json(self) -> bytes:
-        """The ids as a JSON list. The digits of nodes that an earlier prompt had are not made again."""
-        pieces = [node.digits for node in self.nodes] + [_digits(part) for part in self.parts[len(self.nodes) :]]
-        return b"[%b]" % b",".join([piece for piece in pieces if piece])
+    def json(self) -> list[bytes]:
+        """The ids as a JSON list, in parts to be joined. The digits of earlier prompts' nodes are not made again."""
+        made = [b"["]
+        for digits in (*[node.digits for node in self.nodes], *map(_digits, self.parts[len(self.nodes) :])):
+            if digits:
+                made += (digits, b",")
+        made[max(1, len(made) - 1) :] = [b"]"]  # in place of the last comma
+        return made
 
 
 @dataclass(slots=True)  # never changed, but not frozen, as above

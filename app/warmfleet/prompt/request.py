@@ -43,6 +43,14 @@ TEXT_ONLY = ("echo", "return_prompt_text")
 NOT_ONLY_TEXT = ("tools", "chat_template_kwargs", "documents")
 #: Keys of chat_template_kwargs with which the engine makes the ids in another way.
 UNFORESEEABLE_ARGUMENTS = ("tokenize", "chat_template")
+# Most bodies have none of these fields, which one look at their keys tells.
+_MAY_BE_REFUSED = frozenset({*REFUSED, "chat_template_kwargs"})
+_MAY_BE_UNFORESEEN = frozenset({*UNFORESEEABLE, *REFUSED, "echo", "chat_template_kwargs"})
+_MAY_BE_TEXT_ONLY = frozenset(TEXT_ONLY)
+_MAY_HAVE_NUMBERS = frozenset(NOT_ONLY_TEXT)
+_ARGUMENTS = frozenset(
+    {"chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message", "documents"}
+)
 MAX_SALT = 1_024  # characters; newer engines take 128
 #: orjson reads an integer of more than 64 bits as a float; vLLM reads it exactly.
 _LONG = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
@@ -130,7 +138,8 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
         unforeseen=_unforeseen(endpoint, data),
         size_bytes=size_bytes,
         priority=data.get("priority"),
-        text_only=any(data.get(name) not in (None, False) for name in TEXT_ONLY),
+        text_only=not _MAY_BE_TEXT_ONLY.isdisjoint(data)
+        and any(data.get(name) not in (None, False) for name in TEXT_ONLY),
     )
     if type(key := data.get("prompt_cache_key")) is str:
         request.cache_key = key
@@ -145,6 +154,8 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
 
 def refuse_fields(data: dict[str, Any], allowed: Collection[str]) -> None:
     """Raises BadRequest if the body has a field of REFUSED that is not among the ``allowed`` ones."""
+    if _MAY_BE_REFUSED.isdisjoint(data):
+        return
     for name in REFUSED:
         given = data.get(name)
         if given is None and name == "chat_template" and isinstance(data.get("chat_template_kwargs"), dict):
@@ -155,7 +166,7 @@ def refuse_fields(data: dict[str, Any], allowed: Collection[str]) -> None:
 
 def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
     """orjson may have changed a number that reaches the prompt, so the exact parser must read the body."""
-    if not any(data.get(name) for name in NOT_ONLY_TEXT):
+    if _MAY_HAVE_NUMBERS.isdisjoint(data) or not any(data.get(name) for name in NOT_ONLY_TEXT):
         messages = data.get("messages")
         objects = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
         if {type(value) for message in objects for value in message.values()} <= {str}:
@@ -224,6 +235,8 @@ def salt_of(data: dict[str, Any]) -> str | None:
 
 
 def _unforeseen(endpoint: Endpoint, data: dict[str, Any]) -> str:
+    if _MAY_BE_UNFORESEEN.isdisjoint(data):
+        return ""
     for name, reason in UNFORESEEABLE.items():
         if data.get(name) is not None:
             return reason
@@ -277,6 +290,8 @@ def _messages(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
     """The template's arguments as vLLM merges them: fields of the request override its chat_template_kwargs."""
+    if _ARGUMENTS.isdisjoint(data):
+        return {"add_generation_prompt": True, "continue_final_message": False}
     given = _typed(data, "chat_template_kwargs", dict, None) or {}
     effort = data.get("reasoning_effort")
     fields = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from warmfleet.pools.identified_prompt import identify_ids
@@ -37,6 +38,7 @@ class Identifier:
         self._ask_engine = ask_engine
         self._expected_output = settings.expected_output_tokens
         self._metrics = metrics
+        self._kinds, self._tokens = cache(metrics.identity.labels), cache(metrics.identified_tokens.labels)
         self._logged: set[tuple[str, str]] = set()
 
     async def identify(self, pool: Pool, request: Request, body: bytes, headers: Mapping[str, str]) -> IdentifiedPrompt:
@@ -61,10 +63,10 @@ class Identifier:
         return identify_ids(request, pool.view, [ids], "engine", self._expected_output) if ids else prompt
 
     def _count(self, pool: Pool, prompt: IdentifiedPrompt) -> None:
-        self._metrics.identity.labels(prompt.kind).inc()
+        self._kinds(prompt.kind).inc()
         known = sum([one.known_tokens for one in prompt.prompts])
-        self._metrics.identified_tokens.labels("known").inc(known)
-        self._metrics.identified_tokens.labels("new").inc(sum([one.tokens for one in prompt.prompts]) - known)
+        self._tokens("known").inc(known)
+        self._tokens("new").inc(sum([one.tokens for one in prompt.prompts]) - known)
         if prompt.kind == "load":
             self._metrics.load_only.labels(prompt.reason).inc()
             if (pool.tag, prompt.reason) not in self._logged:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from warmfleet.prompt.json_splice import spliced
@@ -34,7 +35,7 @@ MAX_VIEW_AGE_S = 5.0  # after an older reading the worker may be another process
 MAX_WORKERS = 4_096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # never changed, but not frozen: a frozen one is slower to make
 class Offer:
     """The token ids of one request that a worker may get.
 
@@ -68,7 +69,7 @@ class Handoff:
 
     def __init__(self, metrics: Metrics, *, enabled: bool) -> None:
         self._enabled = enabled
-        self._results = metrics.handoff
+        self._results = cache(metrics.handoff.labels)
         self._requests: dict[str, int] = {}
         self._paused_until: dict[str, float] = {}
 
@@ -78,12 +79,12 @@ class Handoff:
             return None
         reason = given.reason or self._against(given, endpoint, view, worker_id)
         made = None if reason else spliced(endpoint, raw, [one.json() for one in given.prompts], given.characters)
-        self._results.labels(reason or ("body" if made is None else "used")).inc()
+        self._results(reason or ("body" if made is None else "used")).inc()
         return made
 
     def refused(self, worker_id: str, status: int) -> None:
         """This worker refused a request with ids, and took the same request with its text."""
-        self._results.labels("refused").inc()
+        self._results("refused").inc()
         if len(self._paused_until) >= MAX_WORKERS:
             self._paused_until.clear()
         self._paused_until[worker_id] = time.monotonic() + PAUSE_S

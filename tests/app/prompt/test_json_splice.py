@@ -106,8 +106,8 @@ def differs_in_one_key(looks: int, body: list[tuple[str, Any]], own: Any, rng: r
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_splice, "MAX_LOOKS", looks)
         value = json.loads(raw)["prompt"]
-        completion = spliced("completions", raw, [orjson.dumps(ids)], len(value) if isinstance(value, str) else 0)
-        chat = spliced("chat", raw, [orjson.dumps(ids)])
+        completion = spliced("completions", raw, [[orjson.dumps(ids)]], len(value) if isinstance(value, str) else 0)
+        chat = spliced("chat", raw, [[orjson.dumps(ids)]])
     where = place(text, "prompt")
     assert where is not None
     start, end = where
@@ -127,7 +127,7 @@ def differs_in_one_key(looks: int, body: list[tuple[str, Any]], own: Any, rng: r
 @pytest.mark.parametrize("prompt_text", ['\\"' * 2_000, "\\\\" * 2_000, '"' * 300 + "\\" * 65 + '"', "\\" * 64 + "é"])
 def test_texts_full_of_escapes(prompt_text: str) -> None:
     raw = json.dumps({"a": prompt_text, "prompt": prompt_text, "b": prompt_text}).encode()
-    done = spliced("completions", raw, [b"[1,2]"], len(prompt_text))
+    done = spliced("completions", raw, [[b"[1,", b"2]"]], len(prompt_text))
     assert done is not None
     assert json.loads(done) == {"a": prompt_text, "prompt": [1, 2], "b": prompt_text}
 
@@ -137,14 +137,14 @@ def test_of_two_prompts_the_last_is_replaced() -> None:
     for first, last in ((short, long), (long, short)):
         body = b'{"prompt":%b, "x":["a","b"],"prompt" : %b}'
         raw = body % (first, last)
-        assert spliced("completions", raw, [b"[1]"], len(json.loads(raw)["prompt"])) == body % (first, b"[1]")
+        assert spliced("completions", raw, [[b"[1]"]], len(json.loads(raw)["prompt"])) == body % (first, b"[1]")
 
 
 def test_a_body_that_would_take_long_is_left_alone() -> None:
     for odd in (b"[" * 5_000 + b"]" * 5_000, b"{" + b",".join([b'"x":1'] * 5_000) + b"}"):
-        assert spliced("completions", b'{"x":' + odd + b',"prompt":"a"}', [b"[1]"]) is None
+        assert spliced("completions", b'{"x":' + odd + b',"prompt":"a"}', [[b"[1]"]]) is None
     many = b"{" + b",".join([b'"x":1'] * 5_000) + b',"prompt":"a"}'
-    assert spliced("completions", many, [b"[1]"]) is None
+    assert spliced("completions", many, [[b"[1]"]]) is None
 
 
 def test_escapes_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_escapes_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -
     for looks in (json_splice.MAX_LOOKS, 10**9):
         monkeypatch.setattr(json_splice, "MAX_LOOKS", looks)
         began = time.process_time()
-        assert spliced("completions", body, [b"[1]"]) == b'{"prompt":[1]}'
+        assert spliced("completions", body, [[b"[1]"]]) == b'{"prompt":[1]}'
         seconds.append(time.process_time() - began)
     assert seconds[0] < seconds[1] / 5
 
