@@ -12,7 +12,8 @@ WarmfleetError
 ├── QueueTimeout          503  all workers were busy for as long as the request may wait
 ├── NoWorker              503  no live worker serves this model
 ├── UpstreamError         502
-│   └── UpstreamGone      502  no byte of an answer came, so another worker may be tried
+│   ├── UpstreamGone      502  no byte of an answer came, so another worker may be tried
+│   └── EngineTimeout     504  the engine went over a time limit of the settings
 ├── FleetUnavailable      503  Redis does not answer, or answers too late
 ├── UploadsFull           503  the bodies of all requests take the memory that bodies may have
 ├── TooManyConnections    503  answers run on all connections that a replica takes
@@ -105,6 +106,10 @@ class UpstreamGone(UpstreamError):
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
+
+
+class EngineTimeout(UpstreamError):
+    status, code = 504, "engine_timeout"
 
 
 class FleetUnavailable(WarmfleetError):

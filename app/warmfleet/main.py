@@ -23,7 +23,8 @@ from warmfleet.api.error_answers import error_response, internal_error, not_foun
 from warmfleet.api.http_connection import HttpConnection
 from warmfleet.api.proxies import Proxies
 from warmfleet.api.service_routes import Health, ServiceRoutes
-from warmfleet.background import outage_checks, stock_engines, upkeep, vouching
+from warmfleet.background import hung_engines, outage_checks, stock_engines, upkeep, vouching
+from warmfleet.background.hung_engines import HungEngines
 from warmfleet.background.index_health import IndexHealthWatch
 from warmfleet.background.memory import MemoryWatch
 from warmfleet.background.outage_checks import OutageChecks
@@ -190,6 +191,7 @@ async def _background(
 ) -> AsyncIterator[None]:
     reader = ViewReader(pools, identities, settings, metrics)
     prober = Prober(pools, engine_client, settings, metrics)
+    hung = HungEngines(pools, engine_client, settings, metrics)
     rounds: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
         ("view", settings.view_interval_s, reader.refresh),
         ("approved", settings.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
@@ -201,6 +203,8 @@ async def _background(
         ("check", outage_checks.CHECK_INTERVAL_S, OutageChecks(pools, engine_client, metrics).round),
         ("vouch", vouching.VOUCH_INTERVAL_S, Vouching(pools, engine_client, settings, metrics).round),
         ("outcomes", TELL_AGAIN_INTERVAL_S, partial(upkeep.tell_again, pools)),
+        ("limits", hung_engines.LIMIT_INTERVAL_S, hung.end_late),
+        ("hung", hung_engines.ASK_INTERVAL_S, hung.round),
         ("clear", CLEAR_INTERVAL_S, partial(upkeep.clear, pools)),
         ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
     ]

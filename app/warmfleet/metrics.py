@@ -42,6 +42,9 @@ class Metrics:
         )
         self.stream_errors = self._counter("stream_errors", "Answers that were cut off after their first byte")
         self.given_up = self._counter("given_up", "Requests ended here because their worker fell silent")
+        self.time_limits = self._counter(
+            "time_limits", "Requests ended by a time limit of the settings: `stream_idle`, `request_max`", "limit"
+        )
 
     def _of_decisions(self) -> None:
         """Decisions and reservations."""

@@ -205,6 +205,12 @@ class Settings:
         30.0,
         "running answers may go on for this long after a stop signal; then they are cut, with error code `stopping`",
     )
+    stream_idle_s: float = _setting(
+        300.0, "a stream ends with an error if its engine sends nothing for this long in its middle; 0 = no limit"
+    )
+    request_max_s: float = _setting(
+        0.0, "longest time from reading a request to the end of its engine's answer; then 504; 0 = no limit"
+    )
     drain_s: float = _setting(
         5.0,
         "after SIGTERM a replica still accepts requests for this long, answers `/readyz` with 503 so that balancers "

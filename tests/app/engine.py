@@ -35,7 +35,7 @@ class Seen:
 
 @dataclass
 class Engine:
-    """``answer`` serves completion requests; the rest is there for health checks."""
+    """``answer`` serves completion requests; the rest is there for health checks. ``hangs``: it answers nothing."""
 
     model: str
     answer: Answer
@@ -44,6 +44,7 @@ class Engine:
     connections: Counter[str] = field(default_factory=Counter)
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
     server: asyncio.Server | None = None
+    hangs: bool = False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections["opened"] += 1
@@ -55,6 +56,8 @@ class Engine:
                 headers = {k.lower(): v.strip() for k, _, v in (item.partition(":") for item in lines if item)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 method, path, _ = line.split(" ")
+                while self.hangs:  # noqa: ASYNC110  a test may let it answer again
+                    await asyncio.sleep(0.01)
                 if method == "GET":
                     reply(writer, self._page(path))
                     continue

@@ -15,7 +15,7 @@ from tests.conftest import poll
 
 from warmfleet import main
 from warmfleet.api import http_connection
-from warmfleet.background import outage_checks, probe, stock_engines, upkeep
+from warmfleet.background import hung_engines, outage_checks, probe, stock_engines, upkeep
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import server
 from warmfleet.pools import degraded
@@ -33,6 +33,10 @@ CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
     "apply_interval_s": [(upkeep, "APPLY_INTERVAL_S")],
     "ask_timeout_s": [(engine_tokenizer, "ASK_TIMEOUT_S")],
     "body_timeout_s": [(http_connection, "BODY_TIMEOUT_S")],
+    "hung_after_s": [(hung_engines, "ASK_AFTER_S")],
+    "hung_interval_s": [(hung_engines, "ASK_INTERVAL_S")],
+    "hung_timeout_s": [(hung_engines, "ASK_TIMEOUT_S")],
+    "limit_interval_s": [(hung_engines, "LIMIT_INTERVAL_S")],
     "connect_timeout_s": [(main, "CONNECT_TIMEOUT_S")],
     "buffer_max_bytes": [(relay, "BUFFER_MAX_BYTES")],
     "header_timeout_s": [(http_connection, "HEADER_TIMEOUT_S")],

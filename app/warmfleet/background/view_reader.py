@@ -73,7 +73,7 @@ class ViewReader:
         identity = identity or pool.view.identity  # the last identity stays in use until the new one is loaded
         hashers = self._schemes(pool, exact, MAX_SCHEMES - text)
         pool.show(view_of(workers, identity, hashers, text=text, reference=reference, handoff=handoff))
-        self._metrics.given_up.inc(pool.tries.look(workers, time.monotonic()))
+        self._metrics.given_up.inc(pool.tries.look(workers, time.perf_counter()))
 
     def _schemes(self, pool: Pool, workers: Sequence[WorkerView], limit: int) -> list[Hasher]:
         """Hashers for the ``limit`` most frequent schemes of these workers, the most frequent first."""

@@ -33,12 +33,13 @@ class EngineResponse:
 
     ``status`` is 0 until the headers came. ``headers`` have lower-case names and are bytes, as they came.
     ``content_type`` is in lower case, without parameters. ``received`` counts all bytes from the engine, ``unread``
-    those of the body that wait for the reader. ``complete`` says that all of it came. ``close`` it in every case.
+    those of the body that wait for the reader. ``began`` says that some of the body came, ``complete`` that the whole
+    answer did. ``close`` it in every case.
     """
 
     __slots__ = (
-        "_connection", "_error", "_loop", "_pieces", "_waiter", "complete", "connecting", "content_type", "headers",
-        "on_stale", "received", "request", "sent_before", "status", "unread", "without_body",
+        "_connection", "_error", "_loop", "_pieces", "_waiter", "began", "complete", "connecting", "content_type",
+        "headers", "on_stale", "received", "request", "sent_before", "status", "unread", "without_body",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +57,7 @@ class EngineResponse:
         self._loop = loop
         self._pieces: list[bytes] = []
         self.unread = 0
+        self.began = False
         self.complete = False
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -141,6 +143,7 @@ class EngineResponse:
 
     def add(self, piece: bytes) -> None:
         """More of the body came."""
+        self.began = True
         self._pieces.append(piece)
         self.unread += len(piece)
 

@@ -1,22 +1,30 @@
 """Ends requests that wait for an engine that fell silent: a frozen process or vanished machine never answers them.
 
-The replica looks once after each reading of the fleet; no request has a timer. A worker is lost if it is not alive
-while other workers of its model are: its last heartbeat is older than the TTL, or it has been out of the fleet for a
-TTL (it said goodbye, its API server is gone, or its health check fails). A request that got no byte from a lost worker
-for QUIET_S is given up. An outage of Redis silences all workers, so it ends no request: no worker is lost until the
-fleet was readable for a whole TTL without a gap.
+No request has a timer: all of them are looked at in rounds. There are three grounds to end one.
+
+*A lost worker* is not alive while other workers of its model are: its last heartbeat is older than the TTL, or it has
+been out of the fleet for a TTL (it said goodbye, its API server is gone, or its health check fails). A request that got
+no byte from a lost worker for QUIET_S is given up. An outage of Redis silences all workers, so it ends no request: no
+worker is lost until the fleet was readable for a whole TTL without a gap.
+
+*A hung worker* is heard, but does not work: its API server does not answer ``/health`` (``background/hung_engines``),
+or it stands still: for STILL_S it sent no byte at all, though an answer had begun. An engine that works sends each
+running stream a token every few milliseconds. Requests that wait for their first byte there are given up.
+
+*A time limit* of the settings: a stream that is silent in its middle, or a request that takes too long in all.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from warmfleet.errors import UpstreamGone
+from warmfleet.errors import EngineTimeout, UpstreamGone
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.fleet import WorkerView
@@ -25,26 +33,29 @@ logger = logging.getLogger("warmfleet.pools.stalled_requests")
 
 GRACE_S = WORKER_TTL_SECONDS
 GAP_S = WORKER_TTL_SECONDS / 2  # a shorter outage is no gap: heartbeats come every third of a TTL
+STILL_S = 30.0  # a long prompt may keep an engine without chunked prefill from its running streams for seconds
 QUIET_S = 3.0  # a worker that lost only its way to Redis still streams: its requests go on
 
 
 class Try:
     """One request at one worker, from the moment at which it is sent until its answer has ended."""
 
-    __slots__ = ("_received", "_received_at", "response", "worker_id")
+    __slots__ = ("_bytes", "_bytes_at", "received_at", "response", "worker_id")
 
-    def __init__(self, worker_id: str, response: EngineResponse) -> None:
+    def __init__(self, worker_id: str, response: EngineResponse, received_at: float = 0.0) -> None:
+        """received_at: when the request was read from its client; times are those of ``time.perf_counter``."""
         self.worker_id = worker_id
         self.response = response
-        self._received = -1
-        self._received_at = 0.0
+        self.received_at = received_at
+        self._bytes = -1
+        self._bytes_at = 0.0
 
     def quiet_s(self, now: float) -> float:
         """Seconds without a byte from the engine, counted from the first call. 0 while the client is slow to read."""
         response = self.response
-        if response.received != self._received or not response.waiting:
-            self._received, self._received_at = response.received, now
-        return now - self._received_at
+        if response.received != self._bytes or not response.waiting:
+            self._bytes, self._bytes_at = response.received, now
+        return now - self._bytes_at
 
 
 class Tries:
@@ -55,9 +66,9 @@ class Tries:
         self._out_since: dict[str, float] = {}
         self._looked_at = self._steady_since = float("-inf")
 
-    def begin(self, reservation: str, worker_id: str, response: EngineResponse) -> None:
-        """A request is sent to ``worker_id``. Whatever becomes of it, call ``end`` with the same reservation."""
-        self._open[reservation] = Try(worker_id, response)
+    def begin(self, reservation: str, begun: Try) -> None:
+        """A request is sent to a worker. Whatever becomes of it, call ``end`` with the same reservation."""
+        self._open[reservation] = begun
 
     def end(self, reservation: str) -> None:
         self._open.pop(reservation, None)
@@ -65,7 +76,7 @@ class Tries:
     def look(self, workers: Sequence[WorkerView], now: float) -> int:
         """Give up the requests that wait for a lost worker; returns how many they were.
 
-        workers: as they were just read. now: monotonic seconds.
+        workers: as they were just read. now: by ``time.perf_counter``.
         """
         if now - self._looked_at > GAP_S:
             self._steady_since = now
@@ -77,8 +88,39 @@ class Tries:
         lost = {w.worker_id for w in out if _expired(w) or now - self._out_since[w.worker_id] > GRACE_S}
         if not lost:
             return 0
-        quiet = [request for request in self._open.values() if request.worker_id in lost]
-        quiet = [request for request in quiet if request.quiet_s(now) >= QUIET_S]
+        return self._give_up([request for request in self._open.values() if request.worker_id in lost], now)
+
+    def expire(self, now: float, idle_s: float, total_s: float) -> Counter[str]:
+        """End the requests that are over a limit in seconds, 0: none. Returns how many, by the limit's name."""
+        ended = Counter[str]()
+        for request in self._open.values():
+            quiet_s, age_s = request.quiet_s(now), now - request.received_at
+            if 0 < idle_s <= quiet_s and request.response.began:
+                limit, error = "stream_idle", EngineTimeout(f"The worker sent nothing for {quiet_s:.0f} s.")
+            elif 0 < total_s <= age_s:
+                limit, error = "request_max", EngineTimeout(f"The request took longer than {total_s:g} s.")
+            else:
+                continue
+            ended[limit] += request.response.fail(error)
+        return ended
+
+    def keep_waiting(self, now: float, seconds: float) -> set[str]:
+        """The workers that keep a request waiting for its first byte for at least so long."""
+        return {one.worker_id for one in self._open.values() if not one.response.began and one.quiet_s(now) >= seconds}
+
+    def standing_still(self, now: float) -> set[str]:
+        """The workers that sent nothing for STILL_S, though they had begun to answer a request that waits for more."""
+        quiet_s = [(one.worker_id, one.response.began, one.quiet_s(now)) for one in self._open.values()]
+        sending = {worker_id for worker_id, _, seconds in quiet_s if seconds < STILL_S}
+        return {worker_id for worker_id, began, _ in quiet_s if began} - sending
+
+    def give_up(self, hung: Collection[str], now: float) -> int:
+        """Give up the requests that wait at hung workers for their first byte; returns how many they were."""
+        waiting = [one for one in self._open.values() if one.worker_id in hung and not one.response.began]
+        return self._give_up(waiting, now)
+
+    def _give_up(self, requests: Sequence[Try], now: float) -> int:
+        quiet = [request for request in requests if request.quiet_s(now) >= QUIET_S]
         given_up = [request.worker_id for request in quiet if request.response.fail(_gone())]
         if given_up:
             names = ", ".join(sorted(set(given_up)))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Renewal, new_reservation
+from warmfleet.pools.stalled_requests import Try
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -194,9 +195,9 @@ class Attempt:
         """The reservation in a word, for the client and the metrics: ``booked``, ``known`` or ``fallback``."""
         return self.decision.outcome if self.decision and self.state is AttemptState.BOOKED else "fallback"
 
-    def sent(self, worker_id: str, response: EngineResponse) -> None:
-        """The request is sent to the worker: watch for the worker falling silent."""
-        self.pool.tries.begin(self.reservation, worker_id, response)
+    def sent(self, worker_id: str, response: EngineResponse, received_at: float) -> None:
+        """The request is sent to the worker: watch for the worker falling silent. received_at: see ``Call``."""
+        self.pool.tries.begin(self.reservation, Try(worker_id, response, received_at))
 
     def prefill_done(self) -> None:
         """The first token came: give the booked prefill back, in a task of its own, so that no byte waits for it."""

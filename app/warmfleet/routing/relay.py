@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 from warmfleet.engines.request_headers import header_lines
-from warmfleet.errors import Stopping, UpstreamError, UpstreamGone
+from warmfleet.errors import EngineTimeout, Stopping, UpstreamError, UpstreamGone
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
 
@@ -70,7 +70,7 @@ class Relay:
         if rank is not None:
             headers += f"X-data-parallel-rank: {rank}\r\n".encode()
         response = self._upstream.start(call.method, decision.url, call.target, body, headers)
-        attempt.sent(decision.worker_id, response)
+        attempt.sent(decision.worker_id, response, call.received_at)
         return response
 
     async def _relay(
@@ -124,7 +124,7 @@ async def _first_piece(response: EngineResponse) -> bytes:
     """The first piece of the body. The headers wait for it, so until then another worker can serve the request."""
     try:
         return await response.read_any()
-    except UpstreamGone:
+    except (UpstreamGone, EngineTimeout):
         raise
     except UpstreamError as error:  # the body broke off before it began
         raise UpstreamGone(error.message) from error

@@ -8,17 +8,17 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, chunk, engine, event, freezing, reset
+from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, chunk, engine, event, freezing, reset
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
 from warmfleet.background.stock_engines import worker_id
 from warmfleet.engines.engine_connection import EngineResponse
-from warmfleet.errors import UpstreamGone
+from warmfleet.errors import EngineTimeout, UpstreamGone
 from warmfleet.fleet import Flag, LoadRow, WorkerView
 from warmfleet.fleet.worker.state import state_of
 from warmfleet.pools import stalled_requests
-from warmfleet.pools.stalled_requests import GAP_S, GRACE_S, QUIET_S, Tries
+from warmfleet.pools.stalled_requests import GAP_S, GRACE_S, QUIET_S, STILL_S, Tries, Try
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ def worker(name: str, age_s: float | None, flags: int = Flag.SERVER) -> WorkerVi
 def waiting_at(tries: Tries, worker_id: str) -> tuple[EngineResponse, asyncio.Task[None]]:
     """A request that was sent to this worker and waits for its answer's headers."""
     response = EngineResponse(asyncio.get_running_loop())
-    tries.begin("wf-1", worker_id, response)
+    tries.begin("wf-1", Try(worker_id, response))
     return response, asyncio.create_task(response.head())
 
 
@@ -225,3 +225,132 @@ async def test_a_slow_client_is_not_taken_for_a_frozen_worker(valkey_url: str, m
             await asyncio.sleep(1.5)
             assert len(await answer.read()) == whole
         assert await router.metric("warmfleet_given_up_total") == 0
+
+
+# ------------------------------------------------ a worker that is heard, but hangs
+
+
+def response_of(tries: Tries, reservation: str, worker_id: str, *, began: bool) -> EngineResponse:
+    response = EngineResponse(asyncio.get_running_loop())
+    response.began = began
+    tries.begin(reservation, Try(worker_id, response, received_at=0.0))
+    return response
+
+
+async def reading(*responses: EngineResponse) -> list[asyncio.Task[bytes]]:
+    readers = [asyncio.create_task(response.read_any()) for response in responses]
+    await asyncio.sleep(0)
+    return readers
+
+
+async def test_a_worker_that_sends_nothing_though_it_had_begun_stands_still() -> None:
+    tries = Tries()
+    stream, waits = (response_of(tries, f"wf-{began}", "a", began=began) for began in (True, False))
+    slow = response_of(tries, "wf-slow", "b", began=True)  # nobody reads it: its client takes nothing
+    only = response_of(tries, "wf-only", "c", began=False)  # a long prompt, or a plain answer
+    readers = await reading(stream, waits, only)
+    assert tries.standing_still(0.0) == set()
+    assert tries.standing_still(STILL_S - 1) == set()
+    assert tries.standing_still(STILL_S) == {"a"}
+    assert tries.give_up({"a"}, STILL_S) == 1
+    with pytest.raises(UpstreamGone):
+        await readers[1]
+    waits = response_of(tries, "wf-more", "a", began=True)
+    waits.received = 1
+    assert tries.standing_still(STILL_S + 1) == set(), "another request of the same worker gets bytes"
+    for reader in (readers[0], readers[2]):
+        reader.cancel()
+    assert not slow.complete
+
+
+async def test_a_slow_client_is_not_over_the_limit_of_silence() -> None:
+    tries = Tries()
+    stream, slow = response_of(tries, "wf-1", "a", began=True), response_of(tries, "wf-2", "a", began=True)
+    silent = response_of(tries, "wf-3", "a", began=False)
+    [reader, waits] = await reading(stream, silent)
+    assert tries.expire(0.0, 300.0, 0.0) == {}
+    assert tries.expire(299.0, 300.0, 0.0) == {}
+    assert tries.expire(300.0, 300.0, 0.0) == {"stream_idle": 1}
+    with pytest.raises(EngineTimeout):
+        await reader
+    assert tries.expire(310.0, 0.0, 310.0) == {"request_max": 2}
+    with pytest.raises(EngineTimeout):
+        await waits
+    with pytest.raises(EngineTimeout):
+        await slow.read_any()
+
+
+async def test_an_engine_that_hangs_with_heartbeats_is_given_up(valkey_url: str, model: str) -> None:
+    async with (
+        engine(model) as hung,
+        engine(model) as good,
+        replica(
+            valkey_url,
+            model,
+            hung.url,
+            good.url,
+            policy="round_robin",
+            health_interval_s=60.0,
+            hung_after_s=0.2,
+            hung_interval_s=0.1,
+            hung_timeout_s=0.2,
+        ) as router,
+    ):
+        hung.hangs = True
+        plain = BODY | {"model": model, "stream": False}
+        async with asyncio.timeout(15):
+            answers = await asyncio.gather(*(router.post(plain) for _ in range(4)))
+            assert [status for status, _, _ in answers] == [200] * 4
+            assert await router.metric("warmfleet_given_up_total") >= 1
+            given_up = await router.metric("warmfleet_given_up_total")
+            for _ in range(4):
+                assert (await router.post(plain))[0] == 200
+        assert await router.metric("warmfleet_given_up_total") == given_up, "it is avoided until it answers again"
+        hung.hangs = False
+        await router.unloaded()
+
+
+async def test_an_engine_that_only_takes_long_is_waited_for(valkey_url: str, model: str) -> None:
+    async def slow(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(1.5)
+        await answer_well(one, seen, writer)
+
+    async with (
+        engine(model, slow) as one,
+        engine(model, slow) as two,
+        replica(valkey_url, model, one.url, two.url, hung_after_s=0.1, hung_interval_s=0.1) as router,
+    ):
+        assert (await router.post(BODY | {"model": model, "stream": False}))[0] == 200
+        assert await router.metric("warmfleet_given_up_total") == 0
+
+
+# ------------------------------------------------ time limits of the settings
+
+
+async def test_a_stream_that_falls_silent_ends_with_an_error(valkey_url: str, model: str) -> None:
+    async with (
+        engine(model, freezing(STREAM_HEAD, event(" one"))) as one,
+        replica(valkey_url, model, one.url, stream_idle_s=0.3, limit_interval_s=0.05) as router,
+    ):
+        async with asyncio.timeout(10):
+            status, _, answer = await router.post(BODY | {"model": model})
+        first, *_, last = answer.strip().split(b"\n\n")
+        assert (status, first) == (200, event(" one").strip())
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_timeout"
+        assert await router.metric('warmfleet_time_limits_total{limit="stream_idle"}') == 1
+        await router.unloaded()
+
+
+@pytest.mark.parametrize("head", [b"", STREAM_HEAD], ids=["nothing", "headers only"])
+async def test_a_request_that_takes_too_long_is_ended(valkey_url: str, model: str, head: bytes) -> None:
+    async with (
+        engine(model, freezing(head)) as one,
+        engine(model, freezing(head)) as two,
+        replica(valkey_url, model, one.url, two.url, request_max_s=0.3, limit_interval_s=0.05) as router,
+    ):
+        async with asyncio.timeout(10):
+            status, _, answer = await router.post(BODY | {"model": model})
+        assert (status, json.loads(answer)["error"]["code"]) == (504, "engine_timeout")
+        assert len(one.seen) + len(two.seen) == 1, "another worker would have no time left either"
+        assert await router.metric('warmfleet_time_limits_total{limit="request_max"}') == 1
+        await router.unloaded()

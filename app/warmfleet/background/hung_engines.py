@@ -1,0 +1,82 @@
+"""Ends requests that an engine does not answer although its heartbeats go on, and those over a time limit.
+
+A thread of the plugin sends the heartbeats, so they go on when the event loop of the API server or the engine itself
+hangs. An engine that keeps a request waiting for ASK_AFTER_S is asked for ``/health``. If it does not answer
+UNANSWERED times in a row, or if it stands still (``pools/stalled_requests``), then the requests that wait there for
+their first byte are tried at another worker. Decisions avoid the worker until it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from warmfleet.errors import WarmfleetError
+
+if TYPE_CHECKING:
+    from warmfleet.engines.engine_client import EngineClient
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.settings import Settings
+
+LIMIT_INTERVAL_S = 1.0  # between two looks for requests over a time limit
+ASK_INTERVAL_S = 5.0
+ASK_AFTER_S = 10.0  # most first bytes come earlier; a plain answer's may come much later, which the question allows for
+ASK_TIMEOUT_S = 5.0
+ASKED_AT_ONCE = 32
+UNANSWERED = 2  # a busy API server may miss one
+
+
+class HungEngines:
+    """Looks after the requests of one replica that wait for engines."""
+
+    def __init__(self, pools: Pools, client: EngineClient, settings: Settings, metrics: Metrics) -> None:
+        self._pools = pools
+        self._client = client
+        self._idle_s = settings.stream_idle_s
+        self._total_s = settings.request_max_s
+        self._metrics = metrics
+        self._unanswered: dict[tuple[str, str], int] = {}  # (tag, worker_id) -> questions in a row without an answer
+
+    async def end_late(self) -> None:
+        """End the requests that are over a time limit of the settings."""
+        now = time.perf_counter()
+        for pool in self._pools.all:
+            for limit, count in pool.tries.expire(now, self._idle_s, self._total_s).items():
+                self._metrics.time_limits.labels(limit).inc(count)
+
+    async def round(self) -> None:
+        """Ask the engines that keep requests waiting, and give up the requests of those that hang."""
+        gate, now = asyncio.Semaphore(ASKED_AT_ONCE), time.perf_counter()
+        asked: list[tuple[Pool, str]] = []
+        for pool in self._pools.all:
+            hung = {worker_id for tag, worker_id in self._hung() if tag == pool.tag}
+            asked += [(pool, worker_id) for worker_id in hung | pool.tries.keep_waiting(now, ASK_AFTER_S)]
+        answers = await asyncio.gather(*(self._answers(pool, worker_id, gate) for pool, worker_id in asked))
+        before, self._unanswered = self._unanswered, {}
+        for (pool, worker_id), answered in zip(asked, answers, strict=True):
+            if not answered:
+                self._unanswered[pool.tag, worker_id] = before.get((pool.tag, worker_id), 0) + 1
+        now = time.perf_counter()
+        for pool in self._pools.all:
+            hung = {worker_id for tag, worker_id in self._hung() if tag == pool.tag}
+            hung |= pool.tries.standing_still(now)
+            for worker_id in hung:
+                pool.avoid(worker_id, ASK_INTERVAL_S + 2 * ASK_TIMEOUT_S)  # until the next round has ended
+            self._metrics.given_up.inc(pool.tries.give_up(hung, now))
+
+    def _hung(self) -> list[tuple[str, str]]:
+        return [asked for asked, times in self._unanswered.items() if times >= UNANSWERED]
+
+    async def _answers(self, pool: Pool, worker_id: str, gate: asyncio.Semaphore) -> bool:
+        """Whether the worker's API server says that it is well. A worker that the view has no more is not asked."""
+        url = next((worker.url for worker in pool.view.workers if worker.worker_id == worker_id), "")
+        if not url:
+            return True
+        async with gate:
+            try:
+                status, _ = await self._client.get(url, "/health", {}, ASK_TIMEOUT_S)
+            except WarmfleetError:
+                return False
+            return status < 500  # an engine other than vLLM may not know /health, but it answers
