@@ -13,6 +13,7 @@ from warmfleet.fleet import Ask, Decision, Fleet, Place, Queued, new_reservation
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
+    from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.reservations import Outcome
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
@@ -43,22 +44,21 @@ async def test_the_first_byte_speaks_for_one_prompt(
 ) -> None:
     """Each report of the engine's plugin gives back one prompt's share; the first byte must not give back all."""
     seen: list[str] = []
-    decide, settle = Fleet.decide_in_turn, Fleet.settle
+    decide, tell = Fleet.decide_in_turn, Fleet.tell
 
     async def decides(self: Fleet, ask: Ask, place: Place, *, tell: bool) -> Decision | Queued:
         decision = await decide(self, ask, place, tell=tell)
         assert isinstance(decision, Decision)
         return replace(decision, approximate=approximate)
 
-    async def settles(self: Fleet, reservation: str, outcome: Outcome) -> str:
-        if reservation.startswith("wf-"):  # not a reap
-            several = reservation[3] == "-"
-            assert several == isinstance(prompt, list)
-            seen.append(outcome)
-        return await settle(self, reservation, outcome)
+    def tells(self: Fleet, reservation: str, outcome: Outcome, on_answer: OnAnswer) -> None:
+        several = reservation[3] == "-"
+        assert several == isinstance(prompt, list)
+        seen.append(outcome)
+        tell(self, reservation, outcome, on_answer)
 
     monkeypatch.setattr(Fleet, "decide_in_turn", decides)
-    monkeypatch.setattr(Fleet, "settle", settles)
+    monkeypatch.setattr(Fleet, "tell", tells)
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
         status, _, _ = await router.post({"model": model, "prompt": prompt, "stream": True})
         assert status == 200

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from tests.conftest import server, valkey_binary
+from tests.packed import arguments_of
 
 from warmfleet.fleet import Ask, Place, Queue, QueueLimits, Weights
 from warmfleet.fleet.client import SCRIPT_KEYS, connect, script_source
@@ -125,7 +126,7 @@ class Bench:
         name = f"wf-{self.serial:022d}"
         prompt = len(chain) // 8 * BLOCK_TOKENS + 5
         ask = Ask(name, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300)
-        return name, self.call("decide", *self.reservations.turn_args(ask, Place()))
+        return name, self.call("decide", *arguments_of(self.reservations.decide_command(ask, place=Place())))
 
     def call(self, script: str, *args: Any) -> list[Any]:
         keys = [getattr(self.keys, key) for key in SCRIPT_KEYS[script]]

@@ -22,6 +22,7 @@ import hiredis
 import redis
 from tests.bench.sync_data import Data
 from tests.lua.stream import SCHEME
+from tests.packed import arguments_of
 
 from warmfleet.fleet import SCRIPT_KEYS, Ask, Fleet, connect
 from warmfleet.fleet.client import script_source
@@ -81,13 +82,13 @@ class Load:
         """Make the arguments of a decision, without its reservation, before it is due: later work would add latency."""
         prompt = len(chain) * 2 + 5
         ask = Ask("?", (Chain(SCHEME.scheme_id, 16, chain),), prompt, prompt + 300, seed=self.rng.randrange(1, 2**31))
-        return self._words("decide", self.fleet._ask_args(ask))
+        return self._words("decide", arguments_of(self.fleet.decide_command(ask)))
 
     def _decide(self, due: float) -> None:
         words, self.asked = self.rng.choice(self.asks), self.asked + 1
-        words[words.index("?")] = reservation = f"wf-{self.seed}-{self.asked}"
+        words[words.index(b"?")] = reservation = f"wf-{self.seed}-{self.asked}"
         self._send(words, reservation, due)
-        words[words.index(reservation)] = "?"
+        words[words.index(reservation)] = b"?"
 
     def _words(self, script: str, args: Iterable[Any]) -> list[str | bytes]:
         keys = [getattr(self.fleet.keys, key) for key in SCRIPT_KEYS[script]]

@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import redis
-import redis.asyncio as aioredis
 from redis.connection import UnixDomainSocketConnection as Connection
 from tests.conftest import server, valkey_binary
+from tests.packed import words_of
 
 from warmfleet.fleet import Fleet, Timeouts, Weights
+from warmfleet.fleet.client import RouterRedis
+from warmfleet.fleet.connection.multiplexed import Multiplexed
+from warmfleet.fleet.connection.reply_errors import refusal
 from warmfleet_loadtest.simulator.virtual_clock import Clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from warmfleet.fleet.connection.multiplexed import OnAnswer
+    from warmfleet.fleet.connection.packing import PackedScript
 
 BEGINNING_US = 1_700_000_000_000_000
 #: One line only, so that the line numbers of errors are off by one.
@@ -45,12 +52,32 @@ class _Script:
         self._sha: Any = connection.read_response()
 
     async def __call__(self, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        return self.execute(keys, args)
+
+    def execute(self, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         stamped = (len(keys) + 1, *keys, str(stamp_us(self._clock)))
         self._connection.send_command("EVALSHA", self._sha, *stamped, *args, check_health=False)
         return self._connection.read_response()
 
 
-class _RouterClient(aioredis.Redis):
+class _VirtualMultiplexed(Multiplexed):
+    """Takes packed calls, unpacks them, and answers each before ``send`` returns."""
+
+    def __init__(self, pool: Any, connection: Any, clock: Clock) -> None:
+        super().__init__(pool)
+        self._made = cache(lambda script: _Script(words_of(script.load)[2].decode(), connection, clock))
+
+    def send(self, script: PackedScript, command: bytes, limit_s: float, on_answer: OnAnswer) -> None:
+        _, _, count, *rest = words_of(command)
+        try:
+            answer = self._made(script).execute(rest[: int(count)], rest[int(count) :])
+        except redis.ResponseError as error:
+            on_answer(None, refusal(str(error)))
+        else:
+            on_answer(answer, None)
+
+
+class _RouterClient(RouterRedis):
     clock: Clock
     connection_of_scripts: Any
 
@@ -100,6 +127,7 @@ class VirtualStore:
         client: Any = _RouterClient.from_url(self.url)
         client.clock = self.clock
         client.connection_of_scripts = connection(path=self.url.removeprefix("unix://"))
+        client.multiplexed = _VirtualMultiplexed(client.connection_pool, client.connection_of_scripts, self.clock)
         self._connections.append(client.connection_of_scripts)
         made = Fleet(client, model, timeouts=Timeouts(10, 10), weights=weights)
         self._fleets.append(made)

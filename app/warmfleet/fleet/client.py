@@ -6,7 +6,7 @@ import asyncio
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +14,15 @@ import redis.asyncio as aioredis
 from redis.asyncio.connection import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
-from warmfleet.errors import (
-    BadArgument,
-    CancelledReservation,
-    FleetUnavailable,
-    NoWorker,
-    WarmfleetError,
-)
+from warmfleet.errors import BadArgument
 from warmfleet.fleet.connection.cancellable import connection_options
-from warmfleet.fleet.connection.failover import master_client
+from warmfleet.fleet.connection.failover import master_pool
 from warmfleet.fleet.connection.loop_aware_timeout import Patience
+from warmfleet.fleet.connection.multiplexed import Multiplexed
+from warmfleet.fleet.connection.packing import Argument, PackedScript
+from warmfleet.fleet.connection.reply_errors import failure
 from warmfleet.protocol.redis_address import RedisAddressError, parse
 from warmfleet.protocol.wire import Keys
 
@@ -33,6 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from redis.commands.core import AsyncScript
+
+    from warmfleet.errors import WarmfleetError
+    from warmfleet.fleet.connection.multiplexed import OnAnswer
 
 #: KEYS of every script, in order, by their names in lua/README.md. tests/lua/test_headers.py checks that this list, the
 #: header and the body of each script, and lua/README.md name the same keys.
@@ -85,14 +85,6 @@ SCRIPT_ARGS: Mapping[str, tuple[str, ...]] = {
     }.items()
 }
 
-#: The first word of a script's error reply -> the class that Python raises.
-ERROR_CODES: Mapping[str, type[WarmfleetError]] = {
-    "NO_WORKER": NoWorker,
-    "CANCELLED": CancelledReservation,
-    "BAD_ARGUMENT": BadArgument,
-}
-
-
 CONNECT_S = 1.0  # seconds; a request never waits that long: its script calls have shorter limits (Timeouts)
 
 
@@ -123,8 +115,20 @@ def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connec
         "decode_responses": False,
     }
     if where.kind != "single":
-        return master_client(where, tag, **options)
-    return aioredis.Redis.from_pool(ConnectionPool(**options | connection_options(url)))
+        return RouterRedis.from_pool(master_pool(where, tag, **options))
+    return RouterRedis.from_pool(ConnectionPool(**options | connection_options(url)))
+
+
+class RouterRedis(aioredis.Redis):
+    """A client of redis-py, and beside its pool the one connection for the scripts that requests call."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.multiplexed = Multiplexed(self.connection_pool)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await self.multiplexed.aclose()
+        await super().aclose(close_connection_pool)
 
 
 #: A part is named by its folder and its file, in words of a-z and _: an include cannot leave ``lua/parts``.
@@ -148,9 +152,6 @@ def _with_parts(path: str) -> str:
     return INCLUDE.sub(lambda include: f"(function()\n{_with_parts(f'parts/{include[1]}.lua')}\nend)()", text)
 
 
-Argument = bytes | str | int | float
-
-
 def argv(script: str, rest: Iterable[Argument] = (), /, **values: Argument) -> list[Argument]:
     """The ARGV of a script, from its arguments by name and then ``rest``, the list of varying length.
 
@@ -167,33 +168,50 @@ def redis_errors() -> Iterator[None]:
     """Translate what redis-py raises into the error tree of ``warmfleet.errors``."""
     try:
         yield
-    except ResponseError as error:
-        code, _, text = str(error).partition(" ")
-        if code in ERROR_CODES:
-            raise ERROR_CODES[code](text) from error
-        raise FleetUnavailable(f"Redis refused the call: {error}") from error
     except (RedisError, OSError, TimeoutError) as error:
-        if "CERTIFICATE" in str(error).upper():
-            raise FleetUnavailable(f"TLS with Redis fails, see WARMFLEET_REDIS_CA: {error}") from error
-        raise FleetUnavailable(f"Redis is away or slow: {type(error).__name__}: {error}") from error
+        raise failure(error) from error
+
+
+#: The scripts that requests call and wait for. They go over the one connection that many calls share.
+REQUEST_SCRIPTS = ("decide", "queue", "settle")
 
 
 class ScriptClient:
     """Runs the scripts of one model: fills in KEYS by name and raises the errors of ``warmfleet.errors``."""
 
     def __init__(self, redis: aioredis.Redis, model: str, timeouts: Timeouts | None = None) -> None:
+        """redis: as ``connect`` makes it. Raises TypeError for another client."""
+        if not isinstance(redis, RouterRedis):
+            raise TypeError("a fleet needs a client of warmfleet.fleet.connect")
         self.redis = redis
         self.keys = Keys(model)
         self.timeouts = timeouts or Timeouts()
         self.suspected = asyncio.Event()  # set when an apply of this replica has made a worker suspected
         self._prefix = self.keys.prefix.encode()
         self._scripts: dict[str, tuple[AsyncScript, list[str]]] = {
-            name: (redis.register_script(script_source(name)), [getattr(self.keys, key) for key in keys])
-            for name, keys in SCRIPT_KEYS.items()
+            name: (redis.register_script(script_source(name)), self._keys_of(name)) for name in SCRIPT_KEYS
         }
+        self.packed = {name: PackedScript(name, script_source(name), self._keys_of(name)) for name in REQUEST_SCRIPTS}
+        self._multiplexed = redis.multiplexed
+
+    def _keys_of(self, name: str) -> list[str]:
+        return [getattr(self.keys, key) for key in SCRIPT_KEYS[name]]
+
+    def send(self, name: str, command: bytes, limit_s: float, on_answer: OnAnswer) -> None:
+        """Call one of REQUEST_SCRIPTS by its packed command; ``on_answer`` is called once, perhaps before this returns.
+
+        Calls of one client are executed in the order in which they were sent.
+        """
+        self._multiplexed.send(self.packed[name], command, limit_s, on_answer)
+
+    async def call(self, name: str, command: bytes, limit_s: float) -> Any:
+        """``send``, and the answer. Raises FleetUnavailable or the class of the script's error code."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.send(name, command, limit_s, partial(_resolve, future))
+        return await future
 
     async def run(self, name: str, *args: Argument, timeout_s: float | None = None) -> Any:
-        """EVALSHA of ``lua/<name>.lua`` with ``args`` as ARGV (see ``argv``); the script is loaded on NOSCRIPT.
+        """EVALSHA of ``lua/<name>.lua`` by redis-py, with ``args`` as ARGV (see ``argv``); loads it on NOSCRIPT.
 
         Default time limit: ``timeouts.request_s``. Raises FleetUnavailable or the class of the script's error code.
         """
@@ -205,3 +223,12 @@ class ScriptClient:
     async def keep(self, name: str, rest: Iterable[Argument] = (), /, **values: Argument) -> Any:
         """``run`` with arguments by name and the longer time limit of upkeep: no request waits for such a call."""
         return await self.run(name, *argv(name, rest, **values), timeout_s=self.timeouts.upkeep_s)
+
+
+def _resolve(future: asyncio.Future[Any], answer: Any, error: WarmfleetError | None) -> None:
+    if future.done():
+        return  # its caller was cancelled
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(answer)

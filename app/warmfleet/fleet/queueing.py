@@ -12,7 +12,6 @@ from warmfleet.fleet.reservations import Place, Reservations, Seen
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from warmfleet.fleet.client import Argument
     from warmfleet.fleet.reservations import Ask, Candidate, Decision
 
 POLL_AT_ONCE = 512  # ids; lua/queue.lua takes no more in one call
@@ -52,7 +51,8 @@ class Queue(Reservations):
 
         When its turn comes, the caller calls this again with the same id. Raises what ``decide`` raises.
         """
-        answer = await self.run("decide", *self.turn_args(ask, place, Mode.TELL if tell else Mode.BOOK))
+        command = self.decide_command(ask, Mode.TELL if tell else Mode.BOOK, place)
+        answer = await self.call("decide", command, self.timeouts.request_s)
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):
             return Queued(answer[0].decode().lower(), answer[1], answer[2] / 1000)
         return self._decision(ask, answer)
@@ -62,7 +62,7 @@ class Queue(Reservations):
 
         Raises what ``decide`` raises.
         """
-        answer = await self.run("decide", *self.turn_args(ask, Place(), Mode.DRY))
+        answer = await self.call("decide", self.decide_command(ask, Mode.DRY, Place()), self.timeouts.request_s)
         return answer[1].decode(), answer[2].decode(), Seen.of(answer[3:])
 
     async def explain(self, ask: Ask) -> tuple[str, list[Candidate]]:
@@ -70,12 +70,9 @@ class Queue(Reservations):
         worker_id, _, seen = await self.consider(ask)
         return worker_id, seen.candidates
 
-    def turn_args(self, ask: Ask, place: Place, mode: Mode = Mode.BOOK) -> list[Argument]:
-        """ARGV of decide for a request that uses the queue."""
-        return self._ask_args(ask, mode, place)
-
     async def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> Line:
         """Keep the tickets of ``waiting``, give up those of ``leaving``; POLL_AT_ONCE of both together at most."""
         args = argv("queue", [*leaving, *waiting], constants=self.constants(), leaving=len(leaving))
-        count, tokens, work_ms, *standings = await self.run("queue", *args)
+        answer = await self.call("queue", self.packed["queue"].call(args), self.timeouts.request_s)
+        count, tokens, work_ms, *standings = answer
         return Line(count, tokens, work_ms / 1000, dict(zip(waiting, map(Standing, standings), strict=True)))

@@ -10,9 +10,10 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from warmfleet.errors import BadArgument, FleetUnavailable
-from warmfleet.fleet.client import ScriptClient, Timeouts, argv, redis_errors
+from warmfleet.errors import BadArgument
+from warmfleet.fleet.client import SCRIPT_ARGS, ScriptClient, Timeouts, redis_errors
 from warmfleet.fleet.codes import Mark, Mode
+from warmfleet.fleet.connection.packing import pack, pack_int, pack_names
 from warmfleet.fleet.constants import QueueLimits, Spans, Weights, packed
 from warmfleet.fleet.rows import Flag, LoadRow
 from warmfleet.protocol.wire import RESERVATION_PREFIX
@@ -22,15 +23,16 @@ if TYPE_CHECKING:
 
     import redis.asyncio as aioredis
 
-    from warmfleet.fleet.client import Argument
+    from warmfleet.fleet.connection.multiplexed import OnAnswer
+    from warmfleet.fleet.connection.packing import Argument
     from warmfleet.prompt.block_hashes import Chain
 
 Outcome = Literal["started", "finished", "failed", "cancelled"]
 REAP_AT_ONCE = 512
-SETTLES_AT_ONCE = 128  # open calls; half of the 256 connections: the rest are for decisions while Redis hangs
 REAPED_PER_SETTLE = 8  # lua/settle.lua gives back so many expired leases at each call
 RENEW_AT_ONCE = 200  # reservations; lua/renew.lua takes no more in one call
 ANSWER_FIELDS = 13  # of decide's answer to a booked request; what the choice saw comes behind them
+DECIDE_ARGS, CHAIN_ARGS = len(SCRIPT_ARGS["decide"]), 3
 FIRST_CLASS, LAST_CLASS = -8, 7  # priorities outside this range count as the nearer end of it
 TENANT_BYTES = 8
 NO_TENANT = bytes(TENANT_BYTES)
@@ -192,8 +194,10 @@ class Reservations(ScriptClient):
         self.spans = spans or Spans()
         self.limits = QueueLimits()
         self.block_tokens: Mapping[int, int] = {}  # scheme id -> tokens in a block, to size caches in tokens
-        self._packed: tuple[tuple[object, ...], bytes] = ((), b"")
-        self._settles = 0
+        self._constants: tuple[tuple[object, ...], bytes, bytes] = ((), b"", b"")
+        self._packed_prefix = pack(self._prefix)
+        self._decide, self._settle = self.packed["decide"], self.packed["settle"]
+        self._settle_head = self._settle.head(len(SCRIPT_ARGS["settle"])) + self._packed_prefix
 
     async def decide(self, ask: Ask, *, tell: bool = False) -> Decision:
         """Choose a worker and book the request there, whether or not others wait.
@@ -202,7 +206,7 @@ class Reservations(ScriptClient):
         known. Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
         """
         mode = Mode.TELL if tell else Mode.BOOK
-        return self._decision(ask, await self.run("decide", *self._ask_args(ask, mode)))
+        return self._decision(ask, await self.call("decide", self.decide_command(ask, mode), self.timeouts.request_s))
 
     def _decision(self, ask: Ask, answer: list[Any]) -> Decision:
         booked, seen = answer[:ANSWER_FIELDS], answer[ANSWER_FIELDS:]
@@ -231,24 +235,20 @@ class Reservations(ScriptClient):
     async def settle(self, reservation: str, outcome: Outcome) -> str:
         """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. It is safe to repeat.
 
-        Raises FleetUnavailable, also while SETTLES_AT_ONCE calls wait for their answer.
+        Raises FleetUnavailable.
         """
-        if self._settles >= SETTLES_AT_ONCE:
-            raise FleetUnavailable(f"{SETTLES_AT_ONCE} outcomes are on their way already.")
-        spans = self.spans
-        self._settles += 1
-        try:
-            answer = await self.keep(
-                "settle",
-                prefix=self._prefix,
-                id=reservation,
-                outcome=outcome,
-                tombstone_ms=spans.tombstone_ms,
-                linger_ms=spans.linger_ms,
-            )
-        finally:
-            self._settles -= 1
+        answer = await self.call("settle", self.settle_command(reservation, outcome), self.timeouts.upkeep_s)
         return str(answer[0].decode())
+
+    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer) -> None:
+        """``settle`` without waiting: Redis takes it before every call of this client that is made later."""
+        self.send("settle", self.settle_command(reservation, outcome), self.timeouts.upkeep_s, on_answer)
+
+    def settle_command(self, reservation: str, outcome: Outcome) -> bytes:
+        """The packed call of settle."""
+        spans = self.spans
+        rest = (outcome, spans.tombstone_ms, spans.linger_ms)
+        return self._settle_head + pack(reservation) + b"".join(map(pack, rest))
 
     async def reap(self) -> int:
         """Give back expired leases, at most REAP_AT_ONCE; returns how many had expired.
@@ -274,39 +274,46 @@ class Reservations(ScriptClient):
 
     def constants(self) -> bytes:
         """The argument ``constants`` of the scripts; packed anew only after one of the four attributes was replaced."""
-        parts = (self.weights, self.spans, self.limits, self.block_tokens)
-        if self._packed[0] != parts:
-            self._packed = (parts, packed(*parts))
-        return self._packed[1]
+        return self._packed_constants()[1]
 
-    def _ask_args(self, ask: Ask, mode: Mode = Mode.BOOK, place: Place = NO_PLACE) -> list[Argument]:
-        """ARGV of decide. Raises BadArgument for a reservation without an id."""
+    def _packed_constants(self) -> tuple[tuple[object, ...], bytes, bytes]:
+        """The attributes that were packed, the argument, and the argument in the protocol of Redis."""
+        parts = (self.weights, self.spans, self.limits, self.block_tokens)
+        if self._constants[0] != parts:
+            record = packed(*parts)
+            self._constants = (parts, record, pack(record))
+        return self._constants
+
+    def decide_command(self, ask: Ask, mode: Mode = Mode.BOOK, place: Place = NO_PLACE) -> bytes:
+        """The packed call of decide: its arguments in the order of SCRIPT_ARGS, then the chains.
+
+        Raises BadArgument for a reservation without an id.
+        """
         if not ask.reservation:
             raise BadArgument("a reservation needs an id")
-        chains: list[Argument] = []
+        pieces = [
+            self._decide.head(DECIDE_ARGS + CHAIN_ARGS * len(ask.chains)),
+            self._packed_prefix,
+            pack(ask.reservation),
+            self._packed_constants()[2],
+            pack(ask.policy),
+            pack_int(ask.prompt_tokens),
+            pack_int(ask.decode_tokens),
+            pack_int(mode),
+            pack_names(ask.exclude),
+            pack_int(ask.tie_seed),
+            pack_int(ask.prefix_tokens),
+            pack_names(ask.order),
+            pack(ask.objective_s),
+            pack(place.tenant),
+            pack_int(place.priority_class),
+            pack_int(place.waited_ms),
+            pack_int(place.may_wait),
+            pack_names(place.barred),
+        ]
         for chain in ask.chains:
-            chains += (chain.scheme_id, chain.block_tokens, chain.hashes)
-        return argv(
-            "decide",
-            chains,
-            prefix=self._prefix,
-            id=ask.reservation,
-            constants=self.constants(),
-            policy=ask.policy,
-            prompt_tokens=ask.prompt_tokens,
-            decode_tokens=ask.decode_tokens,
-            mode=int(mode),
-            exclude=",".join(ask.exclude),
-            seed=ask.tie_seed,
-            prefix_tokens=ask.prefix_tokens,
-            order=",".join(ask.order),
-            objective_s=ask.objective_s,
-            tenant=place.tenant,
-            priority=place.priority_class,
-            waited_ms=place.waited_ms,
-            may_wait=int(place.may_wait),
-            barred=",".join(place.barred),
-        )
+            pieces += (pack_int(chain.scheme_id), pack_int(chain.block_tokens), pack(chain.hashes))
+        return b"".join(pieces)
 
 
 def _candidate(worker_id: bytes, matched: int, speculative: int, packed: bytes, cost_s: bytes) -> Candidate:

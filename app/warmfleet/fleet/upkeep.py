@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import NoPermissionError, ResponseError
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet.client import Argument, ScriptClient, redis_errors
+from warmfleet.fleet.client import ScriptClient, redis_errors
 from warmfleet.fleet.codes import Next
 from warmfleet.protocol.wire import BATCH_BLOCKS, WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from warmfleet.fleet.connection.packing import Argument
 
 logger = logging.getLogger("warmfleet.fleet.upkeep")
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, get_args
 
-from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Renewal, new_reservation
+from warmfleet.fleet.reservations import Outcome
 from warmfleet.pools.stalled_requests import Try
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from prometheus_client import Counter
 
     from warmfleet.engines.engine_connection import EngineResponse
+    from warmfleet.errors import WarmfleetError
     from warmfleet.fleet import Decision
-    from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Job
@@ -36,7 +37,7 @@ class AttemptState(Enum):
     ASKED     In doubt: a decision was asked for and Redis has not answered; it may hold a lease or a ticket.
     QUEUED    No lease; perhaps a ticket in the queue.
     BOOKED    A lease.
-    RELEASED  Nothing that is still this attempt's: all of it was given back, or a task is giving it back.
+    RELEASED  Nothing that is still this attempt's: all of it was given back, or Redis is being told.
     ========  ==========================================================================================
 
     =================  =================================  ====================================================
@@ -62,12 +63,14 @@ class AttemptState(Enum):
 
 
 class Attempts:
-    """Begins the attempts of this replica, and runs the tasks that tell Redis how the attempts went."""
+    """Begins the attempts of this replica, and tells Redis how they went."""
 
     def __init__(self, tickets: Tickets, metrics: Metrics) -> None:
         self.tickets = tickets
-        self.metrics = metrics
-        self._telling: set[asyncio.Task[None]] = set()
+        self.settled: dict[Outcome, Counter] = {word: metrics.settled.labels(word) for word in get_args(Outcome)}
+        self._settle_failures = metrics.settle_failures
+        self._telling = 0  # outcomes that Redis has neither taken nor refused
+        self._all_told = asyncio.Event()
 
     def begin(self, job: Job, failed_workers: tuple[str, ...], *, avoids_failing: bool, last: bool) -> Attempt:
         """A new attempt under a reservation of its own. The caller must ``release`` it in every case.
@@ -80,22 +83,33 @@ class Attempts:
         never = (*prompt.unable_workers, *failed_workers)
         return Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing, last=last)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run ``work`` in a task of its own: it goes on when the request is cancelled, and ``drained`` waits for it."""
-        task = asyncio.ensure_future(work)
-        self._telling.add(task)
-        task.add_done_callback(self._ended)
-        return task
+    def tell(self, pool: Pool, reservation: str, outcome: Outcome) -> None:
+        """Tell Redis an outcome, and wait for nothing. An outcome that it does not take is told by a background round.
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._telling.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("Redis was not told how an attempt went; its lease expires by itself", exc_info=error)
+        Redis takes it before every decision that is asked for later, because all go over one connection.
+        """
+        self._telling += 1
+        pool.fleet.tell(reservation, outcome, partial(self._told, pool, reservation, outcome))
+
+    def _told(
+        self, pool: Pool, reservation: str, outcome: Outcome, _answer: object, error: WarmfleetError | None
+    ) -> None:
+        self._telling -= 1
+        if not self._telling:
+            self._all_told.set()
+        if error is None:
+            self.tickets.room_freed(pool)
+            return
+        self._settle_failures.inc()
+        if outcome != "started":
+            pool.reservations.keep_outcome(reservation, outcome)
+        logger.info("settle %s: %s; a final outcome is sent again, and the lease expires by itself", outcome, error)
 
     async def drained(self) -> None:
-        """Return when no task is left that tells Redis an outcome or gives up a ticket; any of them may have failed."""
+        """Return when Redis has taken or refused every outcome, and no ticket is left to give up."""
         while self._telling:
-            await asyncio.wait(set(self._telling))
+            self._all_told.clear()
+            await self._all_told.wait()
         await self.tickets.drained()
 
 
@@ -163,7 +177,7 @@ class Attempt:
     def unanswered(self) -> None:
         """Redis gave no answer. The reservation is cancelled, because Redis may have booked it or may book it late."""
         self.state = AttemptState.QUEUED
-        self._attempts.spawn(self._tell("cancelled"))
+        self._attempts.tell(self.pool, self.reservation, "cancelled")
 
     def booked(self, decision: Decision, explanation: bytes = b"") -> None:
         """Redis' answer to the decision was a worker: this request's load is booked there, and renewed from now on."""
@@ -200,9 +214,9 @@ class Attempt:
         self.pool.tries.begin(self.reservation, Try(worker_id, response, received_at))
 
     def prefill_done(self) -> None:
-        """The first token came: give the booked prefill back, in a task of its own, so that no byte waits for it."""
+        """The first token came: give the booked prefill back. No byte waits for that."""
         if self.pool.reservations.prefill_done(self.reservation):
-            self._attempts.spawn(self._tell("started"))
+            self._attempts.tell(self.pool, self.reservation, "started")
 
     def worker_failed(self) -> None:
         """Let all requests avoid this attempt's worker for a moment."""
@@ -211,11 +225,10 @@ class Attempt:
 
     # ------------------------------------------------ the end
 
-    async def release(self, outcome: Outcome) -> None:
+    def release(self, outcome: Outcome) -> None:
         """Give back everything that this attempt took; a second call does nothing.
 
-        A task of its own tells Redis, so that no cancellation can stop it. ``release`` waits for that task, so that
-        Redis knows the end before another attempt is decided, but no longer than one command may take.
+        It never waits, so no cancellation can stop it half-way. Redis knows the end before another attempt is decided.
         """
         state, self.state = self.state, AttemptState.RELEASED
         if state is AttemptState.RELEASED:
@@ -228,17 +241,5 @@ class Attempt:
         if state in (AttemptState.ASKED, AttemptState.QUEUED) and pool.fleet.limits.max_engine_wait_s:
             self._attempts.tickets.leave(pool, reservation)
         if state in (AttemptState.ASKED, AttemptState.BOOKED):
-            self._attempts.metrics.settled.labels(outcome).inc()
-            await asyncio.wait([self._attempts.spawn(self._tell(outcome))], timeout=pool.fleet.timeouts.request_s)
-
-    async def _tell(self, outcome: Outcome) -> None:
-        """Settle the reservation in Redis. An outcome that Redis does not take is repeated by a background round."""
-        pool = self.pool
-        try:
-            await pool.fleet.settle(self.reservation, outcome)
-            self._attempts.tickets.room_freed(pool)
-        except WarmfleetError as error:
-            self._attempts.metrics.settle_failures.inc()
-            if outcome != "started":
-                pool.reservations.keep_outcome(self.reservation, outcome)
-            logger.info("settle %s: %s; a final outcome is sent again, and the lease expires by itself", outcome, error)
+            self._attempts.settled[outcome].inc()
+            self._attempts.tell(pool, reservation, outcome)

@@ -89,7 +89,7 @@ class Router:
                 outcome = "failed"
                 raise
             finally:
-                await attempt.release(outcome)  # 5 settle
+                attempt.release(outcome)  # 5 settle
 
     async def drained(self) -> None:
         """Return when no reservation is left to settle and no ticket to give up, whether Redis took them or not."""

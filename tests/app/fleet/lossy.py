@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.conftest import PATIENT
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
     from warmfleet.fleet import Ask, Decision, Place, Queued
+    from warmfleet.fleet.connection.multiplexed import OnAnswer
+    from warmfleet.fleet.reservations import Outcome
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.request import Request
 
@@ -38,7 +42,7 @@ HOUR_MS = 3_600_000
 SPANS = Spans(lease_ms=HOUR_MS, tombstone_ms=HOUR_MS, linger_ms=HOUR_MS)  # time passes when a step says so
 FATES = ("well", "well", "well", "twice", "lost", "late", "unanswered", "left", "left late")
 
-Late = list[tuple[str, tuple[Any, ...]]]
+Late = list[Callable[[], Awaitable[Any]]]
 
 
 class Wire(Fleet):
@@ -49,6 +53,7 @@ class Wire(Fleet):
 
     fates: deque[str]
     late: Late
+    tasks: set[asyncio.Task[None]]
     asked: dict[str, Ask]
     foretold: dict[str, str]
     foretells = True
@@ -63,16 +68,35 @@ class Wire(Fleet):
         return await super().decide_in_turn(ask, place, tell=tell)
 
     async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
+        return await self._fated(name, partial(super().run, name, *args))
+
+    async def call(self, name: str, command: bytes, limit_s: float) -> Any:
+        return await self._fated(name, partial(super().call, name, command, limit_s))
+
+    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer) -> None:
+        async def told() -> None:
+            try:
+                answer = await self.settle(reservation, outcome)
+            except WarmfleetError as error:
+                on_answer(None, error)
+            else:
+                on_answer(answer, None)
+
+        task = asyncio.ensure_future(told())
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _fated(self, name: str, execute: Callable[[], Awaitable[Any]]) -> Any:
         await asyncio.sleep(0)  # whoever else is there goes first
         fate = self.fates.popleft() if self.fates else "well"
         if fate == "lost":
             raise FleetUnavailable(fate)
         if fate in ("late", "left late"):
-            self.late.append((name, args))
+            self.late.append(execute)
         else:
-            answer = await super().run(name, *args)
+            answer = await execute()
         if fate == "twice":
-            answer = await super().run(name, *args)
+            answer = await execute()
         if fate in ("left", "left late") and name == "decide":
             raise asyncio.CancelledError  # of the request: its client hung up
         if fate not in ("well", "twice"):
@@ -82,9 +106,8 @@ class Wire(Fleet):
     async def arrive(self, which: int) -> None:
         """Let one delayed command arrive at Redis."""
         if self.late:
-            name, args = self.late.pop(which % len(self.late))
             with suppress(WarmfleetError):  # nobody reads the answer
-                await super().run(name, *args)
+                await self.late.pop(which % len(self.late))()
 
 
 class GivenOrder(PolicyChoice):
@@ -102,6 +125,7 @@ class Replica:
     def __init__(self, client: aioredis.Redis, model: str, policy: str, late: Late, spans: Spans = SPANS) -> None:
         self.fleet = Wire(client, model, timeouts=PATIENT, spans=spans)
         self.fleet.fates, self.fleet.late, self.fleet.asked, self.fleet.foretold = deque(), late, {}, {}
+        self.fleet.tasks = set()
         self.metrics, self.pool = Metrics(), Pool(model, self.fleet, DegradedMode(0.0), policy)
         self.pools = Pools([self.pool])
         self.policy = self.pool.policy = GivenOrder(policy)
@@ -115,12 +139,12 @@ class Replica:
         try:
             await self.decider.decide(self._job(ask), attempt, may_wait=True)
         except (WarmfleetError, asyncio.CancelledError):
-            await attempt.release("cancelled")
+            attempt.release("cancelled")
         else:
             if attempt.state is AttemptState.BOOKED:
                 self.attempts.append(attempt)
             else:
-                await attempt.release("cancelled")  # it went where the degraded mode chose: nothing of it is booked
+                attempt.release("cancelled")  # it went where the degraded mode chose: nothing of it is booked
         await self.begun.drained()
         return attempt
 
@@ -132,17 +156,23 @@ class Replica:
 
     async def end(self, which: int, outcome: Any) -> None:
         if self.attempts:
-            attempt = self.attempts.pop(which % len(self.attempts))
-            with suppress(asyncio.CancelledError):
-                await attempt.release(outcome)
+            self.attempts.pop(which % len(self.attempts)).release(outcome)
             await self.begun.drained()
 
     async def end_cancelled(self, which: int) -> str:
-        """Its task is cancelled again while it settles; returns the reservation."""
+        """Its task is cancelled twice, the second time while it gives back; returns the reservation."""
         attempt = self.attempts.pop(which % len(self.attempts))
-        task = asyncio.ensure_future(attempt.release("cancelled"))
+
+        async def request() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                attempt.release("cancelled")
+
+        task = asyncio.ensure_future(request())
         await asyncio.sleep(0)
         task.cancel()
+        asyncio.get_running_loop().call_soon(task.cancel)
         await asyncio.wait({task})
         await self.begun.drained()
         return attempt.reservation

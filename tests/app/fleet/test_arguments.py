@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.lua.world import World
+from tests.packed import arguments_of
 
 from warmfleet.errors import BadArgument
-from warmfleet.fleet import SCRIPT_ARGS, Ask, Fleet, Place, QueueLimits, Renewal, Spans, Weights, constants
-from warmfleet.fleet.client import argv
+from warmfleet.fleet import SCRIPT_ARGS, SCRIPT_KEYS, Ask, Fleet, Place, QueueLimits, Renewal, Spans, Weights, constants
+from warmfleet.fleet.client import argv, script_source
 from warmfleet.fleet.codes import Mode
+from warmfleet.fleet.connection.packing import SMALL
 from warmfleet.fleet.constants import packed
+from warmfleet.fleet.reservations import Outcome
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.prompt.block_hashes import Chain
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import redis.asyncio as aioredis
+
+    from warmfleet.fleet.connection.multiplexed import OnAnswer
 
 ANSWERS: dict[str, Any] = {
     "queue": [0, 0, 0, 0, 1],
@@ -41,11 +50,22 @@ PACE = Pace(min_gap_ms=21, ttl_ms=22, forget_ms=23, max_streams=24, short_ms=25,
 
 
 class Recorder(Fleet):
-    """Calls no script: notes what it would be given, by name, and the list behind that."""
+    """Calls no script: notes what it would be given, by name, and the list behind that.
+
+    The arguments of a packed call are noted as the bytes that Redis would get.
+    """
+
+    def send(self, name: str, command: bytes, limit_s: float, on_answer: OnAnswer) -> None:
+        self._note(name, arguments_of(command))
+        on_answer(ANSWERS[name], None)
+
+    def _note(self, name: str, args: Sequence[Any]) -> None:
+        names = SCRIPT_ARGS[name]
+        noted = (name, dict(zip(names, args, strict=False)), tuple(args[len(names) :]))
+        self.calls = [*getattr(self, "calls", []), noted]
 
     async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
-        names = SCRIPT_ARGS[name]
-        self.calls = [*getattr(self, "calls", []), (name, dict(zip(names, args, strict=False)), args[len(names) :])]
+        self._note(name, args)
         return ANSWERS[name]
 
 
@@ -60,9 +80,8 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
     chain = Chain(5, 16, b"12345678")
     ask = Ask("wf-1", (chain,), 41, 42, "chwbl", ("a", "b"), 43, 44, ("c", "d"), 4.5)
     place = Place(b"8 bytes.", -3, 46, ("e",), may_wait=False)
-    args = fleet.turn_args(ask, place, Mode.TELL)
-    names = SCRIPT_ARGS["decide"]
-    assert dict(zip(names, args, strict=False)) == {
+    rest: list[int | bytes] = [5, 16, b"12345678"]
+    asked: dict[str, Any] = {
         "prefix": fleet.keys.prefix.encode(),
         "id": "wf-1",
         "constants": fleet.constants(),
@@ -81,7 +100,63 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
         "may_wait": 0,
         "barred": "e",
     }
-    assert args[len(names) :] == [5, 16, b"12345678"]
+    assert fleet.decide_command(ask, Mode.TELL, place) == sent_by_redis_py(
+        fleet, "decide", argv("decide", rest, **asked)
+    )
+
+
+NUMBERS = st.integers(0, 2**32 - 1) | st.integers(0, 2 * SMALL)
+NAMES = st.lists(st.text(min_size=1), max_size=3).map(tuple)
+CHAINS = st.lists(st.builds(Chain, NUMBERS, st.integers(16, 256), st.binary(max_size=100)), max_size=4).map(tuple)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    ask=st.builds(
+        Ask, st.text(min_size=1), CHAINS, NUMBERS, NUMBERS, st.text(), NAMES, NUMBERS, NUMBERS, NAMES, st.floats(0)
+    ),
+    place=st.builds(Place, st.binary(max_size=8), st.integers(), NUMBERS, NAMES, may_wait=st.booleans()),
+    mode=st.sampled_from(Mode),
+)
+def test_a_packed_decision_is_what_redis_py_would_send(fleet: Fleet, ask: Ask, place: Place, mode: Mode) -> None:
+    rest = [part for chain in ask.chains for part in (chain.scheme_id, chain.block_tokens, chain.hashes)]
+    asked = argv(
+        "decide",
+        rest,
+        prefix=fleet.keys.prefix,
+        id=ask.reservation,
+        constants=fleet.constants(),
+        policy=ask.policy,
+        prompt_tokens=ask.prompt_tokens,
+        decode_tokens=ask.decode_tokens,
+        mode=int(mode),
+        exclude=",".join(ask.exclude),
+        seed=ask.tie_seed,
+        prefix_tokens=ask.prefix_tokens,
+        order=",".join(ask.order),
+        objective_s=ask.objective_s,
+        tenant=place.tenant,
+        priority=place.priority_class,
+        waited_ms=place.waited_ms,
+        may_wait=int(place.may_wait),
+        barred=",".join(place.barred),
+    )
+    assert fleet.decide_command(ask, mode, place) == sent_by_redis_py(fleet, "decide", asked)
+
+
+@pytest.mark.parametrize("outcome", get_args(Outcome))
+def test_a_packed_outcome_is_what_redis_py_would_send(fleet: Fleet, outcome: Outcome) -> None:
+    fleet.spans = SPANS
+    told = argv("settle", prefix=fleet.keys.prefix, id="wf-é", outcome=outcome, tombstone_ms=13, linger_ms=15)
+    assert fleet.settle_command("wf-é", outcome) == sent_by_redis_py(fleet, "settle", told)
+
+
+def sent_by_redis_py(fleet: Fleet, script: str, args: Sequence[Any]) -> bytes:
+    """The bytes that redis-py's own client sends for a call of this script."""
+    registered = fleet.redis.register_script(script_source(script))
+    keys = [getattr(fleet.keys, key) for key in SCRIPT_KEYS[script]]
+    connection = cast("Any", fleet.redis.connection_pool).make_connection()
+    return b"".join(connection.pack_command("EVALSHA", registered.sha, len(keys), *keys, *args))
 
 
 async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
@@ -103,10 +178,10 @@ async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
     await recorder.audit(5.8)
     prove = {"worker_id": "w.0", "reason": "", "cause": "", "probed": ""}
     assert recorder.calls == [
-        ("queue", {"constants": recorder.constants(), "leaving": 1}, ("l1", "w1", "w2")),
+        ("queue", {"constants": recorder.constants(), "leaving": b"1"}, (b"l1", b"w1", b"w2")),
         (
             "settle",
-            {"prefix": prefix, "id": "wf-1", "outcome": "failed", "tombstone_ms": 13, "linger_ms": 15},
+            {"prefix": prefix, "id": b"wf-1", "outcome": b"failed", "tombstone_ms": b"13", "linger_ms": b"15"},
             (),
         ),
         ("renew", {"lease_ms": 11}, ("wf-2", "w.0", 51, 52, 1)),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from warmfleet.fleet import Fleet
+    from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.reservations import Outcome
 
 NAME = "wf-0attempt"
@@ -36,13 +37,16 @@ class Store:
         self.limits = SimpleNamespace(max_engine_wait_s=1.0)
         self.timeouts = SimpleNamespace(request_s=1.0)
 
-    async def settle(self, reservation: str, outcome: Outcome) -> str:
+    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer) -> None:
         assert reservation == NAME
-        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(self._answer, outcome, on_answer)
+
+    def _answer(self, outcome: Outcome, on_answer: OnAnswer) -> None:
         if self.away:
-            raise FleetUnavailable("away")
+            on_answer(None, FleetUnavailable("away"))
+            return
         self.settled.append(outcome)
-        return "SETTLED"
+        on_answer([b"SETTLED"], None)
 
 
 class RecordedTickets(Tickets):
@@ -114,7 +118,7 @@ async def test_release_gives_back_what_was_taken_once(
     assert attempt.state is state
     assert (NAME in attempt.pool.reservations) == (state is AttemptState.BOOKED)
     for _ in range(2):
-        await attempt.release("finished")
+        attempt.release("finished")
         assert attempt.state is AttemptState.RELEASED
     await attempts.drained()
     assert store.settled == settled
@@ -127,11 +131,11 @@ async def test_the_worker_is_told_only_a_reservation_that_is_booked() -> None:
     attempt, attempts, _ = begun()
     attempt.chose_without_redis(DECISION)
     assert (attempt.owner, attempt.reservation_word) == ("unbooked", "fallback")
-    await attempt.release("finished")
+    attempt.release("finished")
     attempt, attempts, _ = begun()
     booked(attempt)
     assert (attempt.owner, attempt.reservation_word) == (NAME, "booked")
-    await attempt.release("finished")
+    attempt.release("finished")
     await attempts.drained()
 
 
@@ -142,7 +146,7 @@ async def test_the_prefill_is_given_back_at_the_first_token_and_not_after_the_en
     renewal = attempt.pool.reservations.renewal(NAME)
     assert renewal is not None
     assert (renewal.prefill_tokens, renewal.decode_tokens, renewal.started) == (0, 20, True)
-    await attempt.release("finished")
+    attempt.release("finished")
     attempt.prefill_done()
     await attempts.drained()
     assert store.settled == ["started", "finished"]
@@ -153,20 +157,44 @@ async def test_an_outcome_that_redis_does_not_take_is_kept() -> None:
     booked(attempt)
     store.away = True
     attempt.prefill_done()
-    await attempt.release("failed")
+    attempt.release("failed")
     await attempts.drained()
     assert attempt.pool.reservations.outcomes() == [(NAME, "failed")]
     attempt.pool.reservations.outcome_taken(NAME)
     assert attempt.pool.reservations.outcomes() == []
 
 
-async def test_a_cancelled_release_still_settles() -> None:
+async def test_a_request_that_is_cancelled_while_it_releases_still_settles() -> None:
     attempt, attempts, store = begun()
     booked(attempt)
-    task = asyncio.ensure_future(attempt.release("cancelled"))
+
+    async def request() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            attempt.release("cancelled")
+
+    task = asyncio.ensure_future(request())
     await asyncio.sleep(0)
     task.cancel()
+    asyncio.get_running_loop().call_soon(task.cancel)
     with pytest.raises(asyncio.CancelledError):
         await task
     await attempts.drained()
     assert store.settled == ["cancelled"]
+
+
+async def test_drained_waits_until_redis_has_taken_or_refused_every_outcome() -> None:
+    attempt, attempts, store = begun()
+    booked(attempt)
+    answers: list[OnAnswer] = []
+    store.tell = lambda _reservation, _outcome, on_answer: answers.append(on_answer)  # type: ignore[method-assign, assignment]
+    attempt.prefill_done()
+    attempt.release("finished")
+    drained = asyncio.ensure_future(attempts.drained())
+    for on_answer in answers:
+        await asyncio.sleep(0)
+        assert not drained.done()
+        on_answer([b"SETTLED"], None)
+    await drained
+    assert len(answers) == 2

@@ -29,6 +29,7 @@ from warmfleet.routing.router import Router
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
+    from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.reservations import Outcome
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
@@ -274,9 +275,9 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
             pytest.fail("nothing is to be sent")
 
     class SlowFleet(Fleet):
-        async def settle(self, reservation: str, outcome: Outcome) -> str:
-            await asyncio.sleep(0.05)  # as a connection that must be made anew
-            return await super().settle(reservation, outcome)
+        def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer) -> None:
+            """As over a connection that must be made anew."""
+            asyncio.get_running_loop().call_later(0.05, super().tell, reservation, outcome, on_answer)
 
     async with engine(model, freezing(b"")) as upstream, replica(valkey_url, model, upstream.url) as router:
         settings = Settings(redis_url=valkey_url, models=(model,), decide_timeout_s=1.0)

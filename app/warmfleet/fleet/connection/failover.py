@@ -90,11 +90,15 @@ class MasterPool(SentinelConnectionPool):
     _look_at = 0.0
     _looking: asyncio.Task[None] | None = None
 
-    async def get_connection(self, *args: Any, **kwargs: Any) -> Any:
+    def look(self) -> None:
+        """Ask a node in the background which server is the master, at most once a second."""
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_SECONDS
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.create_task(self._look())
+
+    async def get_connection(self, *args: Any, **kwargs: Any) -> Any:
+        self.look()
         if self.doubted:
             self.doubted = False
             await self.disconnect(inuse_connections=False)
@@ -109,6 +113,7 @@ class MasterPool(SentinelConnectionPool):
             self._looking.cancel()
             await asyncio.wait([self._looking])
         await super().aclose()
+        await self.sentinel_manager.close()  # the clients of the Sentinels or Cluster nodes
 
 
 class MasterConnection(Cancellable, SentinelManagedConnection):
@@ -130,16 +135,8 @@ class MasterTLSConnection(MasterConnection, SSLConnection):
     pass
 
 
-class MasterRedis(aioredis.Redis):
-    """A client that, when it is closed, also closes its clients of the Sentinels or Cluster nodes."""
-
-    async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        await super().aclose(close_connection_pool)
-        await self.connection_pool.sentinel_manager.close()  # type: ignore[attr-defined]  # a MasterPool
-
-
-def master_client(address: RedisAddress, tag: str, **options: Any) -> aioredis.Redis:
-    """A client of the master for keys with this hash tag. options: of its connections; those in the URL win."""
+def master_pool(address: RedisAddress, tag: str, **options: Any) -> MasterPool:
+    """Connections to the master for keys with this hash tag. options: of its connections; those in the URL win."""
     options |= connection_options(address.url)
     asking_class = options.pop("connection_class")
     for name in ("host", "port"):
@@ -154,5 +151,4 @@ def master_client(address: RedisAddress, tag: str, **options: Any) -> aioredis.R
     ]
     kind = MasterTLSConnection if issubclass(asking_class, SSLConnection) else MasterConnection
     locator = Locator(address, tag, nodes)
-    pool = MasterPool(address.service, locator, connection_class=kind, **options)  # type: ignore[no-untyped-call]  # redis-py
-    return MasterRedis.from_pool(pool)
+    return MasterPool(address.service, locator, connection_class=kind, **options)  # type: ignore[no-untyped-call]  # redis-py

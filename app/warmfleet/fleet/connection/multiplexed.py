@@ -1,0 +1,320 @@
+"""One connection for the scripts that requests call: many calls wait on it at a time, and answers come in their order.
+
+redis-py takes a connection of a pool for each call and drives it by a chain of coroutines; that costs a request more
+than Redis itself. Here a call is bytes that go out with those of the same turn of the event loop, and a function that
+gets the answer. redis-py opens the connection, by the pool of the same client, so URL, TLS, user, database, Sentinels
+and Cluster mean here what they mean there. A connection is replaced as a whole: when it is lost, when its server says
+that it is not the master, when another server is the master, and when it was silent for SILENT_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import hiredis
+from tenacity import AsyncRetrying, wait_random_exponential
+
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet.connection.failover import MasterPool
+from warmfleet.fleet.connection.loop_aware_timeout import MOST_S
+from warmfleet.fleet.connection.reply_errors import failure, refusal
+from warmfleet.fleet.connection.taken_over import take_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from redis.asyncio.connection import ConnectionPool
+
+    from warmfleet.errors import WarmfleetError
+    from warmfleet.fleet.connection.packing import PackedScript
+    from warmfleet.fleet.connection.taken_over import TakenOver
+
+    #: Called once with the answer and None, or with None and the error, perhaps before ``send`` returns.
+    OnAnswer = Callable[[Any, WarmfleetError | None], None]
+
+logger = logging.getLogger("warmfleet.fleet.connection.multiplexed")
+
+MOST_WAITING = 8_192  # calls; 5,000 streams that end together fit, and so does a second of all that a replica asks
+MOST_BYTES = 33_554_432  # of the calls that wait: a decision about the longest prompt has 70 kB
+STEP_S = 0.02  # between two looks for calls whose time is up, while calls wait
+SILENT_S = 1.0  # without a byte while calls wait: a frozen server keeps its connections open
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between attempts to open a connection
+LOG_EVERY_S = 5.0
+NEVER = float("inf")
+#: The first words of error replies by a server that is not the master, or that cannot serve.
+NO_MASTER = frozenset({"MOVED", "ASK", "CLUSTERDOWN", "READONLY", "LOADING", "MASTERDOWN"})
+INCOMPLETE = object()  # hiredis' answer while a reply has not fully come
+
+
+class Call:
+    """A call that waits. ``on_answer`` is None once its time was up: its answer is dropped when it comes.
+
+    due: when its time is up, by the clock of ``Multiplexed``; last: the same by the monotonic clock, MOST_S later.
+    """
+
+    __slots__ = ("again", "command", "due", "last", "on_answer", "script")
+
+    def __init__(self, script: PackedScript, command: bytes, on_answer: OnAnswer, due: float, last: float) -> None:
+        self.script = script
+        self.command = command
+        self.on_answer: OnAnswer | None = on_answer
+        self.due = due
+        self.last = last
+        self.again = False  # it was sent once more, behind its script
+
+
+class Channel(asyncio.Protocol):
+    """One open connection. on_reply gets each reply with its call; on_lost is told when the connection has ended."""
+
+    def __init__(self, on_reply: Callable[[Channel, Call, Any], None], on_lost: Callable[[Channel, str], None]) -> None:
+        self.waiting: deque[Call] = deque()
+        self.heard = True  # something came since this was last set to False
+        self.loading: set[str] = set()  # scripts that Redis is being told
+        self.ended = asyncio.Event()
+        self._on_reply = on_reply
+        self._on_lost = on_lost
+        self._reader = hiredis.Reader(notEnoughData=INCOMPLETE)
+        self._loop = asyncio.get_running_loop()
+        self._out: list[bytes] = []
+        self._transport: asyncio.Transport | None = None
+        self._taken: TakenOver | None = None
+
+    def use(self, taken: TakenOver) -> None:
+        """Write on this connection from now on."""
+        self._taken, self._transport = taken, taken.transport
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        return self._taken.address if self._taken else None
+
+    def send(self, call: Call) -> None:
+        """Write the call at the end of this turn of the event loop, with all others of the turn."""
+        self.waiting.append(call)
+        self._out.append(call.command)
+        if len(self._out) == 1:
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        if self._transport is not None:
+            self._transport.write(b"".join(out))
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = True
+        try:
+            self._reader.feed(data)
+            while self._transport is not None:
+                reply = self._reader.gets()
+                if reply is INCOMPLETE:
+                    return
+                if not isinstance(reply, hiredis.PushNotification):
+                    self._on_reply(self, self.waiting.popleft(), reply)
+        except (hiredis.ProtocolError, IndexError) as error:  # IndexError: a reply that nobody asked for
+            self._on_lost(self, f"its replies cannot be read: {error}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self.ended.set()
+        self._on_lost(self, str(error or "closed by Redis"))
+
+    def abort(self) -> None:
+        """Close the connection at once. Nothing that comes on it afterwards is read."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+
+
+class Multiplexed:
+    """The one connection of a client, opened by the first call. A call waits for an answer, at most its time limit.
+
+    The first call after the connection was lost waits until it is open again. If that fails, calls fail at once until
+    one of the later attempts, which need no call, has succeeded.
+    """
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+        self._channel: Channel | None = None
+        self._early: deque[Call] = deque()  # they wait for the connection that is being opened
+        self._opening: asyncio.Task[None] | None = None
+        self._away = ""  # why the last attempt to open a connection failed
+        self._bytes = 0  # of the commands of all calls that wait
+        self._clock = 0.0  # seconds in which calls waited, less those by which the event loop was late
+        self._timer: asyncio.TimerHandle | None = None
+        self._silent_s = 0.0
+        self._logged_at = -LOG_EVERY_S
+        self._closed = False
+
+    # ------------------------------------------------ calls
+
+    def send(self, script: PackedScript, command: bytes, limit_s: float, on_answer: OnAnswer) -> None:
+        """Call a script. ``command`` is the whole call as ``script`` packs it."""
+        channel = self._channel
+        waiting = self._early if channel is None else channel.waiting
+        if self._closed or self._away or len(waiting) >= MOST_WAITING or self._bytes + len(command) > MOST_BYTES:
+            on_answer(None, FleetUnavailable(self._why_not()))
+            return
+        self._bytes += len(command)
+        call = Call(script, command, on_answer, self._clock + limit_s + STEP_S, time.monotonic() + limit_s + MOST_S)
+        if self._timer is None:
+            self._silent_s = 0.0
+            self._set_timer()
+        if channel is not None:
+            channel.send(call)
+            return
+        self._early.append(call)
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._open())
+
+    def _why_not(self) -> str:
+        if self._closed:
+            return "The connection to Redis is closed."
+        return self._away or "Redis is away or slow: too many calls wait for it already."
+
+    def _replied(self, channel: Channel, call: Call, reply: Any) -> None:
+        self._bytes -= len(call.command)
+        if isinstance(reply, hiredis.ReplyError):
+            self._refused(channel, call, str(reply))
+        elif call.on_answer is not None:
+            call.on_answer(reply, None)
+
+    def _refused(self, channel: Channel, call: Call, reply: str) -> None:
+        word = reply.partition(" ")[0]
+        if word == "NOSCRIPT" and call.on_answer is not None and not call.again:
+            self._load(channel, call)
+            return
+        if call.on_answer is not None:
+            call.on_answer(None, refusal(reply))
+        if word in NO_MASTER:
+            self._lost(channel, reply)
+
+    def _load(self, channel: Channel, call: Call) -> None:
+        """Tell Redis the call's script, unless that is under way, and send the call once more behind it."""
+        call.again = True
+        script = call.script
+        if script.name not in channel.loading:
+            channel.loading.add(script.name)
+            self._bytes += len(script.load)
+            channel.send(Call(script, script.load, lambda _, __: channel.loading.discard(script.name), NEVER, NEVER))
+        self._bytes += len(call.command)
+        channel.send(call)
+
+    def _fail(self, call: Call, why: str) -> None:
+        """End a call that waits no longer in any line."""
+        self._bytes -= len(call.command)
+        if call.on_answer is not None:
+            call.on_answer(None, FleetUnavailable(why))
+
+    # ------------------------------------------------ time
+
+    def _set_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(STEP_S, self._tick)
+
+    def _tick(self) -> None:
+        """Give up calls whose time is up, and a server that is silent or is not the master any more.
+
+        However late the event loop is, one step counts as STEP_S: answers are read once in a turn of the loop.
+        """
+        self._timer = None
+        now, channel = time.monotonic(), self._channel
+        self._clock += STEP_S
+        self._silent_s += STEP_S
+        if channel is not None:
+            if channel.heard:
+                channel.heard, self._silent_s = False, 0.0
+            if why := self._is_over(channel):
+                self._lost(channel, why)
+        self._give_up(now)
+        if self._timer is None and (self._early or (self._channel is not None and self._channel.waiting)):
+            self._set_timer()
+
+    def _is_over(self, channel: Channel) -> str:
+        """Why the connection should be replaced, else an empty string."""
+        if self._silent_s >= SILENT_S:
+            return f"not a byte for {SILENT_S:g} s while calls wait"
+        if isinstance(self._pool, MasterPool):
+            self._pool.look()
+            if self._pool.master_address not in (None, channel.address):
+                return "another server is the master"
+        return ""
+
+    def _give_up(self, now: float) -> None:
+        clock = self._clock
+        for call in [call for call in self._early if call.due <= clock or call.last <= now]:
+            self._early.remove(call)
+            self._fail(call, "Redis is away or slow: no connection within the time limit")
+        if self._channel is None:
+            return
+        late = [call for call in self._channel.waiting if call.due <= clock or call.last <= now]
+        for call in late:
+            on_answer, call.on_answer = call.on_answer, None
+            call.due = call.last = NEVER  # it keeps its place in the line, because its answer may still come
+            if on_answer is not None:
+                on_answer(None, FleetUnavailable("Redis is away or slow: no answer within the time limit"))
+
+    # ------------------------------------------------ the connection
+
+    async def _open(self) -> None:
+        """Open a connection; if that fails, fail the calls that wait for it, and try again until it succeeds."""
+        attempts = AsyncRetrying(wait=wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S))
+        try:
+            async for attempt in attempts:
+                with attempt:
+                    await self._connect()
+        finally:
+            self._opening = None
+
+    async def _connect(self) -> None:
+        channel = Channel(self._replied, self._lost)
+        try:
+            channel.use(await take_over(self._pool, channel))
+        except Exception as error:
+            self._away = str(failure(error))
+            self._log(self._away)
+            self._fail_early(self._away)
+            raise
+        self._away, self._channel = "", channel
+        early, self._early = self._early, deque()
+        for call in early:
+            channel.send(call)
+
+    def _lost(self, channel: Channel, why: str) -> None:
+        """End this connection, and fail what waits on it. The next call opens another one."""
+        channel.abort()
+        if channel is not self._channel:
+            return
+        self._channel = None
+        text = f"Redis is away or slow: the connection ended: {why}"
+        if not self._closed:
+            self._log(text)
+        for call in channel.waiting:
+            self._fail(call, text)
+        channel.waiting.clear()
+
+    def _fail_early(self, why: str) -> None:
+        early, self._early = self._early, deque()
+        for call in early:
+            self._fail(call, why)
+
+    def _log(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
+            logger.warning("the connection for decisions: %s", text)
+
+    async def aclose(self) -> None:
+        """Close the connection for good; calls that wait fail."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
+        self._fail_early(self._why_not())
+        channel = self._channel
+        if channel is not None:
+            self._lost(channel, "closed")
+            await channel.ended.wait()

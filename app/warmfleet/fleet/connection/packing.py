@@ -1,0 +1,60 @@
+"""Calls of scripts as the bytes that go to Redis, with all that does not change from call to call packed once."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Argument = bytes | str | int | float
+
+
+def pack(value: Argument) -> bytes:
+    """One argument in the protocol of Redis. Numbers are written as redis-py writes them."""
+    if isinstance(value, str):
+        value = value.encode()
+    elif isinstance(value, int | float):
+        value = repr(value).encode()
+    return b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+SMALL = 16_384  # integers below it are packed beforehand: most counts of tokens; about 1 MB
+_PACKED = tuple(map(pack, range(SMALL)))
+NOTHING = pack("")
+
+
+def pack_int(value: int) -> bytes:
+    """``pack`` for an integer, from a table if it is small."""
+    return _PACKED[value] if 0 <= value < SMALL else pack(value)
+
+
+def pack_names(values: Iterable[str]) -> bytes:
+    """``pack`` for strings joined by commas, as the scripts take lists of names."""
+    return pack(",".join(values)) if values else NOTHING
+
+
+class PackedScript:
+    """A script on the keys of one model. ``load`` is the command that makes Redis know it."""
+
+    def __init__(self, name: str, text: str, keys: Sequence[str]) -> None:
+        self.name = name
+        source = text.encode()
+        digest = hashlib.sha1(source, usedforsecurity=False).hexdigest()
+        self.load = b"*3\r\n" + pack("SCRIPT") + pack("LOAD") + pack(source)
+        self._fixed = 3 + len(keys)
+        named: tuple[Argument, ...] = ("EVALSHA", digest, len(keys), *keys)
+        self._named = b"".join(map(pack, named))
+        self._heads: dict[int, bytes] = {}
+
+    def head(self, count: int) -> bytes:
+        """The beginning of a call with ``count`` arguments, up to the first of them."""
+        head = self._heads.get(count)
+        if head is None:
+            head = self._heads[count] = b"*%d\r\n%b" % (self._fixed + count, self._named)
+        return head
+
+    def call(self, args: Sequence[Argument]) -> bytes:
+        """A whole call with these arguments."""
+        return self.head(len(args)) + b"".join(map(pack, args))

@@ -1,0 +1,38 @@
+"""What Redis refuses and how a connection fails, as the errors of ``warmfleet.errors``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from redis.exceptions import ResponseError
+
+from warmfleet.errors import BadArgument, CancelledReservation, FleetUnavailable, NoWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from warmfleet.errors import WarmfleetError
+
+#: The first word of a script's error reply -> the class that Python raises.
+ERROR_CODES: Mapping[str, type[WarmfleetError]] = {
+    "NO_WORKER": NoWorker,
+    "CANCELLED": CancelledReservation,
+    "BAD_ARGUMENT": BadArgument,
+}
+
+
+def refusal(reply: str) -> WarmfleetError:
+    """The error for an error reply of Redis: the class of the script's own code, else FleetUnavailable."""
+    code, _, text = reply.partition(" ")
+    if code in ERROR_CODES:
+        return ERROR_CODES[code](text)
+    return FleetUnavailable(f"Redis refused the call: {reply}")
+
+
+def failure(error: Exception) -> WarmfleetError:
+    """The error for what redis-py, the operating system or a time limit raises during a call."""
+    if isinstance(error, ResponseError):
+        return refusal(str(error))
+    if "CERTIFICATE" in str(error).upper():
+        return FleetUnavailable(f"TLS with Redis fails, see WARMFLEET_REDIS_CA: {error}")
+    return FleetUnavailable(f"Redis is away or slow: {type(error).__name__}: {error}")
