@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
+import re
 import signal
+import socket
+import sys
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -67,6 +72,108 @@ async def test_a_stream_says_why_it_ends(valkey_url: str, model: str) -> None:
 async def test_half_a_plain_answer_ends_with_a_closed_connection(valkey_url: str, model: str) -> None:
     with pytest.raises(aiohttp.ClientPayloadError):
         await cut(valkey_url, model, freezing(LARGE))
+
+
+class Process:
+    """A replica as a process of its own, on the same port after every restart. ``ready``: by its last /readyz."""
+
+    def __init__(self, redis_url: str, model: str, engine_url: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            self.port = found.getsockname()[1]
+        settings = {"REDIS_URL": redis_url, "MODELS": model, "STATIC_WORKERS": engine_url, "PORT": str(self.port)}
+        settings |= {"DRAIN_S": "1.5", "DECIDE_TIMEOUT_S": "2", "VIEW_INTERVAL_S": "0.1"}
+        self.environment = os.environ | {f"WARMFLEET_{name}": value for name, value in settings.items()}
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.ready = False
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        command = (sys.executable, "-m", "warmfleet", "serve")
+        self._process = await asyncio.create_subprocess_exec(*command, env=self.environment)
+
+    async def stop(self) -> None:
+        """SIGTERM; returns when the process has ended by itself."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(self._process.wait(), 20) in (0, -signal.SIGTERM)
+
+    async def watch(self) -> None:
+        """Ask for /readyz again and again, as a balancer does, on connections of its own."""
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
+            while True:
+                try:
+                    async with client.get(f"{self.url}/readyz") as answer:
+                        self.ready = answer.status == 200
+                except aiohttp.ClientError:
+                    self.ready = False
+                await asyncio.sleep(0.05)
+
+
+class Traffic:
+    """Clients behind a balancer of connections: a new one goes to a ready replica, and stays there until it is closed.
+
+    No client sends a request again.
+    """
+
+    def __init__(self, model: str, processes: list[Process]) -> None:
+        self.model, self.processes = model, processes
+        self.connections, self.answered, self.failed, self.over = 0, 0, list[object](), False
+
+    async def client(self, number: int) -> None:
+        chance = random.Random(number)
+        while not self.over:
+            process = chance.choice([one for one in self.processes if one.ready])
+            reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
+            self.connections += 1
+            while not self.over and not reader.at_eof():
+                try:
+                    head = await self.ask(reader, writer, stream=chance.random() < 0.5)
+                except (OSError, EOFError) as error:
+                    self.failed.append(error)
+                    break
+                self.answered += 1
+                if not head.startswith(b"HTTP/1.1 200 "):
+                    self.failed.append(head)
+                if b"\r\nconnection: close\r\n" in head:
+                    break
+                await asyncio.sleep(number % 2 * chance.uniform(0.0, 0.4))  # half of them send again at once
+            writer.close()
+
+    async def ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, stream: bool) -> bytes:
+        """Send one request and read the whole answer; returns its head."""
+        body = json.dumps({"model": self.model, "prompt": "x" * 100, "stream": stream}).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        head = await reader.readuntil(b"\r\n\r\n")
+        if length := re.search(rb"\r\ncontent-length: (\d+)\r\n", head):
+            await reader.readexactly(int(length[1]))
+        else:
+            await reader.readuntil(b"\r\n0\r\n\r\n")
+        return head
+
+
+async def test_a_rolling_restart_fails_nobody_with_a_kept_connection(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, asyncio.TaskGroup() as group:
+        processes = [Process(valkey_url, model, upstream.url) for _ in range(2)]
+        for process in processes:
+            await process.start()
+        watches = [group.create_task(process.watch()) for process in processes]
+        await poll(lambda: all(process.ready for process in processes), 60, "both are ready")
+        traffic = Traffic(model, processes)
+        clients = [group.create_task(traffic.client(number)) for number in range(20)]
+        for process in processes:
+            before = traffic.answered
+            await poll(lambda: traffic.answered > before + 100, 60, "all clients have connections")  # noqa: B023
+            await process.stop()
+            await process.start()
+            await poll(lambda: process.ready, 60, "it is ready again")  # noqa: B023
+        traffic.over = True
+        await asyncio.gather(*clients)
+        for watch in watches:
+            watch.cancel()
+        for process in processes:
+            await process.stop()
+        assert traffic.failed == []
+        assert traffic.connections < traffic.answered / 3, "they keep their connections"
 
 
 async def test_a_stop_signal_drains_first() -> None:

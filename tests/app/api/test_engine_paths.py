@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
@@ -12,9 +13,6 @@ from tests.app.replica import Replica, replica
 from tests.app.simulated import simulated
 
 from warmfleet.prompt.engine_paths import KNOWN, NEVER
-
-if TYPE_CHECKING:
-    import asyncio
 
 ORIGIN = "https://chat.example.com"
 UNREAD = [path for path, known in KNOWN.items() if known.form in ("unknown", "none")]
@@ -90,11 +88,12 @@ async def test_paths_that_steer_an_engine_never_pass(valkey_url: str, model: str
 
 async def sent(router: Replica, method: str, path: str) -> int:
     """The status of the answer to a request whose path is sent byte by byte as it is here."""
-    from yarl import URL
-
-    async with router.client.request(method, URL(router.url + path, encoded=True), data=b"{}") as answer:
-        await answer.read()
-        return answer.status
+    host, port = router.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+    answer = await reader.read()
+    writer.close()
+    return int(answer.split()[1])
 
 
 async def test_an_operator_names_further_paths(valkey_url: str, model: str) -> None:
