@@ -88,7 +88,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high")
 class Ask:
     """One request. shape: the features that it uses. lora: name and path of the adapter that it asks for."""
 
-    endpoint: Literal["completions", "chat"]
+    endpoint: Literal["completions", "chat", "messages", "responses"]
     body: Body
     lora: tuple[str, str] | None = None
     shape: set[str] = field(default_factory=set)

@@ -19,7 +19,7 @@ TEXT = "import asyncio\n\n\nasync def main() -> None:\n    " + "await asyncio.sl
 USER = {"role": "user", "content": "Tell me of the class value index, and yield."}
 SYSTEM = {"role": "system", "content": "Be brief. Return self."}
 EARLIER = [{"role": "user", "content": "import os"}, {"role": "assistant", "content": "def f(x):\n    return x"}]
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -42,7 +42,46 @@ def chat(result: str = "used", texts: int = 0, /, **more: Any) -> Feature:
     return Feature(CHAT, body, result, texts)
 
 
+def message(result: str = "used", texts: int = 0, /, **more: Any) -> Feature:
+    body = {"system": "Be brief.", "messages": [*EARLIER, USER], "max_tokens": 12, "temperature": 0} | more
+    return Feature("/v1/messages", body, result, texts)
+
+
+def response(result: str = "used", texts: int = 0, /, **more: Any) -> Feature:
+    body = {"instructions": "Be brief.", "input": [*EARLIER, USER], "max_output_tokens": 12, "temperature": 0} | more
+    return Feature("/v1/responses", body, result, texts)
+
+
+USED = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"place": "X"}}
+CALLED = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"place": "X"}'}
+ANTHROPIC_WEATHER = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+FLAT_WEATHER = {"type": "function", "strict": False, **WEATHER["function"]}
+
 FEATURES: dict[str, Feature] = {
+    "message": message(),
+    "message streamed": message(stream=True),
+    "message with tools": message(tools=[ANTHROPIC_WEATHER], tool_choice={"type": "any"}, max_tokens=60),
+    "message with a tool's result": message(
+        tools=[ANTHROPIC_WEATHER],
+        messages=[
+            USER,
+            {"role": "assistant", "content": [USED]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}]},
+        ],
+    ),
+    "message with a salt": message(cache_salt="tenant"),
+    "message, refused: no such tool": message(tools=[ANTHROPIC_WEATHER], tool_choice={"type": "tool", "name": "x"}),
+    "response": response(),
+    "response to a text": response(input=TEXT, instructions=None),
+    "response streamed": response(stream=True),
+    "response with tools": response(tools=[FLAT_WEATHER], tool_choice="required", max_output_tokens=60),
+    "response with a tool's result": response(
+        tools=[FLAT_WEATHER],
+        input=[USER, CALLED, {"type": "function_call_output", "call_id": "c1", "output": "rain"}],
+    ),
+    "response as JSON": response(text={"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}),
+    "response with a salt": response(cache_salt="tenant"),
+    "response truncated": response("unknown", 1, truncation="auto"),
     "completion": completion(),
     "completion streamed": completion(stream=True),
     "completion streamed with usage": completion(**USAGE),

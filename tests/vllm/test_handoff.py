@@ -37,8 +37,8 @@ async def answer(router: Replica, engine: VllmEngine, feature: Feature) -> tuple
         assert reset.status == 200
     body = {"model": SERVED_NAME} | feature.body
     status, _, said = await router.post(body, feature.path, **{"content-type": "application/json"})
-    said = re.sub(rb'"id":"(cmpl|chatcmpl|call)[^"]*"', b'"id":""', said)
-    return status, re.sub(rb'"created":\d+', b'"created":0', said)
+    said = re.sub(rb'"((?:\w+_)?id|signature)":"[^"]*"', rb'"\1":""', said)
+    return status, re.sub(rb'"(created\w*|completed_at)":[\d.]+', rb'"\1":0', said)
 
 
 def whole(said: bytes) -> Any:

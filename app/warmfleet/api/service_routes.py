@@ -12,6 +12,8 @@ from warmfleet.api import fleet_status
 from warmfleet.api.client_hints import operators_hints
 from warmfleet.errors import BadRequest, ModelNotFound, Unauthorized
 from warmfleet.prompt import request as requests
+from warmfleet.prompt.dialects import bodies
+from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.prompt.request import PATHS
 
 if TYPE_CHECKING:
@@ -104,10 +106,11 @@ class ServiceRoutes:
         if not isinstance(tenant, str | None):
             raise BadRequest("tenant must be a string: a value of the tenant header.", "tenant")
         path = data.pop("endpoint", PATHS["chat" if "messages" in data else "completions"])
-        endpoint = next((name for name, known in PATHS.items() if known == path), None)
-        if endpoint is None:
-            raise BadRequest(f"endpoint must be one of {', '.join(PATHS.values())}.", "endpoint")
-        asked = requests.from_dict(endpoint, data, self._settings.allowed_fields, size_bytes=len(body))
+        known = KNOWN.get(path) if isinstance(path, str) else None
+        if known is None or known.form in ("unknown", "none"):
+            read = ", ".join(one.path for one in KNOWN.values() if one.form not in ("unknown", "none"))
+            raise BadRequest(f"endpoint must be one of {read}.", "endpoint")
+        asked = bodies.from_dict(known, data, self._settings.allowed_fields, len(body))
         raw = request.headers.raw
         asked.use_salt(self._tenancy.salt(self._tenant(raw, tenant), asked.salt))
         pool = await self._pools.find(asked.model)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: How a body makes a prompt. ``unknown``: the engine computes a prompt that the router does not read. ``none``: the
 #: engine computes no prompt at all.
-Form = Literal["completions", "chat", "unknown", "none"]
+Form = Literal["completions", "chat", "messages", "responses", "unknown", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ _KNOWN = (
     EnginePath("/v1/completions", "completions", "completions", generates=True),
     EnginePath("/v1/chat/completions", "chat", "chat", generates=True),
     EnginePath("/v1/chat/completions/batch", "chat_batch", generates=True),
-    EnginePath("/v1/responses", "responses", generates=True),
-    EnginePath("/v1/messages", "messages", generates=True),
+    EnginePath("/v1/responses", "responses", "responses", generates=True),
+    EnginePath("/v1/messages", "messages", "messages", generates=True),
     EnginePath("/v1/messages/count_tokens", "count_tokens", "none", takes_salt=False),
     EnginePath("/inference/v1/generate", "generate", generates=True),
     EnginePath("/invocations", "invocations", generates=True),

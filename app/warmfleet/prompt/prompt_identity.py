@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import orjson
 
 from warmfleet.prompt.cut_points import Cuts
+from warmfleet.prompt.dialects.messages_request import with_system_first
+from warmfleet.prompt.dialects.responses_request import with_names_first
 from warmfleet.prompt.media_prefix import agreed, variants
 from warmfleet.prompt.messages import NotReproducible, conversation, developer_to_system, tool_schemas
 from warmfleet.prompt.prefix_trie import Prompt, Reading, Trie
@@ -86,6 +88,8 @@ class Identity:
         self._defaults = dict(facts.get("default_chat_template_kwargs") or {})
         self._drop_unused_tools = bool(facts.get("exclude_tools_when_tool_choice_none"))
         self._tools_known = bool(facts.get("same_template_with_tools", True))
+        self._merges_system = facts.get("merges_inline_system")
+        self._not_thinking = facts.get("disabled_thinking_effort")
         self._multimodal = bool(facts.get("multimodal"))
         self._placeholders = dict(facts.get("placeholders") or {})
         self._executor = executor
@@ -197,12 +201,31 @@ class Identity:
             raise NotReproducible("tools")
         if self._drop_unused_tools and request.tool_choice == "none":
             tools = None
-        messages = conversation(request.messages, content_format)
+        given, arguments = self._of_dialect(request)
+        messages = conversation(given, content_format)
+        if request.dialect == "responses":
+            messages = with_names_first(messages)
         if change is not None:
             messages = change(messages)
         if not knows_developer:
             messages = developer_to_system(messages)
-        return messages, {**self._defaults, **request.arguments}, {**self._fixed, "tools": tool_schemas(tools)}
+        return messages, {**self._defaults, **arguments}, {**self._fixed, "tools": tool_schemas(tools)}
+
+    def _of_dialect(self, request: Request) -> tuple[list[Message], dict[str, Any]]:
+        """The chat and the template's arguments; of Anthropic's API, as the engine's settings make them."""
+        messages, arguments = request.messages, request.arguments
+        if request.dialect != "messages":
+            return messages, arguments
+        if any(message["role"] == "system" for message in messages[1:]):
+            if not isinstance(self._merges_system, bool):
+                raise NotReproducible("inline_system")
+            messages = with_system_first(messages) if self._merges_system else messages
+        if request.thinks_not:
+            effort = self._not_thinking
+            if not isinstance(effort, str):
+                raise NotReproducible("thinking")
+            arguments = {"enable_thinking": effort != "none", **arguments, "reasoning_effort": effort}
+        return messages, arguments
 
     def _read_now(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
         try:

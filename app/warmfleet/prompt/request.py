@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: How a request names its prompt; an ``unread`` one is not identified (``unread_request``).
 Endpoint = Literal["completions", "chat", "unread"]
+#: The API whose words a chat was written in; its engine makes another chat of it (``bodies``).
+Dialect = Literal["chat", "messages", "responses"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_PROMPTS = 256
 MAX_SAMPLES = 256
@@ -65,8 +67,8 @@ class Request:
     unforeseen: the reason why the prompt cannot be known, else empty. text_only: the engine needs the text of the
     prompt to answer. prompts: of a completion, each a text or token ids. arguments: of a chat, for its template.
     size_bytes: of the body. takes_salt: the body may be given a ``cache_salt``. estimated: tokens that are booked for a
-    prompt that is not read; 0 for one that is. cache_key: OpenAI's ``prompt_cache_key``, by which clients group
-    requests with a common beginning.
+    prompt that is not read; 0 for one that is. thinks_not: a client of Anthropic's API has switched thinking off.
+    cache_key: OpenAI's ``prompt_cache_key``, by which clients group requests with a common beginning.
     """
 
     endpoint: Endpoint
@@ -88,6 +90,8 @@ class Request:
     cache_key: str = ""
     takes_salt: bool = True
     estimated: int = 0
+    dialect: Dialect = "chat"
+    thinks_not: bool = False
 
     def use_salt(self, salt: str | None) -> None:
         """Hash the prompt's blocks with this salt in place of the client's own."""
@@ -101,9 +105,14 @@ def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Req
     """
     data = decoded(body)
     request = from_dict(endpoint, data, allowed, len(body))
-    if len(body) > MAX_LONG_NUMBERS_BYTES and not request.unforeseen and _may_be_rounded(data, body):
+    if not request.unforeseen and rounded(data, body):
         request.unforeseen = "numbers"
     return request
+
+
+def rounded(data: dict[str, Any], body: bytes) -> bool:
+    """Whether ``decoded`` may have changed a number that reaches the prompt."""
+    return len(body) > MAX_LONG_NUMBERS_BYTES and _may_be_rounded(data, body)
 
 
 def decoded(body: bytes) -> dict[str, Any]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
-    from warmfleet.prompt.request import Request
+    from warmfleet.prompt.request import Dialect, Request
     from warmfleet.settings import Settings
 
 logger = logging.getLogger("warmfleet.routing.engine_tokenizer")
@@ -40,6 +40,12 @@ S_PER_BYTE = 5e-6  # a prompt has at most one token for each of its bytes, and a
 ANSWER_BYTES_PER_BYTE = 12  # a token id takes at most so many bytes of the answer
 MAX_IN_FLIGHT = 32
 REST_S = 10.0  # an engine that did not answer is not asked for so long
+#: The path that answers with the token ids of a chat that was written in the words of this API.
+RENDERS: dict[Dialect, str] = {
+    "chat": "/v1/chat/completions/render",
+    "messages": "/v1/messages/render",
+    "responses": "/v1/responses/render",
+}
 #: Fields of a chat that change its prompt, but that /tokenize ignores.
 TOKENIZE_IGNORES = frozenset({"documents", "reasoning_effort"})
 
@@ -140,7 +146,9 @@ def _way(renders: Any, request: Request) -> tuple[str, str] | None:
     if request.endpoint == "completions":
         one_text = len(request.prompts) == 1 and isinstance(request.prompts[0], str)
         return ("/tokenize", "tokens") if one_text else None
-    if renders.get("render"):
-        return "/v1/chat/completions/render", "token_ids"
+    if renders.get("render") and not request.thinks_not:  # the route does not know how its server says so
+        return RENDERS[request.dialect], "token_ids"
+    if request.dialect != "chat":
+        return None
     plain = request.tool_choice is None and not TOKENIZE_IGNORES & request.arguments.keys()
     return ("/tokenize", "tokens") if renders.get("tokenize") and plain else None

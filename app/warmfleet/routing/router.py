@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warmfleet.errors import NoWorker, UpstreamGone, WarmfleetError
-from warmfleet.prompt import bodies
 from warmfleet.prompt import request as requests
+from warmfleet.prompt.dialects import bodies
 from warmfleet.routing.admission_queue import AdmissionQueue
 from warmfleet.routing.attempt import Attempts
 from warmfleet.routing.call import Job

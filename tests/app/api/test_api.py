@@ -99,6 +99,14 @@ async def test_explain_books_nothing(well: tuple[Replica, Engine], model: str) -
     assert row["matched_tokens"] == 16 * row["matched_blocks"] > 0
     assert len(upstream.seen) == 1
     assert await router.load() == 0
+    said = {
+        "model": model,
+        "endpoint": "/v1/messages",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "hi"}],
+    }
+    status, _, body = await router.post(said, "/explain")
+    assert (status, json.loads(body)["identity"]) == (200, "text")
     status, _, body = await router.post(BODY | {"endpoint": "/v1/embeddings"}, "/explain")
     assert (status, error_of(body)["param"]) == (400, "endpoint")
     status, _, body = await router.post(BODY | {"model": model, "tenant": 5}, "/explain")

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from warmfleet.errors import BadArgument
+from warmfleet.prompt.dialects.unread_request import MAX_FORM_FIELDS, form_model, parse
 from warmfleet.prompt.engine_paths import KNOWN, NEVER, OWN, EnginePaths
 from warmfleet.prompt.request import MAX_BOOKED_TOKENS, decode_tokens, estimated_tokens
-from warmfleet.prompt.unread_request import MAX_FORM_FIELDS, form_model, parse
 
 EMBED = KNOWN["/v1/embeddings"]
 LINE, END = b"--a-line\r\n", b"--a-line--\r\n"

@@ -70,13 +70,19 @@ class Oracle:
         return {"prompts": prompts, "hashes": hashes}
 
     async def _render(self, endpoint: str, body: dict[str, Any]) -> list[list[int]] | str:
+        from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+        from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
         body = body | {"model": self.state.args.model}
         serving = self.state.serving_render
         if endpoint == "chat":
             made = await serving.render_chat_request(ChatCompletionRequest.model_validate(body))
+        elif endpoint == "messages":
+            made = await serving.render_messages_request(AnthropicMessagesRequest.model_validate(body))
+        elif endpoint == "responses":
+            made = await serving.render_responses_request(ResponsesRequest.model_validate(body))
         else:
             made = await serving.render_completion_request(CompletionRequest.model_validate(body))
         if hasattr(made, "error"):

@@ -12,12 +12,12 @@ import pytest
 from tests.asks import asks
 from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, EngineOptions, VllmEngine, running
 from tests.vllm.parity.test_parity import KINDS, LIKE
-from tests.vllm.parity.truth import INLINE_CHARACTERS, SERVER, Truth, truth
+from tests.vllm.parity.truth import INLINE_CHARACTERS, PATHS, SERVER, Truth, truth
 
 from warmfleet.metrics import Metrics
 from warmfleet.pools.identities import Identities
-from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import Hasher
+from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.protocol.wire import HASH_BYTES, Scheme, default_none_hash
 from warmfleet.untrusted.template_approval import Templates
@@ -82,7 +82,9 @@ async def test_ids_and_blocks_of_a_real_engine(identities: Truth, kind: str) -> 
             if ids is None:
                 counts["refused"] += 1
                 continue
-            made = await identity.prompts(prompt.parse(ask.endpoint, ask.raw), (hasher,), None, INLINE_CHARACTERS)
+            made = await identity.prompts(
+                bodies.parse(PATHS[ask.endpoint], ask.raw), (hasher,), None, INLINE_CHARACTERS
+            )
             assert [one.ids for one in made] == ids, (ask.shape, ask.raw.decode()[:2_000])
             counts["equal"] += 1
             for one in made:

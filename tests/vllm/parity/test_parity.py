@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.asks import asks
+from tests.asks import Ask, asks
+from tests.dialect_asks import dialect_asks
 from tests.vllm.engine import ROOT
 from tests.vllm.parity.truth import Counts, Model, Truth, compare, truth
 
@@ -24,7 +25,7 @@ from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1_800)]
 
@@ -78,7 +79,13 @@ def real_model(folder: Path, kind: str, package: str) -> Path:
 
 
 async def counted(
-    truth: Truth, model: str, seeds: Sequence[int], each: int, schemes: Sequence[tuple[str, int]], trie: Trie
+    truth: Truth,
+    model: str,
+    seeds: Sequence[int],
+    each: int,
+    schemes: Sequence[tuple[str, int]],
+    trie: Trie,
+    make: Callable[[int, int], list[Ask]] = asks,
 ) -> Counts:
     """Send all requests of these seeds through one identity, as one router would see them."""
     total = Counts()
@@ -86,7 +93,7 @@ async def counted(
         templates = Templates(Metrics(), trust_all=model != "parts")
         identity = await truth.identity(Identities(executor, trie, templates), model)
         for seed in seeds:
-            counts = await compare(truth, identity, asks(seed, each, vocabulary=8_000), schemes)
+            counts = await compare(truth, identity, make(seed, each), schemes)
             total.equal += counts.equal
             total.blocks += counts.blocks
             total.refused += counts.refused
@@ -117,6 +124,14 @@ def check(counts: Counts) -> None:
 async def test_ids_and_hashes_equal_vllm(like: Truth, model: str) -> None:
     schemes = [("sha256_cbor", 16), ("sha256", 48)]
     check(await counted(like, model, (1,), 70, schemes, Trie(10**7)))
+
+
+@pytest.mark.parametrize("model", LIKE)
+async def test_messages_and_responses_are_the_chats_that_vllm_makes_of_them(like: Truth, model: str) -> None:
+    schemes = [("sha256_cbor", 16)]
+    counts = await counted(like, model, (1,), 70, schemes, Trie(10**7), dialect_asks)
+    counts.fallback.pop("thinking", None)  # only a running server tells how it switches thinking off
+    check(counts)
 
 
 @pytest.mark.long(

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from tests.vllm.engine import ROOT, VENV
 
 from warmfleet.errors import BadRequest
-from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import MAX_BLOCKS, Hasher
+from warmfleet.prompt.dialects import bodies
+from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.protocol.wire import HASH_BYTES, Scheme
 
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
     from warmfleet.pools.identities import Identities
     from warmfleet.prompt.prefix_trie import Prompt
     from warmfleet.prompt.prompt_identity import Identity
+    from warmfleet.prompt.request import Request
 
 SERVER = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-model-len", "131072")
 INLINE_CHARACTERS = 10**9
+PATHS = {known.name: known for known in KNOWN.values()}
 
 
 @dataclass(frozen=True)
@@ -162,8 +165,8 @@ async def compare(truth: Truth, identity: Identity, asks: Sequence[Ask], schemes
     return counts
 
 
-async def _routed(identity: Identity, ask: Ask, hashers: tuple[Hasher, ...]) -> tuple[prompt.Request, list[Prompt]]:
-    request = prompt.parse(ask.endpoint, ask.raw)
+async def _routed(identity: Identity, ask: Ask, hashers: tuple[Hasher, ...]) -> tuple[Request, list[Prompt]]:
+    request = bodies.parse(PATHS[ask.endpoint], ask.raw)
     if request.unforeseen:
         raise NotReproducible(request.unforeseen)
     return request, await identity.prompts(request, hashers, ask.lora, INLINE_CHARACTERS)

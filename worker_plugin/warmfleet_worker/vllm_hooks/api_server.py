@@ -33,6 +33,8 @@ def hook_api_server(redis_url: str) -> None:
 
         async def init_app_state(original: Any, engine_client: Any, state: Any, *args: Any, **kwargs: Any) -> None:
             await original(engine_client, state, *args, **kwargs)
+            with swallow_errors("could not ask how this server switches thinking off"):
+                await find_disabled_thinking_effort(state)
             with swallow_errors("could not announce this API server"):
                 announce(engine_client, state, redis_url)
 
@@ -151,8 +153,32 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
         "multimodal": bool(model_config.is_multimodal_model),
         "placeholders": placeholders(model_config),
         "renders": renders(state),
+        "merges_inline_system": merges_inline_system(renderer),
+        "disabled_thinking_effort": getattr(
+            getattr(state, "anthropic_serving_messages", None), "_disabled_thinking_effort", None
+        ),
         "token_handoff": token_handoff(state, model_config),
     }
+
+
+def merges_inline_system(renderer: Any) -> bool | None:
+    """Whether system messages amid a request to /v1/messages are moved to its front; None if this vLLM cannot tell."""
+    try:
+        from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+        return bool(AnthropicServingMessages._should_merge_inline_system(renderer))  # noqa: SLF001  vLLM offers no other way
+    except (ImportError, AttributeError):
+        return None
+
+
+async def find_disabled_thinking_effort(state: Any) -> None:
+    """Let the server find out now what it tells its template when a client of /v1/messages switches thinking off.
+
+    The server keeps the answer, which it would look for at the first such request.
+    """
+    serving = getattr(state, "anthropic_serving_messages", None)
+    if serving is not None and hasattr(serving, "_get_disabled_thinking_effort"):
+        await serving._get_disabled_thinking_effort()  # noqa: SLF001  as above
 
 
 def token_handoff(state: Any, model_config: Any) -> list[str]:

@@ -100,6 +100,8 @@ FACTS: dict[str, Check] = {
     "default_chat_template_kwargs": _object,
     "same_template_with_tools": _flag,
     "exclude_tools_when_tool_choice_none": _flag,
+    "merges_inline_system": _flag,
+    "disabled_thinking_effort": _text,
     "kv_connector": _flag,
     "multimodal": _flag,
     "placeholders": _object_of(_or_null(_text)),

@@ -19,6 +19,8 @@ MAX_DEPTH = 6  # of lists and objects in which text is counted
 MAX_FORM_FIELDS = 64
 MAX_PART_HEAD_BYTES = 2_048
 MAX_MODEL_BYTES = 1_024
+#: Fields that limit the length of an answer, by the path.
+LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _MODEL = b'name="model"'
 
 
@@ -33,11 +35,18 @@ def parse(path: EnginePath, body: bytes, allowed: Collection[str] = ()) -> Reque
         return _request(path, {}, 0, takes_salt=False)
     data = requests.decoded(body)
     requests.refuse_fields(data, allowed)
-    return _request(path, data, _characters(data) // CHARACTERS_PER_TOKEN, takes_salt=path.takes_salt)
+    return from_dict(path, data)
+
+
+def from_dict(path: EnginePath, data: dict[str, Any], reason: str = "endpoint") -> Request:
+    """The request of a JSON body. reason: why its prompt is not identified. Raises BadRequest."""
+    request = _request(path, data, _characters(data) // CHARACTERS_PER_TOKEN, takes_salt=path.takes_salt)
+    request.unforeseen = reason
+    return request
 
 
 def _request(path: EnginePath, data: dict[str, Any], tokens: int, *, takes_salt: bool) -> Request:
-    samples, limit = data.get("n"), data.get("max_completion_tokens") or data.get("max_tokens")
+    samples, limit = data.get("n"), next((data[name] for name in LIMITS if data.get(name)), None)
     many = samples if type(samples) is int and 0 < samples <= requests.MAX_SAMPLES else 1
     return Request(
         endpoint="unread",
@@ -50,7 +59,7 @@ def _request(path: EnginePath, data: dict[str, Any], tokens: int, *, takes_salt:
         unforeseen="endpoint",
         priority=data.get("priority"),
         takes_salt=takes_salt,
-        estimated=max(1, tokens) if path.form == "unknown" else 1,
+        estimated=1 if path.form == "none" else max(1, tokens),
     )
 
 

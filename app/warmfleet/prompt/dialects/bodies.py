@@ -1,0 +1,55 @@
+"""Reads a body as the path says to which it was sent. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.errors import BadRequest
+from warmfleet.prompt import request as requests
+from warmfleet.prompt.dialects import messages_request, responses_request, unread_request
+from warmfleet.prompt.messages import NotReproducible
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from warmfleet.prompt.engine_paths import EnginePath
+    from warmfleet.prompt.request import Request
+
+
+def parse(path: EnginePath, body: bytes, allowed: Collection[str] = ()) -> Request:
+    """The request of a body that was sent to ``path``. allowed: fields of ``request.REFUSED`` that are let through.
+
+    Raises BadRequest, TooLarge.
+    """
+    if path.form == "completions" or path.form == "chat":
+        return requests.parse(path.form, body, allowed)
+    if path.form == "unknown" or path.form == "none" or not body.lstrip().startswith(b"{"):
+        return unread_request.parse(path, body, allowed)
+    data = requests.decoded(body)
+    request = from_dict(path, data, allowed, len(body))
+    if not request.unforeseen and requests.rounded(data, body):
+        request.unforeseen = "numbers"
+    return request
+
+
+def from_dict(path: EnginePath, data: dict[str, Any], allowed: Collection[str], size_bytes: int) -> Request:
+    """The request of a body that is parsed already. size_bytes: of the body. Raises BadRequest."""
+    if path.form == "completions" or path.form == "chat":
+        return requests.from_dict(path.form, data, allowed, size_bytes)
+    requests.refuse_fields(data, allowed)
+    if path.form == "unknown" or path.form == "none":
+        return unread_request.from_dict(path, data)
+    brought = next((name for name in requests.REFUSED if data.get(name) is not None), "")
+    if brought:
+        return unread_request.from_dict(path, data, brought)
+    try:
+        turn = messages_request if path.form == "messages" else responses_request
+        chat = turn.as_chat(data)
+        request = requests.from_dict("chat", chat, allowed, size_bytes)
+    except NotReproducible as why:
+        return unread_request.from_dict(path, data, why.reason)
+    except BadRequest:  # the engine names the field at fault in the words of this path
+        return unread_request.from_dict(path, data, "content")
+    request.dialect = path.form
+    request.thinks_not = path.form == "messages" and messages_request.thinks_not(data)
+    return request

@@ -1,0 +1,163 @@
+"""Turns the body of OpenAI's /v1/responses into the chat that vLLM makes of it (``construct_input_messages``). Pure.
+
+A body that the router cannot turn as the engine does raises NotReproducible with a short reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from warmfleet.prompt.messages import NotReproducible
+
+Json = dict[str, Any]
+
+#: Fields of the body that mean the same in a chat.
+SAME = (
+    *("model", "stream", "cache_salt", "chat_template_kwargs", "priority", "prompt_cache_key"),
+    "mm_processor_kwargs",
+)
+#: Field of the body → reason, if with it the prompt comes from elsewhere than the body.
+ELSEWHERE = {"previous_response_id": "previous_response", "previous_input_messages": "previous_response"}
+TEXTS = frozenset({"input_text", "output_text", "text"})
+UNFINISHED = ("in_progress", "incomplete")
+ROLES = frozenset({"user", "system", "developer"})
+
+
+def as_chat(body: Json) -> Json:
+    """The chat's body. Raises NotReproducible."""
+    for name, reason in ELSEWHERE.items():
+        if body.get(name) is not None:
+            raise NotReproducible(reason)
+    if body.get("truncation", "disabled") != "disabled":
+        raise NotReproducible("truncation")
+    chat = {name: body[name] for name in SAME if body.get(name) is not None}
+    chat["add_special_tokens"] = True  # unlike for chats: vLLM sets no default of its own here
+    if body.get("max_output_tokens") is not None:
+        chat["max_tokens"] = body["max_output_tokens"]
+    messages: list[Json] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": _text(body["instructions"])})
+    given = body.get("input")
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+    else:
+        items = _list(given)
+        for item in items:
+            _add(messages, item)
+        last = items[-1] if items else {}
+        if last.get("type", "message") in ("message", "reasoning") and last.get("status") in UNFINISHED:
+            chat |= {"add_generation_prompt": False, "continue_final_message": True}
+    chat["messages"] = messages
+    if body.get("tools"):
+        chat["tools"] = [_tool(tool) for tool in _list(body["tools"])]
+        chat["tool_choice"] = body.get("tool_choice", "auto")
+    reasoning = body.get("reasoning")
+    if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
+        chat["reasoning_effort"] = _text(reasoning["effort"])
+    return chat
+
+
+def with_names_first(messages: list[Json]) -> list[Json]:
+    """The messages with the name of a called function before its arguments, as this path hands them to the template."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            call["function"] = {"name": call["function"]["name"]} | call["function"]
+    return messages
+
+
+def _add(chat: list[Json], item: Any) -> None:
+    """Append what the engine makes of one item, or add it to the assistant's message that stands last."""
+    if not isinstance(item, dict):
+        raise NotReproducible("content")
+    kind, role = item.get("type", "message"), item.get("role")
+    last = chat[-1] if chat and chat[-1]["role"] == "assistant" else None
+    if kind == "function_call":
+        call = _call(item)
+        if last is None:
+            chat.append({"role": "assistant", "tool_calls": [call]})
+        else:
+            last.setdefault("tool_calls", []).append(call)
+    elif kind == "reasoning":
+        _add_to_assistant(chat, last, "reasoning", _reasoning(item))
+    elif kind == "function_call_output":
+        chat.append(
+            {"role": "tool", "content": _output(item.get("output")), "tool_call_id": _text(item.get("call_id"))}
+        )
+    elif kind == "message" and role == "assistant":
+        _add_to_assistant(chat, last, "content", _answer(item.get("content")))
+    elif kind == "message" and role in ROLES:
+        chat.append({"role": role, "content": _content(item.get("content"))})
+    else:
+        raise NotReproducible("content")
+
+
+def _add_to_assistant(chat: list[Json], last: Json | None, name: str, text: str) -> None:
+    if last is not None and last.get(name) is None:
+        last[name] = text
+    else:
+        chat.append({"role": "assistant", name: text})
+
+
+def _answer(content: Any) -> str:
+    """The text of an earlier answer: the engine takes the first of its parts."""
+    if isinstance(content, str):
+        return content
+    parts = _list(content)
+    if not parts or not isinstance(parts[0], dict) or parts[0].get("type") != "output_text":
+        raise NotReproducible("content")
+    return _text(parts[0].get("text"))
+
+
+def _reasoning(item: Json) -> str:
+    if item.get("encrypted_content"):
+        raise NotReproducible("content")
+    texts = item.get("content") or item.get("summary")
+    if not texts:
+        return ""
+    first = _list(texts)[0]
+    return _text(first.get("text") if isinstance(first, dict) else None)
+
+
+def _content(content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    return [_part(part) for part in _list(content)]
+
+
+def _part(part: Any) -> Json:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "input_image":
+        return {"type": "image_url", "image_url": {"url": "data:"}}
+    if kind not in TEXTS:
+        raise NotReproducible("content")
+    return {"type": kind, "text": _text(part.get("text"))}
+
+
+def _output(output: Any) -> Any:
+    return output if isinstance(output, str) else [_part(part) for part in _list(output)]
+
+
+def _call(item: Json) -> Json:
+    if item.get("namespace"):
+        raise NotReproducible("tool_calls")
+    function = {"name": _text(item.get("name")), "arguments": _text(item.get("arguments"))}
+    return {"id": _text(item.get("call_id")), "type": "function", "function": function}
+
+
+def _tool(tool: Any) -> Json:
+    """A function; tools of other types are not shown to the model, or are shown in a way of the engine's own."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise NotReproducible("tools")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise NotReproducible("content")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise NotReproducible("content")
+    return value
