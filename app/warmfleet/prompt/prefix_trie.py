@@ -21,7 +21,7 @@ from weakref import ref
 import orjson
 
 from warmfleet.prompt.block_hashes import MAX_BLOCKS
-from warmfleet.protocol.wire import HASH_BYTES, pack_hashes
+from warmfleet.protocol.wire import HASH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -260,21 +260,24 @@ class Trie:
         """The prompt of a text. Its new pieces are put into the trie. path: the result of ``find``, if at hand."""
         path = self.find(text, reading) if path is None else path
         last = path[-1]
-        at, tokens, ids, cuts = last.end, last.tokens, array("I"), list[tuple[int, int, int]]()
+        at, tokens, ids = last.end, last.tokens, array("I")
+        cuts: list[tuple[int, int, int]] = []  # of each new piece: its end, the end of what decides that, all tokens
         while (cut := reading.cuts.next(text, at)) is not None:
             ids += reading.encode(text[at : cut[0]])
             at = cut[0]
             cuts.append((*cut, tokens + len(ids)))
         tail = reading.encode(text[at:]) + reading.suffix
         total = tokens + len(ids) + len(tail)
-        chains, new = [], []
+        chains, hashes, ends = [], [], []
         for k, hasher in enumerate(reading.hashers):
-            digests = _digests(k, hasher, path, ids + tail, reading)
-            packed = pack_hashes(digests)
+            packed, hashes_of_node, ends_of_pieces = _hashed(k, path, ids + tail, cuts, reading)
             chains.append(hasher.capped(b"".join([*[node.hashes[k] for node in path], packed]), total))
-            new.append((digests, packed))
+            hashes.append(hashes_of_node)
+            ends.append(ends_of_pieces)
         if cuts:
-            path.append(_node(last, text[last.end :], cuts, ids, list(zip(reading.hashers, new, strict=True))))
+            of_pieces = zip(*ends, strict=True) if ends else repeat(())
+            pieces = [Piece(*cut, of_one) for cut, of_one in zip(cuts, of_pieces, strict=False)]
+            path.append(Node.of(last, text[last.end :], pieces, ids, hashes))
         self._keep(path, last, reading.hashers)
         parts = [*[node.ids for node in path], tail]
         return Prompt(parts, total, tuple(chains), tokens, path, last if last is not path[0] else None)
@@ -283,7 +286,8 @@ class Trie:
         hashers, ids = reading.hashers, reading.prefix
         made = [hasher.digests(hasher.scheme.none_hash, 0, ids, reading.salt, reading.lora) for hasher in hashers]
         ends = [new[-1] if new else hasher.scheme.none_hash for new, hasher in zip(made, hashers, strict=True)]
-        return Node(self._top, (reading.key, "", ()), ids, list(map(pack_hashes, made)), tuple(ends))
+        hashes = [hasher.packed(new) for new, hasher in zip(made, hashers, strict=True)]
+        return Node(self._top, (reading.key, "", ()), ids, hashes, tuple(ends))
 
     def _keep(self, path: Sequence[Node], last: Node, hashers: Sequence[Hasher]) -> None:
         """Add the new nodes of ``path``, mark the whole path as used, and evict the oldest nodes above the limit.
@@ -383,34 +387,22 @@ def _text_bytes(text: str) -> int:
     return len(text) if text.isascii() else 4 * len(text)
 
 
-def _node(
-    last: Node,
-    text: str,
-    cuts: Sequence[tuple[int, int, int]],
-    ids: array[int],
-    new: Sequence[tuple[Hasher, tuple[list[bytes], bytes]]],
-) -> Node:
-    """The node of new pieces behind ``last``.
+def _hashed(
+    k: int, path: Sequence[Node], new: array[int], cuts: Sequence[tuple[int, int, int]], reading: Reading
+) -> tuple[bytes, bytes, list[bytes]]:
+    """What hasher number ``k`` makes of the ids behind a path: packed hashes, and what the node of new pieces keeps.
 
-    text: from the end of ``last`` on. cuts: of each piece, its end, the end of what decides that, and the tokens so
-    far. ids: of the pieces. new: for each hasher, the digests of all blocks behind the last full one of ``last``, and
-    their packed hashes.
+    Packed are all full blocks behind the last full one of the path. The node keeps the hashes of those that end in its
+    pieces, and for each piece the digest of the last block. cuts: of the new pieces, as in ``read``.
     """
-    ends, hashes = list[list[bytes]](), []
-    for (hasher, (digests, packed)), end in zip(new, last.ends, strict=True):
-        before, all_ends = _blocks(last.tokens, hasher), [end, *digests]
-        ends.append([all_ends[_blocks(tokens, hasher) - before] for _, _, tokens in cuts])
-        hashes.append(packed[: HASH_BYTES * (_blocks(cuts[-1][2], hasher) - before)])
-    of_pieces = zip(*ends, strict=True) if ends else repeat(())
-    pieces = [Piece(*cut, of_one) for cut, of_one in zip(cuts, of_pieces, strict=False)]
-    return Node.of(last, text, pieces, ids, hashes)
-
-
-def _digests(k: int, hasher: Hasher, path: Sequence[Node], new: array[int], reading: Reading) -> list[bytes]:
-    """The digests, by hasher number ``k``, of the blocks behind a path's last full block. new: the ids behind it."""
-    last = path[-1]
-    blocks = _blocks(last.tokens, hasher)
-    return hasher.digests(last.ends[k], blocks, _rest(path, hasher) + new, reading.salt, reading.lora)
+    hasher, last = reading.hashers[k], path[-1]
+    before, end = _blocks(last.tokens, hasher), last.ends[k]
+    digests = hasher.digests(end, before, _rest(path, hasher) + new, reading.salt, reading.lora)
+    packed, filled, ends = hasher.packed(digests), 0, []
+    for _, _, tokens in cuts:
+        filled = _blocks(tokens, hasher) - before
+        ends.append(digests[filled - 1] if filled else end)
+    return packed, packed[: HASH_BYTES * filled], ends
 
 
 def _rest(path: Sequence[Node], hasher: Hasher) -> array[int]:
