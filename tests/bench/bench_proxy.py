@@ -35,6 +35,7 @@ from tests.bench.proxy_requests import (
     LONG_CHUNKS,
     PLAIN,
     STREAM_CHUNKS,
+    STREAMED,
     Kind,
     body,
     known_large,
@@ -52,8 +53,9 @@ OURS, NO_HANDOFF = "warmfleet", "no_handoff"
 ENGINES, IDLE_ENGINES = 4, 8
 SATURATING = Kind("max", PLAIN[0].messages, 4.0, together=48)
 KNOWN_S = 60.0  # until the index must know the prompts that the engines were given
-DIRECT_SHARE = 0.5  # of a router's most requests a second, while latency is measured
+LATENCY_SHARE = 0.5  # of a router's most requests a second, while latency is measured
 LATENCY_S = 3.0
+CHUNK, IDLE = "chunk", "idle"  # parts of a run beside the kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ class Plan:
     """How much is measured.
 
     count: requests of a burst of the smallest kind. rest_s: how long routers rest. idle_engines: of the fleet whose
-    routers show what they use at rest; 0 = it is that of ``engines``. profile_s: CPU time that is sampled of each
-    kind. known: prompts that the engines know before the rounds.
+    routers show what they use at rest; 0 = that is not measured. profile_s: CPU time that is sampled of each kind.
+    known: prompts that the engines know before the rounds. only: the parts to measure (see ``parser``); empty = all.
     """
 
     bursts: int
@@ -72,6 +74,15 @@ class Plan:
     idle_engines: int
     profile_s: float
     known: int
+    only: frozenset[str] = frozenset()
+
+    def has(self, part: str) -> bool:
+        return not self.only or part in self.only
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kinds that are measured."""
+        return [kind for kind in (*KINDS, SATURATING) if self.has(CHUNK if kind.gap_ms else kind.key)]
 
     def requests(self, kind: Kind) -> int:
         """How many requests a burst of this kind has."""
@@ -141,9 +152,9 @@ class Bench:
 
     # ------------------------------------------------ rounds
 
-    async def round(self, number: int, kinds: Sequence[Kind]) -> None:
+    async def round(self, number: int) -> None:
         """Give every router a burst of every kind. Each round begins with another router; round 0 is not counted."""
-        for kind in kinds:
+        for kind in self.plan.kinds:
             count = self.plan.requests(kind)
             requests = kind.requests(f"{number} {kind.key.removesuffix('_stream')}{kind.chunks}", count)
             for router in _turn(self.routers, number):
@@ -176,7 +187,7 @@ class Bench:
         """Half of what saturates each router, at random times: latency beside that of the stubs alone."""
         for router in _turn(self.routers, number):
             measured = self.measured[router.name]
-            rate = measured.median("rps_max") * DIRECT_SHARE
+            rate = measured.median("rps_max") * LATENCY_SHARE
             requests = SATURATING.requests(f"latency {number}", max(20, int(rate * min(LATENCY_S, self.plan.rest_s))))
             through = await at_rate(router.port, requests, rate, number)
             direct = await at_rate(self.fleet.engines.stubs[0], requests, rate, number)
@@ -185,11 +196,12 @@ class Bench:
 
     async def run(self) -> None:
         await self.rest()
-        await self.make_known()
+        if any("_warm" in kind.key for kind in self.plan.kinds):
+            await self.make_known()
         for number in range(self.plan.bursts + 1):
             say(f"round {number} of {self.plan.bursts} ...")
-            await self.round(number, [*KINDS, SATURATING])
-        for number in range(self.plan.bursts):
+            await self.round(number)
+        for number in range(self.plan.bursts) if self.plan.has(SATURATING.key) else ():
             say(f"latency, {number + 1} of {self.plan.bursts} ...")
             await self.latency(number)
 
@@ -197,14 +209,19 @@ class Bench:
 
     def figures(self, router: Router) -> dict[str, Any]:
         """The figures of one router: see tests/bench/README.md."""
-        measured = self.measured[router.name]
-        found: dict[str, Any] = {
-            f"us_{kind.key}": round(measured.median(f"us_{kind.key}")) for kind in KINDS if not kind.gap_ms
-        }
-        found["us_stream_18_slow"] = round(measured.median("us_slow_short"))
-        found["us_chunk"] = round(statistics.median(self.chunks(router)), 1)
-        found |= {"max_rps": round(measured.median("rps_max")), "max_rps_busy": round(measured.median("busy_max"), 2)}
-        return found | {name: round(measured.median(name), 2) for name in ("p50_ms", "p99_ms")}
+        median, plan = self.measured[router.name].median, self.plan
+        found: dict[str, Any] = {key: round(median(key)) for key in self.plain_keys}
+        if plan.has(CHUNK):
+            found["us_stream_18_slow"] = round(median("us_slow_short"))
+            found["us_chunk"] = round(statistics.median(self.chunks(router)), 1)
+        if plan.has(SATURATING.key):
+            found |= {"max_rps": round(median("rps_max")), "max_rps_busy": round(median("busy_max"), 2)}
+            found |= {name: round(median(name), 2) for name in ("p50_ms", "p99_ms")}
+        return found
+
+    @property
+    def plain_keys(self) -> list[str]:
+        return [f"us_{kind.key}" for kind in self.plan.kinds if kind in (*PLAIN, *STREAMED)]
 
     def chunks(self, router: Router) -> list[float]:
         """CPU µs of a chunk, round by round."""
@@ -215,17 +232,19 @@ class Bench:
     def ratios(self, peer: Router) -> dict[str, float]:
         """Our figures over those of a peer: medians of the ratios within a round."""
         ours, theirs = (self.measured[one.name].rounds for one in (self.routers[0], peer))
-        keys = [f"us_{kind.key}" for kind in KINDS if not kind.gap_ms]
-        found = {key: _ratio(ours[key], theirs[key]) for key in keys}
-        return found | {"us_chunk": _ratio(self.chunks(self.routers[0]), self.chunks(peer))}
+        found = {key: _ratio(ours[key], theirs[key]) for key in self.plain_keys}
+        if self.plan.has(CHUNK):
+            found["us_chunk"] = _ratio(self.chunks(self.routers[0]), self.chunks(peer))
+        return found
 
     def result(self) -> dict[str, Any]:
         ours, *others = self.routers
         measured = self.measured[ours.name]
-        found = self.figures(ours)
-        found["redis_us_per_request"] = round(measured.median("redis_us_200b"))
-        found["redis_us"] = {kind.key: round(measured.median(f"redis_us_{kind.key}")) for kind in PLAIN}
-        found["tokens"] = {kind.key: measured.tokens[kind.key] for kind in PLAIN}
+        found, kinds = self.figures(ours), [kind.key for kind in self.plan.kinds if kind in PLAIN]
+        if PLAIN[0].key in kinds:
+            found["redis_us_per_request"] = round(measured.median(f"redis_us_{PLAIN[0].key}"))
+        found["redis_us"] = {key: round(measured.median(f"redis_us_{key}")) for key in kinds}
+        found["tokens"] = {key: measured.tokens[key] for key in kinds}
         for one in others:
             found[key_of(one)] = self.figures(one) | {"ours_over_theirs": self.ratios(one)}
         return found
@@ -269,6 +288,9 @@ def starters(options: argparse.Namespace) -> dict[str, Callable[[Fleet], Router]
     made: dict[str, Callable[[Fleet], Router]] = {OURS: partial(Fleet.replica, name=OURS, more={})}
     if not options.quick:
         made[NO_HANDOFF] = partial(Fleet.replica, name=NO_HANDOFF, more={"WARMFLEET_TOKEN_HANDOFF": "0"})
+    for folder in options.beside:
+        sources = os.pathsep.join(str(folder.resolve() / part) for part in ("app", "worker_plugin", "loadtest"))
+        made[folder.name] = partial(Fleet.replica, name=folder.name, more={"PYTHONPATH": sources})
     wanted = [name for name in options.peers.split(",") if name]
     missing = peers.missing(wanted, options.peers_folder)
     if missing:
@@ -296,7 +318,9 @@ def idle_shares(cores: Cores, plan: Plan, made: dict[str, Callable[[Fleet], Rout
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that the options ask for, as the JSON object has it. Raises StackError or AnswerError."""
-    plan = Plan(options.bursts, options.requests, 5.0, ENGINES, IDLE_ENGINES, 4.0, KNOWN)
+    only = frozenset(options.only)
+    at_rest = IDLE_ENGINES if not only or IDLE in only else 0
+    plan = Plan(options.bursts, options.requests, 5.0, ENGINES, at_rest, 4.0, KNOWN, only)
     if options.quick:
         plan = Plan(1, 8, 0.5, 2, 0, 0.1, 8)
     made = starters(options)
@@ -307,7 +331,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         bench = Bench(fleet, [start(fleet) for start in made.values()], plan)
         uvloop.run(bench.run())
         found = bench.result()
-        for key, share in (idle or {key_of(one): round(one.idle, 4) for one in bench.routers}).items():
+        if options.quick:
+            idle = {key_of(one): round(one.idle, 4) for one in bench.routers}
+        for key, share in idle.items():
             (found if key == OURS else found[key])["idle_core_share"] = share
         if options.profile:
             found["profile"] = uvloop.run(profile(bench, plan.profile_s))
@@ -316,12 +342,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--bursts", type=int, default=5, help="rounds, whose medians are reported (default %(default)s)")
-    made.add_argument("--requests", type=int, default=300, help="in a burst of 200 B; others have fewer (%(default)s)")
+    made.add_argument("--bursts", type=int, default=9, help="rounds, whose medians are reported (default %(default)s)")
+    made.add_argument("--requests", type=int, default=200, help="in a burst of 200 B; others have fewer (%(default)s)")
     names = ",".join(name for name in peers.PEERS if name != "vllm-router-kv")
     made.add_argument("--peers", default=names, metavar="A,B", help="routers of other projects (default %(default)s)")
     made.add_argument(
         "--peers-folder", type=Path, default=peers.FOLDER, help="environment with the peers (default %(default)s)"
+    )
+    parts = (*(kind.key for kind in (*PLAIN, *STREAMED, SATURATING)), CHUNK, IDLE)
+    made.add_argument("--only", nargs="+", choices=parts, default=(), metavar="PART", help=f"of {', '.join(parts)}")
+    made.add_argument(
+        "--beside", nargs="+", type=Path, default=(), metavar="FOLDER", help="checkouts: a replica of each takes part"
     )
     made.add_argument("--profile", action="store_true", help="tell where each µs goes, by module")
     made.add_argument("--quick", action="store_true", help="one small round: shows that the bench works, no figures")

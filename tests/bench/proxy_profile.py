@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tests.bench.proxy_requests import KINDS
 
+from warmfleet_loadtest.stacks.processes import StackError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -30,7 +32,7 @@ async def profile(bench: Bench, cpu_s: float) -> dict[str, Any]:
     router = bench.fleet.replica("sampled", {}, program)
     found: dict[str, Any] = {}
     for kind in KINDS:
-        if kind.key not in PROFILED:
+        if kind.key not in PROFILED or kind not in bench.plan.kinds:
             continue
         count = bench.plan.requests(kind)
         await bench.burst(router, kind, kind.requests(f"profile {kind.key} warm", count))
@@ -46,13 +48,13 @@ async def profile(bench: Bench, cpu_s: float) -> dict[str, Any]:
 
 
 def samples(router: Router, file: Path) -> list[tuple[str, str, int]]:
-    """What the replica has sampled since the last call. Raises TimeoutError."""
+    """What the replica has sampled since the last call. Raises StackError."""
     file.unlink(missing_ok=True)
     os.kill(router.pids[0], signal.SIGUSR1)
     deadline = time.monotonic() + WRITTEN_S
     while not file.exists():
         if time.monotonic() > deadline:
-            raise TimeoutError("the sampled replica writes nothing")
+            raise StackError("the sampled replica writes nothing")
         time.sleep(0.05)  # another process gives no signal
     return [(place, module, count) for place, module, count in json.loads(file.read_text())]
 
