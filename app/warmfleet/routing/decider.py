@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import TYPE_CHECKING
 
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
@@ -28,6 +29,7 @@ class Decider:
     def __init__(self, log: DecisionLog, metrics: Metrics) -> None:
         self._log = log
         self._metrics = metrics
+        self._decisions = cache(metrics.decisions.labels)  # by policy and reason, of which there are few
 
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:
         """Choose a worker, or take a ticket if all are saturated. may_wait: the queue has room for the body.
@@ -67,7 +69,7 @@ class Decider:
         attempt.booked(decision, self._explained(job, ask, decision, rings))
         self._metrics.prompt_tokens.inc(decision.prompt_tokens)
         self._metrics.matched_tokens.inc(decision.matched_tokens)
-        self._metrics.decisions.labels(ask.policy, decision.why).inc()
+        self._decisions(ask.policy, decision.why).inc()
         return decision
 
     def _explained(self, job: Job, ask: Ask, decision: Decision, rings: Mapping[str, tuple[str, ...]] | None) -> bytes:

@@ -14,25 +14,32 @@ Argument = bytes | str | int | float
 def pack(value: Argument) -> bytes:
     """One argument in the protocol of Redis. Numbers are written as redis-py writes them."""
     if isinstance(value, str):
-        value = value.encode()
-    elif isinstance(value, int | float):
-        value = repr(value).encode()
+        return pack_text(value)
+    return pack_bytes(value if isinstance(value, bytes) else repr(value).encode())
+
+
+def pack_bytes(value: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(value), value)
 
 
+def pack_text(value: str) -> bytes:
+    text = value.encode()
+    return b"$%d\r\n%b\r\n" % (len(text), text)
+
+
 SMALL = 16_384  # integers below it are packed beforehand: most counts of tokens; about 1 MB
-_PACKED = tuple(map(pack, range(SMALL)))
+PACKED = tuple(map(pack, range(SMALL)))
 NOTHING = pack("")
 
 
 def pack_int(value: int) -> bytes:
     """``pack`` for an integer, from a table if it is small."""
-    return _PACKED[value] if 0 <= value < SMALL else pack(value)
+    return PACKED[value] if 0 <= value < SMALL else pack(value)
 
 
 def pack_names(values: Iterable[str]) -> bytes:
     """``pack`` for strings joined by commas, as the scripts take lists of names."""
-    return pack(",".join(values)) if values else NOTHING
+    return pack_text(",".join(values)) if values else NOTHING
 
 
 class PackedScript:
