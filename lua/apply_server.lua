@@ -16,6 +16,8 @@ local PREFIX, SERVER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3
 local FIELD = "server:" .. SERVER_ID
 local STREAM, ARTIFACT = PREFIX .. FIELD, PREFIX .. "artifact:" .. SERVER_ID .. ":"
 local ROW_FLAGS, FLAGS_AT, FLAG_SERVER, FLAG_URL, FLAG_PROVEN, FLAG_UNHEARD = ">I2", 21, 1, 2, 4, 256
+local FLAG_EJECTED, FLAG_TRIAL = 512, 1024
+local OF_A_PROCESS = FLAG_URL + FLAG_PROVEN + FLAG_UNHEARD + FLAG_EJECTED + FLAG_TRIAL
 
 local call = redis.call
 local clock = call("TIME")
@@ -97,7 +99,7 @@ end
 
 each_worker(function(flags, worker_id)
   if rejoined then
-    flags = bit.band(flags, bit.bnot(FLAG_URL + FLAG_PROVEN + FLAG_UNHEARD))
+    flags = bit.band(flags, bit.bnot(OF_A_PROCESS))
     local worker = call("HGET", WORKERS, worker_id)
     if worker then
       worker = cjson.decode(worker)

@@ -6,7 +6,7 @@ Guarantee: nothing of it stays but entries of retired slots, which collect remov
 only if it was silent for so long and its stream is empty: it may have come back since it was found to be due. With 0 it
 is deleted in any case. Its open reservations do not hurt a successor: a new row has another epoch.
 
-KEYS: workers servers load alive alive_servers cursor batch digest resync retired
+KEYS: workers servers load alive alive_servers cursor batch digest resync retired ejections
 ARGV: prefix, worker_id, silent_ms
 Returns: 1 if the worker or its server was forgotten, else 0
 Cost: O(workers + artifact chunks)
@@ -15,6 +15,7 @@ Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker
 --]]
 local WORKERS, SERVERS, LOAD, ALIVE, ALIVE_SERVERS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local CURSOR, BATCH, DIGEST, RESYNC, RETIRED = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local EJECTIONS = KEYS[11]
 local PREFIX, WORKER_ID, SILENT_MS = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local UNLINK_AT_ONCE, ROW_SLOT, SLOT_AT = 500, ">I4", 17
 
@@ -36,7 +37,7 @@ local function forget_worker()
   if row then call("SADD", RETIRED, (struct.unpack(ROW_SLOT, row, SLOT_AT))) end
   local shadow = record and cjson.decode(record).shadow
   if shadow then call("SADD", RETIRED, shadow) end
-  for _, key in ipairs({ WORKERS, LOAD, BATCH }) do call("HDEL", key, WORKER_ID) end
+  for _, key in ipairs({ WORKERS, LOAD, BATCH, EJECTIONS }) do call("HDEL", key, WORKER_ID) end
   call("HDEL", DIGEST, WORKER_ID, "~" .. WORKER_ID)
   call("HDEL", CURSOR, "events:" .. WORKER_ID)
   call("ZREM", ALIVE, WORKER_ID)

@@ -10,7 +10,7 @@ memory is short; a command is issued again after 30 s without progress.
 Pace: a tick grants the time of Redis that its caller may take to apply: share_permille of the time since the last tick
 (at most 200 ms of it count). All replicas together get no more. It is twice that while heartbeats would wait too long.
 
-KEYS: tick hello cursor alive alive_servers servers load resync retired counts workers
+KEYS: tick hello cursor alive alive_servers servers load resync retired counts workers ejections
 ARGV: prefix, min_gap_ms, ttl_ms, forget_ms, max_streams, used_permille (of maxmemory; -1: unknown), short_ms,
       share_permille
 Returns: {ran 0/1, grace 0/1, retired slots, short 0/1, granted us, name...}; name = events:<id>, server:<id> (a stream
@@ -21,6 +21,7 @@ Keys that depend on data: events:<worker_id>, server:<server_id>, command:<worke
 --]]
 local TICK, HELLO, CURSOR, ALIVE, ALIVE_SERVERS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local SERVERS, LOAD, RESYNC, RETIRED, COUNTS, WORKERS = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local EJECTIONS = KEYS[12]
 local PREFIX, MIN_GAP_MS, TTL_MS = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local FORGET_MS, MAX_STREAMS, USED_PERMILLE = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local SHORT_MS, SHARE_PERMILLE = tonumber(ARGV[7]), tonumber(ARGV[8])
@@ -148,8 +149,11 @@ backlogs()
 if short == 0 and call("ZCARD", RESYNC) > 0 then command_resyncs() end
 if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then
   local once_a_second = include "tick/each_second"
-  local keys = { alive = ALIVE, alive_servers = ALIVE_SERVERS, servers = SERVERS, load = LOAD, workers = WORKERS }
+  local keys = { alive = ALIVE, alive_servers = ALIVE_SERVERS, servers = SERVERS, load = LOAD, workers = WORKERS,
+    ejections = EJECTIONS }
   median = once_a_second(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
+  local trials = include "tick/trials"
+  trials(keys, now, TTL_MS, grace)
 end
 call("SET", TICK, string.format("%.0f %.0f %.0f %.0f %.0f", now, grace_until, median, start, short))
 return answer

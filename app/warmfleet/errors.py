@@ -99,13 +99,17 @@ class UpstreamError(WarmfleetError):
 
 
 class UpstreamGone(UpstreamError):
-    """``refused``: the worker never began to work on the request. Otherwise the request may have killed the worker."""
+    """``refused``: the worker never began to work on the request. Otherwise the request may have killed the worker.
+
+    ``answered``: the worker lives, and its answer says that it did not serve the request.
+    """
 
     code = "upstream_gone"
 
-    def __init__(self, message: str, *, refused: bool = False) -> None:
+    def __init__(self, message: str, *, refused: bool = False, answered: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
+        self.answered = answered
 
 
 class EngineTimeout(UpstreamError):

@@ -202,6 +202,7 @@ async def _background(
         ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),
         ("check", outage_checks.CHECK_INTERVAL_S, OutageChecks(pools, engine_client, metrics).round),
         ("vouch", vouching.VOUCH_INTERVAL_S, Vouching(pools, engine_client, settings, metrics).round),
+        ("verdicts", TELL_AGAIN_INTERVAL_S, partial(upkeep.carry_out, pools, metrics)),
         ("outcomes", TELL_AGAIN_INTERVAL_S, partial(upkeep.tell_again, pools)),
         ("limits", hung_engines.LIMIT_INTERVAL_S, hung.end_late),
         ("hung", hung_engines.ASK_INTERVAL_S, hung.round),

@@ -142,6 +142,11 @@ class Metrics:
         self.downgrades = self._counter(
             "downgrades", "Proven workers that are placed by load only from now on, by cause (identity.md)", "cause"
         )
+        self.ejections = self._counter(
+            "ejections",
+            "Verdicts on workers: `ejected`, `readmitted`, `refused` (half are out), `same` (worker-life.md)",
+            "result",
+        )
         self.warmings = self._counter(
             "warmings",
             "Joining workers that were warmed: `done`, `slow`, `failed`, `refused`, `needed`, `lost` (operate.md)",

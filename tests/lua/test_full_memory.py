@@ -50,13 +50,13 @@ async def memory_is(fleet: Fleet, *, short: bool) -> None:
 
 # ---------------------------------------------------------------- at the limit
 
-WRITES_REFUSED = {"prove", "vouch", "register", "audit"}
+WRITES_REFUSED = {"prove", "vouch", "eject", "register", "audit"}
 
 
 async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
     """A call of every script that has something to write."""
     store, core, world = fleet.redis, Core(fleet.redis, fleet), World(fleet.redis, fleet)
-    await world.workers(2)
+    await world.workers(4)
     await store.zadd(fleet.keys.alive_servers, {"w1": time.time() * 1000})
     await core.join()
     await core.send("stored", blocks(*range(300, 400)))
@@ -91,6 +91,7 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
         "forget": lambda: fleet.forget("w2.0"),
         "prove": lambda: fleet.prove("s.0", "n1", "proven", ""),
         "vouch": lambda: fleet.vouch("w1.0", "n1"),
+        "eject": lambda: fleet.eject("w1.0", good=False),
         "register": lambda: fleet.register("plain", {"scheme_id": 1}, 10, healthy=True),
         "lag": lambda: fleet.truth([]),
         "audit": lambda: fleet.audit(3600),

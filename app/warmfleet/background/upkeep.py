@@ -54,6 +54,21 @@ async def tell_again(pools: Pools) -> None:
     await pools.each(tell_model)
 
 
+async def carry_out(pools: Pools, metrics: Metrics) -> None:
+    """Tell Redis which workers are to be ejected, and which passed their trial. Without verdicts this asks nothing."""
+
+    async def tell_model(pool: Pool) -> None:
+        for worker_id, good in list(pool.outliers.verdicts.items()):
+            told = await pool.fleet.eject(worker_id, good=good)
+            del pool.outliers.verdicts[worker_id]
+            metrics.ejections.labels(told.lower()).inc()
+            if told in ("EJECTED", "REFUSED"):
+                why = "half of the workers are ejected already" if told == "REFUSED" else "it fails what others serve"
+                logger.warning("%s: worker %s is %s: %s", pool.tag, worker_id, told.lower(), why)
+
+    await pools.each(tell_model)
+
+
 async def clear(pools: Pools) -> None:
     """Remove expired leases and tickets of replicas that died. Decisions do so, too: this is for a fleet at rest."""
 

@@ -53,6 +53,7 @@ def render(answer: dict[str, Any]) -> str:
             if worker["suspect"]
         ]
         reasons += [_unheard(worker) for worker in model["workers"] if worker["state"] == "unheard"]
+        reasons += [_ejected(worker) for worker in model["workers"] if worker["state"] == "ejected"]
         reasons += [_draining(worker) for worker in model["workers"] if worker["draining"]]
         parts.append("\n".join([title, body, *reasons]))
     return "\n\n".join(parts)
@@ -80,6 +81,10 @@ def _row(worker: dict[str, Any]) -> tuple[object, ...]:
 def _unheard(worker: dict[str, Any]) -> str:
     quiet = _age(worker["heartbeat_age_s"])
     return f"{worker['worker_id']}: no heartbeat for {quiet}, but its engine answers: check its way to Redis"
+
+
+def _ejected(worker: dict[str, Any]) -> str:
+    return f"{worker['worker_id']}: ejected, it failed requests that other workers served: read its log"
 
 
 def _draining(worker: dict[str, Any]) -> str:

@@ -32,7 +32,8 @@ REAP_AT_ONCE = 512
 REAPED_PER_SETTLE = 8  # lua/settle.lua gives back so many expired leases at each call
 RENEW_AT_ONCE = 200  # reservations; lua/renew.lua takes no more in one call
 ANSWER_FIELDS = 13  # of decide's answer to a booked request; what the choice saw comes behind them
-APPROXIMATE, UNHEARD = int(Flag.APPROXIMATE), int(Flag.UNHEARD)  # an operation on the enumeration itself takes 1 µs
+#: An operation on the enumeration itself takes 1 µs.
+APPROXIMATE, UNHEARD, TRIAL = int(Flag.APPROXIMATE), int(Flag.UNHEARD), int(Flag.TRIAL)
 DECIDE_ARGS, CHAIN_ARGS = len(SCRIPT_ARGS["decide"]), 3
 FIRST_CLASS, LAST_CLASS = -8, 7  # priorities outside this range count as the nearer end of it
 NO_OBJECTIVE = pack(0.0)
@@ -107,8 +108,8 @@ class Decision:
 
     outcome: ``known`` if this id was booked before; then cost, wait and the two flags are 0. speculative: an
     open reservation is still making the matched blocks. flagged: the match is a lower bound. wait_tokens: prefill
-    tokens ahead of the request when the worker was chosen. why: one word, see lua/parts/decide/cost_rule.lua. seen:
-    None unless ``tell`` was set.
+    tokens ahead of the request when the worker was chosen. trial: the request is the worker's trial (lua/eject.lua).
+    why: one word, see lua/parts/decide/cost_rule.lua. seen: None unless ``tell`` was set.
     """
 
     reservation: str
@@ -125,6 +126,7 @@ class Decision:
     approximate: bool
     prefill_tokens: int
     decode_tokens: int
+    trial: bool = False
     why: str = ""
     seen: Seen | None = None
 
@@ -234,6 +236,7 @@ class Reservations(ScriptClient):
             approximate,
             prefill,
             decode,
+            flags & TRIAL != 0,
             why.decode(),
             Seen.of(answer[ANSWER_FIELDS:]) if len(answer) > ANSWER_FIELDS else None,
         )

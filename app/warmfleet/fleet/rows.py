@@ -26,6 +26,8 @@ class Flag(IntFlag):
     PARTIAL = 64  # memory was short: some of its blocks may be missing in the index
     HOSTILE = 128  # its stream broke the rules
     UNHEARD = 256  # its heartbeats are missing, but its engine answers replicas over HTTP
+    EJECTED = 512  # it failed requests that others served: it gets none for a while
+    TRIAL = 1024  # after that it gets one request at a time, until it serves one
 
 
 class Stage(IntEnum):

@@ -28,6 +28,8 @@ PROBE_EXPIRES_S = 120  # a probe lasts 40 s at most
 
 Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
 Vouched = Literal["VOUCHED", "RENEWED", "REFUSED"]
+Verdict = Literal["EJECTED", "READMITTED", "REFUSED", "SAME"]
+EJECTED_S = 5.0, 300.0  # how long a worker is out the first time; doubled each time, and never longer than the second
 
 
 class BadArtifact(BadRequest):
@@ -267,6 +269,15 @@ class Views(ScriptClient):
         (lua/vouch.lua). Raises FleetUnavailable.
         """
         return cast("Vouched", (await self.keep("vouch", worker_id=worker_id, nonce=nonce)).decode())
+
+    async def eject(self, worker_id: str, *, good: bool) -> Verdict:
+        """The verdict of this replica on a worker: ejected, or (after a trial) good.
+
+        Returns REFUSED if half of the workers are ejected already. Raises FleetUnavailable.
+        """
+        first_ms, most_ms = (round(1000 * seconds) for seconds in EJECTED_S)
+        answer = await self.keep("eject", worker_id=worker_id, good=int(good), first_ms=first_ms, most_ms=most_ms)
+        return cast("Verdict", answer.decode())
 
     async def drain(self, worker_id: str, *, draining: bool) -> bool:
         """Send no new request to a worker, or send them again. Requests that run there go on.

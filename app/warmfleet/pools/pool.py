@@ -13,6 +13,7 @@ from warmfleet.pools.degraded import LastKnown
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.identified_prompt import identify
 from warmfleet.pools.open_reservations import OpenReservations
+from warmfleet.pools.outliers import Outliers
 from warmfleet.pools.policy import PolicyChoice
 from warmfleet.pools.stalled_requests import Tries
 from warmfleet.pools.ttft_window import TtftWindow
@@ -37,8 +38,9 @@ class Pool:
     """The workers of one model tag, and everything that this replica remembers about requests for them.
 
     ``view`` is the last reading of the fleet and ``read`` is set after the first one. ``reservations`` are this
-    replica's own, ``tries`` its requests that wait for an engine, ``ttft`` its clients' times to first token, and
-    ``uses`` the prefixes that its prompts share. ``degraded`` and ``last_known`` choose a worker while Redis cannot.
+    replica's own, ``tries`` its requests that wait for an engine, ``outliers`` its verdicts on workers, ``ttft`` its
+    clients' times to first token, and ``uses`` the prefixes that its prompts share. ``degraded`` and ``last_known``
+    choose a worker while Redis cannot.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Pool:
         self.view = View()
         self.reservations = OpenReservations()
         self.tries = Tries()
+        self.outliers = Outliers()
         self.ttft = TtftWindow(objective_s)
         self.uses = PopularPrefixes()
         self.read = asyncio.Event()

@@ -72,16 +72,15 @@ class Attempts:
         self._telling = 0  # outcomes that Redis has neither taken nor refused
         self._all_told = asyncio.Event()
 
-    def begin(self, job: Job, failed_workers: tuple[str, ...], *, avoids_failing: bool, last: bool) -> Attempt:
+    def begin(self, job: Job, failed_workers: tuple[str, ...], *, avoids_failing: bool) -> Attempt:
         """A new attempt under a reservation of its own. The caller must ``release`` it in every case.
 
         failed_workers: workers that failed earlier attempts at this job. avoids_failing: see ``Attempt.excluded``.
-        last: no other attempt may follow.
         """
         prompt = job.prompt
         reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact")
         never = (*prompt.unable_workers, *failed_workers)
-        return Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing, last=last)
+        return Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing)
 
     def tell(self, pool: Pool, reservation: str, outcome: Outcome) -> None:
         """Tell Redis an outcome, and wait for nothing. An outcome that it does not take is told by a background round.
@@ -118,11 +117,11 @@ class Attempt:
 
     ``decision`` is None until a worker is chosen. ``never`` are workers that must not be chosen at all; ``avoided``
     are other workers that failed a request a moment ago, which the last decision passed over. ``explanation`` explains
-    the decision as JSON; empty if the client asked for none. ``last`` says that no other attempt may follow.
+    the decision as JSON; empty if the client asked for none.
     """
 
     __slots__ = (
-        "_attempts", "_avoids_failing", "avoided", "decision", "explanation", "last", "never", "pool", "reservation",
+        "_attempts", "_avoids_failing", "avoided", "decision", "explanation", "never", "pool", "reservation",
         "state",
     )  # fmt: skip
 
@@ -134,14 +133,12 @@ class Attempt:
         never: tuple[str, ...] = (),
         *,
         avoids_failing: bool = False,
-        last: bool = False,
     ) -> None:
         self._attempts = attempts
         self._avoids_failing = avoids_failing
         self.pool = pool
         self.reservation = reservation
         self.never = never
-        self.last = last
         self.avoided: tuple[str, ...] = ()
         self.state = AttemptState.NEW
         self.decision: Decision | None = None

@@ -26,7 +26,7 @@ PASSED_BACK = frozenset({b"content-type", b"content-encoding", b"retry-after", b
 #: So much of a plain answer is read before its headers go to the client. If the engine dies while that is read, the
 #: client gets a 502 in place of a broken answer.
 BUFFER_MAX_BYTES = 1_048_576
-EVENTS = b"text/event-stream"
+EVENTS, JSON = b"text/event-stream", b"application/json"
 
 Ended = Literal["finished", "failed"]
 
@@ -40,25 +40,28 @@ class Relay:
         self._answer_headers = settings.answer_headers
         self._handoff = Handoff(metrics, enabled=settings.token_handoff)
 
-    async def forward(self, job: Job, attempt: Attempt, decision: Decision, answer: ClientAnswer) -> Ended:
+    async def forward(
+        self, job: Job, attempt: Attempt, decision: Decision, answer: ClientAnswer, tried_elsewhere: frozenset[int]
+    ) -> Ended:
         """Send the job to the chosen worker and relay its answer; returns how the answer ended.
 
-        Raises UpstreamGone if the worker failed, and UpstreamError if its answer cannot be used. Another worker may be
-        tried unless ``answer.started``.
+        tried_elsewhere: statuses that count as a failure of the worker. Raises UpstreamGone if the worker failed, and
+        UpstreamError if its answer cannot be used. Another worker may be tried unless ``answer.started``.
         """
         with_ids = self._handoff.body(job.offer, job.request.endpoint, job.body, job.pool.view, decision.worker_id)
         response = self._start(job, attempt, decision, with_ids or job.body)
         try:
-            await response.head()
+            await _head(response)
             if with_ids is not None and response.status in REFUSALS:  # the worker gets it as the client sent it
                 refused = response
                 refused.close()
                 response = self._start(job, attempt, decision, job.body)
-                await response.head()
+                await _head(response)
                 if response.status < 400:
                     self._handoff.refused(decision.worker_id, refused.status)
-            if response.status in (502, 503) and not attempt.last and len(job.pool.view.workers) > 1:
-                raise UpstreamGone(f"The worker answered {response.status}.", refused=True)
+            if response.status in tried_elsewhere:
+                begun = response.status in (500, 504)
+                raise UpstreamGone(f"The worker answered {response.status}.", refused=not begun, answered=True)
             return await self._relay(job, attempt, decision, response, answer)
         finally:
             response.close()  # gives up what has not come: the engine stops its work at once
@@ -86,6 +89,7 @@ class Relay:
             piece, whole = await _first_piece(response), False
         else:
             piece, whole = await _read(response)
+        _check(job, response, piece, streams=streams)
         self._first_byte(job, attempt, decision, response.status, streams=not whole)
         headers = [field for field in response.headers if field[0] in PASSED_BACK]
         headers += answer_headers(job.call.request_id, attempt, decision, self._answer_headers).items()
@@ -98,6 +102,7 @@ class Relay:
                 await _stream(response, client, piece)
             except UpstreamError as error:
                 self._metrics.stream_errors.inc()
+                job.pool.outliers.failed(decision)
                 if not streams:
                     raise  # part of a plain answer was sent: closing the connection tells the client that it is cut off
                 await client.end_stream(error)
@@ -118,6 +123,29 @@ class Relay:
         # With several prompts in a request, only the engine knows when the prefill of each is done.
         if streams and (job.prompt.prompt_count == 1 or decision.approximate):
             attempt.prefill_done()
+
+
+async def _head(response: EngineResponse) -> None:
+    """Wait for the status and the headers. Raises UpstreamGone, also if they cannot be read."""
+    try:
+        await response.head()
+    except UpstreamGone:
+        raise
+    except UpstreamError as error:
+        raise UpstreamGone(error.message) from error
+
+
+def _check(job: Job, response: EngineResponse, piece: bytes, *, streams: bool) -> None:
+    """Raise UpstreamGone if the first piece of a good answer shows that the engine is out of order.
+
+    An engine that generates answers with JSON or with events, and never with nothing.
+    """
+    if response.status != 200 or not job.call.path.generates:
+        return
+    if not piece:
+        raise UpstreamGone("The worker's answer is empty.")
+    if not streams and response.content_type == JSON and piece.lstrip()[:1] not in (b"{", b"["):
+        raise UpstreamGone("The worker's answer is no JSON.")
 
 
 async def _first_piece(response: EngineResponse) -> bytes:

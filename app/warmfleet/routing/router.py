@@ -19,6 +19,7 @@ from warmfleet.routing.token_handoff import offer
 
 if TYPE_CHECKING:
     from warmfleet.engines.upstream import Upstream
+    from warmfleet.fleet import Decision
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pools
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 4  # at different workers, before the first byte of an answer: half of a fleet may die at once
 MAX_DEATHS = 2  # of workers that had the request: the request may have killed them, so no third worker gets it
+BUSY = frozenset({429, 502, 503})  # the worker did not begin to work on the request
+FAILED = frozenset({500, 504})  # it did; the request may be the reason
+BUDGET_SHARE = 0.2  # further tries that a replica's requests may have on average, each
+BUDGET_MOST = 128.0  # tries saved up: as many requests as may be under way at a worker that dies
 
 
 class Router:
@@ -53,6 +58,7 @@ class Router:
         tickets = Tickets()
         self._queue = AdmissionQueue(tickets, settings, metrics)
         self._attempts = Attempts(tickets, metrics)
+        self._retry_budget = _RetryBudget()
         self._decider = Decider(self._log, metrics)
         self._relay = Relay(upstream, settings, metrics)
 
@@ -64,22 +70,25 @@ class Router:
         pool = await self.pools.find(request.model)
         prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
         job = Job(call, request, body, pool, prompt, offer(request, prompt), priority, self._log.wants())
-        retries = _Retries(job)
+        retries = _Retries(job, self._retry_budget)
         while True:
-            attempt = self._attempts.begin(
-                job, retries.failed_workers, avoids_failing=retries.avoids_failing, last=retries.last
-            )
+            attempt = self._attempts.begin(job, retries.failed_workers, avoids_failing=retries.avoids_failing)
             outcome: Outcome = "cancelled"  # until it is known how the attempt ended
             try:
                 decision = await self._queue.admit(job, attempt, self._decider.decide)  # 3 decide
-                outcome = await self._relay.forward(job, attempt, decision, answer)  # 4 forward
+                outcome = await self._relay.forward(
+                    job, attempt, decision, answer, retries.tried_elsewhere
+                )  # 4 forward
+                if outcome == "finished":
+                    pool.outliers.served(decision, retries.to_blame)
                 return  # noqa: TRY300  an else would part the five steps
             except UpstreamGone as error:
                 outcome = "failed"
                 if answer.started:
                     raise
-                attempt.worker_failed()
-                retries.worker_failed(decision.worker_id, error)  # raises the error if no other worker may be tried
+                if error.refused or not error.answered:  # an answer of 500 may be the request's own fault
+                    attempt.worker_failed()
+                retries.worker_failed(decision, error)  # raises the error if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
             except NoWorker as error:
                 retries.no_worker(
@@ -96,26 +105,66 @@ class Router:
         await self._attempts.drained()
 
 
-class _Retries:
-    """Decides after a failed attempt whether the job may have another one, and at which workers."""
+class _RetryBudget:
+    """Bounds the further tries of one replica, so that a fleet that fails is not asked several times as much.
 
-    def __init__(self, job: Job) -> None:
+    A try after a refused connection is free: it did not cost the worker anything.
+    """
+
+    def __init__(self) -> None:
+        self._left = BUDGET_MOST
+
+    def earn(self) -> None:
+        """A request came."""
+        self._left = min(self._left + BUDGET_SHARE, BUDGET_MOST)
+
+    @property
+    def empty(self) -> bool:
+        return self._left < 1.0
+
+    def spend(self) -> None:
+        """A request is tried again."""
+        self._left -= 1.0
+
+
+class _Retries:
+    """Decides after a failed attempt whether the job may have another one, and at which workers.
+
+    ``to_blame``: the decisions for workers that are to blame if another one serves the job.
+    """
+
+    def __init__(self, job: Job, budget: _RetryBudget) -> None:
         self.failed_workers: tuple[str, ...] = ()
+        self.to_blame: tuple[Decision, ...] = ()
         self.avoids_failing = True
-        self.last = False
+        self._last = False
         self._job = job
+        self._budget = budget
         self._attempts_left = MAX_ATTEMPTS
         self._deaths = 0
         self._failure: UpstreamGone | None = None
+        budget.earn()
 
-    def worker_failed(self, worker_id: str, error: UpstreamGone) -> None:
+    @property
+    def tried_elsewhere(self) -> frozenset[int]:
+        """The statuses of an answer that the client does not get: another worker is tried instead."""
+        if self._last or self._budget.empty or len(self._job.pool.view.workers) < 2:
+            return frozenset()
+        return BUSY if self._deaths + 1 == MAX_DEATHS else BUSY | FAILED
+
+    def worker_failed(self, decision: Decision, error: UpstreamGone) -> None:
         """Exclude this worker from the next attempt. Raises ``error`` if no other attempt may follow."""
         self._failure = error
         self._deaths += not error.refused
+        costs = error.answered or not error.refused
         # A request that is too long for every engine may have been too much for this one.
-        if self.last or self._deaths == MAX_DEATHS or self._job.prompt.reason == "too_long":
+        too_much = self._deaths == MAX_DEATHS or self._job.prompt.reason == "too_long"
+        if self._last or too_much or (costs and self._budget.empty):
             raise error
-        self.failed_workers = (*self.failed_workers, worker_id)
+        if costs:
+            self._budget.spend()
+            self.to_blame = (*self.to_blame, decision)
+        self.failed_workers = (*self.failed_workers, decision.worker_id)
         self._next()
 
     def no_worker(self, error: NoWorker, *, avoided_some: bool) -> None:
@@ -123,11 +172,11 @@ class _Retries:
 
         Raises if this attempt avoided none, or was the last.
         """
-        if not avoided_some or self.last:
+        if not avoided_some or self._last:
             raise self._failure or error  # no worker is left: the client gets the last worker's failure
         self.avoids_failing = False
         self._next()
 
     def _next(self) -> None:
         self._attempts_left -= 1
-        self.last = self._attempts_left == 1
+        self._last = self._attempts_left == 1

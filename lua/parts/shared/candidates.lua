@@ -2,8 +2,9 @@
 shared/candidates: the workers that a decision may choose among, and what their load rows say.
 
 Guarantee: pure. A candidate is alive and routable: its API server lives, its URL answers, it is neither draining nor
-hostile. A worker without heartbeats is alive while replicas vouch for it (vouch). Its blocks may be matched if it is
-proven or approximate; else it is chosen by load only.
+hostile. An ejected worker is none, and a worker on trial (eject) is one only while it has no request. A worker without
+heartbeats is alive while replicas vouch for it (vouch). Its blocks may be matched if it is proven or approximate; else
+it is chosen by load only.
 Takes every load row, what shared/alive_workers says of the ids, the fleet's median speed (tokens/s; no worker counts
 as slower than 1/8 of it or faster than 8 times), decode_s_per_token, and the time in ms.
 Returns the state of a decision. By candidate: rows, wait (prefill tokens ahead), base_s (seconds until its turn), speed
@@ -16,9 +17,10 @@ local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT, WORKER_ID_AT = 5, 51, 59 -- of a p
 local ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS = ">i4i4xxxxI4I2I4I4I4I4I4I4"
 local ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">I4I4"
 local FLAG_SERVER, FLAG_URL, FLAG_PROVEN, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_HOSTILE = 1, 2, 4, 8, 16, 128
-local FLAG_UNHEARD = 256
+local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL = 256, 512, 1024 -- no flag is above TRIAL
+local IN_FLIGHT_AT, ROW_IN_FLIGHT = 13, ">i4"
 local ROUTABLE, MATCHABLE = FLAG_SERVER + FLAG_URL, FLAG_PROVEN + FLAG_APPROXIMATE
-local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE
+local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_EJECTED
 local U32, MAX_PREFILLED = 2 ^ 32, 4096 -- unpack takes no more
 
 return function(all, alive, median, decode_s_per_token, now)
@@ -37,6 +39,7 @@ return function(all, alive, median, decode_s_per_token, now)
     end
     local lives = not alive or alive[sub(all[k], WORKER_ID_AT)]
     if lives == nil then lives = band(flags, FLAG_UNHEARD) ~= 0 end
+    if flags >= FLAG_TRIAL and unpack_from(ROW_IN_FLIGHT, all[k], IN_FLIGHT_AT) > 0 then lives = false end
     if lives and use ~= "no" and #all[k] >= WORKER_ID_AT then
       if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
       local ahead, share = prefill + foreign, capacity > 0 and blocks / capacity or 0

@@ -38,6 +38,7 @@ ANSWERS: dict[str, Any] = {
     "apply_server": [0, 0],
     "prove": b"OK",
     "vouch": b"VOUCHED",
+    "eject": b"SAME",
     "register": 7,
     "forget": 1,
     "drain": 1,
@@ -172,6 +173,7 @@ async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
     await recorder.register("plain", {"a": 1}, 55, healthy=True)
     await recorder.drain("w.0", draining=True)
     await recorder.vouch("w.0", "n3")
+    await recorder.eject("w.0", good=True)
     await recorder.forget("w.0", 56)
     await recorder.collect(57)
     await recorder.truth([])
@@ -204,6 +206,7 @@ async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
         ("register", {"worker_id": "plain", "record_json": '{"a":1}', "capacity_checkpoints": 55, "healthy": 1}, ()),
         ("drain", {"worker_id": "w.0", "draining": 1}, ()),
         ("vouch", {"worker_id": "w.0", "nonce": "n3"}, ()),
+        ("eject", {"worker_id": "w.0", "good": 1, "first_ms": 5_000, "most_ms": 300_000}, ()),
         ("forget", {"prefix": prefix, "worker_id": "w.0", "silent_ms": 56}, ()),
         ("collect", {"prefix": prefix, "max_blocks": 57}, ()),
         ("lag", {"prefix": prefix, "start": 0, "max_streams": 64}, ()),

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +15,7 @@ from tests.lua.stream import Core
 from tests.lua.test_apply_server import Server
 from tests.lua.ticking import EVERY, slow_tick
 
-from warmfleet.fleet import Flag, WorkerState
+from warmfleet.fleet import Flag, LoadRow, WorkerState
 from warmfleet.fleet.worker import state as life
 from warmfleet.fleet.worker.state import CHANGES, HELD, HOLDS, JOINED, PROBED, ROUTABLE, SERVING, TURNS, Event, state_of
 
@@ -94,6 +95,10 @@ def test_every_event_moves_something() -> None:
         (READY | Flag.HOSTILE, {}, 15.1, "silent"),
         (READY, {}, None, "silent"),
         (READY, {}, 15.0, "proven"),
+        (READY | Flag.EJECTED, {}, 0.0, "ejected"),
+        (READY | Flag.TRIAL | Flag.UNHEARD, {}, 300.0, "ejected"),
+        (READY | Flag.EJECTED | Flag.DRAINING, {}, 0.0, "draining"),
+        (Flag.SERVER | Flag.EJECTED, {}, 0.0, "pending"),
         (READY | Flag.UNHEARD, {}, 0.0, "unheard"),
         (READY | Flag.UNHEARD, {"suspect": "prompt"}, 300.0, "unheard"),
         (READY | Flag.UNHEARD | Flag.DRAINING, {}, 300.0, "draining"),
@@ -153,6 +158,10 @@ class Life:
             found.discard(Event.HEARD)  # nothing of its stream counts until it joins anew
         if self.left or self.standing not in SERVING or self.holds & {WorkerState.JOINING, WorkerState.HOSTILE}:
             found.discard(Event.VOUCHED)
+        if self.standing not in SERVING:
+            found.discard(Event.EJECTED)
+        if WorkerState.EJECTED not in self.holds:
+            found.discard(Event.ACQUITTED)
         if WorkerState.UNHEARD in self.holds:
             found |= {Event.LAPSES}
             if WorkerState.JOINING in self.holds:
@@ -179,6 +188,8 @@ class Life:
         if event in (Event.CORE_JOINS, Event.SERVER_JOINS) and WorkerState.UNHEARD in self.holds:
             self.holds.add(WorkerState.SILENT)
             self.holds.discard(WorkerState.UNHEARD)
+        if event in (Event.CORE_JOINS, Event.SERVER_JOINS):
+            self.holds.discard(WorkerState.EJECTED)
         for turn in TURNS:
             if event is turn.event:
                 self.holds.discard(turn.before[0])
@@ -265,6 +276,18 @@ class Life:
         self.server_quiet = True
         known = "RENEWED" if WorkerState.UNHEARD in self.holds else "VOUCHED"
         assert await self.fleet.vouch(self.core.worker_id, self.core.nonce) == known
+
+    async def _ejected(self) -> None:
+        others = {name: LoadRow(flags=int(Flag.SERVER | Flag.URL | Flag.APPROXIMATE)).pack(name) for name in "xy"}
+        await self.store.zadd(self.fleet.keys.alive, dict.fromkeys(others, 1e15))
+        await self.store.hset(self.fleet.keys.load, mapping=cast("Any", others))
+        assert await self.fleet.eject(self.core.worker_id, good=False) in ("EJECTED", "SAME")
+
+    async def _acquitted(self) -> None:
+        row = await self.core.row()
+        tried = replace(row, flags=row.flags & ~Flag.EJECTED | Flag.TRIAL).pack(self.core.worker_id)
+        await cast("Any", self.store.hset(self.fleet.keys.load, self.core.worker_id, tried))
+        assert await self.fleet.eject(self.core.worker_id, good=True) == "READMITTED"
 
     async def _lapses(self) -> None:
         await self._server_heard()

@@ -103,7 +103,7 @@ SINGLE_KEYS = frozenset(
     {
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
         *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
-        *("queue", "operator_approved", "operator_policy"),
+        *("queue", "ejections", "operator_approved", "operator_policy"),
     }
 )
 

@@ -41,6 +41,7 @@ class WorkerState(StrEnum):
     JOINING = "joining"  # one half only: its API server has not been heard, or not for a TTL
     HOSTILE = "hostile"  # its stream broke the rules: it must join anew
     DRAINING = "draining"  # the operator lets it finish what it has
+    EJECTED = "ejected"  # it failed requests that others served: it gets none for a while, then one to try it
     UNHEARD = "unheard"  # no heartbeat, but its engine answers: it takes requests, by its index as last known
 
     @property
@@ -73,6 +74,7 @@ HOLDS = (
     WorkerState.JOINING,
     WorkerState.HOSTILE,
     WorkerState.DRAINING,
+    WorkerState.EJECTED,
     WorkerState.UNHEARD,
 )
 
@@ -101,6 +103,8 @@ class Event(StrEnum):
     UNDRAIN = "warmfleet drain --undo"
     VOUCHED = "its heartbeats are missing, but its engine answers a replica"
     LAPSES = "its engine answers no replica either"
+    EJECTED = "it fails requests that other workers serve"
+    ACQUITTED = "it serves a request on trial, or other workers are gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +158,10 @@ HELD: tuple[Hold, ...] = (
     Hold(_W.JOINING, _E.SERVER_LOST, _E.SERVER_HEARD, "apply_server, tick", "only the API server takes requests"),
     Hold(_W.HOSTILE, _E.STREAM_BREAKS, _E.CORE_JOINS, "apply_control", "nothing of a broken stream can be believed"),
     Hold(_W.DRAINING, _E.DRAIN, _E.UNDRAIN, "drain", "requests that run there finish, no other is sent there"),
+    Hold(_W.EJECTED, _E.EJECTED, _E.ACQUITTED, "eject, tick", "requests that others serve would fail there"),
     Hold(_W.UNHEARD, _E.VOUCHED, _E.HEARD, "vouch, tick", "a lost messenger is no reason to take an engine for dead"),
 )
-#: From one hold to another: heartbeats end both.
+#: From one hold to another.
 TURNS: tuple[Change, ...] = (
     Change((_W.SILENT,), _E.VOUCHED, _W.UNHEARD, "vouch", "its engine answers again, its plugin is still cut off"),
     Change((_W.UNHEARD,), _E.LAPSES, _W.SILENT, "tick", "a worker that answers neither way is dead"),
@@ -169,6 +174,7 @@ METRIC_LABELS: Mapping[WorkerState, str] = {
     _W.APPROXIMATE: "approximate",
     _W.WARMING: "warming",
     _W.DRAINING: "draining",
+    _W.EJECTED: "ejected",
     _W.UNHEARD: "unheard",
 }
 UNROUTABLE = "unroutable"
@@ -194,6 +200,8 @@ def state_of(flags: int, record: Mapping[str, Any], url: str, heartbeat_age_s: f
     if flags & Flag.DRAINING:
         return WorkerState.DRAINING
     standing = _standing(flags, record, url, now)
+    if flags & (Flag.EJECTED | Flag.TRIAL) and standing in SERVING:
+        return WorkerState.EJECTED
     return WorkerState.UNHEARD if unheard and standing in SERVING else standing
 
 

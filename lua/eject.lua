@@ -1,0 +1,51 @@
+--[[
+eject: a replica has judged a worker by the answers that it got there. A worker that fails requests which others serve
+is ejected: no decision chooses it until its time is over, a longer one each time. Then it is on trial (tick): decide
+gives it one request at a time, and the outcome of that is the next verdict.
+
+Guarantee: never are more than half of the routable workers ejected or on trial, whatever the replicas say: what many
+workers fail is not the fault of one. A verdict `good` ends only a trial. Ejections are counted until FORGET_MS after
+the last one was over.
+
+KEYS: load ejections
+ARGV: worker_id, good (0/1), first_ms, most_ms (how long the first ejection lasts, and any at most)
+Returns: EJECTED, READMITTED, REFUSED (half of the workers are out already) or SAME (nothing is changed)
+Cost: O(workers)
+--]]
+local load_key, ejections_key = KEYS[1], KEYS[2]
+local worker_id, good, first_ms, most_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+
+local ROW_FLAGS, FLAGS_AT, FLAG_SERVER, FLAG_URL, FLAG_DRAINING, FLAG_HOSTILE = ">I2", 21, 1, 2, 8, 128
+local FLAG_EJECTED, FLAG_TRIAL, FORGET_MS = 512, 1024, 600000
+local ROUTABLE = FLAG_SERVER + FLAG_URL
+local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE
+local call, band, with_flags = redis.call, bit.band, include "shared/with_flags"
+
+if not first_ms or not most_ms then return redis.error_reply("BAD_ARGUMENT eject: two numbers of ms") end
+local row = call("HGET", load_key, worker_id)
+local flags = row and struct.unpack(ROW_FLAGS, row, FLAGS_AT) or 0
+if good == "1" then
+  if band(flags, FLAG_TRIAL) == 0 then return "SAME" end
+  call("HSET", load_key, worker_id, with_flags(row, flags - FLAG_TRIAL))
+  return "READMITTED"
+end
+if not row or band(flags, FLAG_EJECTED) ~= 0 then return "SAME" end
+
+local routable, out = 0, 1 -- with this worker
+for _, other in ipairs(call("HVALS", load_key)) do
+  local theirs = struct.unpack(ROW_FLAGS, other, FLAGS_AT)
+  if band(theirs, ROUTABLE_MASK) == ROUTABLE then
+    routable = routable + 1
+    if other ~= row and band(theirs, FLAG_EJECTED + FLAG_TRIAL) ~= 0 then out = out + 1 end
+  end
+end
+if out * 2 > routable then return "REFUSED" end
+
+local time = call("TIME")
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local until_ms, times = (call("HGET", ejections_key, worker_id) or ""):match("^(%d+) (%d+)$")
+times = until_ms and now - until_ms < FORGET_MS and times + 1 or 1
+local lasts_ms = math.min(first_ms * 2 ^ math.min(times - 1, 16), most_ms)
+call("HSET", ejections_key, worker_id, string.format("%.0f %.0f", now + lasts_ms, times))
+call("HSET", load_key, worker_id, with_flags(row, flags - band(flags, FLAG_TRIAL) + FLAG_EJECTED))
+return "EJECTED"

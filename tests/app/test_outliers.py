@@ -1,0 +1,144 @@
+"""A worker that fails what others serve: no client notices, it is passed over, and it comes back when it is well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, chunk, engine, event, reply, reset
+from tests.app.replica import Replica, replica
+from tests.conftest import poll
+
+from warmfleet.fleet import Flag, views
+from warmfleet.pools.pool import Pool
+from warmfleet.routing import router as router_module
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+BODY = {"prompt": "a prompt that is long enough to have blocks of its own " * 20}
+
+
+def failing(way: str) -> Answer:
+    async def answer(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if way == "empty stream":
+            writer.write(STREAM_HEAD)
+            chunk(writer, b"")
+        elif way == "empty":
+            reply(writer, b"")
+        elif way == "no JSON":
+            reply(writer, b"<html>It works!</html>")
+        elif way == "garbage":
+            writer.write(b"\x00\xff what is this\r\n\r\n")
+            writer.close()
+        else:
+            reply(writer, b'{"error": {"message": "trouble"}}', f"{way} Trouble")
+
+    return answer
+
+
+@asynccontextmanager
+async def fleet_of(valkey_url: str, model: str, *answers: Answer) -> AsyncIterator[tuple[Replica, list[Engine]]]:
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(engine(model, answer)) for answer in answers]
+        urls = [one.url for one in engines]
+        router = await stack.enter_async_context(replica(valkey_url, model, *urls, policy="round_robin"))
+        yield router, engines
+        await router.unloaded()
+
+
+async def flags_of(router: Replica, one: Engine) -> int:
+    return next(worker.load.flags for worker in await router.fleet.workers() if worker.url == one.url)
+
+
+async def ejected(router: Replica, one: Engine) -> bool:
+    return bool(await flags_of(router, one) & Flag.EJECTED)
+
+
+@pytest.mark.parametrize("way", ["500", "502", "503", "504", "429", "empty", "empty stream", "no JSON", "garbage"])
+async def test_a_worker_that_fails_what_others_serve_is_ejected(
+    valkey_url: str, model: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pool, "avoid", lambda *_: None)  # else it gets one request in three seconds
+    body = {"model": model, "stream": way == "empty stream", **BODY}
+    async with fleet_of(valkey_url, model, failing(way), answer_well, answer_well) as (router, engines):
+        for _ in range(14):
+            status, _, _ = await router.post(body)
+            assert status == 200
+        await poll(lambda: ejected(router, engines[0]), 5, "all replicas pass it over")
+        before = len(engines[0].seen)
+        for _ in range(9):
+            assert (await router.post(body))[0] == 200
+        assert len(engines[0].seen) == before
+        assert await router.metric('warmfleet_ejections_total{result="ejected"}') == 1
+
+
+async def test_a_request_that_every_worker_fails_ejects_nobody(valkey_url: str, model: str) -> None:
+    async with fleet_of(valkey_url, model, *[failing("500")] * 3) as (router, engines):
+        for _ in range(8):
+            status, _, answer = await router.post({"model": model, **BODY})
+            assert (status, json.loads(answer)["error"]["message"]) == (500, "trouble"), "the client gets the answer"
+        assert sum(len(one.seen) for one in engines) == 16, "each was tried at two workers"
+        assert await router.metric('warmfleet_ejections_total{result="ejected"}') == 0
+        assert not any([await ejected(router, one) for one in engines])
+
+
+async def test_clients_mistakes_eject_nobody(valkey_url: str, model: str) -> None:
+    async with fleet_of(valkey_url, model, failing("400"), answer_well, answer_well) as (router, engines):
+        found = [(await router.post({"model": model, **BODY}))[0] for _ in range(15)]
+        assert found.count(400) == 5
+        assert await router.metric('warmfleet_retries_total{where="another"}') == 0
+        assert not await ejected(router, engines[0])
+
+
+async def test_one_that_recovers_comes_back_by_one_request(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(views, "EJECTED_S", (0.2, 300.0))
+    async with fleet_of(valkey_url, model, failing("500"), answer_well, answer_well) as (router, engines):
+
+        async def on_trial() -> bool:
+            return bool(await flags_of(router, engines[0]) & Flag.TRIAL)
+
+        async def fail_again() -> bool:
+            assert (await router.post({"model": model, **BODY}))[0] == 200
+            return await router.metric('warmfleet_ejections_total{result="ejected"}') == 2
+
+        async def readmitted() -> bool:
+            assert (await router.post({"model": model, **BODY}))[0] == 200
+            return await router.metric('warmfleet_ejections_total{result="readmitted"}') == 1
+
+        await poll(fail_again, 20, "its trial is one request, which fails: no client notices")
+        engines[0].answer = answer_well
+        await poll(on_trial, 10, "its time is over")
+        await poll(readmitted, 10, "one request that it serves ends the trial")
+        assert not await flags_of(router, engines[0]) & (Flag.EJECTED | Flag.TRIAL)
+
+
+async def test_a_worker_that_cuts_its_streams_is_ejected(valkey_url: str, model: str) -> None:
+    async def cuts(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        chunk(writer, event(" one"))
+        await writer.drain()
+        await asyncio.sleep(0.02)
+        reset(writer)
+
+    async with fleet_of(valkey_url, model, cuts, answer_well, answer_well) as (router, engines):
+
+        async def noticed() -> bool:
+            await router.post({"model": model, "stream": True, **BODY})
+            return await ejected(router, engines[0])
+
+        await poll(noticed, 10, "after three of its streams")
+
+
+async def test_further_tries_have_a_budget(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "BUDGET_MOST", 3.0)
+    async with fleet_of(valkey_url, model, *[failing("503")] * 4) as (router, engines):
+        for _ in range(20):
+            status, _, answer = await router.post({"model": model, **BODY})
+            assert (status, json.loads(answer)["error"]["message"]) == (503, "trouble")
+        assert sum(len(one.seen) for one in engines) <= 20 + 3 + 0.2 * 20 + 1
