@@ -33,6 +33,8 @@ NODE_BYTES = 900  # bytes of Python objects per node, beside its text, ids and h
 PIECE_BYTES = 260  # bytes of Python objects per piece
 HASHER_BYTES = 90  # bytes of Python objects per node or piece, and hasher
 TOKEN_BYTES = 11  # bytes per token: its id, and the digits of the id once they were needed
+ENDING_BYTES = 600  # bytes of Python objects per ending
+MAX_ENDING = 2_048  # characters of an ending that is kept: only a text with few places to cut has a longer one
 ONE_PROMPT = 4  # one prompt may fill one part in four of the trie, the rest is for other prompts
 
 NO_IDS = array("I")
@@ -63,6 +65,37 @@ class Mark:
         self.node = ref(node)
 
 
+class Ending:
+    """The end of a prompt, behind its last piece. Kept for the prompt that comes again.
+
+    suffix: the special tokens at the end of ``ids``. packed: for each hasher, the packed hashes of the blocks behind
+    the last full one of the node.
+    """
+
+    __slots__ = ("_digits", "ids", "packed", "suffix", "text")
+
+    def __init__(self, text: str, ids: array[int], suffix: array[int], packed: list[bytes]) -> None:
+        self.text, self.ids, self.suffix, self.packed = text, ids, suffix, packed
+        self._digits: bytes | None = None
+
+    @property
+    def digits(self) -> bytes:
+        """The ids as they stand in a JSON list. Made once."""
+        if self._digits is None:
+            self._digits = _digits(self.ids)
+        return self._digits
+
+    @property
+    def cost(self) -> int:
+        """The bytes that this takes, about."""
+        hashes = HASHER_BYTES * len(self.packed) + sum(map(len, self.packed))
+        return ENDING_BYTES + _text_bytes(self.text) + TOKEN_BYTES * len(self.ids) + hashes
+
+    def of(self, text: str, at: int, suffix: array[int]) -> bool:
+        """Whether ``text`` has just this behind ``at``, and is to get these special tokens."""
+        return len(text) - at == len(self.text) and text.startswith(self.text, at) and suffix == self.suffix
+
+
 class Node:
     """A run of pieces. A root has none, and the ids that begin every prompt of its reading.
 
@@ -70,7 +103,8 @@ class Node:
     piece ends, or a root's ``Reading.key``. text: the text of the pieces, and as much behind it as decides where they
     end. end, tokens: characters and ids of the prompt up to the end of this node. hashes: for each hasher, the packed
     hashes of the blocks that this node fills. ends: for each hasher, the digest of the last block so far. origin: the
-    node whose first pieces this one has, until it takes the place of that node; else None.
+    node whose first pieces this one has, until it takes the place of that node; else None. ending: of the last prompt
+    that ended behind this node.
     """
 
     __slots__ = (
@@ -78,6 +112,7 @@ class Node:
         "_digits",
         "children",
         "end",
+        "ending",
         "ends",
         "hashes",
         "ids",
@@ -108,6 +143,7 @@ class Node:
         self.latest: Node | None = None  # the child that was used last: ``find`` compares it before it looks for a cut
         self.mark: Mark | None = None
         self.origin: Node | None = None
+        self.ending: Ending | None = None
         self._digits: bytes | None = None
 
     @classmethod
@@ -129,7 +165,8 @@ class Node:
         """The bytes that this node takes, about."""
         key = self.key if isinstance(self.key, str) else repr(self.key)  # the key of a root is a tuple with the salt
         text = _text_bytes(self.text) + (_text_bytes(key) if len(self.pieces) != 1 else 0)
-        objects = PIECE_BYTES * len(self.pieces) + HASHER_BYTES * len(self.hashes) * (1 + len(self.pieces))
+        ending = self.ending.cost if self.ending is not None else 0
+        objects = ending + PIECE_BYTES * len(self.pieces) + HASHER_BYTES * len(self.hashes) * (1 + len(self.pieces))
         return NODE_BYTES + objects + text + TOKEN_BYTES * len(self.ids) + sum(map(len, self.hashes))
 
     def common(self, text: str) -> int:
@@ -170,15 +207,15 @@ class Node:
 class Prompt:
     """One prompt of a request as the engines see it: its ids in parts, and a chain for each hasher.
 
-    known_tokens: the number of ids that earlier prompts had as well. nodes: the nodes of the first parts; the last
-    part has none. shared: the last node that an earlier prompt had, or None.
+    known_tokens: the number of ids that earlier prompts had as well. nodes: those that keep the first parts, or all
+    of them. shared: the last node that an earlier prompt had, or None.
     """
 
     parts: Sequence[array[int]]
     tokens: int
     chains: tuple[Chain, ...]
     known_tokens: int = 0
-    nodes: Sequence[Node] = ()
+    nodes: Sequence[Node | Ending] = ()
     shared: Node | None = None
 
     @property
@@ -260,6 +297,9 @@ class Trie:
         """The prompt of a text. Its new pieces are put into the trie. path: the result of ``find``, if at hand."""
         path = self.find(text, reading) if path is None else path
         last = path[-1]
+        ending = last.ending
+        if ending is not None and ending.of(text, last.end, reading.suffix):
+            return self._again(path, ending, reading)
         at, tokens, ids = last.end, last.tokens, array("I")
         cuts: list[tuple[int, int, int]] = []  # of each new piece: its end, the end of what decides that, all tokens
         while (cut := reading.cuts.next(text, at)) is not None:
@@ -268,19 +308,32 @@ class Trie:
             cuts.append((*cut, tokens + len(ids)))
         tail = reading.encode(text[at:]) + reading.suffix
         total = tokens + len(ids) + len(tail)
-        chains, hashes, ends = [], [], []
+        chains, all_packed, hashes, ends = [], [], [], []
         for k, hasher in enumerate(reading.hashers):
             packed, hashes_of_node, ends_of_pieces = _hashed(k, path, ids + tail, cuts, reading)
-            chains.append(hasher.capped(b"".join([*[node.hashes[k] for node in path], packed]), total))
+            chains.append(_chain(k, hasher, path, packed, total))
+            all_packed.append(packed[len(hashes_of_node) :])
             hashes.append(hashes_of_node)
             ends.append(ends_of_pieces)
         if cuts:
             of_pieces = zip(*ends, strict=True) if ends else repeat(())
             pieces = [Piece(*cut, of_one) for cut, of_one in zip(cuts, of_pieces, strict=False)]
             path.append(Node.of(last, text[last.end :], pieces, ids, hashes))
-        self._keep(path, last, reading.hashers)
+        kept = len(path) > 1 and len(text) - at <= MAX_ENDING
+        ending = Ending(text[at:], tail, reading.suffix, all_packed) if kept else None
+        self._keep(path, last, reading.hashers, ending)
         parts = [*[node.ids for node in path], tail]
-        return Prompt(parts, total, tuple(chains), tokens, path, last if last is not path[0] else None)
+        nodes: list[Node | Ending] = [*path] if ending is None else [*path, ending]
+        return Prompt(parts, total, tuple(chains), tokens, nodes, last if last is not path[0] else None)
+
+    def _again(self, path: list[Node], ending: Ending, reading: Reading) -> Prompt:
+        """The prompt of a text that came before."""
+        last, hashers = path[-1], reading.hashers
+        total = last.tokens + len(ending.ids)
+        chains = [_chain(k, hasher, path, ending.packed[k], total) for k, hasher in enumerate(hashers)]
+        self._keep(path, last, hashers)
+        parts = [*[node.ids for node in path], ending.ids]
+        return Prompt(parts, total, tuple(chains), total, (*path, ending), last)
 
     def _root(self, reading: Reading) -> Node:
         hashers, ids = reading.hashers, reading.prefix
@@ -289,10 +342,11 @@ class Trie:
         hashes = [hasher.packed(new) for new, hasher in zip(made, hashers, strict=True)]
         return Node(self._top, (reading.key, "", ()), ids, hashes, tuple(ends))
 
-    def _keep(self, path: Sequence[Node], last: Node, hashers: Sequence[Hasher]) -> None:
+    def _keep(self, path: Sequence[Node], last: Node, hashers: Sequence[Hasher], ending: Ending | None = None) -> None:
         """Add the new nodes of ``path``, mark the whole path as used, and evict the oldest nodes above the limit.
 
-        last: the last node that ``find`` has found. The root is marked last, so that it leaves last.
+        last: the last node that ``find`` has found. ending: a new one behind the path. The root is marked last, so that
+        it leaves last.
         """
         with self._lock:
             room, used, root = self.limit_bytes // ONE_PROMPT, self._used, path[0]
@@ -304,6 +358,11 @@ class Trie:
                 self._split(last, last.origin)
             if (new := path[-1]) is not last:
                 self._add_beginning(new, room, hashers)
+            if ending is not None and new in used:
+                grown = ending.cost - (new.ending.cost if new.ending is not None else 0)
+                new.ending = ending
+                used[new] += grown
+                self.bytes += grown
             node: Node | None = new
             while node is not None:  # by the parents, which another thread may have changed since the path was found
                 if node in used:
@@ -341,7 +400,7 @@ class Trie:
             return  # the node has left, or another thread has split it
         head.parent, head.origin = parent, None
         tail = node.behind(head)
-        tail.children, tail.latest = node.children, node.latest
+        tail.children, tail.latest, tail.ending = node.children, node.latest, node.ending
         for child in tail.children.values():
             child.parent = tail
         tail.mark, node.mark = node.mark, None
@@ -385,6 +444,11 @@ def _digits(ids: array[int]) -> bytes:
 
 def _text_bytes(text: str) -> int:
     return len(text) if text.isascii() else 4 * len(text)
+
+
+def _chain(k: int, hasher: Hasher, path: Sequence[Node], packed: bytes, tokens: int) -> Chain:
+    """The chain, by hasher number ``k``, of a path and the packed hashes behind it."""
+    return hasher.capped(b"".join([*[node.hashes[k] for node in path], packed]), tokens)
 
 
 def _hashed(
