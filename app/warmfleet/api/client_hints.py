@@ -10,20 +10,20 @@ from warmfleet.errors import BadRequest, Unauthorized
 from warmfleet.routing.call import NO_HINTS, Hints
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 SESSION, PREFIX, EXPLAIN = b"x-warmfleet-session", b"x-warmfleet-prefix-len", b"x-warmfleet-explain"
 MAX_PREFIX_TOKENS = 2**22
 MAX_DIGITS = 12
 
 
-def read_hints(headers: Mapping[bytes, bytes], session_id: str, explain_key: str | None) -> Hints:
+def read_hints(headers: Mapping[bytes, bytes], session_id: bytes, explain_key: str | None) -> Hints:
     """The hints in a request's headers. Raises BadRequest, Unauthorized.
 
     headers: the headers that begin with ``x-warmfleet-``. session_id: the value of X-Session-ID, empty if there is
     none. explain_key: the value that X-Warmfleet-Explain must have; "": any value will do; None: no client may ask.
     """
-    session = headers.get(SESSION) or session_id.encode("latin-1")
+    session = headers.get(SESSION) or session_id
     if not headers:
         return Hints(session) if session else NO_HINTS
     return Hints(session, _prefix_tokens(headers.get(PREFIX, b"")), _explain(headers.get(EXPLAIN, b""), explain_key))
@@ -32,17 +32,17 @@ def read_hints(headers: Mapping[bytes, bytes], session_id: str, explain_key: str
 def operators_hints(raw: list[tuple[bytes, bytes]]) -> Hints:
     """The hints in an operator's request, from all of its headers. Raises BadRequest."""
     ours = {name: value for name, value in raw if name.startswith(b"x-warmfleet-")}
-    return read_hints(ours, dict(raw).get(b"x-session-id", b"").decode("latin-1"), "")
+    return read_hints(ours, dict(raw).get(b"x-session-id", b""), "")
 
 
-def patience_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
+def patience_s(value: bytes | None) -> float:
     """How many seconds the client lets its request wait for a worker with room; infinite by default.
 
-    Raises BadRequest.
+    value: of the header X-Request-Timeout-Ms, None without that header. Raises BadRequest.
     """
-    value = next((value.strip() for name, value in headers if name == b"x-request-timeout-ms"), None)
     if value is None:
         return math.inf
+    value = value.strip()
     if not value.isdigit() or len(value) > MAX_DIGITS or int(value) == 0:
         raise BadRequest("X-Request-Timeout-Ms must be a whole number of milliseconds.", "X-Request-Timeout-Ms")
     return int(value) / 1_000

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from warmfleet.api.client_hints import patience_s, read_hints
 from warmfleet.api.error_answers import OUR_BUG, send_error
 from warmfleet.api.http_request import cleaned_request_id
+from warmfleet.engines.request_headers import header_lines, header_value
 from warmfleet.errors import BadRequest, MethodNotAllowed, Stopping, WarmfleetError
 from warmfleet.routing.call import Call
 
@@ -24,15 +25,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.api.completions")
 
 _QUERY = re.compile(rb"[!-~]*")
+Field = tuple[bytes, bytes]
+
+JSON: Field = (b"Content-Type", b"application/json")
+NOTHING: Field = (b"", b"")
 #: Headers of a client that reach the engine. Authorization does only if the settings hold no key for workers.
 PASSED_ON = {
-    b"accept": "Accept",
-    b"authorization": "Authorization",
-    b"content-type": "Content-Type",
-    b"traceparent": "traceparent",
-    b"tracestate": "tracestate",
-    b"user-agent": "User-Agent",
-    b"x-session-id": "X-Session-ID",
+    b"accept": b"Accept",
+    b"authorization": b"Authorization",
+    b"content-type": b"Content-Type",
+    b"traceparent": b"traceparent",
+    b"tracestate": b"tracestate",
+    b"user-agent": b"User-Agent",
+    b"x-session-id": b"X-Session-ID",
 }
 
 
@@ -44,12 +49,14 @@ class CompletionsProxy:
         self._methods = frozenset(method.encode() for method in path.methods)
         self._router = router
         self._settings = settings
+        key = settings.worker_api_key
+        self._worker_authorization = (b"Authorization", header_value(f"Bearer {key}")) if key else None
         self._metrics = metrics
 
     async def serve(self, request: HttpRequest, answer: ClientAnswer) -> None:
         """Answer one request; an error becomes an answer, too."""
-        passed_on, for_router, given_id = self._read_headers(request.headers)
-        request_id = cleaned_request_id(given_id)
+        passed_on, for_router = self._read_headers(request.headers)
+        request_id = cleaned_request_id(for_router.get(b"x-request-id", b""))
         self._metrics.in_flight.inc()
         try:
             if request.method not in self._methods:
@@ -72,7 +79,7 @@ class CompletionsProxy:
             self._metrics.in_flight.dec()
 
     def _call(
-        self, request: HttpRequest, request_id: str, passed_on: dict[str, str], for_router: dict[bytes, bytes]
+        self, request: HttpRequest, request_id: str, passed_on: dict[bytes, Field], for_router: dict[bytes, bytes]
     ) -> Call:
         """Raises BadRequest, Unauthorized."""
         tenancy, raw, query = self._router.tenancy, request.headers, request.target.partition(b"?")[2]
@@ -82,30 +89,28 @@ class CompletionsProxy:
             self._path,
             request.body,
             request_id,
-            passed_on,
+            header_lines(passed_on.values()),
             tenancy.name(raw),
             tenancy.flow(raw),
-            patience_s(raw),
+            patience_s(for_router.get(b"x-request-timeout-ms")),
             request.received_at,
-            read_hints(for_router, passed_on.get("X-Session-ID", ""), self._settings.explain_key),
+            read_hints(for_router, passed_on.get(b"x-session-id", NOTHING)[1], self._settings.explain_key),
             request.method.decode(),
             query.decode(),
         )
 
-    def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[str, str], dict[bytes, bytes], bytes]:
-        """The headers for the engine, those for the router, and the client's request id."""
-        passed_on, for_router, request_id = dict[str, str](), dict[bytes, bytes](), b""
+    def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[bytes, Field], dict[bytes, bytes]]:
+        """The headers for the engine as it will see them, and those for the router; of two with one name the last."""
+        passed_on, for_router = {b"content-type": JSON}, dict[bytes, bytes]()
         for name, value in raw:
-            if name in PASSED_ON:
-                passed_on[PASSED_ON[name]] = value.decode("latin-1")
-            elif name == b"x-request-id":
-                request_id = value
-            elif name.startswith(b"x-warmfleet-"):
+            spelled = PASSED_ON.get(name)
+            if spelled is not None:
+                passed_on[name] = (spelled, value)
+            elif name.startswith((b"x-warmfleet-", b"x-request-")):
                 for_router[name] = value
-        if self._settings.worker_api_key:
-            passed_on["Authorization"] = f"Bearer {self._settings.worker_api_key}"
-        passed_on.setdefault("Content-Type", "application/json")
-        return passed_on, for_router, request_id
+        if self._worker_authorization:
+            passed_on[b"authorization"] = self._worker_authorization
+        return passed_on, for_router
 
     async def _refuse(self, answer: ClientAnswer, request_id: str, error: WarmfleetError) -> None:
         """Answer with the error; if part of another answer was sent, that answer stays cut off."""

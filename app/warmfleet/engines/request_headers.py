@@ -7,15 +7,22 @@ from typing import TYPE_CHECKING
 from warmfleet.errors import UpstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable
 
 
-def header_lines(headers: Mapping[str, str]) -> bytes:
+def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """The headers as they stand in a request. Raises UpstreamError if one of them would end its line too early."""
-    lines = b"".join([b"%b: %b\r\n" % (name.encode("ascii"), header_value(headers[name])) for name in headers])
-    if lines.count(b"\n") != len(headers) or lines.count(b"\r") != len(headers) or b"\0" in lines:
+    made = [name + b": " + value + b"\r\n" for name, value in headers]
+    lines = b"".join(made)
+    if lines.count(b"\n") != len(made) or lines.count(b"\r") != len(made) or b"\0" in lines:
         raise UpstreamError("A header for the worker has a line break in it.")
     return lines
+
+
+def header_fields(lines: bytes, *names: str) -> dict[str, str]:
+    """Those of ``header_lines`` that are named so, for a client that takes them one by one."""
+    found = (line.partition(": ") for line in lines.decode("latin-1").split("\r\n"))
+    return {name: value for name, _, value in found if name in names}
 
 
 def header_value(text: str) -> bytes:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
     from warmfleet.prompt.engine_paths import EnginePath
@@ -36,16 +34,16 @@ NO_HINTS = Hints()
 class Call:
     """One request as it was read from its connection.
 
-    headers: the headers that the engine gets. tenant: the value of the tenant header, empty unless tenants are kept
-    apart. flow: 8 bytes made of the tenant header's value; the queue takes turns by them. patience_s: the longest wait
-    in the queue that the client accepts. received_at: when the body was complete, by ``time.perf_counter``. query: of
-    the URL, as the client wrote it.
+    headers: the lines of the headers that the engine gets. tenant: the value of the tenant header, empty unless
+    tenants are kept apart. flow: 8 bytes made of the tenant header's value; the queue takes turns by them.
+    patience_s: the longest wait in the queue that the client accepts. received_at: when the body was complete, by
+    ``time.perf_counter``. query: of the URL, as the client wrote it.
     """
 
     path: EnginePath
     body: bytes
     request_id: str
-    headers: Mapping[str, str]
+    headers: bytes
     tenant: bytes = b""
     flow: bytes = b""
     patience_s: float = math.inf

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from warmfleet.engines.engine_client import SMALL_ANSWER_BYTES
+from warmfleet.engines.request_headers import header_fields
 from warmfleet.errors import UpstreamError, UpstreamGone
 from warmfleet.prompt.request import is_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from warmfleet.engines.engine_client import EngineClient
     from warmfleet.fleet import WorkerView
     from warmfleet.metrics import Metrics
@@ -69,7 +68,7 @@ class EngineTokenizer:
         self._rests_until: dict[str, float] = {}
 
     async def token_ids(
-        self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: Mapping[str, str]
+        self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: bytes
     ) -> list[int]:
         """The token ids of the request as an engine of its model makes them; empty if no engine tells them."""
         route = self._route(pool, request, prompt)
@@ -102,20 +101,20 @@ class EngineTokenizer:
         ]
         return random.choice(routes) if routes and len(routable) > 1 else None
 
-    async def _ask(self, route: _Route, body: bytes, headers: Mapping[str, str]) -> list[int]:
+    async def _ask(self, route: _Route, body: bytes, headers: bytes) -> list[int]:
         """The ids; empty if the engine does not tell them, for any reason.
 
         An engine that did not answer, or answered 501 or more, is not asked for REST_S. After any other failure the
         engine is asked again at once, because the request itself may have caused the failure.
         """
-        headers = {key: value for key, value in headers.items() if key in ("Authorization", "Content-Type")}
+        fields = header_fields(headers, "Authorization", "Content-Type")
         worker, path, field = route
         ids: list[int] = []
         status, size, away = 0, len(body), False
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S + S_PER_BYTE * size):
                 limit = SMALL_ANSWER_BYTES + ANSWER_BYTES_PER_BYTE * size
-                status, answer = await self._client.post(worker.url, path, body, headers, limit)
+                status, answer = await self._client.post(worker.url, path, body, fields, limit)
             ids = orjson.loads(answer)[field] if status == 200 else []
         except (UpstreamGone, TimeoutError):
             away = True

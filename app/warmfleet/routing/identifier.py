@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 from warmfleet.pools.identified_prompt import identify_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from warmfleet.metrics import Metrics
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
@@ -27,7 +25,7 @@ class AskEngine(Protocol):
     """Asks an engine for the token ids of a request; an empty list if no engine tells them."""
 
     async def __call__(
-        self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: Mapping[str, str]
+        self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: bytes
     ) -> list[int]: ...
 
 
@@ -41,7 +39,7 @@ class Identifier:
         self._kinds, self._tokens = cache(metrics.identity.labels), cache(metrics.identified_tokens.labels)
         self._logged: set[tuple[str, str]] = set()
 
-    async def identify(self, pool: Pool, request: Request, body: bytes, headers: Mapping[str, str]) -> IdentifiedPrompt:
+    async def identify(self, pool: Pool, request: Request, body: bytes, headers: bytes) -> IdentifiedPrompt:
         """The request's prompt, as far as this replica or an engine can tell it. Never fails.
 
         body and headers: the request as an engine gets it when it is asked for the token ids.
@@ -53,7 +51,7 @@ class Identifier:
         return prompt
 
     async def _from_elsewhere(
-        self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: Mapping[str, str]
+        self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: bytes
     ) -> IdentifiedPrompt:
         """``prompt``, or a better one with token ids that the client gave or an engine told."""
         given = [ids for ids in request.prompts if isinstance(ids, list)]

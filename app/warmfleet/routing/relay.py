@@ -6,7 +6,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Literal
 
-from warmfleet.engines.request_headers import header_lines
 from warmfleet.errors import EngineTimeout, Stopping, UpstreamError, UpstreamGone
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
@@ -69,7 +68,7 @@ class Relay:
     def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:
         """Send the request with this body."""
         call, rank = job.call, job.pool.view.ranks.get(decision.worker_id)
-        headers = header_lines(call.headers) + f"X-Request-Id: {attempt.owner}.{call.request_id}\r\n".encode()
+        headers = call.headers + f"X-Request-Id: {attempt.owner}.{call.request_id}\r\n".encode()
         if rank is not None:
             headers += f"X-data-parallel-rank: {rank}\r\n".encode()
         response = self._upstream.start(call.method, decision.url, call.target, body, headers)

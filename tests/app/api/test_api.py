@@ -9,9 +9,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.app.api import test_http_connection
 from tests.app.engine import STREAM_HEAD, Engine, Seen, chunk, engine, event, reply
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
+
+from warmfleet.api import http_connection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -292,3 +295,57 @@ async def read_to_end(reader: asyncio.StreamReader) -> bytes:
         return await asyncio.wait_for(reader.read(), 5)
     except ConnectionResetError:
         return b""
+
+
+#: Bodies that hide a second request from a reader who disagrees with us about where the first one ends.
+HIDDEN = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+
+
+async def test_nothing_is_smuggled_to_an_engine(well: tuple[Replica, Engine], model: str) -> None:
+    """Each request of the corpus, with a request to an engine behind it: the engine sees neither."""
+    router, upstream = well
+    body = json.dumps({"model": model, "prompt": "smuggled"}).encode()
+    for name, request in test_http_connection.REFUSED.items():
+        reader, writer = await connection(router)
+        raw = request.removesuffix(test_http_connection.GET).replace(b" /p ", b" /v1/completions ")
+        writer.write(raw + HIDDEN % (len(body), body))
+        answered = await read_to_end(reader)
+        assert answered.startswith(b"HTTP/1.1 400 "), name
+        assert answered.count(b"HTTP/1.1 ") == 1, name
+        writer.close()
+    assert (await router.post(BODY | {"model": model}))[0] == 200
+    assert [seen.json["prompt"] for seen in upstream.seen] == [BODY["prompt"]]
+
+
+async def test_any_byte_of_a_header_reaches_the_engine_as_it_is(well: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = well
+    reader, writer = await connection(router)
+    body = json.dumps(BODY | {"model": model}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    head += b"content-type: application/json; a=\xff\xe9\r\n"
+    writer.write(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+    assert (await read_to_end(reader)).startswith(b"HTTP/1.1 200 ")
+    assert upstream.seen[0].headers["content-type"] == "application/json; a=\xff\xe9"
+    writer.close()
+
+
+async def test_a_client_that_never_reads_gives_its_booking_back(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "WRITE_TIMEOUT_S", 0.3)
+
+    async def endless(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        while not writer.is_closing():
+            chunk(writer, event("x" * 10_000))
+            await writer.drain()
+
+    async with engine(model, endless) as upstream, replica(valkey_url, model, upstream.url) as router:
+        _, writer = await connection(router)
+        body = json.dumps(BODY | {"model": model, "stream": True}).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        await poll(router.load, what="its load is booked")
+        await router.unloaded()
+        await poll(lambda: upstream.connections["hung_up"], what="the engine is told")
+        assert await router.metric('warmfleet_connections_closed_total{reason="slow_reader"}') == 1
+        writer.close()

@@ -21,7 +21,7 @@ from warmfleet.engines import engine_connection
 from warmfleet.engines import upstream as upstream_module
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_connection import TCP_OPTIONS
-from warmfleet.engines.request_headers import header_lines
+from warmfleet.engines.request_headers import header_fields, header_lines, header_value
 from warmfleet.engines.upstream import Upstream
 from warmfleet.errors import UpstreamError, UpstreamGone
 from warmfleet.pools import fleet_view as view
@@ -248,13 +248,16 @@ async def test_other_methods_and_paths_pass(method: str) -> None:
 
 
 def test_clients_headers_are_sent_byte_for_byte() -> None:
-    assert header_lines({"A": "Bearer \xe9\xff", "B": "\u20ac"}) == b"A: Bearer \xe9\xff\r\nB: \xe2\x82\xac\r\n"
+    assert [header_value(text) for text in ("Bearer \xe9\xff", "\u20ac")] == [b"Bearer \xe9\xff", b"\xe2\x82\xac"]
+    lines = header_lines([(b"A", b"Bearer \xe9\xff"), (b"B", b"")])
+    assert lines == b"A: Bearer \xe9\xff\r\nB: \r\n"
+    assert header_fields(lines, "B", "A", "C") == {"A": "Bearer \xe9\xff", "B": ""}
 
 
-@pytest.mark.parametrize("value", ["a\r\nX-Evil: 1", "a\nX-Evil: 1", "a\rb", "a\0b"])
-def test_a_header_cannot_bring_another(value: str) -> None:
+@pytest.mark.parametrize("value", [b"a\r\nX-Evil: 1", b"a\nX-Evil: 1", b"a\rb", b"a\0b"])
+def test_a_header_cannot_bring_another(value: bytes) -> None:
     with pytest.raises(UpstreamError):
-        header_lines({"A": value})
+        header_lines([(b"A", value)])
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ class Replica:
         """A request whose decision asks for ``ask``, under a policy that gives its order."""
         request = from_dict("completions", {"prompt": "x"})
         prompt = IdentifiedPrompt(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact")
-        return Job(Call(KNOWN["/v1/completions"], b"", "", {}), request, b"", self.pool, prompt, NOTHING)
+        return Job(Call(KNOWN["/v1/completions"], b"", "", b""), request, b"", self.pool, prompt, NOTHING)
 
     async def end(self, which: int, outcome: Any) -> None:
         if self.attempts:

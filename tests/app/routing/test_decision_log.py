@@ -232,21 +232,21 @@ async def test_a_replica_logs_and_explains_its_decisions(valkey_url: str, model:
 def test_explaining_is_the_operators_where_a_key_guards() -> None:
     for given in (b"1", b"wrong", "é".encode()):
         with pytest.raises(Unauthorized):
-            hints.read_hints({hints.EXPLAIN: given}, "", "secret")
-    assert hints.read_hints({hints.EXPLAIN: b"secret"}, "", "secret").explain
-    assert hints.read_hints({hints.EXPLAIN: b"1"}, "", "").explain
+            hints.read_hints({hints.EXPLAIN: given}, b"", "secret")
+    assert hints.read_hints({hints.EXPLAIN: b"secret"}, b"", "secret").explain
+    assert hints.read_hints({hints.EXPLAIN: b"1"}, b"", "").explain
     for no in (b"", b"0", b"false", b"False", b"no", b" "):
-        assert not hints.read_hints({hints.EXPLAIN: no}, "", "secret").explain
-        assert not hints.read_hints({hints.EXPLAIN: no}, "", "").explain
+        assert not hints.read_hints({hints.EXPLAIN: no}, b"", "secret").explain
+        assert not hints.read_hints({hints.EXPLAIN: no}, b"", "").explain
 
 
 def test_without_an_operators_key_no_client_gets_an_explanation() -> None:
     tenants = {"WARMFLEET_TENANT_KEY": "t" * 32}
     for guarded in (tenants, {"WARMFLEET_ANSWER_HEADERS": "request_id"}):
         with pytest.raises(Unauthorized):
-            hints.read_hints({hints.EXPLAIN: b"1"}, "", Settings.from_environment(guarded).explain_key)
+            hints.read_hints({hints.EXPLAIN: b"1"}, b"", Settings.from_environment(guarded).explain_key)
         with_key = Settings.from_environment(guarded | {"WARMFLEET_ADMIN_KEY": "k" * 32})
-        assert hints.read_hints({hints.EXPLAIN: b"k" * 32}, "", with_key.explain_key).explain
+        assert hints.read_hints({hints.EXPLAIN: b"k" * 32}, b"", with_key.explain_key).explain
     assert Settings.from_environment({}).explain_key == ""
 
 

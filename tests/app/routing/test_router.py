@@ -291,7 +291,7 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
         served = Router(Pools([pool]), client, identifier, settings, metrics)
         body = json.dumps({"model": model, "prompt": PROMPT}).encode()
         task = asyncio.create_task(
-            served.serve(Call(KNOWN["/v1/completions"], body, "id", {}), ClientAnswer(Unwritten()))
+            served.serve(Call(KNOWN["/v1/completions"], body, "id", b""), ClientAnswer(Unwritten()))
         )
         await poll(lambda: upstream.seen, what="the engine has the request")
         assert await router.load() > 0
