@@ -4,13 +4,13 @@ settle: what became of a reservation: its first token came, or it ended.
 Guarantee: subtracts exactly what the lease still holds, once; a repeated call changes nothing. A worker that has joined
 anew (another epoch) owes nothing. If an id was never booked and its outcome is failed or cancelled, a tombstone is
 left, so that a decide that arrives later books nothing. When a request has finished, the blocks that it computed and
-the engine has not yet reported stay credited to the worker for linger_ms, as the report is on its way. Gives back a
-few expired leases, so that decide need not.
+the engine has not yet reported stay credited to the worker for linger_ms, as the report is on its way. A call for an
+id that was never booked gives back a few expired leases: a fleet at rest has no decide that does so.
 
 KEYS: load leases lease
 ARGV: prefix, id, outcome (started, finished, failed, cancelled), tombstone_ms, linger_ms
 Returns: {word}: STARTED, SETTLED, UNKNOWN (never booked, or ended long ago), SAME (this call changes nothing)
-Cost: O(log leases + checkpoints), at most 8 leases reaped
+Cost: O(log leases + checkpoints); for an unknown id at most 8 leases reaped
 Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>
 --]]
 local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
@@ -33,15 +33,13 @@ local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local release = (include "shared/release_lease")(load_key, leases_key, lease_key, prefix, now)
-local function reap() release.reap(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED)) end
 
 -- The mirror of an approximate worker: the index cannot know what it holds, so it notes what it was sent. The oldest
 -- prompt and its deepest block are given up first. Each checkpoint keeps a trail, the hashes up to the next
--- checkpoint; a longer chain lengthens it.
-local function mirror(lease)
-  local _, slot, _, _, _, _, _, length, at = struct.unpack(LEASE, lease)
-  local row = call("HGET", load_key, lease:sub(at, at + length - 1))
+-- checkpoint; a longer chain lengthens it. row: of the worker; nil if it is gone or has joined anew.
+local function mirror(lease, row)
   if not row then return end
+  local _, slot, _, _, _, _, _, length, at = struct.unpack(LEASE, lease)
   local row_slot, flags, _, _, _, _, _, capacity = struct.unpack(ROW_SLOT_TO_CAPACITY_BLOCKS, row, SLOT_AT)
   if row_slot ~= slot or bit.band(flags, FLAG_APPROXIMATE) == 0 then return end
   slot = string.format("%d", slot)
@@ -74,7 +72,7 @@ end
 local lease = call("HGET", lease_key, id)
 if not lease then
   call("ZREM", leases_key, id) -- the first write frees memory: a full Redis then allows the writes after it
-  reap()
+  release.reap(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED))
   if outcome == "failed" or outcome == "cancelled" then
     call("ZADD", leases_key, now + tombstone_ms, id)
     call("HSET", lease_key, id, struct.pack(LEASE, 0, 0, 0, 0, 0, 0, STAGE_TOMBSTONE, 0))
@@ -85,25 +83,25 @@ end
 local epoch, slot, prefill, decode, matched, prompt, stage, length, at = struct.unpack(LEASE, lease)
 if stage > STAGE_STARTED or (stage == STAGE_STARTED and outcome == "started") then return { "SAME" } end
 call("HDEL", lease_key, id)
-if stage == STAGE_BOOKED and (outcome == "started" or outcome == "finished") then mirror(lease) end
 -- Engines report blocks in order, so if the deepest checkpoint is confirmed, all blocks are. Confirmed blocks need no
 -- credit, and must have none: with it decide would count a block as held even after its eviction.
 local deepest = #lease >= at + length and lease:sub(-8)
 local unreported = outcome == "finished" and deepest
   and call("SISMEMBER", prefix .. "b:" .. deepest, string.format("%d", slot)) == 0
 local kept_stage = outcome == "started" and STAGE_STARTED or unreported and STAGE_LINGERING
+local _, row
 if outcome == "started" then
-  release.add(lease:sub(at, at + length - 1), epoch, -prefill, decode, 0)
+  _, _, row = release.add(lease:sub(at, at + length - 1), epoch, -prefill, decode, 0)
 else
-  release.load(lease)
+  row = release.load(lease)
 end
+if stage == STAGE_BOOKED and (outcome == "started" or outcome == "finished") then mirror(lease, row) end
 if kept_stage then
   local head = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, kept_stage, length)
   call("HSET", lease_key, id, head .. lease:sub(at))
   if kept_stage == STAGE_LINGERING then call("ZADD", leases_key, now + linger_ms, id) end
 else
-  release.forget(id)
+  call("ZREM", leases_key, id)
   release.speculation(id, lease)
 end
-reap()
 return { kept_stage == STAGE_STARTED and "STARTED" or "SETTLED" }

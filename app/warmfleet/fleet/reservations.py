@@ -267,7 +267,7 @@ class Reservations(ScriptClient):
     async def reap(self) -> int:
         """Give back expired leases, at most REAP_AT_ONCE; returns how many had expired.
 
-        decide and settle give back eight at each call; this is for a fleet without requests.
+        decide gives back eight at each call; this is for a fleet without requests.
         """
         with redis_errors():
             now_ms = (await self.redis.time())[0] * 1000

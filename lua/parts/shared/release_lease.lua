@@ -3,8 +3,8 @@ shared/release_lease: a lease ends: its load, its speculation and the lease itse
 
 Guarantee: the lease is forgotten first. That frees memory, so that a Redis at its limit allows the writes after it.
 Takes the keys of load, leases and lease, the key prefix, and the server's time in ms. Returns five functions: add (see
-shared/row_load), load(lease), forget(id), speculation(id, lease), and reap(ids), which does the last three for leases
-that have expired.
+shared/row_load), load(lease), which returns the worker's row as it was, forget(id), speculation(id, lease), and
+reap(ids), which does the last three for leases that have expired.
 --]]
 local call = redis.call
 local LEASE, STAGE_STARTED, MARK_MAKER = ">I4I4I4I4I4I4BB", 1, "+"
@@ -15,7 +15,8 @@ return function(load_key, leases_key, lease_key, prefix, now)
   function release.load(lease)
     local epoch, _, prefill, decode, _, _, stage, length, at = struct.unpack(LEASE, lease)
     if stage > STAGE_STARTED then return end
-    release.add(lease:sub(at, at + length - 1), epoch, -prefill, stage == STAGE_STARTED and -decode or 0, -1)
+    local started = stage == STAGE_STARTED
+    return select(3, release.add(lease:sub(at, at + length - 1), epoch, -prefill, started and -decode or 0, -1))
   end
 
   function release.forget(id)

@@ -2,8 +2,8 @@
 shared/row_load: what a lease books on its worker's load row, or gives back.
 
 Takes the key of load and the server's time in ms. Returns add(worker, epoch, prefill, decode, count), which adds these
-to the row and returns the epoch and the slot of the row. It does nothing and returns nothing if the worker is gone or
-has joined anew, which shows in another epoch (epoch nil: any will do). It never makes a row.
+to the row and returns the epoch and the slot of the row, and the row as it was. It does nothing and returns nothing if
+the worker is gone or has joined anew, which shows in another epoch (epoch nil: any will do). It never makes a row.
 The row also says since when a prefill may be under way, and of how many tokens at most: of what is booked on an idle
 worker; later of no more than the prefill that ended last, nor than what is left.
 --]]
@@ -25,6 +25,6 @@ return function(load_key, now)
       under_way = struct.pack(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, tokens, now % U32)
     end
     call("HSET", load_key, worker, head .. row:sub(SLOT_AT, UNDER_WAY_TOKENS_AT - 1) .. under_way .. worker)
-    return row_epoch, slot
+    return row_epoch, slot, row
   end
 end
