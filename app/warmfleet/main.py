@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -154,13 +154,29 @@ def server(settings: Settings) -> uvicorn.Server:
 class _Server(uvicorn.Server):
     """A server that goes on serving for ``drain_s`` before it stops, so that balancers and clients turn away from it.
 
-    A second signal stops it at once.
+    A second signal stops it at once. uvicorn looks ten times a second whether it shall stop; this server waits for it.
     """
 
     def __init__(self, config: uvicorn.Config, health: Health, drain_s: float) -> None:
+        self._exits = asyncio.Event()
         super().__init__(config)
         self._health = health
         self._drain_s = drain_s
+
+    @property
+    def should_exit(self) -> bool:
+        return self._exits.is_set()
+
+    @should_exit.setter
+    def should_exit(self, exits: bool) -> None:
+        if exits:
+            self._exits.set()
+            with suppress(RuntimeError):  # no loop runs yet
+                asyncio.get_running_loop().call_soon_threadsafe(int)  # a signal alone does not wake the loop
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self._exits.wait()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._health.draining or self._drain_s <= 0 or sig == signal.SIGINT:

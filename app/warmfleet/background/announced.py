@@ -36,17 +36,29 @@ def identity_key(worker: WorkerView) -> str:
     return hashlib.sha256(dumps(_identity_of(worker)).encode()).hexdigest()
 
 
-def by_identity(workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
-    """Identity key -> the workers that brought it, the most frequent key first, and of equally frequent ones the key of
-    the first worker.
+class Grouping:
+    """Groups the workers of one model at each reading. The record of a server that did not change is digested once."""
 
-    A worker that brought no files is in no group.
-    """
-    groups: dict[str, list[WorkerView]] = {}
-    for worker in workers:
-        if worker.server and worker.server.get("artifacts"):
-            groups.setdefault(identity_key(worker), []).append(worker)
-    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
+    def __init__(self) -> None:
+        #: By the object that a record is: its reader keeps the object while the text in Redis is the same.
+        self._known: dict[int, tuple[Mapping[str, Any], str]] = {}
+
+    def by_identity(self, workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
+        """Identity key -> the workers that brought it, the most frequent key first, and of equally frequent ones the
+        key of the first worker.
+
+        A worker that brought no files is in no group.
+        """
+        groups: dict[str, list[WorkerView]] = {}
+        known: dict[int, tuple[Mapping[str, Any], str]] = {}
+        for worker in workers:
+            server = worker.server
+            if server and server.get("artifacts"):
+                at = id(server)
+                known[at] = self._known.get(at) or (server, identity_key(worker))
+                groups.setdefault(known[at][1], []).append(worker)
+        self._known = known
+        return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
 def differences(worker: WorkerView, other: WorkerView) -> list[str]:
@@ -55,11 +67,11 @@ def differences(worker: WorkerView, other: WorkerView) -> list[str]:
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
-def in_words(workers: Sequence[WorkerView]) -> str:
-    """The identity key of these workers, which share it, with the digests of its files: for a person to compare."""
+def in_words(key: str, workers: Sequence[WorkerView]) -> str:
+    """The identity key of these workers with the digests of its files: for a person to compare."""
     artifacts = (workers[0].server or {})["artifacts"]
     files = (f"{name} {str(entry.get('sha256'))[:12]}" for name, entry in sorted(artifacts.items()))
-    return f"{identity_key(workers[0])[:12]} ({', '.join(files)})"
+    return f"{key[:12]} ({', '.join(files)})"
 
 
 def _identity_of(worker: WorkerView) -> dict[str, Any]:

@@ -171,13 +171,16 @@ def _incarnation(pool: Pool, worker: WorkerView) -> str:
 
 def _identity_ready(view: View) -> bool:
     """Whether the identity that most workers bring, or that the settings name, is loaded here."""
-    identity = view.identity
-    return identity is not None and (view.reference is None or identity.key == announced.identity_key(view.reference))
+    identity, reference = view.identity, view.reference
+    return identity is not None and (reference is None or identity.key == view.identity_keys.get(reference.worker_id))
 
 
 def _differs(view: View, worker: WorkerView) -> str:
     """Why prompts have other token ids at this worker, judged by its files; empty if they have the same."""
-    names = announced.differences(worker, view.reference) if view.reference else []
+    reference, keys = view.reference, view.identity_keys
+    if reference is None or keys.get(worker.worker_id, "") == keys.get(reference.worker_id):
+        return ""
+    names = announced.differences(worker, reference)
     return f"its {' and '.join(names)} differ{'s' if len(names) == 1 else ''} from the fleet's" if names else ""
 
 

@@ -45,6 +45,7 @@ class ViewReader:
         self._settings = settings
         self._metrics = metrics
         self._agreement = Agreement(metrics)
+        self._groupings: dict[str, announced.Grouping] = {}
         self._hashers: dict[int, Hasher] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
@@ -65,14 +66,17 @@ class ViewReader:
         workers = await pool.fleet.workers()
         alive = [w for w in workers if w.heard]
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
-        bringers = announced.by_identity(alive)
+        bringers = self._groupings.setdefault(pool.tag, announced.Grouping()).by_identity(alive)
         identity, reference = self._identity(pool, bringers)
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
         keyed = [(w, key) for key, group in bringers.items() for w in group]
         handoff = {w.worker_id: able for w, key in keyed if (able := token_capability(w, key)) is not None}
         identity = identity or pool.view.identity  # the last identity stays in use until the new one is loaded
         hashers = self._schemes(pool, exact, MAX_SCHEMES - text)
-        pool.show(view_of(workers, identity, hashers, text=text, reference=reference, handoff=handoff))
+        keys = {worker.worker_id: key for worker, key in keyed}
+        pool.show(
+            view_of(workers, identity, hashers, text=text, reference=reference, identity_keys=keys, handoff=handoff)
+        )
         self._metrics.given_up.inc(pool.tries.look(workers, time.perf_counter()))
 
     def _schemes(self, pool: Pool, workers: Sequence[WorkerView], limit: int) -> list[Hasher]:
@@ -107,7 +111,7 @@ class ViewReader:
             return loaded, None
         bringers = dict(sorted(bringers.items(), key=lambda item: item[0] in self._unreadable))
         self._agreement.look(
-            pool.tag, "identity", {announced.in_words(workers): _ids(workers) for workers in bringers.values()}
+            pool.tag, "identity", {announced.in_words(key, workers): _ids(workers) for key, workers in bringers.items()}
         )
         if not bringers:
             return None, None

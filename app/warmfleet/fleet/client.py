@@ -19,7 +19,6 @@ from redis.exceptions import RedisError
 from warmfleet.errors import BadArgument
 from warmfleet.fleet.connection.cancellable import connection_options
 from warmfleet.fleet.connection.failover import master_pool
-from warmfleet.fleet.connection.loop_aware_timeout import Patience
 from warmfleet.fleet.connection.multiplexed import Multiplexed
 from warmfleet.fleet.connection.packing import Argument, PackedScript
 from warmfleet.fleet.connection.reply_errors import failure
@@ -28,8 +27,6 @@ from warmfleet.protocol.wire import Keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-
-    from redis.commands.core import AsyncScript
 
     from warmfleet.errors import WarmfleetError
     from warmfleet.fleet.connection.multiplexed import OnAnswer
@@ -174,10 +171,6 @@ def redis_errors() -> Iterator[None]:
         raise failure(error) from error
 
 
-#: The scripts that requests call and wait for. They go over the one connection that many calls share.
-REQUEST_SCRIPTS = ("decide", "queue", "settle")
-
-
 class ScriptClient:
     """Runs the scripts of one model: fills in KEYS by name and raises the errors of ``warmfleet.errors``."""
 
@@ -190,17 +183,14 @@ class ScriptClient:
         self.timeouts = timeouts or Timeouts()
         self.suspected = asyncio.Event()  # set when an apply of this replica has made a worker suspected
         self._prefix = self.keys.prefix.encode()
-        self._scripts: dict[str, tuple[AsyncScript, list[str]]] = {
-            name: (redis.register_script(script_source(name)), self._keys_of(name)) for name in SCRIPT_KEYS
-        }
-        self.packed = {name: PackedScript(name, script_source(name), self._keys_of(name)) for name in REQUEST_SCRIPTS}
+        self.packed = {name: PackedScript(name, script_source(name), self._keys_of(name)) for name in SCRIPT_KEYS}
         self._multiplexed = redis.multiplexed
 
     def _keys_of(self, name: str) -> list[str]:
         return [getattr(self.keys, key) for key in SCRIPT_KEYS[name]]
 
     def send(self, name: str, command: bytes, limit_s: float, on_answer: OnAnswer) -> None:
-        """Call one of REQUEST_SCRIPTS by its packed command; ``on_answer`` is called once, perhaps before this returns.
+        """Call a script by its packed command; ``on_answer`` is called once, perhaps before this returns.
 
         Calls of one client are executed in the order in which they were sent.
         """
@@ -213,14 +203,11 @@ class ScriptClient:
         return await future
 
     async def run(self, name: str, *args: Argument, timeout_s: float | None = None) -> Any:
-        """EVALSHA of ``lua/<name>.lua`` by redis-py, with ``args`` as ARGV (see ``argv``); loads it on NOSCRIPT.
+        """EVALSHA of ``lua/<name>.lua`` with ``args`` as ARGV (see ``argv``); the script is loaded on NOSCRIPT.
 
         Default time limit: ``timeouts.request_s``. Raises FleetUnavailable or the class of the script's error code.
         """
-        script, keys = self._scripts[name]
-        with redis_errors():
-            async with Patience(timeout_s or self.timeouts.request_s):
-                return await script(keys=keys, args=args)
+        return await self.call(name, self.packed[name].call(args), timeout_s or self.timeouts.request_s)
 
     async def keep(self, name: str, rest: Iterable[Argument] = (), /, **values: Argument) -> Any:
         """``run`` with arguments by name and the longer time limit of upkeep: no request waits for such a call."""

@@ -16,6 +16,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet.client import ScriptClient, redis_errors
 from warmfleet.fleet.codes import Next
+from warmfleet.fleet.connection.packing import pack
 from warmfleet.protocol.wire import BATCH_BLOCKS, WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Upkeep(ScriptClient):
     grace = False  # as the last tick said: heartbeats could not be heard, so no worker expires
     busy = True  # the last step left work behind, or applied blocks, so that more will come soon
     _may_wait = True
+    _wait: tuple[Sequence[str], float, bytes] = ((), 0.0, b"")  # streams and seconds of the last wait, and its command
 
     async def tick(self) -> Tick:
         """Run the fleet's clock (lua/tick.lua). A tick within ``min_gap_ms`` of the last one does nothing."""
@@ -204,11 +206,11 @@ class Upkeep(ScriptClient):
         """
         if len(streams) > AWAITED_STREAMS or not self._may_wait:
             return
-        keys = [self.keys.hello, *(self.keys.prefix + name for name in streams)]
-        words = ("XREAD", "COUNT", 1, "BLOCK", round(seconds * 1000), "STREAMS")
+        if self._wait[:2] != (streams, seconds):
+            self._wait = (streams, seconds, self._wait_command(streams, seconds))
         with redis_errors():
             try:
-                await self.redis.execute_command(*words, *keys, *["0"] * len(keys))  # type: ignore[no-untyped-call]  # redis-py
+                await self._on_a_connection(self._wait[2])
             except NoPermissionError as error:
                 self._may_wait = False
                 logger.warning(
@@ -216,6 +218,22 @@ class Upkeep(ScriptClient):
                 )
             except ResponseError as error:
                 logger.debug("cannot wait for events: %s", error)
+
+    def _wait_command(self, streams: Sequence[str], seconds: float) -> bytes:
+        keys = [self.keys.hello, *(self.keys.prefix + name for name in streams)]
+        milliseconds = round(seconds * 1000)
+        words: list[Argument] = ["XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", *keys, *["0"] * len(keys)]
+        return b"*%d\r\n" % len(words) + b"".join(map(pack, words))
+
+    async def _on_a_connection(self, command: bytes) -> None:
+        """Send a packed command on a connection of the pool, and read its answer. Raises what redis-py raises."""
+        pool = self.redis.connection_pool
+        connection = await pool.get_connection()  # type: ignore[no-untyped-call]  # redis-py
+        try:
+            await connection.send_packed_command(command)
+            await connection.read_response()
+        finally:
+            await pool.release(connection)
 
     async def _collect_retired(self, slots: int) -> int:
         """Call collect the more often the more slots are retired, so that collecting keeps up with retiring.

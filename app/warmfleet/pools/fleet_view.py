@@ -30,6 +30,7 @@ class View:
     identity: how prompts become token ids; None until it is loaded. hashers: one for each scheme in use. text: whether
     the tokenizer of some worker is not known, so that its prompts are matched by their text. reference: a worker that
     brought the files that most workers brought; None if no worker brought any, or the settings name a tokenizer.
+    identity_keys: of the workers that brought files, by worker_id.
     handoff: what a worker that takes token ids takes, by worker_id. max_model_len: the longest context of all routable
     workers, in tokens; limits: the context of each by worker_id, if they differ. urls, ranks: by worker_id; a rank is
     given only to the engine cores of a server that has several. models: the names that routable workers serve; names:
@@ -47,6 +48,7 @@ class View:
     models: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
     reference: WorkerView | None = None
+    identity_keys: Mapping[str, str] = field(default_factory=dict)
     handoff: Mapping[str, TokenCapability] = field(default_factory=dict)
     max_model_len: int = MAX_MODEL_LEN
     limits: Mapping[str, int] = field(default_factory=dict)
@@ -73,6 +75,7 @@ def view_of(
     *,
     text: bool,
     reference: WorkerView | None = None,
+    identity_keys: Mapping[str, str] = MappingProxyType({}),
     handoff: Mapping[str, TokenCapability] = MappingProxyType({}),
 ) -> View:
     """A View of these workers. hashers: the scheme of most workers first; those beyond MAX_SCHEMES are left out."""
@@ -86,6 +89,7 @@ def view_of(
         hashers=tuple(hashers)[:MAX_SCHEMES],
         text=text,
         reference=reference,
+        identity_keys=identity_keys,
         read_at=time.monotonic(),
         handoff=handoff,
         ids=tuple(worker.worker_id for worker in workers),
