@@ -5,6 +5,9 @@ router's own code with the prefix trie. 500 tokens and ``_cold``: a new conversa
 ``_warm``: a conversation of which only the last 650 tokens are new. ``_plain``: the same requests by transformers
 (chat template and tokenizer) and by the block hash of vLLM (cbor2), in the same run. parts: parse, render, ids and
 hashes apart. Each figure is the least of three means.
+``steps``: the same by the steps of a request, each the least of all rounds: the body is parsed, the prompt identified,
+and its ids joined with the body. Of a new text of 200 bytes and one of 500 tokens; of a chat of 40 kB that comes again;
+and of the next turn of 10,000 tokens with 650 new ones.
 ``stall_ms_3mb``: the longest wall time that the event loop waits while a thread identifies a prompt of 3 MB.
 ``--plot FILE.svg``: the growth over a conversation of 60 turns. ``--tokenizer DIR``: tokenizer.json with its
 tokenizer_config.json; without it the small one of the demo, in a Qwen3-like template.
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -27,9 +31,13 @@ from typing import TYPE_CHECKING, Any
 
 from tests.bench.identity_plain import Plain
 
+from warmfleet.pools.fleet_view import View
+from warmfleet.pools.identified_prompt import identify
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import Hasher
 from warmfleet.prompt.chat_template import ChatTemplate
+from warmfleet.prompt.json_splice import spliced
+from warmfleet.prompt.popular_prefixes import PopularPrefixes
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.prompt.prompt_identity import Identity
 from warmfleet.prompt.tokenizer import Encoder
@@ -151,6 +159,50 @@ async def table(ours: Ours, plain: Plain, per_token: float) -> dict[str, Any]:
     return out
 
 
+def step_requests(per_token: float) -> dict[str, Callable[[int], tuple[list[bytes], bytes]]]:
+    """Return by name what makes a round's earlier bodies, and the one to measure."""
+
+    def next_turn(seed: int) -> tuple[list[bytes], bytes]:
+        talk = Talk(seed, 10_000 - NEW_TOKENS, per_token)
+        before = talk.body()
+        talk.add(NEW_TOKENS - 50)
+        talk.add(50)
+        return [before], talk.body()
+
+    def again(seed: int) -> tuple[list[bytes], bytes]:
+        body = Talk(seed % 8, 9_000, per_token).body()
+        return [body], body
+
+    return {
+        "200b": lambda seed: ([OTHER], Talk(seed, 25, per_token).body()),
+        "500": lambda seed: ([OTHER], Talk(seed, 500, per_token, 250).body()),
+        "40kb_again": again,
+        "10k_next": next_turn,
+    }
+
+
+async def steps(ours: Ours, per_token: float, rounds: int = 40) -> dict[str, dict[str, float]]:
+    """Return the µs of the steps of each kind of request."""
+    out: dict[str, dict[str, float]] = {}
+    for name, make in step_requests(per_token).items():
+        view, uses, least = View(identity=ours.new(), hashers=(ours.hasher,)), PopularPrefixes(), [1e9] * 3
+        for seed in range(rounds):
+            before, body = make(seed)
+            for one in (*before, body):
+                times = [time.process_time_ns()]
+                request = prompt.parse("chat", one)
+                times.append(time.process_time_ns())
+                found = await identify(request, lambda view=view: view, uses, 100)  # type: ignore[misc]
+                times.append(time.process_time_ns())
+                assert spliced("chat", one, [given.json() for given in found.prompts])
+                times.append(time.process_time_ns())
+            taken = [(end - begin) / 1e3 for begin, end in itertools.pairwise(times)]
+            least = list(map(min, least, taken))
+        out[name] = dict(zip(("parse", "identify", "join"), [round(value, 1) for value in least], strict=True))
+        out[name]["total"] = round(sum(least), 1)
+    return out
+
+
 async def stall_ms(ours: Ours) -> float:
     """Return the longest stop of the event loop while a new prompt of 3 MB is identified."""
     identity, worst = ours.new(), 0.0
@@ -199,6 +251,7 @@ async def main() -> None:
         sample = Talk(1, 4_000, 4.0).messages[0]["content"]
         per_token = len(sample) / len(ours.encoder.plain(sample))
         result = await table(ours, plain, per_token)
+        result["steps"] = await steps(ours, per_token)
         result["stall_ms_3mb"] = round(await stall_ms(ours), 1)
         if options.plot:
             lines = await growth(ours, plain, per_token)
