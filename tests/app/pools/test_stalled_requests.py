@@ -280,6 +280,7 @@ async def test_a_slow_client_is_not_over_the_limit_of_silence() -> None:
         await slow.read_any()
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_an_engine_that_hangs_with_heartbeats_is_given_up(valkey_url: str, model: str) -> None:
     async with (
         engine(model) as hung,
@@ -310,6 +311,7 @@ async def test_an_engine_that_hangs_with_heartbeats_is_given_up(valkey_url: str,
         await router.unloaded()
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_an_engine_that_only_takes_long_is_waited_for(valkey_url: str, model: str) -> None:
     async def slow(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(1.5)
