@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from warmfleet.errors import EngineTimeout, Stopping, UpstreamError, UpstreamGone
@@ -36,6 +37,7 @@ class Relay:
     def __init__(self, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
         self._upstream = upstream
         self._metrics = metrics
+        self._requests, self._waits = cache(metrics.requests.labels), cache(metrics.first_byte_seconds.labels)
         self._answer_headers = settings.answer_headers
         self._handoff = Handoff(metrics, enabled=settings.token_handoff)
 
@@ -101,7 +103,8 @@ class Relay:
                 await _stream(response, client, piece)
             except UpstreamError as error:
                 self._metrics.stream_errors.inc()
-                job.pool.outliers.failed(decision)
+                if not isinstance(error, EngineTimeout):
+                    job.pool.outliers.failed(decision)
                 if not streams:
                     raise  # part of a plain answer was sent: closing the connection tells the client that it is cut off
                 await client.end_stream(error)
@@ -115,10 +118,10 @@ class Relay:
     def _first_byte(self, job: Job, attempt: Attempt, decision: Decision, status: int, *, streams: bool) -> None:
         """The first byte of an answer came. streams: more will come, so that the first token is now."""
         pool, waited_s = job.pool, time.perf_counter() - job.call.received_at
-        self._metrics.first_byte_seconds.labels(pool.tag).observe(waited_s)
+        self._waits(pool.tag).observe(waited_s)
         if streams and status < 400:  # the first byte of a plain answer comes with its last token
             pool.ttft.observe(waited_s)
-        self._metrics.requests.labels(job.call.path.name, str(status), attempt.reservation_word).inc()
+        self._requests(job.call.path.name, status, attempt.reservation_word).inc()
         # With several prompts in a request, only the engine knows when the prefill of each is done.
         if streams and (job.prompt.prompt_count == 1 or decision.approximate):
             attempt.prefill_done()
@@ -128,7 +131,7 @@ async def _head(response: EngineResponse) -> None:
     """Wait for the status and the headers. Raises UpstreamGone, also if they cannot be read."""
     try:
         await response.head()
-    except UpstreamGone:
+    except (UpstreamGone, EngineTimeout):
         raise
     except UpstreamError as error:
         raise UpstreamGone(error.message) from error
