@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from warmfleet.api.service_routes import Health
 
-LARGE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n" + b"x" * 50_000
+LARGE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n" + b"{" + b"x" * 49_999
 
 
 async def cut(valkey_url: str, model: str, answer: Answer, **body: Any) -> tuple[aiohttp.ClientResponse, bytes]:

@@ -19,6 +19,7 @@ from warmfleet.api import http_connection
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+LARGE = b"[" + b"y" * 300_000  # begins as JSON does
 BODY = {"prompt": "hello " * 100}
 
 
@@ -274,14 +275,14 @@ async def test_ready_only_after_contact_and_not_while_draining(model: str) -> No
 
 async def test_a_large_plain_answer_is_streamed(valkey_url: str, model: str) -> None:
     async def large(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-        reply(writer, b"y" * 300_000)
+        reply(writer, LARGE)
 
     async with (
         engine(model, large) as upstream,
         replica(valkey_url, model, upstream.url, buffer_max_bytes=1_000) as router,
     ):
         status, _, body = await router.post(BODY | {"model": model})
-        assert (status, body) == (200, b"y" * 300_000)
+        assert (status, body) == (200, LARGE)
         await router.unloaded()
 
 
