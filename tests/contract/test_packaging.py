@@ -213,6 +213,11 @@ NOT_DECLARED = {
     "warmfleet-loadtest": "the router starts simulated engines where they are installed, and does without them",
     "vllm": "the plugin's host, and the engine of tests/vllm",
     "safetensors": "tests/vllm/test_handoff.py runs where vLLM is installed",
+    "fastapi": "tests/vllm/list_routes.py runs where vLLM is installed",
+    **dict.fromkeys(
+        ("anthropic", "langchain-openai", "openai", "pydantic"),
+        "tests/vllm/official_clients.py runs in an environment that its test makes",
+    ),
 }
 OURS = {"warmfleet", "warmfleet_worker", "warmfleet_loadtest", "tests"}
 

@@ -1,0 +1,56 @@
+"""Prints every route that vLLM's server can have, as JSON: path to methods. It runs in vLLM's own environment.
+
+Most routes depend on the model and on options, so the routers are collected from their modules, too. No model is
+loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import sys
+import types
+from typing import Any
+
+SWITCHES = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_COHERE_API")
+TASKS = ("generate", "render", "transcription", "realtime")
+OPTIONS = ("enable_fault_tolerance", "enable_scale_out", "enable_tokenizer_info_endpoint")
+
+
+def routes() -> list[Any]:
+    """The routes of an application with every option on, and those of every router of vLLM's modules."""
+    forms = types.ModuleType("python_multipart")  # FastAPI only looks whether it is there
+    forms.__dict__["__version__"] = "1.0"
+    sys.modules["python_multipart"] = forms
+    import vllm.entrypoints
+    from fastapi import APIRouter
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    for name in OPTIONS:
+        setattr(args, name, True)
+    found = list(build_app(args, TASKS).routes)
+    for module in pkgutil.walk_packages(vllm.entrypoints.__path__, "vllm.entrypoints."):
+        if module.name.endswith("api_router"):
+            values = vars(importlib.import_module(module.name)).values()
+            found += [route for router in values if isinstance(router, APIRouter) for route in router.routes]
+    return found
+
+
+def main() -> None:
+    """Print the routes to standard output; vLLM's log goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ |= dict.fromkeys(SWITCHES, "1")
+    paths: dict[str, set[str]] = {}
+    for route in routes():
+        paths.setdefault(route.path, set()).update(getattr(route, "methods", None) or ())
+    print(json.dumps({path: sorted(methods) for path, methods in sorted(paths.items())}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Every route of the installed vLLM passes, is answered by the router itself, or is refused as app/docs/api.md says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.app.engine import Engine, Seen, engine, reply
+from tests.app.replica import replica
+from tests.vllm.engine import ROOT, VENV
+
+from warmfleet.prompt.engine_paths import KNOWN, OWN
+
+if TYPE_CHECKING:
+    import asyncio
+
+BODY = json.dumps({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}).encode()
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def routes() -> dict[str, list[str]]:
+    """The methods of every route that vLLM's server can have."""
+    command = [str(VENV / "bin" / "python"), str(ROOT / "tests/vllm/list_routes.py")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr[-4_000:]
+    found: dict[str, list[str]] = json.loads(run.stdout)
+    return found
+
+
+async def answer_any(_engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    reply(writer, json.dumps({"path": seen.path}).encode())
+
+
+def refused() -> set[str]:
+    """The routes that the documentation says never pass."""
+    text = (ROOT / "app/docs/api.md").read_text()
+    table = text.partition("never pass")[2].partition("With `WARMFLEET_CORS")[0]
+    return set(re.findall(r"`(/.*?)`", table))
+
+
+def test_the_documentation_names_every_route(routes: dict[str, list[str]]) -> None:
+    assert len(routes) > 60
+    assert routes.keys() - KNOWN.keys() - OWN - refused() == set()
+    assert refused() - routes.keys() <= {"/static"}, "mounted only with a flag of vLLM's own"
+    assert KNOWN.keys() - routes.keys() == set()
+    assert [path for path, known in KNOWN.items() if set(known.methods) != set(routes[path])] == []
+
+
+async def test_every_route_passes_or_is_refused(valkey_url: str, model: str, routes: dict[str, list[str]]) -> None:
+    async with (
+        engine(model, answer_any) as upstream,
+        replica(valkey_url, model, upstream.url, passed_paths=("/*",)) as router,
+    ):
+        for path, methods in routes.items():
+            concrete = re.sub(r"\{\w+\}", "x", path)
+            for method in {*methods, "POST"}:
+                sent = len(upstream.seen)
+                async with router.client.request(method, router.url + concrete, data=BODY) as answer:
+                    await answer.read()
+                passed = len(upstream.seen) > sent
+                assert passed == (path in KNOWN and method == "POST"), (method, path)
+                assert passed or path in OWN or answer.status in (400, 404, 405), (method, path, answer.status)
