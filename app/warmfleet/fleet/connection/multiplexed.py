@@ -20,7 +20,6 @@ from tenacity import AsyncRetrying, wait_random_exponential
 
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet.connection.failover import MasterPool
-from warmfleet.fleet.connection.loop_aware_timeout import MOST_S
 from warmfleet.fleet.connection.reply_errors import failure, refusal
 from warmfleet.fleet.connection.taken_over import take_over
 
@@ -40,6 +39,7 @@ logger = logging.getLogger("warmfleet.fleet.connection.multiplexed")
 
 MOST_WAITING = 8_192  # calls; 5,000 streams that end together fit, and so does a second of all that a replica asks
 MOST_BYTES = 33_554_432  # of the calls that wait: a decision about the longest prompt has 70 kB
+MOST_S = 1.0  # by which a time limit grows at most while the event loop is late
 STEP_S = 0.02  # between two looks for calls whose time is up, while calls wait
 SILENT_S = 1.0  # without a byte while calls wait: a frozen server keeps its connections open
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between attempts to open a connection
