@@ -147,6 +147,8 @@ def _check(job: Job, response: EngineResponse, piece: bytes, *, streams: bool) -
     if not piece:
         raise UpstreamGone("The worker's answer is empty.")
     if not streams and response.content_type == JSON and piece.lstrip()[:1] not in (b"{", b"["):
+        if any(name == b"content-encoding" for name, _ in response.headers):
+            return  # JSON that was compressed
         raise UpstreamGone("The worker's answer is no JSON.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import TYPE_CHECKING
 
@@ -117,6 +118,39 @@ async def test_engine_dies_mid_stream(valkey_url: str, model: str, cut: bytes) -
         await router.unloaded()
         assert await router.metric('warmfleet_settled_total{outcome="failed"}') == 1
         assert await router.metric("warmfleet_stream_errors_total") == 1
+
+
+@pytest.mark.parametrize("way", ["closed", "reset"])
+async def test_a_stream_without_chunks_ends_with_its_connection(valkey_url: str, model: str, way: str) -> None:
+    """Only a reset shows that it was cut: nothing else tells where it ends."""
+
+    async def until_close(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + event(" one"))
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        if way == "reset":
+            reset(writer)
+        else:
+            writer.close()
+
+    async with engine(model, until_close) as upstream, replica(valkey_url, model, upstream.url) as router:
+        status, _, answer = await router.post({"model": model, "prompt": PROMPT, "stream": True})
+        assert status == 200
+        assert answer.startswith(event(" one"))
+        assert (b'"upstream_gone"' in answer) == (way == "reset")
+        await router.unloaded()
+        assert await router.metric("warmfleet_stream_errors_total") == (1 if way == "reset" else 0)
+
+
+async def test_an_encoded_answer_says_so(valkey_url: str, model: str) -> None:
+    async def zipped(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        body = gzip.compress(b'{"choices": []}')
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-encoding: gzip\r\n")
+        writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+
+    async with engine(model, zipped) as upstream, replica(valkey_url, model, upstream.url) as router:
+        status, headers, answer = await router.post({"model": model, "prompt": PROMPT})
+        assert (status, headers["content-encoding"], answer) == (200, "gzip", b'{"choices": []}')
 
 
 async def test_engine_dies_within_a_plain_answer(valkey_url: str, model: str) -> None:
