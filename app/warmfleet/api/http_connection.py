@@ -6,14 +6,13 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httptools
 import orjson
 
-from warmfleet.api.error_answers import error_headers
+from warmfleet.api.error_answers import OUR_BUG, error_headers
 from warmfleet.api.http_request import HttpRequest, framing, request_id
 from warmfleet.errors import BadRequest, HeadersTooLarge, TooLarge, UploadsFull, WarmfleetError
 from warmfleet.routing.client_answer import STATUS_LINES, ClientAnswer
@@ -86,7 +85,7 @@ class HttpConnection(asyncio.Protocol):
         self._serving: HttpRequest | None = None
         self._answer: ClientAnswer | None = None
         self._task: asyncio.Task[None] | None = None
-        self._pipelined: deque[HttpRequest] = deque()
+        self._pipelined: list[HttpRequest] = []
         self._unparsed: list[bytes] = []
         self._deaf = False  # nothing more is parsed on this connection
         self._refusal: WarmfleetError | None = None  # is sent after the answers to earlier requests
@@ -122,7 +121,7 @@ class HttpConnection(asyncio.Protocol):
             self._cancel(self._task)
         self.resume_writing()
         while self._pipelined:
-            self._shared.body_bytes -= len(self._pipelined.popleft().body)
+            self._shared.body_bytes -= len(self._pipelined.pop(0).body)
 
     def _cancel(self, task: asyncio.Task[None]) -> None:
         # Again and again until the task ends: a library's wait_for may swallow a cancellation that meets its result.
@@ -190,6 +189,9 @@ class HttpConnection(asyncio.Protocol):
                 return
             if isinstance(error.__context__, WarmfleetError):
                 raise error.__context__ from None
+            if isinstance(error, httptools.HttpParserCallbackError):
+                logger.exception("a request cannot be read")
+                raise WarmfleetError(OUR_BUG) from None
             raise BadRequest(f"This is not HTTP/1.1: {error}.") from None
 
     def _without_upgrade(self) -> bytes:
@@ -358,7 +360,7 @@ class HttpConnection(asyncio.Protocol):
         if self.lost:
             return
         if self._pipelined:
-            self._begin(self._pipelined.popleft())
+            self._begin(self._pipelined.pop(0))
             return
         if self._refusal is not None:
             self._send_refusal(self._refusal)
@@ -488,4 +490,6 @@ def _reason(error: WarmfleetError) -> str:
         return "body_size"
     if isinstance(error, UploadsFull):
         return "uploads"
-    return "head_size" if isinstance(error, HeadersTooLarge) else "syntax"
+    if isinstance(error, HeadersTooLarge):
+        return "head_size"
+    return "syntax" if isinstance(error, BadRequest) else "bug"

@@ -345,6 +345,18 @@ async def test_too_many_pipelined_requests_end_the_connection() -> None:
     assert wire.closed
 
 
+async def test_a_bug_of_ours_is_no_fault_of_the_client(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(http_connection, "framing", broken)
+    wire = await Server().send(GET)
+    assert (wire.statuses, error_code(wire)) == ([500], "internal_error")
+    assert "KeyError: 'a bug'" in caplog.text
+
+
 # ------------------------------------------------------------------------------------------------------ memory
 
 
