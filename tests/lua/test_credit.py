@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.lua.world import BLOCK, SCHEME, World
+from tests.packed import arguments_of
 
 from warmfleet.errors import BadArgument
+from warmfleet.fleet import SCRIPT_ARGS
 
 if TYPE_CHECKING:
     from warmfleet.fleet import Ask
@@ -76,8 +78,10 @@ async def test_an_id_that_comes_again_elsewhere_gives_no_credit_here(world: Worl
 @pytest.mark.parametrize("number", ["nan", "inf", "1e300", "4294967296", "2147483648", "0"])
 async def test_numbers_that_no_row_can_hold_are_refused(world: World, number: str) -> None:
     await world.workers(1)
+    args = arguments_of(world.fleet.decide_command(world.ask(b"")))
+    args[SCRIPT_ARGS["decide"].index("prompt_tokens")] = number.encode()
     with pytest.raises(BadArgument):
-        await world.fleet.decide(world.ask(b"", prompt_tokens=cast("Any", number)))
+        await world.fleet.run("decide", *args)
 
 
 async def test_a_row_without_a_name_is_nobody(world: World) -> None:
