@@ -79,6 +79,11 @@ def create_app(settings: Settings, health: Health | None = None, metrics: Metric
     """
     if not settings.models:
         raise BadArgument("WARMFLEET_MODELS is empty: name the models to serve")
+    names = [tag.partition("#")[0] for tag in settings.models]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise BadArgument(
+            f"WARMFLEET_MODELS names two pools of {twice!r}: requests name no pool, so run a replica for each"
+        )
     for name, given in ("POLICY", policies(settings.policy)), ("TTFT_OBJECTIVE_S", settings.ttft_objective_s):
         if strangers := given.strangers(settings.models):
             raise BadArgument(f"WARMFLEET_{name} names {strangers[0]!r}, which is not in WARMFLEET_MODELS")

@@ -129,6 +129,10 @@ def _setting(default: Any, why: str) -> Any:
     return field(default=default, metadata={"why": why})
 
 
+#: Every address of a private network: nobody listed a worker.
+ANY_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "100.64.0.0/10", "fc00::/7", "::1/128")
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Read with ``Settings.from_environment()``. Lists are separated by commas."""
@@ -171,8 +175,9 @@ class Settings:
     )
     tokenizer: str = _setting("", "path or hub name of a tokenizer that replaces those of the workers")
     worker_addresses: tuple[str, ...] = _setting(
-        ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "100.64.0.0/10", "fc00::/7", "::1/128"),
-        "address ranges that a worker's URL may point to, so that a forged join cannot send requests elsewhere",
+        ANY_PRIVATE,
+        "address ranges that a worker's URL may point to, so that a forged join cannot send requests elsewhere. Set it "
+        "to the engines' own addresses where they want a key: else no unproved worker gets one (security.md)",
     )
     decide_timeout_s: float = _setting(
         0.05,
@@ -253,6 +258,11 @@ class Settings:
     def engine_wait_s(self, tag: str) -> float:
         """``max_engine_wait_s`` of a model, or its TTFT objective if that is less: a longer wait would miss it."""
         return min(self.max_engine_wait_s, self.ttft_objective_s.of(tag) or math.inf)
+
+    @property
+    def lists_workers(self) -> bool:
+        """Whether the operator listed the addresses of workers: these may get requests and keys without a proof."""
+        return self.worker_addresses != ANY_PRIVATE
 
     @property
     def explain_key(self) -> str | None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from typing import TYPE_CHECKING
 
+import pytest
 from tests.app.engine import engine
 from tests.app.gate import gate
 from tests.app.replica import replica
 
+from warmfleet.errors import BadArgument
+from warmfleet.main import create_app
 from warmfleet.pools import pool
-
-if TYPE_CHECKING:
-    import pytest
+from warmfleet.settings import Settings
 
 
 async def test_requests_wait_for_the_first_reading_of_a_slow_redis(valkey_url: str, model: str) -> None:
@@ -47,3 +47,9 @@ async def test_without_redis_all_wait_together_and_not_for_long(model: str, monk
         assert 0.9 < first < 5
         assert late < first - 0.3, "it waited with the first one, not as long again"
         assert min([await ask(model) for _ in range(3)]) < first / 2, "nobody waits any more"
+
+
+def test_two_pools_of_one_model_need_two_replicas() -> None:
+    with pytest.raises(BadArgument, match="names two pools of 'demo'"):
+        create_app(Settings(models=("demo#a", "other", "demo#b")))
+    create_app(Settings(models=("demo#a", "other#a")))

@@ -41,6 +41,7 @@ WRONG: dict[str, str] = {
     "chat": "it does not render a chat as the template in use here does, or makes other token ids of it",
     "tokens": "its blocks are not hashed as its scheme says, or another engine answers at its URL",
 }
+KEY_HELP = "set WARMFLEET_WORKER_API_KEY, and WARMFLEET_WORKER_ADDRESSES to the addresses of the engines"
 TOKEN_IDS = range(3, 256)  # in every vocabulary; two blocks of 16 have 250 random bits
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 #: Texts that tokenizers split differently; they stand between words of random letters.
@@ -60,18 +61,22 @@ PIECES += ("中文字符", "日本語です", "Привет", "مرحبا", "é"
 MORE_PIECES = 8  # a text has as many words as a block has tokens, and so many more: it fills at least one block
 POLL_S = 0.05
 BLOCKS_TIMEOUT_S = 5.0  # from the answer until the stream must report the blocks: an engine reports them every 0.1 s
-MAX_ANSWER_S = 30.0  # for all three answers: an engine may compile something at its first request
+#: For all three answers: the limit of a first probe, doubled with each further one, and the longest. An engine may
+#: compile something at its first request, but one that never answers must not hold up the probes of others.
+FIRST_ANSWER_S, MAX_ANSWER_S = 5.0, 30.0
 BEAT_S = 0.1  # a heartbeat that is younger than an answer by this much was sent after it
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """proof: the proof to record (see ``prove``); empty if the probe learned nothing. cause: a label for
-    counters. reason: text for people."""
+    counters. reason: text for people. witnessed: the worker's own stream reported something of the probe, so the engine
+    that answers at the URL is the worker."""
 
     proof: str
     cause: str = ""
     reason: str = ""
+    witnessed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +101,14 @@ class Probe:
 
         Raises FleetUnavailable.
         """
+        if not worker.url or not worker.models:
+            return Result("url", "url", "its server announced no URL or no model")
+        hasher, unknown = None, None
         try:
             hasher = Hasher(Scheme.from_dict(worker.record["scheme"]))
         except (WireError, KeyError, TypeError) as error:
-            return Result("identity", "scheme", f"its scheme is not known here: {error}")
-        if not worker.url or not worker.models:
-            return Result("url", "url", "its server announced no URL or no model")
+            unknown = Result("identity", "scheme", f"its scheme is not known here: {error}")
+            texts = False
         questions = [_of_tokens(worker, hasher)]
         for part in ("chat", "text") if texts else ():
             question = await self._of_text(pool, worker, part)
@@ -114,7 +121,11 @@ class Probe:
         try:
             questions = await _await_blocks(pool, worker, questions, reservation)
             wrong, answered = await self._ask_all(pool, worker, questions, reservation)
-            return wrong or await self._seen(pool, worker, answered, reservation)
+            wrong = wrong or unknown
+            if wrong is not None and (wrong.proof == "url" or wrong.cause == "key"):
+                return wrong
+            seen = await self._seen(pool, worker, answered, reservation)
+            return seen if wrong is None else replace(wrong, witnessed=seen.witnessed)
         finally:
             await asyncio.shield(_over(pool, worker, questions, reservation))
 
@@ -148,8 +159,10 @@ class Probe:
         A worker may refuse a text or a chat (it may serve no chats, for instance): a refusal shows no failure.
         """
         headers, answered = headers_for(pool, worker, self._settings), list[Question]()
+        wrong: Result | None = None
         try:
-            async with asyncio.timeout(MAX_ANSWER_S):
+            tries = min(int(worker.record.get("tries") or 0), 8)
+            async with asyncio.timeout(min(FIRST_ANSWER_S * 2**tries, MAX_ANSWER_S)):
                 for question in questions:
                     booked = question.part == "tokens"
                     headers["X-Request-Id"] = f"{reservation if booked else 'unbooked'}.probe"
@@ -157,17 +170,17 @@ class Probe:
                     path = prompt.PATHS[ENDPOINTS[question.part]]
                     status, text = await self._client.post(worker.url, path, body, headers)
                     if status in (401, 403):
-                        return Result("identity", "key", f"it answered {status}: set WARMFLEET_WORKER_API_KEY"), []
+                        return Result("identity", "key", f"it answered {status}: {KEY_HELP}"), []
                     if status == 200:
                         counted, answered = _prompt_tokens(text), [*answered, question]
                         if counted not in (None, question.prompt_tokens):
                             counts = f"{counted} prompt tokens, {question.prompt_tokens} here"
-                            return Result("identity", question.part, f"{WRONG[question.part]}: {counts}"), []
+                            wrong = wrong or Result("identity", question.part, f"{WRONG[question.part]}: {counts}")
                     elif status >= 500 or booked:
                         return Result("url", "url", f"it answered {status} to a completion"), []
         except (WarmfleetError, TimeoutError) as error:
             return Result("url", "url", f"no answer: {error}"[:200]), []
-        return None, answered
+        return wrong, answered
 
     # ------------------------------------------------ the worker's stream
 
@@ -178,32 +191,39 @@ class Probe:
         prefilled = False
         while not prefilled and time.monotonic() < deadline:
             prefilled = await pool.fleet.prefilled(reservation)
-            if await _missing(pool, worker, questions, reservation) == set():
-                return Result("proven")
+            if _hashes(questions) and await _missing(pool, worker, questions, reservation) == set():
+                return Result("proven", witnessed=True)
             if not prefilled:
                 await asyncio.sleep(POLL_S)
         fresh = await current(pool, worker)
         if fresh is None:
             return Result("")
         missing = await _missing(pool, worker, questions, reservation)
-        if missing == set():
-            return Result("proven")
+        if missing == set() and _hashes(questions):
+            return Result("proven", witnessed=True)
+        witnessed = prefilled or await _some_came(pool, worker, questions, reservation)
         if _incomplete(pool, fresh) or fresh.load.slot != worker.load.slot:
             # A snapshot has only the blocks that the engine still holds.
-            return Result("", "untested", "its index is being sent anew: its blocks cannot be tested")
-        if missing is None:
-            return Result("", "untested", "Redis lost its notes of the probe's blocks")
+            return Result("", "untested", "its index is being sent anew: its blocks cannot be tested", witnessed)
+        if not missing:
+            return Result("", "untested", "Redis lost its notes of the probe's blocks", witnessed)
         beat = fresh.heartbeat_age_s
         if not prefilled and (beat is None or beat > time.monotonic() - answered_at - BEAT_S):
-            return Result("", "silent", "its stream tells nothing of a probe: it is behind, or another engine answers")
+            return Result(
+                "", "silent", "its stream tells nothing of a probe: it is behind, or another engine answers", witnessed
+            )
         part = next(part for part in ("tokens", "text", "chat") if part in missing)
-        return Result("identity", part, WRONG[part])
+        return Result("identity", part, WRONG[part], witnessed)
 
 
 def headers_for(pool: Pool, worker: WorkerView, settings: Settings) -> dict[str, str]:
-    """The HTTP headers of a request that this replica sends to a worker for itself."""
+    """The HTTP headers of a request that this replica sends to a worker for itself.
+
+    The key goes to workers whose URL was proved, and to others only where the operator listed their addresses.
+    """
     headers = {"Content-Type": "application/json"}
-    if settings.worker_api_key:
+    proved = worker.load.flags & Flag.URL or worker.proof == "warming"
+    if settings.worker_api_key and (proved or settings.lists_workers):
         headers["Authorization"] = f"Bearer {settings.worker_api_key}"
     if worker.worker_id in pool.view.ranks:
         headers["X-data-parallel-rank"] = pool.view.ranks[worker.worker_id]
@@ -226,12 +246,14 @@ def random_text(pieces: int) -> str:
     )
 
 
-def _of_tokens(worker: WorkerView, hasher: Hasher) -> Question:
-    size = hasher.scheme.block_tokens
+def _of_tokens(worker: WorkerView, hasher: Hasher | None) -> Question:
+    """hasher: None if the worker's scheme is not known here."""
+    size = hasher.scheme.block_tokens if hasher else 16
     limit = int(worker.record.get("max_model_len") or 0) or 2 * size + 2
     blocks = max(1, min(2, (limit - 2) // size))
     ids = [random.choice(TOKEN_IDS) for _ in range(blocks * size + 1)]
-    return Question("tokens", {"model": worker.models[0], "prompt": ids}, len(ids), _split(hasher.chain(ids).hashes))
+    hashes = _split(hasher.chain(ids).hashes) if hasher else ()
+    return Question("tokens", {"model": worker.models[0], "prompt": ids}, len(ids), hashes)
 
 
 def _split(packed: bytes) -> tuple[bytes, ...]:
@@ -265,6 +287,12 @@ async def _missing(pool: Pool, worker: WorkerView, questions: Sequence[Question]
         return None
     missing = iter(awaited)
     return {question.part for question in questions for _ in question.hashes if next(missing)}
+
+
+async def _some_came(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> bool:
+    """Whether the stream has reported some of the blocks: nobody else knew them."""
+    awaited = await pool.fleet.awaited(worker.worker_id, probe, _hashes(questions))
+    return awaited is not None and not all(awaited)
 
 
 async def _over(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.prober")
 
-AT_ONCE = 8  # probes that one replica runs at a time, each with a small request and a connection to Redis
+AT_ONCE = 32  # probes that one replica runs at a time, each with a small request and a connection to Redis
 BACKOFF_S = 5.0, 60.0  # after a failed probe; doubled after each further one, from the first figure to the second
 SOON_S = 1.0  # after a first probe that learned nothing: without any result the worker takes no requests
 SUSPECTED_S = 5.0, 600.0  # from a result to the probe of a suspicion; doubled while suspicions prove wrong
@@ -73,6 +73,8 @@ class Prober:
                 if name not in self._running and rested and self._due(name, pool.view, worker):
                     due.append((URGENCY[worker.state] + random.random(), name, pool, worker))
         for _, name, pool, worker in sorted(due)[: AT_ONCE - len(self._running)]:
+            if worker.record.get("tries") and len(self._running) >= AT_ONCE / 2:
+                continue  # half of the room is for newcomers: engines that keep their probes waiting delay none
             self._running[name] = asyncio.ensure_future(self._probe(name, pool, worker))
         self._next = {name: value for name, value in self._next.items() if name in seen}
         self._first_seen = {name: value for name, value in self._first_seen.items() if name in seen}
@@ -133,6 +135,9 @@ class Prober:
             return Result("identity", "differs", differs)
         texts = ready and not differs
         result = await self._worker_probe.run(pool, worker, texts=texts)
+        if not proved_before and result.proof != "url" and not (result.witnessed or self._settings.lists_workers):
+            # An engine answered, and nothing shows that it is this worker: it may be any service of the network.
+            return Result("pending", result.cause or "silent", result.reason or "its stream tells nothing of a probe")
         if result.proof == "identity" and result.cause in ("text", "chat", "tokens"):
             result = await self._worker_probe.run(pool, worker, texts=texts)  # only a second failure in a row counts
         if proved_before:

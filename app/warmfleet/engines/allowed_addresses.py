@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+#: Where clouds answer any process of a machine with its credentials. Only a range of that one address allows it.
+METADATA = frozenset(
+    ipaddress.ip_address(text) for text in ("169.254.169.254", "100.100.100.200", "192.0.0.192", "fd00:ec2::254")
+)
 
 
 class Addresses:
@@ -36,6 +40,8 @@ class Addresses:
         address = ipaddress.ip_address(host)
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
             address = address.ipv4_mapped
+        if address in METADATA:
+            return any(address in network and network.num_addresses == 1 for network in self._ranges)
         return any(address in network for network in self._ranges)
 
     def check(self, url: str) -> None:

@@ -15,7 +15,7 @@ from warmfleet.fleet import Decision
 from warmfleet.pools.fleet_view import View
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from warmfleet.fleet import Fleet, WorkerView
 
@@ -67,6 +67,11 @@ class LastKnown:
         if now - self._none_since < LAST_KNOWN_S:
             return self._with_routable.workers
         return self._lost() if now - self._answered_at < LAST_KNOWN_S else self._last.workers
+
+    @property
+    def names(self) -> Mapping[str, int]:
+        """The names that workers served at the last reading with a routable worker: a restart takes none away."""
+        return self._with_routable.names
 
     @property
     def missing(self) -> Sequence[WorkerView]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from warmfleet.fleet import Flag
 from warmfleet.pools.lora_adapters import adapters_of, served
 from warmfleet.prompt.request import MAX_MODEL_LEN
 
@@ -34,7 +35,8 @@ class View:
     handoff: what a worker that takes token ids takes, by worker_id. max_model_len: the longest context of all routable
     workers, in tokens; limits: the context of each by worker_id, if they differ. urls, ranks: by worker_id; a rank is
     given only to the engine cores of a server that has several. models: the names that routable workers serve; names:
-    those that any worker serves. streams: to which the workers and their API servers write. read_at: monotonic seconds.
+    those that proved workers serve, with how many do. streams: to which the workers and their API servers write.
+    read_at: monotonic seconds.
     """
 
     workers: tuple[WorkerView, ...] = ()
@@ -46,7 +48,7 @@ class View:
     ranks: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     models: tuple[str, ...] = ()
-    names: frozenset[str] = frozenset()
+    names: Mapping[str, int] = field(default_factory=dict)
     reference: WorkerView | None = None
     identity_keys: Mapping[str, str] = field(default_factory=dict)
     handoff: Mapping[str, TokenCapability] = field(default_factory=dict)
@@ -79,7 +81,9 @@ def view_of(
     handoff: Mapping[str, TokenCapability] = MappingProxyType({}),
 ) -> View:
     """A View of these workers. hashers: the scheme of most workers first; those beyond MAX_SCHEMES are left out."""
-    adapters = adapters_of(workers)
+    # A worker that proved nothing adds no name: it could draw the requests of another model.
+    proved = [worker for worker in workers if worker.routable or worker.load.flags & Flag.URL]
+    adapters = adapters_of(proved)
     limits = {worker.worker_id: _max_context(worker) for worker in workers if worker.routable}
     plugged = [worker for worker in workers if not worker.approximate]
     cores = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
@@ -102,7 +106,7 @@ def view_of(
             if worker.server and cores[str(worker.record.get("server_id", ""))] > 1
         },
         adapters=adapters,
-        names=frozenset([*(name for worker in workers for name in worker.models), *adapters]),
+        names=Counter(name for worker in proved for name in set(served(worker))),
         models=tuple(dict.fromkeys(name for worker in workers if worker.routable for name in served(worker))),
         max_model_len=max(limits.values(), default=MAX_MODEL_LEN),
         limits=limits if len(set(limits.values())) > 1 else {},

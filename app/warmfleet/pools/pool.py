@@ -100,9 +100,9 @@ class Pool:
         self._avoided_until = {worker: until for worker, until in self._avoided_until.items() if until > now}
         return tuple(self._avoided_until)
 
-    def serves(self, model: str) -> bool:
-        """Whether ``model`` is this tag's base model, one of its served names, or an adapter of it."""
-        return model == self.name or model in self.view.names
+    def servers_of(self, model: str) -> int:
+        """How many workers serve this name or adapter; the workers that were known last, if none does now."""
+        return self.view.names.get(model) or self.last_known.names.get(model, 0)
 
     def identify(self, request: Request, expected_output: int) -> Awaitable[IdentifiedPrompt]:
         """Identify the request's prompt without asking an engine. Never fails; see ``identified_prompt``."""
@@ -165,8 +165,11 @@ class Pools:
                 return self.all[0]
             raise BadRequest("model is required: this router serves several.", "model")
         for pool in self.all:
-            if pool.serves(model):
+            if pool.name == model:  # a name that the operator gave goes to no other model, whatever workers announce
                 return pool
+        found = max(self.all, key=lambda pool: pool.servers_of(model))
+        if found.servers_of(model):
+            return found
         if not self.contacted:
             raise FleetUnavailable(NOT_READ)
         raise ModelNotFound(f"The model `{model[:200]}` does not exist here.", "model")

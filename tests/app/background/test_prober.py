@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import pytest
 import redis.asyncio as aioredis
 from tests.app.engine import Answer, Engine, Seen, answer_well, engine, reply
 from tests.app.replica import Replica, replica
@@ -168,15 +169,61 @@ def prompts_of(length: int) -> list[list[int]]:
 
 async def test_a_worker_with_an_unknown_scheme_is_routed_by_load_only(valkey_url: str, model: str) -> None:
     lookahead = replace(SCHEME, extra_keys="lookahead_1")  # vLLM 0.33 with EAGLE
+    cores: list[WorkerPublisher] = []
+
+    async def reporting(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        reservation = seen.headers["x-request-id"].partition(".")[0]
+        cores[0].progress(reservation, 0, len(seen.json["prompt"]))
+        await answer_well(one, seen, writer)
+
     async with (
-        engine(model) as upstream,
+        engine(model, reporting) as upstream,
         replica(valkey_url, model) as router,
-        worker(valkey_url, model, upstream.url, Tracker(), lookahead),
+        worker(valkey_url, model, upstream.url, Tracker(), lookahead) as core,
     ):
+        cores.append(core)
         assert "scheme is not known here: unknown scheme sha256_cbor/lookahead_1" in await proof(router, "identity")
         await router.routable(1)
         status, headers, _ = await router.post({"model": model, "prompt": list(range(100))})
         assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0")
+
+
+@pytest.mark.parametrize("scheme", [SCHEME, replace(SCHEME, extra_keys="lookahead_1")], ids=["known", "unknown"])
+async def test_a_service_that_answers_is_no_worker_until_the_workers_stream_says_so(
+    valkey_url: str, model: str, scheme: Scheme
+) -> None:
+    """A forged join that points at some service of the network: no client's request and no key goes there."""
+    async with (
+        engine(model) as service,
+        replica(valkey_url, model, probe_timeout_s=0.3, worker_api_key="the fleet's secret") as router,
+        worker(valkey_url, model, service.url, Tracker(), scheme, name="fake"),
+    ):
+
+        async def asked_twice() -> bool:
+            views = await router.fleet.workers()
+            assert not any(view.routable for view in views)
+            return bool(views) and int(views[0].record.get("tries") or 0) >= 2
+
+        await poll(asked_twice, 40, "it was probed and probed again")
+        for headers in ({}, {"Authorization": "Bearer a client's own"}):
+            status, _, _ = await router.post({"model": model, "prompt": "a client's words"}, **headers)
+            assert status == 503
+        assert service.seen
+        assert not any(b"a client's words" in seen.body for seen in service.seen)
+        assert not any("authorization" in seen.headers for seen in service.seen)
+
+
+async def test_addresses_that_the_operator_lists_need_no_proof(valkey_url: str, model: str) -> None:
+    async with (
+        engine(model) as upstream,
+        replica(
+            valkey_url, model, probe_timeout_s=0.3, worker_api_key="secret", worker_addresses=("127.0.0.0/8",)
+        ) as router,
+        worker(valkey_url, model, upstream.url, Tracker()),
+    ):
+        await router.routable(1)
+        assert (await router.post({"model": model, "prompt": "x"}))[0] == 200
+        assert {seen.headers.get("authorization") for seen in upstream.seen} == {"Bearer secret"}
 
 
 async def test_a_wrong_url_is_not_routed_to(valkey_url: str, model: str) -> None:

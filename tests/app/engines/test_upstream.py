@@ -63,6 +63,14 @@ def test_hosts_of_the_settings_are_always_allowed() -> None:
     assert Addresses((), ["http://Gpu1:8000"]).allows("gpu1")
 
 
+@pytest.mark.parametrize("host", ["100.100.100.200", "169.254.169.254", "fd00:ec2::254", "::ffff:100.100.100.200"])
+def test_metadata_services_are_asked_only_if_a_range_names_them_alone(host: str) -> None:
+    address = host.removeprefix("::ffff:")
+    assert not Addresses(Settings().worker_addresses).allows(host)
+    assert not Addresses(("0.0.0.0/0", "::/0")).allows(host)
+    assert Addresses((address,)).allows(host)
+
+
 # ------------------------------------------------ the client
 
 

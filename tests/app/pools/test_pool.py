@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from warmfleet.fleet import LoadRow, WorkerState, WorkerView
+from warmfleet.errors import ModelNotFound
+from warmfleet.fleet import Flag, LoadRow, WorkerState, WorkerView
 from warmfleet.pools import pool as pool_module
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View, view_of
@@ -53,10 +55,28 @@ def test_an_adapter_belongs_to_the_workers_that_serve_it() -> None:
 
 
 def test_adapters_are_listed_while_a_worker_serves_them() -> None:
-    workers = [serving("a", {"one": "/x"}), serving("b", {"two": "/y"}, routable=False)]
-    view = view_of(workers, None, (), text=False)
+    away = replace(serving("b", {"two": "/y"}), state=WorkerState.SILENT, load=LoadRow(flags=Flag.URL))
+    fake = serving("c", {"three": "/z"}, routable=False)
+    view = view_of([serving("a", {"one": "/x"}), away, fake], None, (), text=False)
     assert view.models == ("m", "one")
-    assert view.names == {"m", "one", "two"}, "while it is away a request for it is 503, not 404"
+    assert view.names == {"m": 2, "one": 1, "two": 1}, "while it is away a request for it is 503, not 404"
+    assert set(view.adapters) == {"one", "two"}, "a worker that proved nothing adds no name"
+
+
+async def test_a_name_goes_to_the_model_of_the_operator_and_then_to_most_workers() -> None:
+    first, second = (Pool(tag, cast("Fleet", SimpleNamespace()), DegradedMode(1.0)) for tag in ("m", "other"))
+    both = Pools([first, second])
+    liar = replace(serving("liar", {}), models=["m", "other", "alias"])
+    first.show(view_of([liar, serving("a", {})], None, (), text=False))
+    second.show(view_of([replace(serving(name, {}), models=["other", "alias"]) for name in "bc"], None, (), text=False))
+    assert await both.find("other") is second
+    assert await both.find("alias") is second
+    second.show(view_of([], None, (), text=False))
+    assert await both.find("other") is second
+    first.show(view_of([serving("a", {})], None, (), text=False))
+    assert await both.find("alias") is second, "a restart takes no name away"
+    with pytest.raises(ModelNotFound):
+        await both.find("nobody")
 
 
 def test_ready_with_a_worker_and_its_tokenizer_and_for_good() -> None:
