@@ -88,8 +88,9 @@ class Engines:
 class Fleet:
     """Starts the processes of one fleet, with their files in ``folder``. Raises StackError."""
 
-    def __init__(self, processes: Processes, cores: Cores, count: int) -> None:
-        """count: of the engines."""
+    def __init__(self, processes: Processes, cores: Cores, count: int, python: str) -> None:
+        """count: of the engines. python: the interpreter of replicas."""
+        self._python = python
         self.folder = processes.folder
         self._processes, self._cores = processes, cores
         with on_core(cores.others):
@@ -110,7 +111,7 @@ class Fleet:
     def replica(self, name: str, more: Mapping[str, str], program: Sequence[str] = ("-m", "warmfleet")) -> Router:
         """Start a replica with these settings, and wait until it knows its workers."""
         [port] = free_ports(1)
-        argv = [sys.executable, *program, "serve", "--port", str(port), "--redis", self.store_url, "--models", MODEL]
+        argv = [self._python, *program, "serve", "--port", str(port), "--redis", self.store_url, "--models", MODEL]
         ready = partial(replica_ready, f"http://127.0.0.1:{port}", len(self.engines.stubs))
         return Router(name, port, self._start(name, argv, {**REPLICA, **more}, ready), BOOKED)
 
