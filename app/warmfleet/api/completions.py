@@ -37,6 +37,7 @@ PASSED_ON = {
     b"traceparent": b"traceparent",
     b"tracestate": b"tracestate",
     b"user-agent": b"User-Agent",
+    b"x-api-key": b"X-Api-Key",
     b"x-session-id": b"X-Session-ID",
 }
 
@@ -108,6 +109,9 @@ class CompletionsProxy:
                 passed_on[name] = (spelled, value)
             elif name.startswith((b"x-warmfleet-", b"x-request-")):
                 for_router[name] = value
+        anthropic_key = passed_on.pop(b"x-api-key", None)  # vLLM looks at Authorization only
+        if anthropic_key is not None:
+            passed_on.setdefault(b"authorization", (b"Authorization", b"Bearer " + anthropic_key[1]))
         if self._worker_authorization:
             passed_on[b"authorization"] = self._worker_authorization
         return passed_on, for_router

@@ -12,7 +12,7 @@ import orjson
 from warmfleet.prompt.json_splice import with_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from warmfleet.prompt.request import Request
 
@@ -28,18 +28,21 @@ class Tenancy:
         self._key = key.encode()
         self._header = header.lower().encode("latin-1")
 
-    def name(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    def name(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         """The tenant of a request, b"" if tenants are not kept apart.
 
         The name is made of all values of the tenant header, so a client cannot become another tenant by a second
-        header.
+        header. X-Api-Key, by which clients of Anthropic's API send their key, counts as Authorization if there is none.
         """
         return self._values(headers) if self._key else b""
 
-    def _values(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-        return b"\0".join([value for name, value in headers if name == self._header])
+    def _values(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+        given = b"\0".join([value for name, value in headers if name == self._header])
+        if given or self._header != b"authorization":
+            return given
+        return b"\0".join([b"Bearer " + value for name, value in headers if name == b"x-api-key"])
 
-    def flow(self, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    def flow(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         """The flow by which the queue takes turns: 8 bytes that do not tell the tenant header's value.
 
         Every request has a flow, whether tenants are kept apart or not. Two tenants with the same flow share its turns;

@@ -91,6 +91,21 @@ def test_a_second_header_does_not_make_another_tenant() -> None:
     assert Tenancy(KEY + "!", "Authorization").salt(b"one", None) != tenancy.salt(b"one", None)
 
 
+async def test_a_key_of_anthropics_clients_is_a_bearer_token(valkey_url: str, model: str) -> None:
+    tenancy = Tenancy(KEY, "Authorization")
+    assert tenancy.name([(b"x-api-key", b"one")]) == tenancy.name([(b"authorization", b"Bearer one")]) != b""
+    assert tenancy.name([(b"x-api-key", b"two"), (b"authorization", b"Bearer one")]) == b"Bearer one"
+    assert Tenancy(KEY, "X-Tenant").name([(b"x-api-key", b"one")]) == b""
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        for headers, expected in (
+            ({"X-Api-Key": "one"}, "Bearer one"),
+            ({"X-Api-Key": "one", "Authorization": "Bearer two"}, "Bearer two"),
+        ):
+            assert (await router.post({"model": model, "prompt": PROMPT}, **headers))[0] == 200
+            seen = upstream.seen[-1].headers
+            assert (seen["authorization"], "x-api-key" in seen) == (expected, False)
+
+
 async def test_headers_can_be_kept_from_tenants(valkey_url: str, model: str) -> None:
     async with (
         engine(model) as upstream,
