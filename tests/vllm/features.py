@@ -69,6 +69,8 @@ FEATURES: dict[str, Feature] = {
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}]},
         ],
     ),
+    "message with a system message amid it": message(messages=[*EARLIER, {"role": "system", "content": "Now."}, USER]),
+    "message without thinking": message(thinking={"type": "disabled"}),
     "message with a salt": message(cache_salt="tenant"),
     "message, refused: no such tool": message(tools=[ANTHROPIC_WEATHER], tool_choice={"type": "tool", "name": "x"}),
     "response": response(),
