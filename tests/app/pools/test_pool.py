@@ -64,12 +64,15 @@ def test_adapters_are_listed_while_a_worker_serves_them() -> None:
 
 
 async def test_a_name_goes_to_the_model_of_the_operator_and_then_to_most_workers() -> None:
-    first, second = (Pool(tag, cast("Fleet", SimpleNamespace()), DegradedMode(1.0)) for tag in ("m", "other"))
-    both = Pools([first, second])
-    liar = replace(serving("liar", {}), models=["m", "other", "alias"])
+    tags = ("m", "other", "empty")
+    first, second, empty = (Pool(tag, cast("Fleet", SimpleNamespace()), DegradedMode(1.0)) for tag in tags)
+    both = Pools([first, second, empty])
+    liar = replace(serving("liar", {}), models=["m", "other", "alias", "empty"])
+    empty.show(view_of([], None, (), text=False))
     first.show(view_of([liar, serving("a", {})], None, (), text=False))
     second.show(view_of([replace(serving(name, {}), models=["other", "alias"]) for name in "bc"], None, (), text=False))
     assert await both.find("other") is second
+    assert await both.find("empty") is empty, "though it has no worker"
     assert await both.find("alias") is second
     second.show(view_of([], None, (), text=False))
     assert await both.find("other") is second
