@@ -117,12 +117,15 @@ class ClientAnswer:
         await self.start(status, headers)
         await self.body(body, more=False)
 
-    async def end_stream(self, error: WarmfleetError) -> None:
+    async def end_stream(self, error: WarmfleetError, *, named: bool = False) -> None:
         """End a stream of events with an event that tells the error.
 
         An empty line goes first: it ends an event that was cut off, and after a whole event it means nothing.
+        named: as Anthropic's API has it, whose clients overlook an event without a name.
         """
-        await self.body(b"\n\ndata: " + orjson.dumps(error.as_dict()) + b"\n\n", more=False)
+        told, name = error.as_dict(), b"event: error\n" if named else b""
+        data = orjson.dumps({"type": "error", **told} if named else told)
+        await self.body(b"\n\n" + name + b"data: " + data + b"\n\n", more=False)
 
     def _first(self, data: bytes, *, more: bool) -> bytes:
         """The head with the first piece. The piece decides how the client is told where the body ends."""

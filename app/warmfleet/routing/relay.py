@@ -107,11 +107,11 @@ class Relay:
                     job.pool.outliers.failed(decision)
                 if not streams:
                     raise  # part of a plain answer was sent: closing the connection tells the client that it is cut off
-                await client.end_stream(error)
+                await client.end_stream(error, named=job.call.path.form == "messages")
                 return "failed"
             except asyncio.CancelledError:  # the client hung up, or the grace period of a stopping replica is over
                 if streams:
-                    await client.end_stream(Stopping())
+                    await client.end_stream(Stopping(), named=job.call.path.form == "messages")
                 raise
         return "finished" if response.status < 400 else "failed"
 
