@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import string
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -190,7 +190,7 @@ class Cluster:
         if request in self._open:
             fleet, booked = self._open[request]
             self.workers[engine].prefilled(booked.reservation, request, now)
-            self._open[request] = fleet, replace(booked, prefill_tokens=0, started=True)
+            self._open[request] = fleet, booked._replace(prefill_tokens=0, started=True)
             await fleet.settle(booked.reservation, "started")
 
     async def finished(self, request: Request, engine: int, now: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -53,7 +52,7 @@ async def test_a_first_token_that_redis_lost_is_told_again(world: World) -> None
     for ask in asks:
         await world.fleet.decide(ask)
     renewals = [Renewal(ask.reservation, "w1.0", 0, 300, started=True) for ask in asks]
-    assert await world.fleet.renew([renewals[0], replace(renewals[1], started=False)]) == (2, 0, 0)
+    assert await world.fleet.renew([renewals[0], renewals[1]._replace(started=False)]) == (2, 0, 0)
     row, leases = await world.row(1), await world.leases()
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (2 * 161, 300, 3)
     lease = leases[asks[0].reservation]

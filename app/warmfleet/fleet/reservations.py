@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from warmfleet.errors import BadArgument
 from warmfleet.fleet.client import SCRIPT_ARGS, ScriptClient, Timeouts, redis_errors
@@ -172,8 +172,7 @@ class Candidate:
     cost_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Renewal:
+class Renewal(NamedTuple):
     """A reservation that is still open. prefill_tokens: still booked for it, 0 after its first token."""
 
     reservation: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from warmfleet.pools.fleet_view import MAX_SCHEMES
@@ -138,7 +138,7 @@ async def _reproduced(request: Request, view: View, uses: PopularPrefixes) -> _F
         chain = text_chain(longest := max(texts, key=len))
         if identity is not None:  # known token ids give the number of tokens per block of this text
             held = text_block_tokens(len(longest), max(prompt.tokens for prompt in prompts))
-            chain = replace(chain, block_tokens=held)
+            chain = chain._replace(block_tokens=held)
         chains = (*chains[: MAX_SCHEMES - 1], chain)
         tokens = tokens or sum(text_tokens(len(text)) for text in texts)
     return _Found(chains, tokens, kind, "", prompts, key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class OpenReservations:
         renewal = self._open.get(reservation)
         if renewal is None:
             return False
-        self._open[reservation] = replace(renewal, prefill_tokens=0, started=True)
+        self._open[reservation] = renewal._replace(prefill_tokens=0, started=True)
         return True
 
     def remove(self, reservation: str) -> None:

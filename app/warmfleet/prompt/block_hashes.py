@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xxhash import xxh3_128
 
@@ -32,8 +31,7 @@ TEXT_BLOCK_TOKENS = 16
 TEXT_SCHEME = Scheme("sha256_cbor", hashlib.sha256(b"warmfleet text 1").digest(), TEXT_BLOCK_TOKENS)
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(NamedTuple):
     """The block hashes of one prompt under one scheme: packed, 8 bytes each, without a block of its last token."""
 
     scheme_id: int

@@ -1,10 +1,13 @@
-"""One request of a client: as it was read from its connection, and as it is ready to be decided."""
+"""One request of a client: as it was read from its connection, and as it is ready to be decided.
+
+A named tuple cannot be changed, as a frozen dataclass, and is made in a quarter of the time.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
@@ -30,8 +33,7 @@ class Hints:
 NO_HINTS = Hints()
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One request as it was read from its connection.
 
     headers: the lines of the headers that the engine gets. tenant: the value of the tenant header, empty unless
@@ -58,8 +60,7 @@ class Call:
         return f"{self.path.path}?{self.query}" if self.query else self.path.path
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """A call that was parsed and identified: everything that all attempts at it share.
 
     body: as an engine gets it, with the tenant's salt. priority: a lower one goes first in the queue. offer: the token
