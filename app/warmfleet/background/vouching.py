@@ -106,7 +106,7 @@ def _due(worker: WorkerView) -> bool:
     core_s, server_s = worker.heartbeat_age_s, worker.server_age_s
     if worker.server is None or core_s is None or server_s is None or not worker.url:
         return False
-    if worker.load.flags & (Flag.URL | Flag.HOSTILE) != Flag.URL or max(core_s, server_s) < ASK_AFTER_S:
+    if max(core_s, server_s) < ASK_AFTER_S or worker.load.flags & (Flag.URL | Flag.HOSTILE) != Flag.URL:
         return False
     unheard = bool(worker.load.flags & Flag.UNHEARD)
     return not unheard or worker.vouched_age_s is None or worker.vouched_age_s >= ASK_AGAIN_S

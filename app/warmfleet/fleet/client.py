@@ -19,8 +19,8 @@ from redis.exceptions import RedisError
 from warmfleet.errors import BadArgument
 from warmfleet.fleet.connection.cancellable import connection_options
 from warmfleet.fleet.connection.failover import master_pool
-from warmfleet.fleet.connection.multiplexed import Multiplexed
-from warmfleet.fleet.connection.packing import Argument, PackedScript
+from warmfleet.fleet.connection.multiplexed import BLOCKED_STEP_S, Multiplexed
+from warmfleet.fleet.connection.packing import Argument, PackedScript, pack_command
 from warmfleet.fleet.connection.reply_errors import failure
 from warmfleet.protocol.redis_address import RedisAddressError, parse
 from warmfleet.protocol.wire import Keys
@@ -119,13 +119,16 @@ def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connec
 
 
 class RouterRedis(aioredis.Redis):
-    """A client of redis-py, and beside its pool the one connection for the scripts that requests call."""
+    """A client of redis-py, and beside its pool the one connection for scripts and another one for calls that block."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.multiplexed = Multiplexed(self.connection_pool)
+        silent_s = self.connection_pool.connection_kwargs.get("socket_timeout") or Timeouts().upkeep_s
+        self.blocking = Multiplexed(self.connection_pool, BLOCKED_STEP_S, silent_s)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await self.blocking.aclose()
         await self.multiplexed.aclose()
         await super().aclose(close_connection_pool)
 
@@ -200,6 +203,22 @@ class ScriptClient:
         """``send``, and the answer. Raises FleetUnavailable or the class of the script's error code."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.send(name, command, limit_s, partial(_resolve, future))
+        return await future
+
+    async def ask(self, *words: Argument) -> Any:
+        """A command of Redis itself, on the connection of the scripts: calls of one turn of the loop are one write.
+
+        For small answers: the answers to decisions wait behind it. Raises FleetUnavailable.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._multiplexed.send(None, pack_command(*words), self.timeouts.upkeep_s, partial(_resolve, future))
+        return await future
+
+    async def block(self, command: bytes, seconds: float) -> Any:
+        """A packed command that blocks in Redis for ``seconds`` at most. Raises FleetUnavailable."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        limit_s = seconds + self.timeouts.upkeep_s
+        self.redis.blocking.send(None, command, limit_s, partial(_resolve, future))
         return await future
 
     async def run(self, name: str, *args: Argument, timeout_s: float | None = None) -> Any:

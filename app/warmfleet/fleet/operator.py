@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from warmfleet.fleet.client import ScriptClient, redis_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable
+    from collections.abc import Iterable
 
 
 class OperatorKeys(ScriptClient):
@@ -18,9 +18,7 @@ class OperatorKeys(ScriptClient):
 
     async def approved(self) -> frozenset[str]:
         """The sha256 of every approved template."""
-        with redis_errors():
-            digests = await cast("Awaitable[set[bytes]]", self.redis.smembers(self.keys.operator_approved))
-        return frozenset(digest.decode() for digest in digests)
+        return frozenset(digest.decode() for digest in await self.ask("SMEMBERS", self.keys.operator_approved))
 
     async def approve(self, digests: Iterable[str]) -> None:
         """Add templates, named by their sha256."""
@@ -34,8 +32,7 @@ class OperatorKeys(ScriptClient):
 
     async def switched(self) -> str:
         """The policy that the operator switched to; empty if each replica uses its own setting."""
-        with redis_errors():
-            policy = await cast("Awaitable[bytes | None]", self.redis.get(self.keys.operator_policy))
+        policy: bytes | None = await self.ask("GET", self.keys.operator_policy)
         return (policy or b"").decode("ascii", "replace")
 
     async def switch(self, policy: str) -> None:

@@ -11,12 +11,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import NoPermissionError, ResponseError
-
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet.client import ScriptClient, redis_errors
+from warmfleet.fleet.client import ScriptClient
 from warmfleet.fleet.codes import Next
-from warmfleet.fleet.connection.packing import pack
+from warmfleet.fleet.connection.packing import pack_command
+from warmfleet.fleet.connection.reply_errors import RefusedCall
 from warmfleet.protocol.wire import BATCH_BLOCKS, WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
@@ -208,32 +207,21 @@ class Upkeep(ScriptClient):
             return
         if self._wait[:2] != (streams, seconds):
             self._wait = (streams, seconds, self._wait_command(streams, seconds))
-        with redis_errors():
-            try:
-                await self._on_a_connection(self._wait[2])
-            except NoPermissionError as error:
+        try:
+            await self.block(self._wait[2], seconds)
+        except RefusedCall as error:
+            if error.word == "NOPERM":
                 self._may_wait = False
                 logger.warning(
                     "events are polled, as this Redis user may not wait for them; see warmfleet acl: %s", error
                 )
-            except ResponseError as error:
+            else:
                 logger.debug("cannot wait for events: %s", error)
 
     def _wait_command(self, streams: Sequence[str], seconds: float) -> bytes:
         keys = [self.keys.hello, *(self.keys.prefix + name for name in streams)]
         milliseconds = round(seconds * 1000)
-        words: list[Argument] = ["XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", *keys, *["0"] * len(keys)]
-        return b"*%d\r\n" % len(words) + b"".join(map(pack, words))
-
-    async def _on_a_connection(self, command: bytes) -> None:
-        """Send a packed command on a connection of the pool, and read its answer. Raises what redis-py raises."""
-        pool = self.redis.connection_pool
-        connection = await pool.get_connection()  # type: ignore[no-untyped-call]  # redis-py
-        try:
-            await connection.send_packed_command(command)
-            await connection.read_response()
-        finally:
-            await pool.release(connection)
+        return pack_command("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", *keys, *["0"] * len(keys))
 
     async def _collect_retired(self, slots: int) -> int:
         """Call collect the more often the more slots are retired, so that collecting keeps up with retiring.

@@ -143,10 +143,10 @@ class Views(ScriptClient):
 
     async def memory(self) -> Memory:
         """The memory of the Redis server. Raises FleetUnavailable."""
-        with redis_errors():
-            info = await self.redis.info("memory")
-        policy = str(info.get("maxmemory_policy", ""))
-        return Memory(int(info["used_memory"]), int(info.get("maxmemory", 0)), policy)
+        told: bytes = await self.ask("INFO", "memory")
+        info = dict(line.partition(b":")[::2] for line in told.split(b"\r\n"))
+        policy = info.get(b"maxmemory_policy", b"").decode("ascii", "replace")
+        return Memory(int(info[b"used_memory"]), int(info.get(b"maxmemory", 0)), policy)
 
     async def artifact(self, server_id: str, entry: dict[str, Any]) -> bytes:
         """The content of one manifest entry ``{sha256, bytes, chunks}``; each piece and the whole are checked.

@@ -77,7 +77,7 @@ class Server:
         while data := await reader.read(65_536):
             parser.feed(data)
             while (words := parser.gets()) is not False:
-                if words[0] in (b"EVALSHA", b"SCRIPT"):
+                if words[0] in (b"EVALSHA", b"SCRIPT", b"XREAD"):
                     self.called.append(words[0])
                     if (answer := self.answer(words)) is not None:
                         writer.write(answer)
@@ -332,6 +332,41 @@ async def test_a_silent_connection_is_replaced(model: str) -> None:
         silent.clear()
         assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
         assert len(redis.writers) == 2
+
+
+async def test_a_wait_for_events_notices_a_frozen_server(model: str) -> None:
+    async with server(lambda _: None) as redis:
+        fleet = Fleet(connect(f"redis://127.0.0.1:{redis.port}"), model, timeouts=PATIENT)
+        try:
+            with pytest.raises(FleetUnavailable, match="not a byte for 2 s"):
+                await fleet.await_events(("events:s.0",), 0.4)
+        finally:
+            await fleet.close()
+
+
+async def test_a_wait_for_events_delays_no_other_call_and_ends_with_the_client(valkey_url: str, model: str) -> None:
+    async with fleet_at(valkey_url, model) as fleet:
+        waiting = asyncio.create_task(fleet.await_events(("events:s.0",), 60))
+        await poll(lambda: _blocked(fleet), what="the call waits")
+        assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+        assert not waiting.done()
+    with pytest.raises(FleetUnavailable, match="closed"):
+        await waiting
+
+
+async def _blocked(fleet: Fleet) -> bool:
+    return bool((await fleet.redis.info("clients"))["blocked_clients"])
+
+
+async def test_a_command_of_redis_that_it_refuses_fails_and_no_other(told: Fleet) -> None:
+    with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
+        await told.ask("GET", await _set_of(told))
+    assert await told.switched() == ""
+
+
+async def _set_of(fleet: Fleet) -> str:
+    await fleet.redis.sadd("set of " + fleet.keys.prefix, "one")
+    return "set of " + fleet.keys.prefix
 
 
 async def test_while_nobody_listens_calls_fail_at_once_and_it_is_tried_again(tmp_path: Path, model: str) -> None:

@@ -1,10 +1,11 @@
-"""One connection for the scripts that requests call: many calls wait on it at a time, and answers come in their order.
+"""One connection for the calls of a client: many calls wait on it at a time, and answers come in their order.
 
 redis-py takes a connection of a pool for each call and drives it by a chain of coroutines; that costs a request more
 than Redis itself. Here a call is bytes that go out with those of the same turn of the event loop, and a function that
 gets the answer. redis-py opens the connection, by the pool of the same client, so URL, TLS, user, database, Sentinels
 and Cluster mean here what they mean there. A connection is replaced as a whole: when it is lost, when its server says
-that it is not the master, when another server is the master, and when it was silent for SILENT_S.
+that it is not the master, when another server is the master, and when it was silent for SILENT_S. Calls that block
+(``Upkeep.await_events``) have a connection of the same kind to themselves, which is looked at less often.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ MOST_WAITING = 8_192  # calls; 5,000 streams that end together fit, and so does 
 MOST_BYTES = 33_554_432  # of the calls that wait: a decision about the longest prompt has 70 kB
 MOST_S = 1.0  # by which a time limit grows at most while the event loop is late
 STEP_S = 0.02  # between two looks for calls whose time is up, while calls wait
+BLOCKED_STEP_S = 1.0  # the same of calls that block: no request waits for them
 SILENT_S = 1.0  # without a byte while calls wait: a frozen server keeps its connections open
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between attempts to open a connection
 LOG_EVERY_S = 5.0
@@ -58,7 +60,9 @@ class Call:
 
     __slots__ = ("again", "command", "due", "last", "on_answer", "script")
 
-    def __init__(self, script: PackedScript, command: bytes, on_answer: OnAnswer, due: float, last: float) -> None:
+    def __init__(
+        self, script: PackedScript | None, command: bytes, on_answer: OnAnswer, due: float, last: float
+    ) -> None:
         self.script = script
         self.command = command
         self.on_answer: OnAnswer | None = on_answer
@@ -135,8 +139,10 @@ class Multiplexed:
     one of the later attempts, which need no call, has succeeded.
     """
 
-    def __init__(self, pool: ConnectionPool) -> None:
+    def __init__(self, pool: ConnectionPool, step_s: float = STEP_S, silent_s: float = SILENT_S) -> None:
         self._pool = pool
+        self._step_s = step_s
+        self._most_silent_s = silent_s
         self._channel: Channel | None = None
         self._early: deque[Call] = deque()  # they wait for the connection that is being opened
         self._opening: asyncio.Task[None] | None = None
@@ -150,15 +156,17 @@ class Multiplexed:
 
     # ------------------------------------------------ calls
 
-    def send(self, script: PackedScript, command: bytes, limit_s: float, on_answer: OnAnswer) -> None:
-        """Call a script. ``command`` is the whole call as ``script`` packs it."""
+    def send(self, script: PackedScript | None, command: bytes, limit_s: float, on_answer: OnAnswer) -> None:
+        """Call a script: ``command`` is the whole call as it packs it. script: None for a command of Redis itself."""
         channel = self._channel
         waiting = self._early if channel is None else channel.waiting
         if self._closed or self._away or len(waiting) >= MOST_WAITING or self._bytes + len(command) > MOST_BYTES:
             on_answer(None, FleetUnavailable(self._why_not()))
             return
         self._bytes += len(command)
-        call = Call(script, command, on_answer, self._clock + limit_s + STEP_S, time.monotonic() + limit_s + MOST_S)
+        call = Call(
+            script, command, on_answer, self._clock + limit_s + self._step_s, time.monotonic() + limit_s + MOST_S
+        )
         if self._timer is None:
             self._silent_s = 0.0
             self._set_timer()
@@ -183,18 +191,17 @@ class Multiplexed:
 
     def _refused(self, channel: Channel, call: Call, reply: str) -> None:
         word = reply.partition(" ")[0]
-        if word == "NOSCRIPT" and call.on_answer is not None and not call.again:
-            self._load(channel, call)
+        if word == "NOSCRIPT" and call.script is not None and call.on_answer is not None and not call.again:
+            self._load(channel, call, call.script)
             return
         if call.on_answer is not None:
             call.on_answer(None, refusal(reply))
         if word in NO_MASTER:
             self._lost(channel, reply)
 
-    def _load(self, channel: Channel, call: Call) -> None:
+    def _load(self, channel: Channel, call: Call, script: PackedScript) -> None:
         """Tell Redis the call's script, unless that is under way, and send the call once more behind it."""
         call.again = True
-        script = call.script
         if script.name not in channel.loading:
             channel.loading.add(script.name)
             self._bytes += len(script.load)
@@ -211,17 +218,17 @@ class Multiplexed:
     # ------------------------------------------------ time
 
     def _set_timer(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(STEP_S, self._tick)
+        self._timer = asyncio.get_running_loop().call_later(self._step_s, self._tick)
 
     def _tick(self) -> None:
         """Give up calls whose time is up, and a server that is silent or is not the master any more.
 
-        However late the event loop is, one step counts as STEP_S: answers are read once in a turn of the loop.
+        However late the event loop is, one step counts once: answers are read once in a turn of the loop.
         """
         self._timer = None
         now, channel = time.monotonic(), self._channel
-        self._clock += STEP_S
-        self._silent_s += STEP_S
+        self._clock += self._step_s
+        self._silent_s += self._step_s
         if channel is not None:
             if channel.heard:
                 channel.heard, self._silent_s = False, 0.0
@@ -233,8 +240,8 @@ class Multiplexed:
 
     def _is_over(self, channel: Channel) -> str:
         """Why the connection should be replaced, else an empty string."""
-        if self._silent_s >= SILENT_S:
-            return f"not a byte for {SILENT_S:g} s while calls wait"
+        if self._silent_s >= self._most_silent_s:
+            return f"not a byte for {self._most_silent_s:g} s while calls wait"
         if isinstance(self._pool, MasterPool):
             self._pool.look()
             if self._pool.master_address not in (None, channel.address):
@@ -303,7 +310,7 @@ class Multiplexed:
         now = time.monotonic()
         if now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now
-            logger.warning("the connection for decisions: %s", text)
+            logger.warning("the connection to Redis: %s", text)
 
     async def aclose(self) -> None:
         """Close the connection for good; calls that wait fail."""

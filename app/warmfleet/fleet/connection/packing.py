@@ -42,6 +42,11 @@ def pack_names(values: Iterable[str]) -> bytes:
     return pack_text(",".join(values)) if values else NOTHING
 
 
+def pack_command(*words: Argument) -> bytes:
+    """A whole command of Redis itself."""
+    return b"*%d\r\n" % len(words) + b"".join(map(pack, words))
+
+
 class PackedScript:
     """A script on the keys of one model. ``load`` is the command that makes Redis know it."""
 

@@ -21,12 +21,20 @@ ERROR_CODES: Mapping[str, type[WarmfleetError]] = {
 }
 
 
+class RefusedCall(FleetUnavailable):
+    """Redis itself answered a call with an error. word: the first word of that error, such as NOPERM."""
+
+    def __init__(self, reply: str) -> None:
+        super().__init__(f"Redis refused the call: {reply}")
+        self.word = reply.partition(" ")[0]
+
+
 def refusal(reply: str) -> WarmfleetError:
     """The error for an error reply of Redis: the class of the script's own code, else FleetUnavailable."""
     code, _, text = reply.partition(" ")
     if code in ERROR_CODES:
         return ERROR_CODES[code](text)
-    return FleetUnavailable(f"Redis refused the call: {reply}")
+    return RefusedCall(reply)
 
 
 def failure(error: Exception) -> WarmfleetError:
