@@ -38,8 +38,8 @@ class EngineResponse:
     """
 
     __slots__ = (
-        "_connection", "_error", "_loop", "_pieces", "_waiter", "began", "complete", "connecting", "content_type",
-        "headers", "on_stale", "received", "request", "sent_before", "status", "unread", "without_body",
+        "_connection", "_error", "_loop", "_pieces", "_take", "_waiter", "began", "complete", "connecting",
+        "content_type", "headers", "on_stale", "received", "request", "sent_before", "status", "unread", "without_body",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +61,8 @@ class EngineResponse:
         self.complete = False
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        #: What ``pass_on`` gives the body to while it waits; None also after that wanted no more for now.
+        self._take: Callable[[bytes], bool] | None = None
         self._connection: Connection | None = None
         #: Makes a connection for this request, and is cancelled if the request is given up.
         self.connecting: asyncio.Task[None] | None = None
@@ -86,13 +88,29 @@ class EngineResponse:
             if self._error is not None:
                 raise self._error
             await self._arrival()
-        pieces = self._pieces
-        piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
-        if self.unread > UNREAD_MAX_BYTES and self._connection is not None:
-            self._connection.resume()
-        self.unread = 0
-        return piece
+        return self._read()
+
+    async def pass_on(self, take: Callable[[bytes], bool]) -> bool:
+        """Give all bytes of the body to ``take`` as they come, until it returns False: then this returns False as well.
+
+        ``take`` is called while the bytes are received, without a switch of tasks. Returns True once the answer is
+        complete; its last bytes are left for ``read_any``. Raises as ``read_any`` does.
+        """
+        while not self.complete:
+            if self._pieces:
+                if not take(self._read()):
+                    return False
+            elif self._error is not None:
+                raise self._error
+            else:
+                self._take = take
+                try:
+                    await self._arrival()
+                    if self._take is None:
+                        return False
+                finally:
+                    self._take = None
+        return True
 
     @property
     def at_eof(self) -> bool:
@@ -119,6 +137,15 @@ class EngineResponse:
             self._error = UpstreamError("The answer was closed before its end.")
         self._hang_up()
         self._pieces.clear()
+
+    def _read(self) -> bytes:
+        pieces = self._pieces
+        piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        if self.unread > UNREAD_MAX_BYTES and self._connection is not None:
+            self._connection.resume()
+        self.unread = 0
+        return piece
 
     async def _arrival(self) -> None:
         self._waiter = self._loop.create_future()
@@ -153,7 +180,11 @@ class EngineResponse:
         self._connection = None
 
     def wake(self) -> None:
-        """Let the reader look at what came."""
+        """Let the reader look at what came, or give it away if the reader waits in ``pass_on``."""
+        if self._take is not None and not self.complete and self._error is None:
+            if not self._pieces or self._take(self._read()):
+                return
+            self._take = None
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -274,9 +305,9 @@ class Connection(asyncio.Protocol):
         elif self._since_body > (TRAILERS_MAX_BYTES if answer.status else HEAD_MAX_BYTES):
             answer.fail(_unreadable("too many bytes besides the body"))
             return
-        elif answer.unread > UNREAD_MAX_BYTES:
-            self._transport.pause_reading()
         answer.wake()
+        if answer.unread > UNREAD_MAX_BYTES and not answer.complete:
+            self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._kept.forget(self)

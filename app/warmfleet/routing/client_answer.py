@@ -112,6 +112,15 @@ class ClientAnswer:
         elif connection.writable is not None:
             await connection.writable
 
+    def pass_on(self, data: bytes) -> bool:
+        """Send a piece of the body between the first and the last.
+
+        Returns False if the client must accept what waits for it before more is sent: the next ``body`` waits for that.
+        """
+        connection = self._connection
+        connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else self._later(data, more=True))
+        return connection.writable is None
+
     async def whole(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
         """Send an answer that is complete from the beginning."""
         await self.start(status, headers)

@@ -180,8 +180,9 @@ async def _read(response: EngineResponse) -> tuple[bytes, bool]:
 
 async def _stream(response: EngineResponse, client: ClientAnswer, piece: bytes) -> None:
     """Pass on ``piece`` and all that follows it, as it comes."""
-    read, send = response.read_any, client.body
-    while not response.at_eof:
-        await send(piece, more=True)
-        piece = await read()
-    await send(piece, more=False)
+    if not response.at_eof:
+        await client.body(piece, more=True)
+        while not await response.pass_on(client.pass_on):
+            await client.body(b"", more=True)  # waits until the client has accepted enough
+        piece = await response.read_any()
+    await client.body(piece, more=False)
