@@ -135,6 +135,8 @@ def test_messages_that_cannot_be_turned_go_by_load(body: dict[str, Any], reason:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "content"),
         ({"input": [{"type": "function_call", "namespace": "n", "call_id": "c"}]}, "tool_calls"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "content"),
+        ({"input": [{"role": ["user"], "content": "x"}]}, "content"),
+        ({"input": [{"role": "user", "content": [{"type": {"a": 1}, "text": "x"}]}]}, "content"),
         ({"input": []}, "content"),
         ({"input": None}, "content"),
     ],

@@ -18,9 +18,10 @@ SAME = (
 )
 #: Field of the body → reason, if with it the prompt comes from elsewhere than the body.
 ELSEWHERE = {"previous_response_id": "previous_response", "previous_input_messages": "previous_response"}
-TEXTS = frozenset({"input_text", "output_text", "text"})
+# Tuples: a client's value that is compared with them may be a list or an object, which no set can be asked for.
+TEXTS = ("input_text", "output_text", "text")
 UNFINISHED = ("in_progress", "incomplete")
-ROLES = frozenset({"user", "system", "developer"})
+ROLES = ("user", "system", "developer")
 
 
 def as_chat(body: Json) -> Json:
