@@ -2,7 +2,7 @@
 
 WarmfleetError
 ├── BadRequest            400
-├── Unauthorized          401  an endpoint for the operator, without the operator's key
+├── Unauthorized          401  without the client's key, or the operator's where it is needed
 ├── NotFound              404
 │   └── ModelNotFound     404  no worker of this replica serves this model
 ├── MethodNotAllowed      405

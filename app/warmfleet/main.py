@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 from warmfleet.api.application import Application
+from warmfleet.api.client_keys import FOLLOW_INTERVAL_S, ClientKeys
 from warmfleet.api.completions import CompletionsProxy
 from warmfleet.api.connections import Connections
 from warmfleet.api.cors import Cors
@@ -88,6 +89,7 @@ def create_app(settings: Settings, health: Health | None = None, metrics: Metric
         if strangers := given.strangers(settings.models):
             raise BadArgument(f"WARMFLEET_{name} names {strangers[0]!r}, which is not in WARMFLEET_MODELS")
     metrics, health = metrics or Metrics(), health or Health()
+    keys = ClientKeys(settings.client_keys_file)
     pools = Pools([_pool(tag, settings) for tag in settings.models])
     addresses = Addresses(settings.worker_addresses, settings.static_workers)
     upstream = Upstream(addresses, CONNECT_TIMEOUT_S, metrics.retries.labels("same").inc)
@@ -95,7 +97,7 @@ def create_app(settings: Settings, health: Health | None = None, metrics: Metric
     log = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
     identifier = Identifier(EngineTokenizer(engine_client, settings, metrics).token_ids, settings, metrics)
     router = Router(pools, upstream, identifier, settings, metrics, log)
-    service = ServiceRoutes(router, settings, metrics, health)
+    service = ServiceRoutes(router, keys, settings, metrics, health)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -113,13 +115,15 @@ def create_app(settings: Settings, health: Health | None = None, metrics: Metric
             identities = Identities(executor, Trie(settings.trie_bytes), templates)
             stack.push_async_callback(_drain, router)
             await stack.enter_async_context(_background(pools, engine_client, identities, settings, metrics))
+            if keys.required:
+                stack.push_async_callback(stop, [_task("client_keys", FOLLOW_INTERVAL_S, keys.follow, metrics)])
             yield
 
     handlers = {WarmfleetError: error_response, HTTPException: not_found, Exception: internal_error}
     starlette = Starlette(routes=service.routes(), lifespan=lifespan, exception_handlers=handlers)
     starlette.router.redirect_slashes = False  # a redirect would name the host that the client's header names
     paths = EnginePaths(settings.passed_paths)
-    proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, settings, metrics))
+    proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics))
     return Application(starlette, proxies, Cors(settings.cors_origins))
 
 
@@ -131,6 +135,8 @@ async def serve(settings: Settings, sockets: Sequence[socket.socket] | None = No
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name, why in unknown_variables().items():
         logger.warning("%s is set, but %s", name, why)
+    if not settings.client_keys_file:
+        logger.info("WARMFLEET_CLIENT_KEYS_FILE is not set: every client that reaches this replica is served")
     await server(settings).serve(list(sockets) if sockets is not None else None)
 
 
@@ -235,13 +241,17 @@ async def _background(
     if settings.static_workers:
         static = StockEngines(pools, engine_client, settings)
         rounds.append(("health", stock_engines.HEALTH_INTERVAL_S, static.round))
-    tasks = [asyncio.create_task(supervise(name, seconds, call, metrics), name=name) for name, seconds, call in rounds]
+    tasks = [_task(name, seconds, call, metrics) for name, seconds, call in rounds]
     try:
         yield
     finally:
         await stop(tasks)
         await prober.close()
         await reader.close()
+
+
+def _task(name: str, seconds: float, work: Callable[[], Awaitable[object]], metrics: Metrics) -> asyncio.Task[None]:
+    return asyncio.create_task(supervise(name, seconds, work, metrics), name=name)
 
 
 async def _alarm(pool: Pool, reader: ViewReader, prober: Prober) -> None:

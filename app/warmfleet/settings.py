@@ -160,6 +160,11 @@ class Settings:
     worker_api_key: str = _setting(
         "", "key for engines, in place of the client's Authorization; empty = the client's own"
     )
+    client_keys_file: str = _setting(
+        "",
+        "file of API keys, one of which every request to an engine and `/v1/models` must have (security.md); read "
+        "again when it changes; empty = every client is served",
+    )
     admin_key: str = _setting(
         "", "bearer token that `/workers`, `/explain` and `/metrics` require; empty = open to everybody"
     )

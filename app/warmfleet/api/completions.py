@@ -15,6 +15,7 @@ from warmfleet.errors import BadRequest, MethodNotAllowed, Stopping, WarmfleetEr
 from warmfleet.routing.call import Call
 
 if TYPE_CHECKING:
+    from warmfleet.api.client_keys import ClientKey, ClientKeys
     from warmfleet.api.http_request import HttpRequest
     from warmfleet.metrics import Metrics
     from warmfleet.prompt.engine_paths import EnginePath
@@ -29,7 +30,8 @@ Field = tuple[bytes, bytes]
 
 JSON: Field = (b"Content-Type", b"application/json")
 NOTHING: Field = (b"", b"")
-#: Headers of a client that reach the engine. Authorization does only if the settings hold no key for workers.
+#: Headers of a client that reach the engine. Authorization does only if the settings hold no key for workers, and no
+#: file of clients' keys.
 PASSED_ON = {
     b"accept": b"Accept",
     b"authorization": b"Authorization",
@@ -45,8 +47,11 @@ PASSED_ON = {
 class CompletionsProxy:
     """Serves one path. Its task is cancelled when the client hangs up, in whatever step the call is."""
 
-    def __init__(self, path: EnginePath, router: Router, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, path: EnginePath, router: Router, keys: ClientKeys, settings: Settings, metrics: Metrics
+    ) -> None:
         self._path = path
+        self._keys = keys
         self._methods = frozenset(method.encode() for method in path.methods)
         self._router = router
         self._settings = settings
@@ -60,10 +65,11 @@ class CompletionsProxy:
         request_id = cleaned_request_id(for_router.get(b"x-request-id", b""))
         self._metrics.in_flight.inc()
         try:
+            client = self._keys.client(request.headers)
             if request.method not in self._methods:
                 takes = ", ".join(self._path.methods)
                 raise MethodNotAllowed(f"This endpoint takes {takes}.", takes)  # noqa: TRY301  one place answers errors
-            await self._router.serve(self._call(request, request_id, passed_on, for_router), answer)
+            await self._router.serve(self._call(request, request_id, client, passed_on, for_router), answer)
         except asyncio.CancelledError:
             # The client hung up, or the time after a stop signal is over. If part of a plain answer was sent, only
             # closing the connection can tell the client that it is cut off.
@@ -80,7 +86,12 @@ class CompletionsProxy:
             self._metrics.in_flight.dec()
 
     def _call(
-        self, request: HttpRequest, request_id: str, passed_on: dict[bytes, Field], for_router: dict[bytes, bytes]
+        self,
+        request: HttpRequest,
+        request_id: str,
+        client: ClientKey,
+        passed_on: dict[bytes, Field],
+        for_router: dict[bytes, bytes],
     ) -> Call:
         """Raises BadRequest, Unauthorized."""
         tenancy, raw, query = self._router.tenancy, request.headers, request.target.partition(b"?")[2]
@@ -91,13 +102,14 @@ class CompletionsProxy:
             request.body,
             request_id,
             header_lines(passed_on.values()),
-            tenancy.name(raw),
-            tenancy.flow(raw),
+            tenancy.name(raw, client.name),
+            tenancy.flow(raw, client.name),
             patience_s(for_router.get(b"x-request-timeout-ms")),
             request.received_at,
             read_hints(for_router, passed_on.get(b"x-session-id", NOTHING)[1], self._settings.explain_key),
             request.method.decode(),
             query.decode(),
+            client.models,
         )
 
     def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[bytes, Field], dict[bytes, bytes]]:
@@ -114,6 +126,8 @@ class CompletionsProxy:
             passed_on.setdefault(b"authorization", (b"Authorization", b"Bearer " + anthropic_key[1]))
         if self._worker_authorization:
             passed_on[b"authorization"] = self._worker_authorization
+        elif self._keys.required:  # the client's key is for routers, and an engine could use it
+            passed_on.pop(b"authorization", None)
         return passed_on, for_router
 
     async def _refuse(self, answer: ClientAnswer, request_id: str, error: WarmfleetError) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,6 +19,7 @@ from warmfleet.prompt.request import PATHS
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
 
+    from warmfleet.api.client_keys import ClientKeys
     from warmfleet.metrics import Metrics
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
@@ -33,7 +34,8 @@ class Health:
 class ServiceRoutes:
     """Handlers for Starlette. Handlers that tell about other clients' requests require ``admin_key``."""
 
-    def __init__(self, router: Router, settings: Settings, metrics: Metrics, health: Health) -> None:
+    def __init__(self, router: Router, keys: ClientKeys, settings: Settings, metrics: Metrics, health: Health) -> None:
+        self._keys = keys
         self._tenancy = router.tenancy
         self._pools = router.pools
         self._settings = settings
@@ -56,17 +58,22 @@ class ServiceRoutes:
             Route("/favicon.ico", self.favicon),
         ]
 
-    async def models(self, _request: HTTPRequest) -> Response:
-        """Everything that a client may name as its model, as OpenAI's API lists it."""
-        return JSONResponse({"object": "list", "data": fleet_status.models(self._pools)})
+    async def models(self, request: HTTPRequest) -> Response:
+        """Everything that this client may name as its model, as OpenAI's API lists it."""
+        return JSONResponse({"object": "list", "data": self._models(request)})
 
     async def model(self, request: HTTPRequest) -> Response:
         """One of the models; its name may have slashes."""
         name = request.path_params["model"]
-        for entry in fleet_status.models(self._pools):
+        for entry in self._models(request):
             if entry["id"] == name:
                 return JSONResponse(entry)
         raise ModelNotFound(f"The model `{name[:200]}` does not exist here.", "model")
+
+    def _models(self, request: HTTPRequest) -> list[dict[str, Any]]:
+        """Raises Unauthorized."""
+        client = self._keys.client(request.headers.raw)
+        return [entry for entry in fleet_status.models(self._pools) if client.may_use(entry["id"])]
 
     async def version(self, _request: HTTPRequest) -> Response:
         """The version of most engines, where vLLM's own server has its version, and all versions there are."""

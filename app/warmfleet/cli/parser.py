@@ -23,6 +23,7 @@ Warmfleet sends each request to the vLLM engine whose KV cache already holds its
   warmfleet replay FILE               make the decisions of a log again, also by other policies
   warmfleet policy NAME               place requests by another policy, on all replicas at once
   warmfleet artifacts                 list chat templates of workers, and approve them
+  warmfleet key NAME                  make an API key for a client
   warmfleet acl MODEL                 print Redis users with no more rights than they need
 """
 
@@ -101,6 +102,15 @@ This talks to Redis, and needs a user that may write there: `admin` of `warmflee
 settings approve, too: WARMFLEET_APPROVED_TEMPLATES=SHA256,... or, for every worker's, WARMFLEET_TRUST_TEMPLATES=1.
 """
 
+KEY = """\
+Makes an API key. The line for WARMFLEET_CLIENT_KEYS_FILE, with the key's hash, is printed on standard output; the key
+itself appears once, on standard error. Replicas read the file again within a second; deleting a line ends its key.
+
+examples:
+  warmfleet key team-a >> keys.jsonl
+  warmfleet key team-b --models Qwen/Qwen3-8B --days 90 >> keys.jsonl
+"""
+
 POLICY = """\
 Shows the policy that places a model's requests, or switches it. Every replica follows within a second, without a
 restart. `default` takes the switch back: each replica then follows its own WARMFLEET_POLICY.
@@ -176,6 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--policy", metavar="NAME", action="append", default=[], help="another policy, or all; repeatable"
     )
     _store(replay)
+    _key(_command(commands, "key", "make an API key for a client", KEY))
     _acl(_command(commands, "acl", "print Redis users with least rights", ACL))
     for client in (workers, explain):
         client.add_argument("--url", default=DEFAULT_URL, help="address of a replica (default %(default)s)")
@@ -289,6 +300,12 @@ def _store(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("WARMFLEET_REDIS_URL", "redis://127.0.0.1:6379/0"),
         help="address of the store (default: WARMFLEET_REDIS_URL, which keeps a password out of process lists)",
     )
+
+
+def _key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="the client; keys with one name are one tenant")
+    parser.add_argument("--models", metavar="A,B", help="names of models that the key is for (default: all)")
+    parser.add_argument("--days", type=_count, metavar="N", help="days until the key expires (default: never)")
 
 
 def _acl(parser: argparse.ArgumentParser) -> None:

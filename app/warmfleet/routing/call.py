@@ -39,7 +39,8 @@ class Call(NamedTuple):
     headers: the lines of the headers that the engine gets. tenant: the value of the tenant header, empty unless
     tenants are kept apart. flow: 8 bytes made of the tenant header's value; the queue takes turns by them.
     patience_s: the longest wait in the queue that the client accepts. received_at: when the body was complete, by
-    ``time.perf_counter``. query: of the URL, as the client wrote it.
+    ``time.perf_counter``. query: of the URL, as the client wrote it. models: the names that the client may use,
+    None for all.
     """
 
     path: EnginePath
@@ -53,6 +54,7 @@ class Call(NamedTuple):
     hints: Hints = NO_HINTS
     method: str = "POST"
     query: str = ""
+    models: frozenset[str] | None = None
 
     @property
     def target(self) -> str:

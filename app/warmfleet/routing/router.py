@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from warmfleet.errors import NoWorker, UpstreamGone, WarmfleetError
+from warmfleet.errors import ModelNotFound, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.dialects import bodies
 from warmfleet.routing.admission_queue import AdmissionQueue
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Decision
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pools
+    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.prompt.request import Request
     from warmfleet.routing.call import Call
     from warmfleet.routing.client_answer import ClientAnswer
     from warmfleet.routing.identifier import Identifier
@@ -68,6 +69,7 @@ class Router:
         priority = requests.priority(request) if self._reads_priority else 0
         body = self.tenancy.isolate(request, call.body, call.tenant)
         pool = await self.pools.find(request.model)
+        _check_model(call, request, pool)
         prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
         job = Job(call, request, body, pool, prompt, offer(request, prompt), priority, self._log.wants())
         retries = _Retries(job, self._retry_budget)
@@ -103,6 +105,20 @@ class Router:
     async def drained(self) -> None:
         """Return when no reservation is left to settle and no ticket to give up, whether Redis took them or not."""
         await self._attempts.drained()
+
+
+def _check_model(call: Call, request: Request, pool: Pool) -> None:
+    """Raises ModelNotFound, as for a model that does not exist, if the client's key is not for the request's model.
+
+    Engines may read the model of a form, or of a query, otherwise than routers do. So the client needs the right to
+    every name that the pool serves, unless its body is a JSON object.
+    """
+    if call.models is None:
+        return
+    named = request.model or pool.name
+    reachable = {named} if call.body.lstrip().startswith(b"{") else {named, *pool.view.models}
+    if not reachable <= call.models:
+        raise ModelNotFound(f"The model `{named[:200]}` does not exist here.", "model")
 
 
 class _RetryBudget:

@@ -28,27 +28,30 @@ class Tenancy:
         self._key = key.encode()
         self._header = header.lower().encode("latin-1")
 
-    def name(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """The tenant of a request, b"" if tenants are not kept apart.
+    def name(self, headers: Sequence[tuple[bytes, bytes]], client: str = "") -> bytes:
+        """The tenant of a request, b"" if tenants are not kept apart. client: the name of the request's key, if any.
 
         The name is made of all values of the tenant header, so a client cannot become another tenant by a second
-        header. X-Api-Key, by which clients of Anthropic's API send their key, counts as Authorization if there is none.
+        header. Where that header is Authorization, the tenant of a named key is its name. Else X-Api-Key, by which
+        clients of Anthropic's API send their key, counts as Authorization if there is none.
         """
-        return self._values(headers) if self._key else b""
+        return self._values(headers, client) if self._key else b""
 
-    def _values(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    def _values(self, headers: Sequence[tuple[bytes, bytes]], client: str) -> bytes:
+        if client and self._header == b"authorization":
+            return client.encode()
         given = b"\0".join([value for name, value in headers if name == self._header])
         if given or self._header != b"authorization":
             return given
         return b"\0".join([b"Bearer " + value for name, value in headers if name == b"x-api-key"])
 
-    def flow(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    def flow(self, headers: Sequence[tuple[bytes, bytes]], client: str = "") -> bytes:
         """The flow by which the queue takes turns: 8 bytes that do not tell the tenant header's value.
 
         Every request has a flow, whether tenants are kept apart or not. Two tenants with the same flow share its turns;
         by chance this happens to one pair of tenants in 10^19.
         """
-        return hashlib.blake2b(self._values(headers), digest_size=FLOW_BYTES, key=self._key[:64]).digest()
+        return hashlib.blake2b(self._values(headers, client), digest_size=FLOW_BYTES, key=self._key[:64]).digest()
 
     def isolate(self, request: Request, body: bytes, tenant: bytes) -> bytes:
         """Give ``request`` the tenant's salt; returns the body for the engine, with the same salt in it.

@@ -1,0 +1,152 @@
+"""The keys of clients: a file of the operator that holds their hashes, read again whenever it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from warmfleet.errors import BadArgument, Unauthorized
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FOLLOW_INTERVAL_S = 1.0  # between two looks whether the file changed
+MAX_FILE_BYTES = 16_777_216  # some 100,000 keys
+NAME = re.compile(r"[A-Za-z0-9._@-]{1,128}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FIELDS = frozenset({"name", "sha256", "models", "expires"})
+_BEARER = b"bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKey:
+    """One key. ``models``: the names that a request may have as its model, None for all. ``expires_at``: Unix time.
+
+    Several keys may have one ``name``: they are one tenant, so that a client can change its key.
+    """
+
+    name: str
+    models: frozenset[str] | None = None
+    expires_at: float | None = None
+
+    def may_use(self, model: str) -> bool:
+        """Whether a request with this key may name this model."""
+        return self.models is None or model in self.models
+
+
+#: Stands for every client of a replica that asks for no keys.
+ANYBODY = ClientKey("")
+
+
+class ClientKeys:
+    """The keys in force. ``required``: whether requests need one, which is so if there is a file."""
+
+    def __init__(self, path: str) -> None:
+        """path: the file of keys; empty if clients need none. Raises BadArgument if the file cannot be used."""
+        self.required = bool(path)
+        self._path = Path(path)
+        self._seen: tuple[int, ...] = ()
+        self._keys: dict[bytes, ClientKey] = {}
+        if self.required:
+            self._read_if_changed()
+
+    async def follow(self) -> None:
+        """Read the file if it changed. Raises BadArgument if it cannot be used: the last good keys stay in force."""
+        await asyncio.to_thread(self._read_if_changed)
+
+    def client(self, headers: Sequence[tuple[bytes, bytes]]) -> ClientKey:
+        """The key of a request, ANYBODY if none is needed. Raises Unauthorized.
+
+        The key is the bearer token of Authorization. Only without that header it is X-Api-Key, by which clients of
+        Anthropic's API send it. A header that comes twice holds no key.
+        """
+        if not self.required:
+            return ANYBODY
+        given = [value for name, value in headers if name == b"authorization"]
+        if given:
+            key = given[0][len(_BEARER) :].strip() if given[0][: len(_BEARER)].lower() == _BEARER else b""
+        else:
+            given = [value for name, value in headers if name == b"x-api-key"]
+            key = given[0] if given else b""
+        # Looking up the hash tells nothing by its time: nobody can make hashes that resemble a given one.
+        found = self._keys.get(hashlib.sha256(key).digest()) if key and len(given) == 1 else None
+        if found is None:
+            raise Unauthorized("This needs a valid API key, as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`.")
+        if found.expires_at is not None and found.expires_at <= time.time():
+            raise Unauthorized("This API key has expired.")
+        return found
+
+    def _read_if_changed(self) -> None:
+        try:
+            state = self._path.stat()
+            seen = (state.st_mtime_ns, state.st_size, state.st_ino)
+            if seen == self._seen:
+                return
+            if state.st_size > MAX_FILE_BYTES:
+                raise BadArgument(f"{self._path} has more than {MAX_FILE_BYTES} bytes")
+            data = self._path.read_bytes()
+        except OSError as error:
+            raise BadArgument(f"WARMFLEET_CLIENT_KEYS_FILE cannot be read: {error}") from error
+        try:
+            self._keys = parse(data)
+        except ValueError as error:
+            raise BadArgument(f"WARMFLEET_CLIENT_KEYS_FILE={str(self._path)!r}, {error}") from error
+        self._seen = seen
+
+
+def parse(data: bytes) -> dict[bytes, ClientKey]:
+    """The keys of a file by their digests. Raises ValueError that names the line, and repeats nothing of it.
+
+    Each line is a JSON object. Empty lines, and those that begin with ``#``, are left out.
+    """
+    found: dict[bytes, ClientKey] = {}
+    for number, text in enumerate(data.split(b"\n"), 1):
+        line = text.strip()
+        if not line or line.startswith(b"#"):
+            continue
+        try:
+            digest, key = _entry(line)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+        if digest in found:
+            raise ValueError(f"line {number}: an earlier line has the same key")
+        found[digest] = key
+    return found
+
+
+def _entry(line: bytes) -> tuple[bytes, ClientKey]:
+    try:
+        entry = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        raise ValueError("this is not JSON") from None
+    if not isinstance(entry, dict):
+        raise ValueError("this is not a JSON object")  # noqa: TRY004  the content of a file, not an argument
+    if strange := entry.keys() - _FIELDS:
+        raise ValueError(f"known fields are {', '.join(sorted(_FIELDS))}; {len(strange)} others are here")
+    name, digest, models = entry.get("name"), entry.get("sha256"), entry.get("models")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError("name must be 1 to 128 letters, digits and ._@-")
+    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        raise ValueError("sha256 must be 64 hex digits, in lower case")
+    if "models" in entry and not (isinstance(models, list) and models and all(isinstance(one, str) for one in models)):
+        raise ValueError("models must be a list of names; without this field the key is for all models")
+    allowed = None if models is None else frozenset(models)
+    return bytes.fromhex(digest), ClientKey(name, allowed, _expiry(entry) if "expires" in entry else None)
+
+
+def _expiry(entry: dict[str, Any]) -> float:
+    try:
+        moment = datetime.fromisoformat(entry["expires"])
+    except (TypeError, ValueError):
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise ValueError("expires must be a time with its zone, such as 2027-01-31T00:00:00Z")
+    return moment.timestamp()
