@@ -344,6 +344,17 @@ async def test_a_wait_for_events_notices_a_frozen_server(model: str) -> None:
             await fleet.close()
 
 
+async def test_a_user_that_may_not_wait_is_told_once_and_polls(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        server(lambda _: b"-NOPERM no permissions to run the 'xread' command\r\n") as redis,
+        fleet_at(f"redis://127.0.0.1:{redis.port}", model) as fleet,
+    ):
+        for _ in range(2):
+            await fleet.await_events(("events:s.0",), 60)
+        assert redis.called == [b"XREAD"]
+    assert len([line for line in caplog.messages if "see warmfleet acl" in line]) == 1
+
+
 async def test_a_wait_for_events_delays_no_other_call_and_ends_with_the_client(valkey_url: str, model: str) -> None:
     async with fleet_at(valkey_url, model) as fleet:
         waiting = asyncio.create_task(fleet.await_events(("events:s.0",), 60))
