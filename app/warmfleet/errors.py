@@ -18,7 +18,8 @@ WarmfleetError
 ├── UploadsFull           503  the bodies of all requests take the memory that bodies may have
 ├── TooManyConnections    503  answers run on all connections that a replica takes
 ├── Stopping              503  this replica stops, and the answer took longer than it waits
-├── CancelledReservation  409  the reservation was cancelled before it was booked
+├── CancelledReservation  409  the reservation was cancelled before it was booked, or has ended
+├── KeyInUse              409  a request of the same idempotency key is being placed
 └── BadArgument           500  a Lua script or the start refused an argument
 """
 # ruff: noqa: N818  the names are conditions that a client is told of, without "Error", as in starlette and kubernetes
@@ -141,6 +142,10 @@ class Stopping(WarmfleetError):
 
 class CancelledReservation(WarmfleetError):
     status, code = 409, "cancelled"
+
+
+class KeyInUse(WarmfleetError):
+    status, type, code = 409, "invalid_request_error", "key_in_use"
 
 
 class BadArgument(WarmfleetError):

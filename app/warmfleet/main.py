@@ -21,6 +21,7 @@ from warmfleet.api.completions import CompletionsProxy
 from warmfleet.api.connections import Connections
 from warmfleet.api.cors import Cors
 from warmfleet.api.error_answers import error_response, internal_error, not_found
+from warmfleet.api.gateway_routes import GatewayRoutes
 from warmfleet.api.http_connection import HttpConnection
 from warmfleet.api.proxies import Proxies
 from warmfleet.api.service_routes import Health, ServiceRoutes
@@ -97,7 +98,9 @@ def create_app(settings: Settings, health: Health | None = None, metrics: Metric
     log = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
     identifier = Identifier(EngineTokenizer(engine_client, settings, metrics).token_ids, settings, metrics)
     router = Router(pools, upstream, identifier, settings, metrics, log)
+    paths = EnginePaths(settings.passed_paths)
     service = ServiceRoutes(router, keys, settings, metrics, health)
+    gateways = GatewayRoutes(router, paths, settings)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -120,9 +123,10 @@ def create_app(settings: Settings, health: Health | None = None, metrics: Metric
             yield
 
     handlers = {WarmfleetError: error_response, HTTPException: not_found, Exception: internal_error}
-    starlette = Starlette(routes=service.routes(), lifespan=lifespan, exception_handlers=handlers)
+    starlette = Starlette(
+        routes=[*service.routes(), *gateways.routes()], lifespan=lifespan, exception_handlers=handlers
+    )
     starlette.router.redirect_slashes = False  # a redirect would name the host that the client's header names
-    paths = EnginePaths(settings.passed_paths)
     proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics))
     return Application(starlette, proxies, Cors(settings.cors_origins))
 

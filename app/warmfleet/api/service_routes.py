@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from warmfleet.api import fleet_status
-from warmfleet.api.client_hints import operators_hints
-from warmfleet.errors import BadRequest, ModelNotFound, Unauthorized
+from warmfleet.api.client_hints import operators_hints, operators_only
+from warmfleet.errors import BadRequest, ModelNotFound
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.engine_paths import KNOWN
@@ -90,13 +89,13 @@ class ServiceRoutes:
 
     async def metrics(self, request: HTTPRequest) -> Response:
         """All metrics, for Prometheus."""
-        self._operators_only(request)
+        operators_only(request.headers.raw, self._settings.admin_key)
         fleet_status.gauges(self._pools, self._metrics)
         return Response(self._metrics.render(), headers={"content-type": self._metrics.content_type})
 
     async def workers(self, request: HTTPRequest) -> Response:
         """Every worker of every model."""
-        self._operators_only(request)
+        operators_only(request.headers.raw, self._settings.admin_key)
         return JSONResponse({"models": [await fleet_status.workers(pool) for pool in self._pools.all]})
 
     async def explain(self, request: HTTPRequest) -> Response:
@@ -106,7 +105,7 @@ class ServiceRoutes:
         (by default the path that its ``messages`` or ``prompt`` belong to), and ``tenant``, a value of the tenant
         header.
         """
-        self._operators_only(request)
+        operators_only(request.headers.raw, self._settings.admin_key)
         body = await request.body()
         data = requests.decoded(body)
         tenant = data.pop("tenant", None)
@@ -126,12 +125,6 @@ class ServiceRoutes:
     def _tenant(self, raw: list[tuple[bytes, bytes]], named: str | None) -> bytes:
         """The tenant that the operator named in the body, else the one that the request's headers name."""
         return self._tenancy.name(raw) if named is None else named.encode("utf-8", "replace")
-
-    def _operators_only(self, request: HTTPRequest) -> None:
-        """Raises Unauthorized."""
-        wanted, given = f"Bearer {self._settings.admin_key}", request.headers.get("authorization", "")
-        if self._settings.admin_key and not hmac.compare_digest(given.encode("latin-1"), wanted.encode()):
-            raise Unauthorized("This is the operator's: it takes WARMFLEET_ADMIN_KEY as bearer token.")
 
     async def favicon(self, _request: HTTPRequest) -> Response:
         """Nothing, so that browsers cause no 404."""

@@ -5,8 +5,10 @@ How a worker is chosen is written in lua/decide.lua and its parts.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import zlib
+from base64 import urlsafe_b64encode
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 Outcome = Literal["started", "finished", "failed", "cancelled"]
 REAP_AT_ONCE = 512
+ID_CHARACTERS = 21  # of a reservation behind its mark: 126 bits
 REAPED_PER_SETTLE = 8  # lua/settle.lua gives back so many expired leases at each call
 RENEW_AT_ONCE = 200  # reservations; lua/renew.lua takes no more in one call
 ANSWER_FIELDS = 13  # of decide's answer to a booked request; what the choice saw comes behind them
@@ -41,13 +44,19 @@ TENANT_BYTES = 8
 NO_TENANT = bytes(TENANT_BYTES)
 
 
-def new_reservation(prompts: int, *, exact: bool = True) -> str:
-    """A random id for a request with so many prompts. exact: their token ids are known.
+def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"") -> str:
+    """An id for a request with so many prompts. exact: their token ids are known. key: the same key gets the same id;
+    without one the id is random.
 
     The scripts read the mark in it (``codes.Mark``): an engine reports the prefill of each prompt by itself.
     """
     mark = Mark.SEVERAL_PROMPTS if prompts != 1 else Mark.ONE_PROMPT if exact else Mark.ESTIMATED
-    return RESERVATION_PREFIX + mark + secrets.token_urlsafe(16)[1:]
+    rest = urlsafe_b64encode(hashlib.sha256(key).digest())[:ID_CHARACTERS].decode() if key else _random_rest()
+    return RESERVATION_PREFIX + mark + rest
+
+
+def _random_rest() -> str:
+    return secrets.token_urlsafe(16)[-ID_CHARACTERS:]
 
 
 # Ask, Place and Decision are made for each request and changed by nobody. To freeze them would cost 5 µs.

@@ -71,7 +71,7 @@ KNOWN: dict[str, EnginePath] = {known.path: known for known in _KNOWN}
 OWN = frozenset(
     {
         *("/v1/models", "/health", "/ping", "/version", "/livez", "/readyz", "/metrics"),
-        *("/workers", "/explain", "/favicon.ico"),
+        *("/workers", "/explain", "/favicon.ico", "/route", "/settle", "/renew"),
     }
 )
 #: Paths of vLLM's server that change one engine, or tell about it, or need a connection of another kind.

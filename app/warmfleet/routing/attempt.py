@@ -49,6 +49,7 @@ class AttemptState(Enum):
     ``queue_refused``  ASKED → NEW                        all workers are saturated, and the queue is full
     ``not_booked``     ASKED → QUEUED                     no worker can be chosen; an earlier ticket may be left
     ``unanswered``     ASKED → QUEUED                     Redis failed; the reservation is cancelled besides
+    ``hand_over``      BOOKED → RELEASED                  a gateway keeps the lease, and settles it by itself
     ``release``        every state → RELEASED             the attempt is over
     =================  =================================  ====================================================
 
@@ -72,13 +73,14 @@ class Attempts:
         self._telling = 0  # outcomes that Redis has neither taken nor refused
         self._all_told = asyncio.Event()
 
-    def begin(self, job: Job, failed_workers: tuple[str, ...], *, avoids_failing: bool) -> Attempt:
+    def begin(self, job: Job, failed_workers: tuple[str, ...], *, avoids_failing: bool, key: bytes = b"") -> Attempt:
         """A new attempt under a reservation of its own. The caller must ``release`` it in every case.
 
         failed_workers: workers that failed earlier attempts at this job. avoids_failing: see ``Attempt.excluded``.
+        key: see ``new_reservation``.
         """
         prompt = job.prompt
-        reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact")
+        reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact", key=key)
         never = (*prompt.unable_workers, *failed_workers)
         return Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing)
 
@@ -103,6 +105,11 @@ class Attempts:
         if outcome != "started":
             pool.reservations.keep_outcome(reservation, outcome)
         logger.info("settle %s: %s; a final outcome is sent again, and the lease expires by itself", outcome, error)
+
+    def gateway_settled(self, pool: Pool, outcome: Outcome) -> None:
+        """Redis took an outcome of a reservation that a gateway kept."""
+        self.settled[outcome].inc()
+        self.tickets.room_freed(pool)
 
     async def drained(self) -> None:
         """Return when Redis has taken or refused every outcome, and no ticket is left to give up."""
@@ -221,6 +228,19 @@ class Attempt:
             self.pool.avoid(self.decision.worker_id)
 
     # ------------------------------------------------ the end
+
+    def hand_over(self) -> str | None:
+        """Leave the lease to a gateway, so that this replica renews it no longer; returns the reservation.
+
+        Returns None, and gives everything back, if Redis booked nothing.
+        """
+        if self.state is not AttemptState.BOOKED or self.decision is None:
+            self.release("cancelled")
+            return None
+        self.state = AttemptState.RELEASED
+        self.pool.reservations.remove(self.reservation)
+        self.pool.degraded.give(self.decision.worker_id)
+        return self.reservation
 
     def release(self, outcome: Outcome) -> None:
         """Give back everything that this attempt took; a second call does nothing.

@@ -62,6 +62,35 @@ class Call(NamedTuple):
         return f"{self.path.path}?{self.query}" if self.query else self.path.path
 
 
+class Handover(NamedTuple):
+    """What a gateway asks for besides the call that it will send by itself.
+
+    key: the same key gets the same reservation; empty: a new one. exclude: ids of workers that must not be chosen.
+    """
+
+    key: bytes = b""
+    exclude: tuple[str, ...] = ()
+
+
+class Placement(NamedTuple):
+    """Where a gateway is to send its call.
+
+    reservation: None if Redis booked nothing. model: by which it is settled. url: of the worker, without a path.
+    headers: must go with the call. cache_salt: must be set in the body; None: the body stays as it is. expires_in_s:
+    the life of the reservation, counted from now, unless it is renewed.
+    """
+
+    reservation: str | None
+    model: str
+    worker: str
+    url: str
+    matched_tokens: int
+    prompt_tokens: int
+    expires_in_s: float
+    headers: dict[str, str]
+    cache_salt: str | None
+
+
 class Job(NamedTuple):
     """A call that was parsed and identified: everything that all attempts at it share.
 

@@ -6,7 +6,7 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING
 
-from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
+from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Decision, Place, Queued
 from warmfleet.pools.degraded import unbooked
 from warmfleet.pools.pool import NOT_READ
@@ -34,7 +34,7 @@ class Decider:
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:
         """Choose a worker, or take a ticket if all are saturated. may_wait: the queue has room for the body.
 
-        Raises NoWorker, and FleetUnavailable if the fleet was never read.
+        Raises NoWorker, CancelledReservation, and FleetUnavailable if the fleet was never read.
         """
         pool, call = job.pool, job.call
         exclude = attempt.excluded()
@@ -52,6 +52,9 @@ class Decider:
         except NoWorker:
             attempt.not_booked()
             return await self._without_redis(job, attempt, exclude, "no_worker")  # Redis may have come back empty
+        except CancelledReservation:  # only under a gateway's key: Redis is well, and books nothing for it
+            attempt.not_booked()
+            raise
         except WarmfleetError as error:  # Redis is away or slow, or a script refuses: no reason to fail a request
             pool.degraded.failed(f"{error.code}: {error}")
             attempt.unanswered()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from warmfleet.errors import ModelNotFound, NoWorker, UpstreamGone, WarmfleetError
+from warmfleet.errors import CancelledReservation, KeyInUse, ModelNotFound, NoWorker, UpstreamGone, WarmfleetError
+from warmfleet.fleet import Renewal
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.dialects import bodies
 from warmfleet.routing.admission_queue import AdmissionQueue
 from warmfleet.routing.attempt import Attempts
-from warmfleet.routing.call import Job
+from warmfleet.routing.call import Job, Placement
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.relay import Relay
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools
     from warmfleet.prompt.request import Request
-    from warmfleet.routing.call import Call
+    from warmfleet.routing.attempt import Attempt
+    from warmfleet.routing.call import Call, Handover
     from warmfleet.routing.client_answer import ClientAnswer
     from warmfleet.routing.identifier import Identifier
     from warmfleet.settings import Settings
@@ -60,18 +62,14 @@ class Router:
         self._queue = AdmissionQueue(tickets, settings, metrics)
         self._attempts = Attempts(tickets, metrics)
         self._retry_budget = _RetryBudget()
+        self._placing: set[bytes] = set()  # keys of gateways' requests that are being placed
         self._decider = Decider(self._log, metrics)
         self._relay = Relay(upstream, settings, metrics)
 
     async def serve(self, call: Call, answer: ClientAnswer) -> None:
         """Answer ``call``. Raises WarmfleetError; unless ``answer.started``, nothing was sent to the client then."""
-        request = bodies.parse(call.path, call.body, self._allowed_fields)  # 1 parse
-        priority = requests.priority(request) if self._reads_priority else 0
-        body = self.tenancy.isolate(request, call.body, call.tenant)
-        pool = await self.pools.find(request.model)
-        _check_model(call, request, pool)
-        prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
-        job = Job(call, request, body, pool, prompt, offer(request, prompt), priority, self._log.wants())
+        job = await self._prepare(call)
+        pool = job.pool
         retries = _Retries(job, self._retry_budget)
         while True:
             attempt = self._attempts.begin(job, retries.failed_workers, avoids_failing=retries.avoids_failing)
@@ -101,6 +99,82 @@ class Router:
                 raise
             finally:
                 attempt.release(outcome)  # 5 settle
+
+    async def _prepare(self, call: Call) -> Job:
+        """Raises BadRequest, TooLarge, ModelNotFound, FleetUnavailable."""
+        request = bodies.parse(call.path, call.body, self._allowed_fields)  # 1 parse
+        priority = requests.priority(request) if self._reads_priority else 0
+        body = self.tenancy.isolate(request, call.body, call.tenant)
+        pool = await self.pools.find(request.model)
+        _check_model(call, request, pool)
+        prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
+        return Job(call, request, body, pool, prompt, offer(request, prompt), priority, self._log.wants())
+
+    async def place(self, call: Call, handover: Handover) -> Placement:
+        """Book ``call`` at a worker for a gateway that sends it there by itself. Waits in the queue as ``serve`` does.
+
+        Nobody but the gateway renews and settles the reservation, so it expires by itself. Raises WarmfleetError.
+        """
+        job = await self._prepare(call)
+        if handover.key in self._placing:
+            raise KeyInUse("A request with this Idempotency-Key is being placed: ask again.", "Idempotency-Key")
+        self._placing |= {handover.key} - {b""}
+        avoids_failing = True
+        try:
+            while True:
+                attempt = self._attempts.begin(job, handover.exclude, avoids_failing=avoids_failing, key=handover.key)
+                try:
+                    decision = await self._queue.admit(job, attempt, self._decider.decide)
+                    if decision.outcome == "known":
+                        await self.renew(job.pool.name, attempt.reservation)
+                    return self._hand_over(job, attempt, decision)
+                except NoWorker:
+                    if not (avoids_failing and attempt.avoided):
+                        raise
+                    avoids_failing = False
+                finally:
+                    attempt.release("cancelled")
+        finally:
+            self._placing.discard(handover.key)
+
+    def _hand_over(self, job: Job, attempt: Attempt, decision: Decision) -> Placement:
+        headers = {"X-Request-Id": f"{attempt.owner}.{job.call.request_id}"}
+        rank = job.pool.view.ranks.get(decision.worker_id)
+        if rank is not None:
+            headers["X-data-parallel-rank"] = str(rank)
+        return Placement(
+            attempt.hand_over(),
+            job.pool.name,
+            decision.worker_id,
+            decision.url,
+            decision.matched_tokens,
+            decision.prompt_tokens,
+            job.pool.fleet.spans.lease_ms / 1_000,
+            headers,
+            job.request.salt if job.body is not job.call.body else None,
+        )
+
+    async def settle(self, model: str, reservation: str, outcome: Outcome) -> str:
+        """Tell Redis what became of a gateway's reservation; returns ``started``, ``settled``, ``unknown`` or ``same``.
+
+        Raises ModelNotFound, BadRequest, FleetUnavailable.
+        """
+        pool = await self.pools.find(model)
+        word = await pool.fleet.settle(reservation, outcome)
+        self._attempts.gateway_settled(pool, outcome)
+        return word.lower()
+
+    async def renew(self, model: str, reservation: str) -> float:
+        """Let a gateway's reservation live on; returns for how many seconds.
+
+        Raises CancelledReservation if it has ended, ModelNotFound, BadRequest, FleetUnavailable.
+        """
+        pool = await self.pools.find(model)
+        # Without a worker nothing is booked anew: what has expired or was settled stays so.
+        renewed, _, _ = await pool.fleet.renew([Renewal(reservation, "", 0, 0)])
+        if not renewed:
+            raise CancelledReservation("This reservation was settled or has expired.", "reservation")
+        return pool.fleet.spans.lease_ms / 1_000
 
     async def drained(self) -> None:
         """Return when no reservation is left to settle and no ticket to give up, whether Redis took them or not."""

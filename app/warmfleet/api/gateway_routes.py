@@ -1,0 +1,123 @@
+"""The paths for gateways that forward requests by themselves: where to send one, and what became of it."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Any, get_args
+
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from warmfleet.api.client_hints import operators_hints, operators_only, patience_s
+from warmfleet.api.http_request import request_id
+from warmfleet.errors import BadRequest, Unauthorized
+from warmfleet.fleet.reservations import ID_CHARACTERS, Outcome
+from warmfleet.prompt import request as requests
+from warmfleet.prompt.request import PATHS
+from warmfleet.protocol.wire import RESERVATION_PREFIX
+from warmfleet.routing.call import Call, Handover
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HTTPRequest
+    from starlette.responses import Response
+
+    from warmfleet.prompt.engine_paths import EnginePath, EnginePaths
+    from warmfleet.routing.router import Router
+    from warmfleet.settings import Settings
+
+TENANT, KEY = b"x-warmfleet-tenant", b"idempotency-key"
+MAX_KEY_BYTES = 256
+MAX_EXCLUDED = 64  # ids of workers; a gateway excludes those that failed this request
+OUTCOMES = get_args(Outcome)
+_RESERVATION = re.compile(rf"{RESERVATION_PREFIX}[A-Za-z0-9_-]{{{ID_CHARACTERS + 1}}}")  # its mark is the first
+
+
+class GatewayRoutes:
+    """Handlers for Starlette. A gateway is the operator's, so all of them require ``admin_key``."""
+
+    def __init__(self, router: Router, paths: EnginePaths, settings: Settings) -> None:
+        self._router = router
+        self._paths = paths
+        self._admin_key = settings.admin_key
+        self._keys_required = bool(settings.client_keys_file)
+        hidden = settings.explain_key is None or self._keys_required  # from clients, among whom anybody may be
+        self._closed = hidden and not self._admin_key
+        self._tenant_header = settings.tenant_header.lower().encode("latin-1")
+
+    def routes(self) -> list[Route]:
+        """Every path with its handler."""
+        return [
+            Route("/route", self.route, methods=["POST"]),
+            Route("/settle", self.settle, methods=["POST"]),
+            Route("/renew", self.renew, methods=["POST"]),
+        ]
+
+    async def route(self, request: HTTPRequest) -> Response:
+        """Where to send the request in the body. It is booked there; the gateway settles it."""
+        raw = request.headers.raw
+        self._gateways_only(raw)
+        body, given = await request.body(), dict(raw)
+        client = given.get(TENANT, b"").decode("latin-1") if self._keys_required else ""
+        if TENANT in given:
+            raw = [*(field for field in raw if field[0] != self._tenant_header), (self._tenant_header, given[TENANT])]
+        key, tenancy = given.get(KEY, b""), self._router.tenancy
+        if len(key) > MAX_KEY_BYTES:
+            raise BadRequest(f"Idempotency-Key may have {MAX_KEY_BYTES} bytes.", "Idempotency-Key")
+        tenant = tenancy.name(raw, client)
+        call = Call(
+            self._path(request),
+            body,
+            request_id(raw),
+            b"",
+            tenant,
+            tenancy.flow(raw, client),
+            patience_s(given.get(b"x-request-timeout-ms")),
+            time.perf_counter(),
+            operators_hints(raw),
+        )
+        handover = Handover(b"%d:%b%b" % (len(tenant), tenant, key) if key else b"", _excluded(request))
+        return JSONResponse((await self._router.place(call, handover))._asdict())
+
+    async def settle(self, request: HTTPRequest) -> Response:
+        """Tell what became of a reservation; it is safe to repeat."""
+        model, reservation, data = await self._reservation(request)
+        outcome: Any = data.get("outcome")
+        if outcome not in OUTCOMES:
+            raise BadRequest(f"outcome must be one of {', '.join(OUTCOMES)}.", "outcome")
+        return JSONResponse({"result": await self._router.settle(model, reservation, outcome)})
+
+    async def renew(self, request: HTTPRequest) -> Response:
+        """Let a reservation live on while its answer runs."""
+        model, reservation, _ = await self._reservation(request)
+        return JSONResponse({"expires_in_s": await self._router.renew(model, reservation)})
+
+    async def _reservation(self, request: HTTPRequest) -> tuple[str, str, dict[str, Any]]:
+        """The model, the reservation and the whole body. Raises BadRequest, Unauthorized."""
+        self._gateways_only(request.headers.raw)
+        data = requests.decoded(await request.body())
+        model, reservation = data.get("model") or "", data.get("reservation")
+        if not isinstance(model, str):
+            raise BadRequest("model must be a string.", "model")
+        if not isinstance(reservation, str) or not _RESERVATION.fullmatch(reservation):
+            raise BadRequest("reservation must be one that /route answered.", "reservation")
+        return model, reservation, data
+
+    def _gateways_only(self, raw: list[tuple[bytes, bytes]]) -> None:
+        """Raises Unauthorized."""
+        if self._closed:
+            raise Unauthorized("This is for gateways of the operator: set WARMFLEET_ADMIN_KEY to use it.")
+        operators_only(raw, self._admin_key)
+
+    def _path(self, request: HTTPRequest) -> EnginePath:
+        path = self._paths.find(request.query_params.get("endpoint", PATHS["chat"]))
+        if path is None:
+            raise BadRequest("endpoint must be a path of engines, such as /v1/chat/completions.", "endpoint")
+        return path
+
+
+def _excluded(request: HTTPRequest) -> tuple[str, ...]:
+    workers = tuple(name for name in request.query_params.get("exclude", "").split(",") if name)
+    if len(workers) > MAX_EXCLUDED:
+        raise BadRequest(f"exclude may name {MAX_EXCLUDED} workers.", "exclude")
+    return workers

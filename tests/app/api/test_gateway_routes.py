@@ -1,0 +1,210 @@
+"""Gateways that forward by themselves: what they are told, what is booked for them, and how that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.app.engine import Engine, engine
+from tests.app.replica import Replica, replica
+from tests.conftest import poll
+
+from warmfleet.cli.local.ports import free_port
+from warmfleet.fleet import Spans, reservations
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
+ROUTE = "/route?endpoint=/v1/completions"
+GUIDE = Path(__file__).parents[3] / "app" / "docs" / "route.md"
+
+
+async def told(router: Replica, path: str, body: Any, **headers: str) -> Any:
+    status, _, answer = await router.post(body, path, **headers)
+    assert status == 200, answer
+    return json.loads(answer)
+
+
+async def error(router: Replica, path: str, body: Any, **headers: str) -> tuple[int, str, str | None]:
+    status, _, answer = await router.post(body, path, **headers)
+    found = json.loads(answer)["error"]
+    return status, found["code"], found["param"]
+
+
+async def test_a_placement_is_booked_and_settled(well: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = well
+    placed = await told(router, ROUTE, {"model": model, "prompt": PROMPT}, **{"X-Request-Id": "mine"})
+    reservation = placed["reservation"]
+    assert placed["url"] == upstream.url
+    assert placed["worker"] == upstream.url.removeprefix("http://").replace(":", "-")
+    assert placed["headers"] == {"X-Request-Id": f"{reservation}.mine"}
+    assert (placed["expires_in_s"], placed["cache_salt"]) == (30, None)
+    assert placed["prompt_tokens"] > 200
+    assert not upstream.seen, "the gateway sends it, not the router"
+    (load,) = [worker.load for worker in await router.fleet.workers()]
+    assert load.prefill_tokens > 200
+    ended = {"model": model, "reservation": reservation}
+    assert await told(router, "/settle", ended | {"outcome": "started"}) == {"result": "started"}
+    (load,) = [worker.load for worker in await router.fleet.workers()]
+    assert (load.prefill_tokens, load.in_flight) == (0, 1)
+    assert await told(router, "/settle", ended | {"outcome": "finished"}) == {"result": "settled"}
+    await router.unloaded()
+    assert (await told(router, "/settle", ended | {"outcome": "finished"}))["result"] in ("same", "unknown")
+    assert await error(router, "/renew", ended) == (409, "cancelled", "reservation")
+    assert await router.load() == 0, "what was settled is not booked anew"
+
+
+async def test_what_served_requests_left_is_matched(well: tuple[Replica, Engine], model: str) -> None:
+    router, _ = well
+    await router.post({"model": model, "prompt": PROMPT})
+    placed = await told(router, ROUTE, {"model": model, "prompt": PROMPT + "And then? "})
+    assert placed["matched_tokens"] >= 192
+
+
+async def test_what_is_never_settled_expires(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservations, "Spans", partial(Spans, lease_ms=3_000))
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model, upstream.url, renew_interval_s=0.2) as router,
+    ):
+        body = {"model": model, "prompt": PROMPT}
+        kept, left = await told(router, ROUTE, body), await told(router, ROUTE, body)
+        assert kept["expires_in_s"] == 3
+        both = await router.load()
+
+        async def one_expired() -> bool:
+            await told(router, "/renew", {"model": model, "reservation": kept["reservation"]})
+            return await router.load() < both
+
+        await poll(one_expired, 30, "the reservation that nobody renews expires")
+        gone = {"reservation": left["reservation"]}
+        assert await error(router, "/renew", gone) == (409, "cancelled", "reservation")
+        await router.unloaded()
+
+
+async def test_the_same_key_books_once(well: tuple[Replica, Engine], model: str) -> None:
+    router, _ = well
+    body, key = {"model": model, "prompt": PROMPT}, {"Idempotency-Key": "a"}
+    first = await told(router, ROUTE, body, **key)
+    load = await router.load()
+    again = await told(router, ROUTE, body, **key)
+    assert (again["reservation"], again["worker"]) == (first["reservation"], first["worker"])
+    assert await router.load() == load
+    other = await told(router, ROUTE, body, **{"Idempotency-Key": "b"})
+    assert other["reservation"] != first["reservation"]
+    early = {"model": model, "reservation": other["reservation"], "outcome": "cancelled"}
+    assert await told(router, "/settle", early) == {"result": "settled"}
+    assert await told(router, "/settle", early) == {"result": "unknown"}  # as if it came before the booking
+    assert await error(router, ROUTE, body, **{"Idempotency-Key": "b"}) == (409, "cancelled", None)
+    assert await router.metric("warmfleet_fallback_total") == 0, "a cancelled key says nothing against Redis"
+    assert await router.load() == load
+
+
+async def test_a_worker_that_failed_is_excluded(valkey_url: str, model: str) -> None:
+    async with engine(model) as one, engine(model) as two, replica(valkey_url, model, one.url, two.url) as router:
+        body = {"model": model, "prompt": PROMPT}
+        first = await told(router, ROUTE, body)
+        second = await told(router, f"{ROUTE}&exclude={first['worker']}", body)
+        assert {first["worker"], second["worker"]} == {w.worker_id for w in await router.fleet.workers()}
+        both = f"{first['worker']},{second['worker']}"
+        assert (await error(router, f"{ROUTE}&exclude={both}", body))[:2] == (503, "no_worker")
+
+
+async def test_a_gateway_learns_the_salt_of_its_tenant(valkey_url: str, model: str) -> None:
+    kept = {"tenant_key": "k" * 32, "admin_key": "boss"}
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model, upstream.url),
+        replica(valkey_url, model, **kept) as router,
+    ):
+        bearer, body = {"Authorization": "Bearer boss"}, {"model": model, "prompt": PROMPT}
+
+        async def placed() -> bool:
+            return (await router.post(body, ROUTE, **bearer))[0] == 200
+
+        await poll(placed, 60, "the replica knows the worker")
+        salts = [
+            (await told(router, ROUTE, body, **bearer, **{"X-Warmfleet-Tenant": tenant}))["cache_salt"]
+            for tenant in ("one", "two", "two")
+        ]
+        assert None not in salts
+        assert salts[0] != salts[1] == salts[2]
+
+
+@pytest.mark.parametrize(
+    "hidden", [{"tenant_key": "k" * 32}, {"answer_headers": "request_id"}, {"client_keys_file": ""}]
+)
+async def test_a_fleet_with_tenants_or_keys_has_no_open_gateway(
+    valkey_url: str, model: str, tmp_path: Path, hidden: dict[str, str]
+) -> None:
+    if "client_keys_file" in hidden:
+        (tmp_path / "keys").touch()
+        hidden = {"client_keys_file": str(tmp_path / "keys")}
+    async with replica(valkey_url, model, **hidden) as router:
+        for path in ("/route", "/settle", "/renew"):
+            assert (await error(router, path, b"no JSON"))[:2] == (401, "unauthorized")
+
+
+async def test_bad_requests_name_the_field(well: tuple[Replica, Engine], model: str) -> None:
+    router, _ = well
+    body, known = {"model": model, "prompt": PROMPT}, "wf-0" + "a" * 21
+    assert await error(router, "/route?endpoint=/sleep", body) == (400, "bad_request", "endpoint")
+    assert (await error(router, "/route", body))[2] == "messages"
+    assert await error(router, ROUTE, body | {"model": "no"}) == (404, "model_not_found", "model")
+    assert (await error(router, ROUTE, body, **{"Idempotency-Key": "x" * 257}))[2] == "Idempotency-Key"
+    assert (await error(router, ROUTE + "&exclude=" + "x," * 65, body))[2] == "exclude"
+    for bad in (None, 5, "", "nothing", known + "a", "wf-" + "\u00e9" * 22):
+        assert await error(router, "/settle", {"reservation": bad}) == (400, "bad_request", "reservation")
+    outcomes: list[Any] = [None, 5, "done", ["finished"], {}]
+    for outcome in outcomes:
+        assert await error(router, "/settle", {"reservation": known, "outcome": outcome}) == (
+            400, "bad_request", "outcome",
+        )  # fmt: skip
+    assert await error(router, "/renew", {"reservation": known, "model": 5}) == (400, "bad_request", "model")
+    assert await router.load() == 0
+
+
+@pytest.mark.parametrize("path", ["/route", "/settle", "/renew"])
+async def test_gateways_need_the_operators_key(valkey_url: str, model: str, path: str) -> None:
+    async with replica(valkey_url, model, admin_key="boss") as router:
+        assert (await error(router, path, b"no JSON"))[:2] == (401, "unauthorized")
+        assert (await error(router, path, b"no JSON", Authorization="Bearer boss"))[:2] == (400, "bad_request")
+
+
+async def test_the_gateway_of_the_guide_works(well: tuple[Replica, Engine], model: str, tmp_path: Path) -> None:
+    router, upstream = well
+    (source,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (tmp_path / "gateway.py").write_text(source)
+    port = free_port()
+    gateway = await asyncio.create_subprocess_exec(
+        sys.executable, str(tmp_path / "gateway.py"), env=os.environ | {"ROUTER": router.url, "PORT": str(port)}
+    )
+    url = f"http://127.0.0.1:{port}/v1/completions"
+
+    async def ask(**more: Any) -> tuple[int, bytes]:
+        async with router.client.post(url, json={"model": model, "prompt": PROMPT, **more}) as answer:
+            return answer.status, await answer.read()
+
+    async def answers() -> bool:
+        with contextlib.suppress(aiohttp.ClientError):
+            return (await ask())[0] == 200
+        return False
+
+    try:
+        await poll(answers, 60, "the gateway serves")
+        status, body = await ask(stream=True, max_tokens=3)
+        assert (status, body[-14:]) == (200, b"data: [DONE]\n\n")
+        assert upstream.seen[-1].headers["x-request-id"].startswith("wf-")
+        assert (await ask(model="no"))[0] == 404
+        await router.unloaded()
+        assert await router.metric('warmfleet_settled_total{outcome="finished"}') >= 2
+    finally:
+        gateway.terminate()
+        await gateway.wait()
