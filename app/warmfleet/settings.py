@@ -12,6 +12,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
@@ -27,6 +28,7 @@ POLICIES = (
     *("least_loaded", "power_of_two", "round_robin", "random"),
 )
 MIN_SECRET_CHARACTERS = 16
+MAX_SECRET_BYTES = 65_536  # a larger file is not the one that was meant
 MAX_PORT = 65_535
 MAX_TICKETS = 2**32 - 1  # scripts are given the number in 32 bits
 #: A reading of the fleet that is 3 s old counts as an outage of Redis, and token hand-off uses none older than 5 s.
@@ -129,6 +131,11 @@ def _setting(default: Any, why: str) -> Any:
     return field(default=default, metadata={"why": why})
 
 
+def _secret(default: Any, why: str) -> Any:
+    """A setting that ``NAME_FILE`` may give as well, and that no representation of the settings shows."""
+    return field(default=default, repr=False, metadata={"why": why, "secret": True})
+
+
 #: Every address of a private network: nobody listed a worker.
 ANY_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "100.64.0.0/10", "fc00::/7", "::1/128")
 
@@ -137,7 +144,7 @@ ANY_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "
 class Settings:
     """Read with ``Settings.from_environment()``. Lists are separated by commas."""
 
-    redis_url: str = _setting("redis://127.0.0.1:6379/0", "address of the Redis in which the fleet meets")
+    redis_url: str = _secret("redis://127.0.0.1:6379/0", "address of the Redis in which the fleet meets")
     redis_ca: str = _setting(
         "", "PEM file of the authority that signed Redis' certificate; needs a `rediss` URL; empty = the system's"
     )
@@ -157,7 +164,7 @@ class Settings:
     static_workers: tuple[str, ...] = _setting(
         (), "URLs of engines without the plugin, which the fleet knows as approximate workers"
     )
-    worker_api_key: str = _setting(
+    worker_api_key: str = _secret(
         "", "key for engines, in place of the client's Authorization; empty = the client's own"
     )
     client_keys_file: str = _setting(
@@ -165,10 +172,10 @@ class Settings:
         "file of API keys, one of which every request to an engine and `/v1/models` must have (security.md); read "
         "again when it changes; empty = every client is served",
     )
-    admin_key: str = _setting(
+    admin_key: str = _secret(
         "", "bearer token that `/workers`, `/explain` and `/metrics` require; empty = open to everybody"
     )
-    tenant_key: str = _setting(
+    tenant_key: str = _secret(
         "", "a secret of at least 16 characters: tenants never share cached blocks; empty = one cache for all"
     )
     tenant_header: str = _setting(
@@ -286,8 +293,9 @@ class Settings:
         values = {}
         for item in fields(cls):
             name = PREFIX + item.name.upper()
-            if name in environment:
-                values[item.name] = _cast(name, environment[name], item.default)
+            text = secret(name, environment) if item.metadata.get("secret") else environment.get(name)
+            if text is not None:
+                values[item.name] = _cast(name, text, item.default)
         if "static_workers" in values:
             values["static_workers"] = tuple(map(engine_url, values["static_workers"]))
         return cls(**values).checked()
@@ -356,8 +364,31 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str,
     """Why each variable with our prefix has no effect, by its name: it is a constant now, or a typing error."""
     environment = os.environ if environment is None else environment
     known = {PREFIX + item.name.upper() for item in fields(Settings)} | FOREIGN
+    known |= {f"{PREFIX}{item.name.upper()}_FILE" for item in fields(Settings) if item.metadata.get("secret")}
     names = sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
     return {name: "it is a constant now" if name in CONSTANTS else "no setting has this name" for name in names}
+
+
+def secret(name: str, environment: Mapping[str, str]) -> str | None:
+    """The value of this variable, or the content of the file that ``NAME_FILE`` names; None if neither is set.
+
+    White space at the ends of the content is left out. Raises BadArgument if both are set, or the file gives no text.
+    """
+    path = environment.get(f"{name}_FILE", "")
+    if not path:
+        return environment.get(name)
+    if name in environment:
+        raise BadArgument(f"{name} and {name}_FILE are both set: set one of them")
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_SECRET_BYTES + 1).decode().strip()
+    except OSError as error:
+        raise BadArgument(f"{name}_FILE cannot be read: {error}") from error
+    except UnicodeDecodeError:
+        raise BadArgument(f"{name}_FILE={path!r} is not text in UTF-8") from None
+    if not text or len(text) > MAX_SECRET_BYTES:
+        raise BadArgument(f"{name}_FILE={path!r} is empty, or has more than {MAX_SECRET_BYTES} bytes")
+    return text
 
 
 def _cast(name: str, text: str, default: Any) -> Any:

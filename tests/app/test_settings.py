@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,6 +17,9 @@ from warmfleet.pools.degraded import LAST_KNOWN_S
 from warmfleet.pools.stalled_requests import GAP_S
 from warmfleet.routing.token_handoff import MAX_VIEW_AGE_S
 from warmfleet.settings import CONSTANTS, PREFIX, Settings, engine_url, unknown_variables
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_defaults_and_types() -> None:
@@ -44,6 +48,54 @@ def test_defaults_and_types() -> None:
 def test_a_value_that_cannot_be_read_is_named(name: str, value: str) -> None:
     with pytest.raises(BadArgument, match=PREFIX + name):
         Settings.from_environment({PREFIX + name: value})
+
+
+SECRETS = {
+    "REDIS_URL": "redis://u:hidden1@h:6379/0",
+    "WORKER_API_KEY": "hidden2",
+    "ADMIN_KEY": "hidden3",
+    "TENANT_KEY": "hidden4 with enough",
+}
+
+
+def test_secrets_come_from_files_and_are_shown_nowhere(tmp_path: Path) -> None:
+    given = {}
+    for name, text in SECRETS.items():
+        (tmp_path / name).write_text(f"{text}\n")
+        given[f"{PREFIX}{name}_FILE"] = str(tmp_path / name)
+    read = Settings.from_environment(given)
+    plain = Settings.from_environment({PREFIX + name: text for name, text in SECRETS.items()})
+    assert read == plain
+    assert (read.redis_url, read.admin_key) == (SECRETS["REDIS_URL"], "hidden3")
+    assert "hidden" not in f"{read!r}{read}"
+    assert unknown_variables(given) == {}
+    assert list(unknown_variables({"WARMFLEET_HOST_FILE": "x"})) == ["WARMFLEET_HOST_FILE"]
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"\xff", b"x" * 65_537, None])
+def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(BadArgument, match="WARMFLEET_ADMIN_KEY_FILE"):
+        Settings.from_environment({"WARMFLEET_ADMIN_KEY_FILE": str(path)})
+
+
+def test_a_secret_is_given_in_one_way(tmp_path: Path) -> None:
+    given = {"WARMFLEET_ADMIN_KEY_FILE": str(tmp_path / "file"), "WARMFLEET_ADMIN_KEY": "hidden"}
+    with pytest.raises(BadArgument, match="both set") as refused:
+        Settings.from_environment(given)
+    assert "hidden" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://u:hidden\u2100@h", "redis://u:hidden#x@h", "redis://u:hidden/x@h", "redis://u:hidden?x@h"]
+)
+def test_errors_do_not_show_the_password_of_redis(url: str) -> None:
+    with pytest.raises(BadArgument) as refused:
+        create_app(Settings(models=("m",), redis_url=url))
+    causes = [refused.value, refused.value.__cause__]
+    assert "hidden" not in str(causes)
 
 
 def test_typing_errors_are_noticed() -> None:

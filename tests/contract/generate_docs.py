@@ -23,6 +23,9 @@ seconds. `warmfleet serve` has options for some of them, which win over the envi
 and two values that contradict each other, end the start with a sentence that names them. The variables of an engine
 are in [worker_plugin/README.md](../../worker_plugin/README.md).
 
+A secret may also be given by a file, such as `WARMFLEET_ADMIN_KEY_FILE=/run/secrets/admin`: the variable with `_FILE`
+at its end names a file, and the file's content, without white space at its ends, is the value.
+
 This file is generated from `app/warmfleet/settings.py`: `python -m tests.contract.generate_docs`.
 
 | variable | default | meaning |
@@ -65,7 +68,8 @@ def settings_page() -> str:
     for item in fields(Settings):
         value = ",".join(item.default) if isinstance(item.default, tuple) else str(item.default)
         default = f"`{value}`" if value else "empty"
-        rows.append(f"| `{PREFIX}{item.name.upper()}` | {default} | {item.metadata['why']} |\n")
+        why = f"secret: {item.metadata['why']}" if item.metadata.get("secret") else item.metadata["why"]
+        rows.append(f"| `{PREFIX}{item.name.upper()}` | {default} | {why} |\n")
     return SETTINGS + "".join(rows) + CONSTANT + "".join(f"- `{name}`\n" for name in sorted(CONSTANTS))
 
 

@@ -244,6 +244,7 @@ def test_settings_and_metrics_that_are_named_exist(document: Path) -> None:
     """A name may end in a star; a constant of today is named only where it is listed."""
     text = document.read_text()
     variables = {PREFIX + item.name.upper() for item in fields(Settings)} | FOREIGN
+    variables |= {f"{PREFIX}{item.name.upper()}_FILE" for item in fields(Settings) if item.metadata.get("secret")}
     variables |= CONSTANTS if document.name == "settings.md" else set()
     named = set(re.findall(r"\bWARMFLEET_[A-Z][A-Z_]*[A-Z]\b(?!_)", text))
     assert named - variables == set()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from warmfleet.cli.command_error import CommandError
+from warmfleet.settings import secret
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +36,8 @@ def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
 
 
 def admin_headers() -> dict[bytes, bytes]:
-    """The header that a replica requires from its operator, from ``WARMFLEET_ADMIN_KEY``; empty if that is not set."""
-    key = os.environ.get("WARMFLEET_ADMIN_KEY", "")
+    """The header that a replica requires from its operator, by ``WARMFLEET_ADMIN_KEY``; empty if that is not set."""
+    key = secret("WARMFLEET_ADMIN_KEY", os.environ)
     return {b"authorization": f"Bearer {key}".encode()} if key else {}
 
 

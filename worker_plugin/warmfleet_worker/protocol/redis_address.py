@@ -83,8 +83,10 @@ def parse(url: str) -> RedisAddress:
     """Read a Redis URL. Certificate files that it names must exist. Raises RedisAddressError."""
     try:
         parts = urlsplit(url)
-    except ValueError as error:
-        raise RedisAddressError(f"the Redis URL cannot be read: {error}") from error
+    except ValueError:  # its text may have the password in it
+        raise RedisAddressError(
+            "the Redis URL cannot be read (% : / @ ? # [ ] and letters beyond ASCII are written as %XX in a password)"
+        ) from None
     scheme, _, more = parts.scheme.partition("+")
     if (
         scheme not in ("redis", "rediss", "unix")
