@@ -23,6 +23,7 @@ TOGETHER = (
 FIRST = (
     "tests/vllm",
     "tests/e2e",
+    "tests/drills",
     "tests/app/fleet/test_sentinel.py",
     "tests/loadtest",
     "tests/worker_plugin",

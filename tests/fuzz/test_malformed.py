@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.app.engine import Engine, Seen
 
 LONG = pytest.mark.long(
-    minutes=8,
+    minutes=5,
     shows="200,000 malformed requests and 50,000 attempts to smuggle one: no error of the router, memory stays flat",
 )
 CLIENTS = 16
