@@ -11,7 +11,8 @@ from tests.app.engine import engine
 from tests.app.gate import gate
 from tests.app.replica import replica
 
-from warmfleet.errors import BadArgument
+from warmfleet.errors import BadArgument, FleetUnavailable
+from warmfleet.fleet import Fleet, connect
 from warmfleet.main import create_app
 from warmfleet.pools import pool
 from warmfleet.settings import Settings
@@ -53,3 +54,16 @@ def test_two_pools_of_one_model_need_two_replicas() -> None:
     with pytest.raises(BadArgument, match="names two pools of 'demo'"):
         create_app(Settings(models=("demo#a", "other", "demo#b")))
     create_app(Settings(models=("demo#a", "other#a")))
+
+
+async def test_a_wrong_password_is_told_in_one_sentence(valkey_url: str, model: str) -> None:
+    fleet = Fleet(connect(valkey_url.replace("://", "://nobody:wrong@", 1)), model)
+    told = "^Redis refuses the user or the password, see WARMFLEET_REDIS_URL: "
+    try:
+        with pytest.raises(FleetUnavailable, match=told) as by_reading:
+            await fleet.workers()
+        with pytest.raises(FleetUnavailable, match=told) as by_script:
+            await fleet.settle("wf-0" + "a" * 21, "finished")
+    finally:
+        await fleet.close()
+    assert "wrong@" not in str(by_reading.value) + str(by_script.value)

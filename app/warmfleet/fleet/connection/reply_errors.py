@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from redis.exceptions import ResponseError
+from redis.exceptions import AuthenticationError, ResponseError
 
 from warmfleet.errors import BadArgument, CancelledReservation, FleetUnavailable, NoWorker
 
@@ -41,6 +41,8 @@ def failure(error: Exception) -> WarmfleetError:
     """The error for what redis-py, the operating system or a time limit raises during a call."""
     if isinstance(error, ResponseError):
         return refusal(str(error))
+    if isinstance(error, AuthenticationError) or isinstance(error.__cause__, AuthenticationError):
+        return FleetUnavailable(f"Redis refuses the user or the password, see WARMFLEET_REDIS_URL: {error}")
     if "CERTIFICATE" in str(error).upper():
         return FleetUnavailable(f"TLS with Redis fails, see WARMFLEET_REDIS_CA: {error}")
     return FleetUnavailable(f"Redis is away or slow: {type(error).__name__}: {error}")
