@@ -26,6 +26,7 @@ from warmfleet_worker.tracker import Tracker
 
 pytestmark = pytest.mark.usefixtures("patience")
 
+LISTED = ("127.0.0.0/8",)  # the operator lists the engines, because these report no probe in their streams
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 HOURS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 BOMB = "{% if messages[-1].content == 'boom' %}" + HOURS + "{% endif %}" + PLAIN
@@ -54,7 +55,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
     model = "served"
     async with (
         engine(model) as upstream,
-        replica(valkey_url, model, probe_timeout_s=0.3, trust_templates=False) as router,
+        replica(valkey_url, model, probe_timeout_s=0.3, trust_templates=False, worker_addresses=LISTED) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=BOMB, tokenizer=TOKENIZER),
     ):
         await router.exact()
@@ -89,7 +90,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
 async def test_approving_takes_a_template_in_and_revoking_puts_it_out(valkey_url: str, model: str) -> None:
     async with (
         engine("served") as upstream,
-        replica(valkey_url, model, probe_timeout_s=0.3, trust_templates=False) as router,
+        replica(valkey_url, model, probe_timeout_s=0.3, trust_templates=False, worker_addresses=LISTED) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN, tokenizer=TOKENIZER),
     ):
         await router.exact()
