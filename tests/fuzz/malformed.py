@@ -25,6 +25,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": ["a", "b"], "encoding_format": "float"},
     "/tokenize": {"prompt": "Hello"},
     "/rerank": {"query": "a", "documents": ["b", "c"]},
+    "/settle": {"reservation": "wf-00000000000000000001", "outcome": "finished"},
+    "/renew": {"reservation": "wf-00000000000000000001"},
     "/explain": {"prompt": "Hello", "endpoint": "/v1/completions", "tenant": "t"},
 }
 HEADERS = (
