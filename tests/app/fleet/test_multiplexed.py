@@ -198,12 +198,12 @@ async def test_a_caller_that_is_cancelled_takes_no_answer_from_another(told: Fle
 async def test_the_late_answer_to_a_call_that_was_given_up_is_dropped(
     valkey_url: str, store: aioredis.Redis, model: str
 ) -> None:
-    timeouts = Timeouts(request_s=0.05, upkeep_s=5)
+    timeouts = Timeouts(request_s=0.2, upkeep_s=10)
     async with fleet_at(valkey_url, model, timeouts) as fleet, fleet_at(valkey_url, model) as other:
         await fleet.settle("wf-warm", "finished")
         await fleet.poll()
         channel = channel_of(fleet)
-        await other.redis.client_pause(400)
+        await other.redis.client_pause(800)
         settled = asyncio.ensure_future(fleet.settle("wf-1", "failed"))
         with pytest.raises(FleetUnavailable, match="no answer within the time limit"):
             await fleet.poll(["wf-2"])
