@@ -63,10 +63,9 @@ class LastKnown:
     @property
     def workers(self) -> Sequence[WorkerView]:
         """The workers to choose from, routable or not."""
-        now = time.monotonic()
-        if now - self._none_since < LAST_KNOWN_S:
+        if self._last.read_at - self._none_since < LAST_KNOWN_S:  # while there are no readings, no time passes
             return self._with_routable.workers
-        return self._lost() if now - self._answered_at < LAST_KNOWN_S else self._last.workers
+        return self._lost() if time.monotonic() - self._answered_at < LAST_KNOWN_S else self._last.workers
 
     @property
     def names(self) -> Mapping[str, int]:

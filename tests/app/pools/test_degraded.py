@@ -94,6 +94,14 @@ async def test_a_worker_that_stays_unroutable_is_forgotten(fleet: Fleet, now: fl
     assert pool.last_known.workers == ()
 
 
+async def test_no_worker_is_forgotten_while_nothing_is_read(fleet: Fleet, now: float) -> None:
+    """Redis came back empty, and is away again before its workers have joined."""
+    pool = Pool("m", fleet, DegradedMode(1.0))
+    for age, workers in ((3 * LAST_KNOWN_S, (worker("a"),)), (2 * LAST_KNOWN_S, ()), (2 * LAST_KNOWN_S - 1, ())):
+        pool.show(View(workers, read_at=now - age))
+    assert pool.last_known.workers == (worker("a"),)
+
+
 async def test_workers_that_redis_has_lost_stay_in_use_while_they_answer(fleet: Fleet, now: float) -> None:
     known = LastKnown(fleet)
     before = tuple(worker(name) for name in ("absent", "silent", "left", "new"))
