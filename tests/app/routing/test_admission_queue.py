@@ -47,13 +47,13 @@ def body(seed: int, **more: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def crowded(redis_url: str, model: str, **settings: Any) -> AsyncIterator[Replica]:
-    """A replica with one slow engine."""
+async def crowded(redis_url: str, model: str, workers: int = 1, **settings: Any) -> AsyncIterator[Replica]:
+    """A replica with one slow engine, and the engines that the test has started: ``workers`` in all."""
     async with (
         simulated(redis_url, model, speed="trace"),
         replica(redis_url, model, **(SETTINGS | settings)) as router,
     ):
-        await router.routable(1)
+        await router.routable(workers)
         yield router
 
 
@@ -131,8 +131,7 @@ async def test_a_suspected_worker_is_not_avoided_for_the_whole_wait(
 ) -> None:
     until = 0.0
     monkeypatch.setattr(Pool, "avoided", lambda _: ("idle.0",) if time.monotonic() < until else ())
-    async with simulated(valkey_url, model, "idle"), crowded(valkey_url, model) as router:
-        await router.routable(2)
+    async with simulated(valkey_url, model, "idle"), crowded(valkey_url, model, workers=2) as router:
         await router.fleet.decide(Ask("wf-0busy", (), 100_000, 1, "cost", ("idle.0",)))
         until = time.monotonic() + 0.6
         status, headers, _ = await router.post(body(1), **{"X-Request-Timeout-Ms": "20000"})
