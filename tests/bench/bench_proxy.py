@@ -195,6 +195,7 @@ class Bench:
                 measured.add(name, (_quantile(through, share) - _quantile(direct, share)) * 1e3)
 
     async def run(self) -> None:
+        await asyncio.sleep(self.plan.rest_s)  # until the work of the start has ended
         await self.rest()
         if any("_warm" in kind.key for kind in self.plan.kinds):
             await self.make_known()
@@ -310,7 +311,7 @@ def idle_shares(cores: Cores, plan: Plan, made: dict[str, Callable[[Fleet], Rout
     with fleet_of(cores, plan.idle_engines, python) as fleet:
         routers = [start(fleet) for name, start in made.items() if name != NO_HANDOFF]
         bench, shares = Bench(fleet, routers, plan), {key_of(one): list[float]() for one in routers}
-        time.sleep(plan.rest_s)  # what the start left behind
+        time.sleep(plan.rest_s)  # until the work of the start has ended
         for _ in range(plan.bursts):
             asyncio.run(bench.rest())
             for one in routers:
