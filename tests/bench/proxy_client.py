@@ -66,7 +66,9 @@ class Connection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)  # uvloop's has no such base class
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.burst.left:
+        if self in self.idle:  # a router may close what it does not need
+            self.idle.remove(self)
+        elif self.burst.left:
             self.burst.failed(f"the connection was closed: {error}, {self.received[:500]!r}")
 
     def next(self) -> None:

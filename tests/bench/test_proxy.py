@@ -102,6 +102,23 @@ async def test_a_failed_answer_ends_the_run(handler: type[Failing]) -> None:
             await in_turn(burst, idle)
 
 
+async def test_a_router_may_close_connections_that_rest() -> None:
+    """Every second connection is closed before it was needed; the run goes on with the others."""
+    made = list[Stub]()
+
+    class Closing(Stub):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            made.append(self)
+            if len(made) % 2:
+                self.transport.close()
+
+    requests = [request(body(small(str(number)))) for number in range(20)]
+    async with served(lambda: Closing(0)) as port:
+        assert len(await at_rate(port, requests, 100.0, 1)) == len(requests)
+    assert len(made) > 1
+
+
 def test_samples_are_shared_out_over_places_and_modules() -> None:
     rows = [("redis", "warmfleet/fleet/client", 3), ("event loop", "", 1)]
     found = shares(rows, 200.0)
