@@ -79,16 +79,7 @@ def create_app(settings: Settings, health: Health | None = None, metrics: Metric
 
     Raises BadArgument if the settings name no model, or a policy or an objective for a model that they do not name.
     """
-    if not settings.models:
-        raise BadArgument("WARMFLEET_MODELS is empty: name the models to serve")
-    names = [tag.partition("#")[0] for tag in settings.models]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise BadArgument(
-            f"WARMFLEET_MODELS names two pools of {twice!r}: requests name no pool, so run a replica for each"
-        )
-    for name, given in ("POLICY", policies(settings.policy)), ("TTFT_OBJECTIVE_S", settings.ttft_objective_s):
-        if strangers := given.strangers(settings.models):
-            raise BadArgument(f"WARMFLEET_{name} names {strangers[0]!r}, which is not in WARMFLEET_MODELS")
+    _check_models(settings)
     metrics, health = metrics or Metrics(), health or Health()
     keys = ClientKeys(settings.client_keys_file)
     pools = Pools([_pool(tag, settings) for tag in settings.models])
@@ -129,6 +120,20 @@ def create_app(settings: Settings, health: Health | None = None, metrics: Metric
     starlette.router.redirect_slashes = False  # a redirect would name the host that the client's header names
     proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics))
     return Application(starlette, proxies, Cors(settings.cors_origins))
+
+
+def _check_models(settings: Settings) -> None:
+    """Raises BadArgument."""
+    if not settings.models:
+        raise BadArgument("WARMFLEET_MODELS is empty: name the models to serve")
+    names = [tag.partition("#")[0] for tag in settings.models]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise BadArgument(
+            f"WARMFLEET_MODELS names two pools of {twice!r}: requests name no pool, so run a replica for each"
+        )
+    for name, given in ("POLICY", policies(settings.policy)), ("TTFT_OBJECTIVE_S", settings.ttft_objective_s):
+        if strangers := given.strangers(settings.models):
+            raise BadArgument(f"WARMFLEET_{name} names {strangers[0]!r}, which is not in WARMFLEET_MODELS")
 
 
 async def serve(settings: Settings, sockets: Sequence[socket.socket] | None = None) -> None:

@@ -28,7 +28,7 @@ _BEARER = b"bearer "
 
 @dataclass(frozen=True, slots=True)
 class ClientKey:
-    """One key. ``models``: the names that a request may have as its model, None for all. ``expires_at``: Unix time.
+    """A client's key. ``models``: the names of models that a request may have, None for all. ``expires_at``: Unix time.
 
     Several keys may have one ``name``: they are one tenant, so that a client can change its key.
     """

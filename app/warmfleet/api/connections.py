@@ -1,4 +1,4 @@
-"""What all client connections of a replica share: their limits, the memory for bodies, and the way to make room."""
+"""The state that all client connections of a replica share: limits, the memory for bodies, and how room is made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOG_INTERVAL_S = 10.0  # between two log lines about clients at fault: one clien
 
 
 class Connection(Protocol):
-    """One of them. ``body_bytes``: of the body that it has not sent to its end."""
+    """A client's connection. ``body_bytes``: held of a body whose end has not come yet."""
 
     body_bytes: int
 

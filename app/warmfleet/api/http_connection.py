@@ -1,4 +1,4 @@
-"""One connection of a client: HTTP/1.1 in, requests handed on, limits of time and size kept."""
+"""A client's connection: reads HTTP/1.1, hands requests on, and keeps limits of time and size."""
 
 from __future__ import annotations
 

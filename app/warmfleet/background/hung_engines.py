@@ -12,8 +12,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from warmfleet.errors import WarmfleetError
-
 if TYPE_CHECKING:
     from warmfleet.engines.engine_client import EngineClient
     from warmfleet.metrics import Metrics
@@ -75,8 +73,4 @@ class HungEngines:
         if not url:
             return True
         async with gate:
-            try:
-                status, _ = await self._client.get(url, "/health", {}, ASK_TIMEOUT_S)
-            except WarmfleetError:
-                return False
-            return status < 500  # an engine other than vLLM may not know /health, but it answers
+            return await self._client.healthy(url, ASK_TIMEOUT_S)

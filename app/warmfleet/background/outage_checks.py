@@ -12,8 +12,6 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from warmfleet.errors import WarmfleetError
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -62,11 +60,7 @@ class OutageChecks:
 
         async def answers(url: str) -> bool:
             async with gate:
-                try:
-                    status, _ = await self._client.get(url, "/health", {}, CHECK_TIMEOUT_S)
-                except WarmfleetError:
-                    return False
-                return status < 500  # an engine other than vLLM may not know /health, but it answers
+                return await self._client.healthy(url, CHECK_TIMEOUT_S)
 
         results = await asyncio.gather(*map(answers, workers))
         silent = frozenset(url for url, answered in zip(workers, results, strict=True) if not answered)

@@ -16,7 +16,7 @@ from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from warmfleet.engines.request_headers import header_value
 from warmfleet.engines.resolver import Resolver
-from warmfleet.errors import UpstreamError, UpstreamGone
+from warmfleet.errors import UpstreamError, UpstreamGone, WarmfleetError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -51,6 +51,17 @@ class EngineClient:
         with _engine_errors():
             async with asyncio.timeout(timeout_s):
                 return await self._call("GET", _joined(base, path), b"", headers, MAX_PAGE_BYTES)
+
+    async def healthy(self, base: str, timeout_s: float) -> bool:
+        """Whether the engine answers /health within the limit, and with no status of 500 or above.
+
+        An engine other than vLLM may not know /health, but it answers.
+        """
+        try:
+            status, _ = await self.get(base, "/health", {}, timeout_s)
+        except WarmfleetError:
+            return False
+        return status < 500
 
     async def post(
         self, base: str, path: str, body: bytes, headers: Mapping[str, str], limit_bytes: int = SMALL_ANSWER_BYTES

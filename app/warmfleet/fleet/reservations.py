@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Outcome = Literal["started", "finished", "failed", "cancelled"]
 REAP_AT_ONCE = 512
 ID_CHARACTERS = 21  # of a reservation behind its mark: 126 bits
-REAPED_PER_SETTLE = 8  # lua/settle.lua gives back so many expired leases at each call
+REAPED_PER_SETTLE = 8  # lua/settle.lua gives back so many expired leases at a call for an id that was never booked
 RENEW_AT_ONCE = 200  # reservations; lua/renew.lua takes no more in one call
 ANSWER_FIELDS = 13  # of decide's answer to a booked request; what the choice saw comes behind them
 #: As plain numbers: to look up a member takes longer than to compare.

@@ -36,7 +36,7 @@ class Outliers:
         worker_id = decision.worker_id
         if decision.trial:
             self.verdicts[worker_id] = True
-        if worker_id in self._counts:  # only who failed a request is counted, which costs the others nothing
+        if worker_id in self._counts:  # a worker that has failed nothing is not counted, and costs nothing
             served, failed, since = self._recent(worker_id)
             self._counts[worker_id] = served + 1, failed, since
         for other in to_blame:

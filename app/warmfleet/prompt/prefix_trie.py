@@ -65,17 +65,13 @@ class Mark:
         self.node = ref(node)
 
 
-class Ending:
-    """The end of a prompt, behind its last piece. Kept for the prompt that comes again.
+class Ids:
+    """Token ids, and how they stand in a JSON list."""
 
-    suffix: the special tokens at the end of ``ids``. packed: for each hasher, the packed hashes of the blocks behind
-    the last full one of the node.
-    """
+    __slots__ = ("_digits", "ids")
 
-    __slots__ = ("_digits", "ids", "packed", "suffix", "text")
-
-    def __init__(self, text: str, ids: array[int], suffix: array[int], packed: list[bytes]) -> None:
-        self.text, self.ids, self.suffix, self.packed = text, ids, suffix, packed
+    def __init__(self, ids: array[int]) -> None:
+        self.ids = ids
         self._digits: bytes | None = None
 
     @property
@@ -84,6 +80,20 @@ class Ending:
         if self._digits is None:
             self._digits = _digits(self.ids)
         return self._digits
+
+
+class Ending(Ids):
+    """The end of a prompt, behind its last piece. Kept for the prompt that comes again.
+
+    suffix: the special tokens at the end of ``ids``. packed: for each hasher, the packed hashes of the blocks behind
+    the last full one of the node.
+    """
+
+    __slots__ = ("packed", "suffix", "text")
+
+    def __init__(self, text: str, ids: array[int], suffix: array[int], packed: list[bytes]) -> None:
+        super().__init__(ids)
+        self.text, self.suffix, self.packed = text, suffix, packed
 
     @property
     def cost(self) -> int:
@@ -96,7 +106,7 @@ class Ending:
         return len(text) - at == len(self.text) and text.startswith(self.text, at) and suffix == self.suffix
 
 
-class Node:
+class Node(Ids):
     """A run of pieces. A root has none, and the ids that begin every prompt of its reading.
 
     parent, key: the node above, and the name of this one among its children: the text that decides where the first
@@ -109,13 +119,11 @@ class Node:
 
     __slots__ = (
         "__weakref__",
-        "_digits",
         "children",
         "end",
         "ending",
         "ends",
         "hashes",
-        "ids",
         "key",
         "latest",
         "mark",
@@ -134,9 +142,10 @@ class Node:
         hashes: list[bytes],
         ends: tuple[bytes, ...],
     ) -> None:
+        super().__init__(ids)
         self.parent = parent
         self.key, self.text, self.pieces = run
-        self.ids, self.hashes, self.ends = ids, hashes, ends
+        self.hashes, self.ends = hashes, ends
         self.end: int = self.pieces[-1].end if self.pieces else 0
         self.tokens: int = (parent.tokens if parent else 0) + len(ids)
         self.children: dict[Hashable, Node] = {}
@@ -144,7 +153,6 @@ class Node:
         self.mark: Mark | None = None
         self.origin: Node | None = None
         self.ending: Ending | None = None
-        self._digits: bytes | None = None
 
     @classmethod
     def of(cls, parent: Node, text: str, pieces: Sequence[Piece], ids: array[int], hashes: list[bytes]) -> Node:
@@ -152,13 +160,6 @@ class Node:
         begin = parent.end
         run = text[: pieces[0].seen - begin], text[: max([piece.seen for piece in pieces]) - begin], pieces
         return cls(parent, run, ids, hashes, pieces[-1].ends)
-
-    @property
-    def digits(self) -> bytes:
-        """The ids as they stand in a JSON list. Made once."""
-        if self._digits is None:
-            self._digits = _digits(self.ids)
-        return self._digits
 
     @property
     def cost(self) -> int:

@@ -160,8 +160,8 @@ def sent_by_redis_py(fleet: Fleet, script: str, args: Sequence[Any]) -> bytes:
     return b"".join(connection.pack_command("EVALSHA", registered.sha, len(keys), *keys, *args))
 
 
-async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
-    prefix = recorder.keys.prefix.encode()
+async def call_the_other_scripts(recorder: Recorder) -> None:
+    """Each call of a script besides decide, with a number of its own in every place."""
     await recorder.poll(["w1", "w2"], ["l1"])
     await recorder.settle("wf-1", "failed")
     await recorder.renew([Renewal("wf-2", "w.0", 51, 52, started=True)])
@@ -178,6 +178,11 @@ async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
     await recorder.collect(57)
     await recorder.truth([])
     await recorder.audit(5.8)
+
+
+async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
+    prefix = recorder.keys.prefix.encode()
+    await call_the_other_scripts(recorder)
     prove = {"worker_id": "w.0", "reason": "", "cause": "", "probed": ""}
     assert recorder.calls == [
         ("queue", {"constants": recorder.constants(), "leaving": b"1"}, (b"l1", b"w1", b"w2")),
