@@ -5,10 +5,76 @@ Labels are bounded: none names a worker, a user or a request. ``model`` is a tag
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from bisect import bisect_left
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class Number:
+    """A value of a metric without a lock: one thread alone writes it. Adding takes a tenth of the library's time."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def get(self) -> float:
+        return self.value
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+    def get_exemplar(self) -> None:
+        """There are none."""
+
+
+class Counter(prometheus_client.Counter):
+    """Only grows. A counter with labels is counted by its children (``labels``), which callers keep."""
+
+    _value: Number  # the library's has a lock
+
+    def _metric_init(self) -> None:
+        self._value, self._created = Number(), 0.0
+
+    def inc(self, amount: float = 1, exemplar: object = None) -> None:  # noqa: ARG002  the library's signature
+        self._value.value += amount
+
+
+class Gauge(prometheus_client.Gauge):
+    """Goes up and down."""
+
+    _value: Number
+
+    def _metric_init(self) -> None:
+        self._value = Number()
+
+    def inc(self, amount: float = 1) -> None:
+        self._value.value += amount
+
+    def dec(self, amount: float = 1) -> None:
+        self._value.value -= amount
+
+    def set(self, value: float) -> None:
+        self._value.value = float(value)
+
+
+class Histogram(prometheus_client.Histogram):
+    """Counts values by ranges, and adds them up."""
+
+    _sum: Number
+    _buckets: list[Number]
+
+    def _metric_init(self) -> None:
+        self._sum, self._created = Number(), 0.0
+        self._buckets = [Number() for _ in self._upper_bounds]
+
+    def observe(self, amount: float, exemplar: object = None) -> None:  # noqa: ARG002  the library's signature
+        self._sum.value += amount
+        self._buckets[bisect_left(self._upper_bounds, amount)].value += 1
 
 
 class Metrics:

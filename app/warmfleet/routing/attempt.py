@@ -16,12 +16,10 @@ from warmfleet.fleet.reservations import Outcome
 from warmfleet.pools.stalled_requests import Try
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter
-
     from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.errors import WarmfleetError
     from warmfleet.fleet import Decision
-    from warmfleet.metrics import Metrics
+    from warmfleet.metrics import Counter, Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Job
     from warmfleet.routing.tickets import Tickets

@@ -1,0 +1,36 @@
+"""The metrics count without the library's locks, and show what the library would show."""
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, generate_latest
+
+from warmfleet import metrics
+from warmfleet.metrics import Metrics
+
+
+def shown(made: object) -> str:
+    """What a scrape shows after the same calls. made: a module with the three classes."""
+    registry = CollectorRegistry()
+    counter = made.Counter("served", "text", ["status"], registry=registry)  # type: ignore[attr-defined]
+    gauge = made.Gauge("open", "text", registry=registry)  # type: ignore[attr-defined]
+    asked = made.Gauge("asked", "text", registry=registry)  # type: ignore[attr-defined]
+    waits = made.Histogram("waits", "text", ["model"], registry=registry, buckets=(0.1, 0.5, 1.0))  # type: ignore[attr-defined]
+    for status, amount in ((200, 1), ("200", 2.5), (404, 1)):
+        counter.labels(status).inc(amount)
+    gauge.inc()
+    gauge.inc(3)
+    gauge.dec()
+    gauge.set(gauge._value.get() + 0.5)
+    asked.set_function(lambda: 7)
+    for seconds in (0.0, 0.1, 0.100001, 0.5, 0.99, 1.0, 1.01, 1e9):
+        waits.labels("m").observe(seconds)
+    return generate_latest(registry).decode()
+
+
+def test_a_scrape_shows_what_the_library_would_show() -> None:
+    Metrics()  # switches off the library's moments of creation, as in a replica
+    assert shown(metrics) == shown(prometheus_client)
+
+
+def test_every_metric_is_one_of_ours() -> None:
+    kinds = {type(one) for name, one in vars(Metrics()).items() if name != "registry"}
+    assert kinds == {metrics.Counter, metrics.Gauge, metrics.Histogram}
