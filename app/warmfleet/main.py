@@ -229,11 +229,10 @@ async def _background(
     prober = Prober(pools, engine_client, settings, metrics)
     hung = HungEngines(pools, engine_client, settings, metrics)
     rounds: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
-        ("view", settings.view_interval_s, reader.refresh),
+        ("view", settings.view_interval_s, partial(_look, reader, prober)),
         ("approved", settings.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
         ("policy", settings.view_interval_s, partial(upkeep.follow_policy, pools)),
         ("truth", TRUTH_INTERVAL_S, IndexHealthWatch(pools, metrics).look),
-        ("probe", settings.view_interval_s, prober.round),
         ("renew", upkeep.RENEW_INTERVAL_S, partial(upkeep.renew, pools, metrics)),
         ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),
         ("check", outage_checks.CHECK_INTERVAL_S, OutageChecks(pools, engine_client, metrics).round),
@@ -267,8 +266,15 @@ async def _alarm(pool: Pool, reader: ViewReader, prober: Prober) -> None:
     """Wait until requests make a worker suspected, then begin its probe without waiting for the next round."""
     await pool.fleet.suspected.wait()
     pool.fleet.suspected.clear()
-    await reader.refresh()
-    await prober.round()
+    await _look(reader, prober)
+
+
+async def _look(reader: ViewReader, prober: Prober) -> None:
+    """Read the fleet and probe by this reading: workers that have just joined do not wait for the next round."""
+    try:
+        await reader.refresh()
+    finally:  # a model that cannot be read keeps no probe of another model waiting
+        await prober.round()
 
 
 async def _drain(router: Router) -> None:

@@ -121,8 +121,6 @@ class Judge:
         return "no decision: unexplained"
 
     def _cause(self, booking: Booking, stay: Stay, worker_id: str) -> str:
-        if not booking.chain and self._strikes.healing(booking.at):
-            return "by load: Redis had just come back"
         if booking.worker_id != worker_id or booking.chain != stay.chain:
             return "another prompt: unexplained"
         if booking.matched == stay.cached:

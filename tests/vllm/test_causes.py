@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.vllm.causes import Judge, Strikes
 from tests.vllm.history import Booking, Engine, Index, Stay
@@ -108,6 +110,13 @@ def test_a_cause_needs_its_evidence(case: Case, cause: str) -> None:
 def test_another_prompt_is_never_explained() -> None:
     case = Case(4)
     case.engine.stays["r"].chain = CHAIN[:2]
+    assert case.cause == "another prompt: unexplained"
+
+
+def test_a_prompt_that_a_replica_did_not_hash_is_never_explained() -> None:
+    """Not even when Redis has just come back: replicas keep what they hash prompts by."""
+    case = Case(4, matched=0).struck(redis_back=[AT - 1])
+    case.index.bookings["r"] = replace(case.index.bookings["r"], chain=())
     assert case.cause == "another prompt: unexplained"
 
 

@@ -74,9 +74,8 @@ class ViewReader:
         identity = identity or pool.view.identity  # the last identity stays in use until the new one is loaded
         hashers = self._schemes(pool, exact, MAX_SCHEMES - text)
         keys = {worker.worker_id: key for worker, key in keyed}
-        pool.show(
-            view_of(workers, identity, hashers, text=text, reference=reference, identity_keys=keys, handoff=handoff)
-        )
+        view = view_of(workers, identity, hashers, text=text, reference=reference, identity_keys=keys, handoff=handoff)
+        pool.show(view.remembering(pool.view))
         self._metrics.given_up.inc(pool.tries.look(workers, time.perf_counter()))
 
     def _schemes(self, pool: Pool, workers: Sequence[WorkerView], limit: int) -> list[Hasher]:

@@ -25,7 +25,7 @@ BOUND = 1.25  # no worker gets more requests in flight than the mean times this 
 FAILURES_TO_OPEN = 2
 REDIS_RETRY_S = 1.0  # after two failures in a row no decision waits for Redis for this long
 LOG_EVERY_S = 5.0
-LAST_KNOWN_S = 8.0  # an emptied Redis is filled again within one slow-path period
+LAST_KNOWN_S = 12.0  # after Redis was emptied: 5 s until a worker joins anew, 1 s until it is read, 5 s for its probe
 LOOK_S = 1.0
 
 

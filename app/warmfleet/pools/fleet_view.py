@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -68,6 +68,24 @@ class View:
         able = [worker for worker in self.limits if worker not in lacking]
         short = [worker for worker in able if self.limits[worker] < tokens]
         return (*lacking, *short) if len(short) < len(able) else lacking
+
+    def remembering(self, before: View) -> View:
+        """This reading; where it has no routable worker, prompts are identified as by the reading ``before``.
+
+        A decision may find a worker routable that its replica's last reading did not: Redis came back empty and the
+        worker proved itself since, or with an old dump, when decisions take no worker for dead (lua/tick.lua). Without
+        block hashes such a decision would match nothing. All this ends with the first reading of a routable worker.
+        """
+        if any(worker.routable for worker in self.workers):
+            return self
+        return replace(
+            self,
+            hashers=self.hashers or before.hashers,
+            text=self.text or (before.text and not self.hashers),
+            adapters=self.adapters or before.adapters,
+            max_model_len=before.max_model_len,
+            limits=before.limits,
+        )
 
 
 def view_of(

@@ -1,0 +1,135 @@
+"""Readings of the fleet while Redis comes back: prompts stay identified while no worker is routable."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+from tests.app.rounds import Replica, one_replica
+from tests.app.test_damage import healthy
+from tests.lua.world import World
+
+from warmfleet import main
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Ask
+from warmfleet.prompt import request as prompt
+from warmfleet_worker.protocol import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    import redis.asyncio as aioredis
+
+    from warmfleet.background.prober import Prober
+    from warmfleet.background.view_reader import ViewReader
+    from warmfleet.fleet import Decision, Fleet
+    from warmfleet.pools.identified_prompt import IdentifiedPrompt
+
+
+@pytest.fixture
+def redis_url(valkey_url: str) -> str:
+    return valkey_url
+
+
+async def identified(replica: Replica, model: str) -> IdentifiedPrompt:
+    body = {"model": model, "prompt": "a prompt that fills several blocks of tokens " * 9}
+    return await replica.pool.identify(prompt.from_dict("completions", body), 100)
+
+
+async def old_dump(world: World) -> None:
+    """Redis comes back with a dump that is older than a TTL; nobody has ticked since, so no worker expires."""
+    await world.store.zadd(world.keys.alive, dict.fromkeys(("w1.0", "w2.0"), 1.0))
+    await world.ticked(age_ms=60_000)
+
+
+async def empty(world: World) -> None:
+    await world.store.flushall()
+
+
+async def before_the_reading(world: World) -> None:
+    """The workers have joined and been proved after the last reading of this replica."""
+    await healthy(world)
+
+
+async def nothing(_: World) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("lost", "back"), [(old_dump, nothing), (empty, before_the_reading)], ids=["old dump", "empty"]
+)
+async def test_a_decision_after_redis_came_back_matches_before_the_next_reading(
+    store: aioredis.Redis,
+    fleet: Fleet,
+    lost: Callable[[World], Awaitable[None]],
+    back: Callable[[World], Awaitable[None]],
+) -> None:
+    world = World(store, fleet)
+    await healthy(world)
+    async with one_replica(fleet) as replica:
+        await replica.look()
+        await replica.loaded()
+        await replica.look()
+        hashers = replica.pool.view.hashers
+        known = {model: await identified(replica, model) for model in ("m", "adapter")}
+        assert known["m"].chains[0].hashes[:8] != known["adapter"].chains[0].hashes[:8]
+        await lost(world)
+        shown = await replica.look()
+        assert not any(worker["routable"] for worker in shown["workers"])
+        await back(world)
+        await world.hold(2, known["m"].chains[0].hashes)
+        for model in known:
+            assert (await identified(replica, model)).chains == known[model].chains, "as before Redis was lost"
+        again = await identified(replica, "m")
+        booked = await decided(fleet, again)
+        assert (booked.worker_id, booked.matched_tokens) == ("w2.0", len(again.chains[0].hashes) // 8 * 16)
+        await replica.look()
+        assert replica.pool.view.hashers == hashers, "the trie keeps what it knows for a hasher, not for its equal"
+
+
+async def decided(fleet: Fleet, known: IdentifiedPrompt) -> Decision:
+    return await fleet.decide(Ask("wf-1", known.chains, known.prompt_tokens, known.decode_tokens))
+
+
+async def test_a_fleet_that_comes_back_otherwise_is_believed(store: aioredis.Redis, fleet: Fleet) -> None:
+    """A worker that is heard decides about its scheme as soon as it joins; routable ones, about all the rest."""
+    world = World(store, fleet)
+    await healthy(world)
+    async with one_replica(fleet) as replica:
+        await replica.look()
+        await replica.loaded()
+        await replica.look()
+        await empty(world)
+        await replica.look()
+        await world.workers(1, flags=0, scheme=8)
+        scheme = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor", "another seed"), 32)
+        record = wire.dumps({"nonce": "n2", "server_id": "w1", "slot": 1, "scheme": scheme.as_dict()})
+        await store.hset(world.keys.workers, "w1.0", record)
+        await replica.look()
+        assert [hasher.scheme.scheme_id for hasher in replica.pool.view.hashers] == [scheme.scheme_id]
+        assert "adapter" in replica.pool.view.adapters, "none of its workers has told its adapters yet"
+        await world.change(1, flags=7)
+        await replica.look()
+        assert replica.pool.view.adapters == {}
+
+
+@pytest.mark.parametrize("readable", [True, False])
+async def test_workers_are_probed_by_the_reading_that_finds_them(readable: bool) -> None:
+    done: list[str] = []
+
+    async def refresh() -> None:
+        done.append("read")
+        if not readable:
+            raise FleetUnavailable("Redis is away.")
+
+    async def probes() -> None:
+        done.append("probe")
+
+    look = main._look(
+        cast("ViewReader", SimpleNamespace(refresh=refresh)), cast("Prober", SimpleNamespace(round=probes))
+    )
+    with nullcontext() if readable else pytest.raises(FleetUnavailable):
+        await look
+    assert done == ["read", "probe"]
