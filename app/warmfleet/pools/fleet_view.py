@@ -63,7 +63,9 @@ class View:
         If the context of every worker with the adapter is too short, no worker is barred for that: the one that gets
         the request refuses it, which tells the client.
         """
-        adapter = self.adapters.get(model)
+        adapter = self.adapters.get(model) if self.adapters else None
+        if adapter is None and not self.limits:
+            return ()
         lacking = adapter.lacking if adapter else ()
         able = [worker for worker in self.limits if worker not in lacking]
         short = [worker for worker in able if self.limits[worker] < tokens]

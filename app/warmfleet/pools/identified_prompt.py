@@ -97,19 +97,14 @@ def identify_ids(
 
 def _identified(found: _Found, request: Request, view: View, expected_output: int) -> IdentifiedPrompt:
     chains, prompt_tokens, kind, reason, prompts, identity_key = found
-    single = 0 if len(request.prompts) > 1 else prompt_tokens
-    longest = max([prompt.tokens for prompt in prompts], default=single)
-    return IdentifiedPrompt(
-        chains,
-        prompt_tokens,
-        requests.decode_tokens(request, prompt_tokens, expected_output),
-        kind,
-        reason,
-        max(1, len(request.prompts)),
-        prompts,
-        identity_key,
-        view.barred(request.model, longest + max(1, request.max_tokens or 1)),
-    )
+    count = len(request.prompts) or 1
+    if len(prompts) == 1:
+        longest = prompts[0].tokens
+    else:
+        longest = max([prompt.tokens for prompt in prompts], default=0 if count > 1 else prompt_tokens)
+    decode_tokens = requests.decode_tokens(request, prompt_tokens, expected_output)
+    barred = view.barred(request.model, longest + (request.max_tokens or 1))
+    return IdentifiedPrompt(chains, prompt_tokens, decode_tokens, kind, reason, count, prompts, identity_key, barred)
 
 
 async def _reproduced(request: Request, view: View, uses: PopularPrefixes) -> _Found:
@@ -126,9 +121,10 @@ async def _reproduced(request: Request, view: View, uses: PopularPrefixes) -> _F
     tokens, kind, key = 0, "text", ""
     if identity is not None:
         kind, key = "exact", identity.key
-        prompts = tuple(await identity.prompts(request, view.hashers, _lora(view, request), INLINE_CHARACTERS))
+        lora = _lora(view, request) if view.adapters else None
+        prompts = tuple(await identity.prompts(request, view.hashers, lora, INLINE_CHARACTERS))
         if len(prompts) == 1:
-            chains, tokens = prompts[0].chains, max(1, prompts[0].tokens)
+            chains, tokens = prompts[0].chains, prompts[0].tokens or 1
             uses.note(prompts[0], key)
         else:
             chains = next(prompt.chains for prompt in prompts if prompt.chains or not view.hashers)

@@ -46,9 +46,10 @@ class Hasher:
         self.scheme = scheme
         self._new = hash_of(scheme.algorithm)
         self._table = _cbor_table() if scheme.algorithm.endswith("_cbor") else ()
-        self._head = b"\x83" + cbor.head(0x40, DIGEST_BYTES[scheme.algorithm])
+        self._digest_bytes = DIGEST_BYTES[scheme.algorithm]
+        self._head = b"\x83" + cbor.head(0x40, self._digest_bytes)
         self._array_head = cbor_array_head(scheme.block_tokens)
-        self._words = DIGEST_BYTES[scheme.algorithm] // HASH_BYTES  # of a digest; the last one is the block hash
+        self._words = self._digest_bytes // HASH_BYTES  # of a digest; the last one is the block hash
 
     def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None) -> Chain:
         """The chain of a whole prompt. lora: name and path of its adapter."""
@@ -92,19 +93,18 @@ class Hasher:
         # In CBOR, a block is 83 | bytes head, parent | array head, ids | extra keys. Only parent and ids change.
         join, new, head, size = b"".join, self._new, self._head, self.scheme.block_tokens
         later = cbor.encode(wire.extra_keys(self.scheme, None, lora)) if lora is not None else NO_KEYS
-        # All ids are looked up in one call. The 0 at the end makes the result a tuple even for a single id.
-        forms = itemgetter(*ids, 0)(self._table)[:-1]
-        groups = zip(repeat(self._array_head), *[iter(forms)] * size, repeat(later), strict=False)
+        # All ids are looked up in one call. With the 0 at the end, which zip leaves over, the result is always a tuple.
+        forms = itemgetter(*ids, 0)(self._table)
+        groups = zip(repeat(self._array_head, len(ids) // size), *[iter(forms)] * size, repeat(later), strict=False)
         blocks = list(map(join, groups))
         if salt is not None:
             first = cbor.encode(wire.extra_keys(self.scheme, salt, lora))
             blocks[0] = blocks[0][: len(blocks[0]) - len(later)] + first
-        previous = new(b"\x83" + cbor.encode(previous) + blocks[0]).digest()  # NONE_HASH may be longer than a digest
-        digests = [previous]
-        for block in blocks[1:]:
-            previous = new(head + previous + block).digest()
-            digests.append(previous)
-        return digests
+        if len(previous) != self._digest_bytes:  # NONE_HASH may be longer than a digest
+            head = b"\x83" + cbor.encode(previous)[: -len(previous)]
+        digest = new(head + previous + blocks[0]).digest()
+        head = self._head
+        return [digest, *[digest := new(head + digest + block).digest() for block in blocks[1:]]]
 
 
 def hash_of(algorithm: str) -> Callable[[bytes], Any]:

@@ -61,6 +61,19 @@ class DirectCode(jinja2.compiler.CodeGenerator):
             self.visit(node.node, frame)
         self.write(f", {key}))")
 
+    def visit_Getitem(self, node: nodes.Getitem, frame: Any) -> None:  # noqa: N802
+        """``message["role"]`` likewise."""
+        if not (
+            isinstance(node.node, nodes.Name) and isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str)
+        ):
+            super().visit_Getitem(node, frame)
+            return
+        key = repr(node.arg.value)
+        for before in ("(", f"[{key}] if type(", f") is dict and {key} in ", " else environment.getitem("):
+            self.write(before)
+            self.visit(node.node, frame)
+        self.write(f", {key}))")
+
 
 class DirectContext(jinja2.runtime.Context):
     """Calls a method that is written in C, such as ``content.startswith``, without looking for jinja2's marks on it."""
@@ -105,9 +118,9 @@ class ChatTemplate:
         tree = environment.parse(source)
         self._source = source
         self._template = environment.from_string(source)
-        self._template.globals = dict(
-            self._template.globals
-        )  # every render copies the globals, and a ChainMap is slow to copy
+        self._environment = environment
+        # Every render copies the globals, and a ChainMap is slow to copy.
+        self._template.globals = self._globals = dict(self._template.globals)
         self._names = frozenset(jinja2.meta.find_undeclared_variables(tree)) - SWALLOWED | BASE_PARAMETERS
         self.knows_developer = knows_developer(source)
         detected: Format = "openai" if any(_content_loops(tree)) else "string"
@@ -123,16 +136,25 @@ class ChatTemplate:
 
         Raises NotReproducible if the template refuses the messages: the engine then tells the client why.
         """
-        arguments = {name: value for name, value in arguments.items() if name in self._names}
+        names = self._names
+        arguments = {name: value for name, value in arguments.items() if name in names}
         continues = arguments.pop("continue_final_message", False)
+        if "messages" in arguments:  # transformers refuses two values of one name
+            raise NotReproducible("template")
         try:
             if continues:
                 return self._continued(messages, {**fixed, **arguments})
-            return self._template.render(messages=messages, **{**fixed, **arguments})
+            return self._rendered({**self._globals, "messages": messages, **fixed, **arguments})
         except (NotReproducible, MemoryError):
             raise
         except Exception as error:  # a template may raise any exception
             raise NotReproducible("template") from error
+
+    def _rendered(self, values: dict[str, Any]) -> str:
+        """As the template's own ``render``, which copies the values twice more and rewrites tracebacks."""
+        template = self._template
+        context = self._environment.context_class(self._environment, values, None, template.blocks, self._globals)
+        return "".join(template.root_render_func(context))
 
     def _continued(self, messages: list[Message], arguments: dict[str, Any]) -> str:
         # As in transformers: a tag behind the last message shows where the text of the template must be cut off.
@@ -145,7 +167,7 @@ class ChatTemplate:
             last["content"] = [*content[:-1], content[-1] | {"text": final + _CONTINUE_TAG}]
         else:
             final, last["content"] = content, content + _CONTINUE_TAG
-        text = self._template.render(messages=[*messages[:-1], last], **arguments)
+        text = self._rendered({**self._globals, **arguments, "messages": [*messages[:-1], last]})
         tag = _CONTINUE_TAG.strip()
         if tag not in text or final.strip() not in text:
             raise NotReproducible("template")

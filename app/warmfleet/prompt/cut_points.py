@@ -46,6 +46,8 @@ class Cuts:
 
         The first number depends only on the text up to the second, so texts that begin alike are cut alike.
         """
+        if len(text) < start + self.grid:
+            return None
         found = self._search(text, start + self.grid - 1)
         while found is not None:
             if found[0][-1] == " " and len(found[0]) == 2:

@@ -32,9 +32,9 @@ def with_key(body: bytes, key: str, *value: bytes) -> bytes:
 
     body: valid JSON of an object. key: a name that needs no escapes. value: the pieces of one JSON value.
     """
-    end, view = body.rindex(b"}"), memoryview(body)
-    comma = b"" if _EMPTY.match(body) else b","
-    return b"".join((view[:end], comma, b'"%b":' % key.encode(), *value, view[end:]))
+    end = body.rindex(b"}")
+    separator = f'"{key}":' if _EMPTY.match(body) else f',"{key}":'
+    return b"".join((memoryview(body)[:end], separator.encode(), *value, body[end:]))
 
 
 def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[Sequence[bytes]], characters: int = 0) -> bytes | None:

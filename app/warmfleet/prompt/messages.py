@@ -24,6 +24,8 @@ KNOWN_PART_FIELDS = frozenset(
         *("video_url", "video_embeds"),
     }
 )
+#: Roles whose messages are read further even where they have a text and nothing else.
+_OTHER_FIELDS = frozenset({"system", "developer"})
 BILLING_HEADER = "x-anthropic-billing-header"  # one client's first system line, with another value in every request
 
 
@@ -41,8 +43,10 @@ def conversation(messages: Iterable[Message], content_format: Format) -> list[Me
 
 
 def _message(message: Message, content_format: Format) -> Message:
-    role = message["role"]
-    result: Message = {"role": role, "content": _content(message.get("content"), role, content_format)}
+    role, content = message["role"], message.get("content")
+    if len(message) == 2 and type(content) is str and content_format == "string" and role not in _OTHER_FIELDS:
+        return {"role": role, "content": content}  # the common case
+    result: Message = {"role": role, "content": _content(content, role, content_format)}
     if role == "assistant":
         calls = message.get("tool_calls")
         if calls and not isinstance(calls, list):
@@ -66,7 +70,7 @@ def _message(message: Message, content_format: Format) -> Message:
 
 def _content(content: Any, role: str, content_format: Format) -> Any:
     if isinstance(content, str) and role != "system" and content_format == "string":
-        return content  # the common case
+        return content
     parts = [] if content is None else [content] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise NotReproducible("content")
@@ -174,7 +178,7 @@ def _tool_schema(tool: Any) -> Message:
 
 def developer_to_system(messages: list[Message]) -> list[Message]:
     """For a template without the role ``developer``: it becomes ``system``, and all system text goes to the front."""
-    if all(message["role"] != "developer" for message in messages):
+    if "developer" not in [message["role"] for message in messages]:
         return messages
     messages = [_as_system(message) if message["role"] == "developer" else message for message in messages]
     systems = [index for index, message in enumerate(messages) if message["role"] == "system"]

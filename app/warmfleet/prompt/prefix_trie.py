@@ -230,9 +230,12 @@ class Prompt:
     def json(self) -> list[bytes]:
         """The ids as a JSON list, in parts to be joined. The digits of earlier prompts' nodes are not made again."""
         made = [b"["]
-        for digits in (*[node.digits for node in self.nodes], *map(_digits, self.parts[len(self.nodes) :])):
-            if digits:
-                made += (digits, b",")
+        for node in self.nodes:
+            if node.ids:
+                made += (node.digits, b",")
+        for ids in self.parts[len(self.nodes) :]:
+            if ids:
+                made += (_digits(ids), b",")
         made[max(1, len(made) - 1) :] = [b"]"]  # in place of the last comma
         return made
 
@@ -242,7 +245,7 @@ class Reading:
     """How a text becomes ids and hashes. Prompts share pieces only if their readings have the same ``key``.
 
     name: tells apart readings whose pieces must not be shared, beyond the other fields. encode: text → ids without
-    special tokens. prefix, suffix: the special tokens around them.
+    special tokens. prefix, suffix: the special tokens around them. key: of the root for this reading.
     """
 
     name: Hashable
@@ -253,11 +256,10 @@ class Reading:
     hashers: tuple[Hasher, ...] = ()
     salt: str | None = None
     lora: Lora = None
+    key: Hashable = field(init=False)
 
-    @property
-    def key(self) -> Hashable:
-        """The key of the root for this reading."""
-        return self.name, self.prefix.tobytes(), self.hashers, self.salt, self.lora
+    def __post_init__(self) -> None:
+        self.key = self.name, self.prefix.tobytes(), self.hashers, self.salt, self.lora
 
 
 class Trie:
@@ -307,8 +309,16 @@ class Trie:
             ids += reading.encode(text[at : cut[0]])
             at = cut[0]
             cuts.append((*cut, tokens + len(ids)))
-        tail = reading.encode(text[at:]) + reading.suffix
+        tail = reading.encode(text[at:] if at else text)
+        if reading.suffix:
+            tail += reading.suffix
         total = tokens + len(ids) + len(tail)
+        if not cuts and last is path[0] and last in self._used:  # short: nothing of it is kept
+            short = [
+                _chain(k, hasher, path, _packed(k, path, tail, reading)[1], total)
+                for k, hasher in enumerate(reading.hashers)
+            ]
+            return Prompt([last.ids, tail], total, tuple(short), tokens, path)
         chains, all_packed, hashes, ends = [], [], [], []
         for k, hasher in enumerate(reading.hashers):
             packed, hashes_of_node, ends_of_pieces = _hashed(k, path, ids + tail, cuts, reading)
@@ -449,7 +459,9 @@ def _text_bytes(text: str) -> int:
 
 def _chain(k: int, hasher: Hasher, path: Sequence[Node], packed: bytes, tokens: int) -> Chain:
     """The chain, by hasher number ``k``, of a path and the packed hashes behind it."""
-    return hasher.capped(b"".join([*[node.hashes[k] for node in path], packed]), tokens)
+    if len(path) > 1 or path[0].tokens:
+        packed = b"".join([*[node.hashes[k] for node in path], packed])
+    return hasher.capped(packed, tokens)
 
 
 def _hashed(
@@ -462,12 +474,20 @@ def _hashed(
     """
     hasher, last = reading.hashers[k], path[-1]
     before, end = _blocks(last.tokens, hasher), last.ends[k]
-    digests = hasher.digests(end, before, _rest(path, hasher) + new, reading.salt, reading.lora)
-    packed, filled, ends = hasher.packed(digests), 0, []
+    digests, packed = _packed(k, path, new, reading)
+    filled, ends = 0, []
     for _, _, tokens in cuts:
         filled = _blocks(tokens, hasher) - before
         ends.append(digests[filled - 1] if filled else end)
     return packed, packed[: HASH_BYTES * filled], ends
+
+
+def _packed(k: int, path: Sequence[Node], new: array[int], reading: Reading) -> tuple[list[bytes], bytes]:
+    """The digests that hasher number ``k`` makes of the ids behind the last full block of a path, also as hashes."""
+    hasher, last = reading.hashers[k], path[-1]
+    rest = _rest(path, hasher) + new if last.tokens else new
+    digests = hasher.digests(last.ends[k], _blocks(last.tokens, hasher), rest, reading.salt, reading.lora)
+    return digests, hasher.packed(digests)
 
 
 def _rest(path: Sequence[Node], hasher: Hasher) -> array[int]:

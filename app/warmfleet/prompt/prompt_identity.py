@@ -201,7 +201,9 @@ class Identity:
             raise NotReproducible("tools")
         if self._drop_unused_tools and request.tool_choice == "none":
             tools = None
-        given, arguments = self._of_dialect(request)
+        given, arguments = request.messages, request.arguments
+        if request.dialect == "messages":
+            given, arguments = self._of_dialect(request)
         messages = conversation(given, content_format)
         if request.dialect == "responses":
             messages = with_names_first(messages)
@@ -209,13 +211,15 @@ class Identity:
             messages = change(messages)
         if not knows_developer:
             messages = developer_to_system(messages)
-        return messages, {**self._defaults, **arguments}, {**self._fixed, "tools": tool_schemas(tools)}
+        return (
+            messages,
+            {**self._defaults, **arguments},
+            {**self._fixed, "tools": tool_schemas(tools) if tools else None},
+        )
 
     def _of_dialect(self, request: Request) -> tuple[list[Message], dict[str, Any]]:
-        """The chat and the template's arguments; of Anthropic's API, as the engine's settings make them."""
+        """A chat of Anthropic's API and the template's arguments, as the engine's settings make them."""
         messages, arguments = request.messages, request.arguments
-        if request.dialect != "messages":
-            return messages, arguments
         if any(message["role"] == "system" for message in messages[1:]):
             if not isinstance(self._merges_system, bool):
                 raise NotReproducible("inline_system")

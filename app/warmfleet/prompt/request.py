@@ -53,6 +53,17 @@ _MAY_HAVE_NUMBERS = frozenset(NOT_ONLY_TEXT)
 _ARGUMENTS = frozenset(
     {"chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message", "documents"}
 )
+# A body without any of these fields is read in one look.
+_ASKS_FOR_MORE = (
+    _MAY_BE_UNFORESEEN
+    | _MAY_BE_REFUSED
+    | _MAY_BE_TEXT_ONLY
+    | _ARGUMENTS
+    | {
+        *("n", "max_completion_tokens", "cache_salt", "add_special_tokens", "priority", "prompt_cache_key"),
+        *("tools", "tool_choice"),
+    }
+)
 MAX_SALT = 1_024  # characters; newer engines take 128
 #: orjson reads an integer of more than 64 bits as a float; vLLM reads it exactly.
 _LONG = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
@@ -105,7 +116,7 @@ def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Req
     """
     data = decoded(body)
     request = from_dict(endpoint, data, allowed, len(body))
-    if not request.unforeseen and rounded(data, body):
+    if len(body) > MAX_LONG_NUMBERS_BYTES and not request.unforeseen and rounded(data, body):
         request.unforeseen = "numbers"
     return request
 
@@ -135,6 +146,8 @@ def decoded(body: bytes) -> dict[str, Any]:
 
 def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = (), size_bytes: int = 0) -> Request:
     """The request of a body that is parsed already. size_bytes: of the body."""
+    if _ASKS_FOR_MORE.isdisjoint(data):
+        return _plain(endpoint, data, size_bytes)
     refuse_fields(data, allowed)
     request = Request(
         endpoint=endpoint,
@@ -161,6 +174,27 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
     return request
 
 
+def _plain(endpoint: Endpoint, data: dict[str, Any], size_bytes: int) -> Request:
+    """``from_dict`` of a body with none of _ASKS_FOR_MORE: most bodies have only a model, a limit and a prompt."""
+    request = Request(
+        endpoint,
+        _typed(data, "model", str, ""),
+        _typed(data, "stream", bool, False),
+        1,
+        _whole(data, "max_tokens", 0),
+        None,
+        endpoint == "completions",
+        "",
+    )
+    request.size_bytes = size_bytes
+    if endpoint == "completions":
+        request.prompts = _prompts(data)
+    else:
+        request.messages = _messages(data)
+        request.arguments = {"add_generation_prompt": True, "continue_final_message": False}
+    return request
+
+
 def refuse_fields(data: dict[str, Any], allowed: Collection[str]) -> None:
     """Raises BadRequest if the body has a field of REFUSED that is not among the ``allowed`` ones."""
     if _MAY_BE_REFUSED.isdisjoint(data):
@@ -175,12 +209,22 @@ def refuse_fields(data: dict[str, Any], allowed: Collection[str]) -> None:
 
 def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
     """orjson may have changed a number that reaches the prompt, so the exact parser must read the body."""
-    if _MAY_HAVE_NUMBERS.isdisjoint(data) or not any(data.get(name) for name in NOT_ONLY_TEXT):
-        messages = data.get("messages")
-        objects = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
-        if {type(value) for message in objects for value in message.values()} <= {str}:
-            return False
+    if (
+        _MAY_HAVE_NUMBERS.isdisjoint(data) or not any(data.get(name) for name in NOT_ONLY_TEXT)
+    ) and not _holds_more_than_text(data.get("messages")):
+        return False
     return b"0" * 19 in body.translate(_LONG) and _LONG_NUMBER.search(body) is not None
+
+
+def _holds_more_than_text(messages: Any) -> bool:
+    """Some message of these has a field that is no text."""
+    if isinstance(messages, list):
+        for message in messages:
+            if isinstance(message, dict):
+                for value in message.values():
+                    if type(value) is not str:
+                        return True
+    return False
 
 
 def priority(request: Request) -> int:
@@ -214,6 +258,8 @@ def estimated_tokens(request: Request) -> int:
 def too_long(request: Request, max_model_len: int) -> bool:
     """A quick estimate: no engine with a limit of ``max_model_len`` tokens takes this prompt."""
     limit = max_model_len * TOKEN_BYTES
+    if 0 < request.size_bytes <= max_model_len:
+        return False
     if any(len(prompt) > (limit if isinstance(prompt, str) else max_model_len) for prompt in request.prompts):
         return True
     if request.endpoint == "completions" or request.size_bytes <= limit:
@@ -231,7 +277,8 @@ def _text_only(message: dict[str, Any]) -> dict[str, Any]:
 
 def decode_tokens(request: Request, prompt_tokens: int, expected_output: int) -> int:
     """Context tokens that each decode step of this request reads, counted once for each of its samples."""
-    output = expected_output if request.max_tokens is None else min(request.max_tokens, expected_output)
+    limit = request.max_tokens
+    output = expected_output if limit is None or limit > expected_output else limit
     return min(request.samples * (prompt_tokens + output), MAX_BOOKED_TOKENS)
 
 

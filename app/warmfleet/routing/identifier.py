@@ -36,7 +36,8 @@ class Identifier:
         self._ask_engine = ask_engine
         self._expected_output = settings.expected_output_tokens
         self._metrics = metrics
-        self._kinds, self._tokens = cache(metrics.identity.labels), cache(metrics.identified_tokens.labels)
+        self._kinds = cache(metrics.identity.labels)
+        self._known, self._new = (metrics.identified_tokens.labels(source) for source in ("known", "new"))
         self._logged: set[tuple[str, str]] = set()
 
     async def identify(self, pool: Pool, request: Request, body: bytes, headers: bytes) -> IdentifiedPrompt:
@@ -62,9 +63,9 @@ class Identifier:
 
     def _count(self, pool: Pool, prompt: IdentifiedPrompt) -> None:
         self._kinds(prompt.kind).inc()
-        known = sum([one.known_tokens for one in prompt.prompts])
-        self._tokens("known").inc(known)
-        self._tokens("new").inc(sum([one.tokens for one in prompt.prompts]) - known)
+        for one in prompt.prompts:
+            self._known.inc(one.known_tokens)
+            self._new.inc(one.tokens - one.known_tokens)
         if prompt.kind == "load":
             self._metrics.load_only.labels(prompt.reason).inc()
             if (pool.tag, prompt.reason) not in self._logged:

@@ -50,18 +50,20 @@ class Offer:
 
 
 NOTHING = Offer(reason="unknown")
+FOR_TEXT = Offer(reason="text")
+OF_IDS = Offer(reason="ids")  # an engine may refuse texts and ids in one request
 
 
 def offer(request: Request, prompt: IdentifiedPrompt) -> Offer:
     """The token ids of this request, or the reason why no worker may get them."""
     if request.text_only:
-        return Offer(reason="text")
-    if any(isinstance(given, list) for given in request.prompts):
-        return Offer(reason="ids")  # an engine may refuse texts and ids in one request
-    if not prompt.prompts or not prompt.identity_key or not all(one.tokens for one in prompt.prompts):
+        return FOR_TEXT
+    given, made = request.prompts, prompt.prompts
+    if given and list in map(type, given):
+        return OF_IDS
+    if not made or not prompt.identity_key or 0 in [one.tokens for one in made]:
         return NOTHING
-    text = request.prompts[0] if len(request.prompts) == 1 else ""
-    return Offer(prompt.prompts, prompt.identity_key, characters=len(text))
+    return Offer(made, prompt.identity_key, "", len(given[0]) if len(given) == 1 else 0)
 
 
 class Handoff:
@@ -101,7 +103,7 @@ class Handoff:
             return "stale"
         if self._paused_until.get(worker_id, now) > now:
             return "paused"
-        if max(one.tokens for one in given.prompts) >= able.limit_tokens:
+        if max([one.tokens for one in given.prompts]) >= able.limit_tokens:
             return "length"  # too long: the engine's refusal names what it was given, and the client sent text
         if len(self._requests) >= MAX_WORKERS:
             self._requests.clear()

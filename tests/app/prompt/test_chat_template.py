@@ -21,6 +21,10 @@ TEMPLATES = [
     "{% set ns = namespace(last=-1, seen='') %}" + SEEN + "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% set ns.seen = ns.seen + m.role %}{% endif %}{% endfor %}{{ ns.last }}{{ ns.seen }}{{ ns.other is defined }}",
     SEEN + "{{ m.inner.deep.name }}{{ m.inner.items is defined }}{{ m.inner['deep'].role }}{% endfor %}",
+    SEEN + "{{ m['role'] }}:{{ m['content'] }}{{ m['name'] is defined }}{{ m['none'] is none }};{% endfor %}",
+    SEEN + "{% if m['items'] is callable %}{{ m['items']() | list }}{% endif %}{{ m['keys'] is callable }}{% endfor %}",
+    SEEN
+    + "{{ m['inner']['deep']['name'] }}{{ m['content']['upper']() }}{{ m['role']['nothing'] is defined }}{% endfor %}",
     "{{ nobody is defined }}{{ nobody }}{{ messages.role is defined }}{{ messages.count is defined }}",
     "{{ nobody.role }}",
     "{{ messages[0].role.upper() }}{{ messages[0].content.nothing is defined }}",
@@ -58,3 +62,14 @@ def test_trusted_and_sandboxed_give_the_same_text(source: str) -> None:
         texts.append(text(trusted, given))
         assert texts[-1] == text(sandboxed, given)
     assert source == "{{ nobody.role }}" or any(not one.startswith("refused") for one in texts)
+
+
+def test_an_argument_may_not_stand_for_the_messages() -> None:
+    """transformers refuses two values of one name, so the engine refuses the request."""
+    for trusted in (True, False):
+        template = ChatTemplate(SEEN + "{{ m.content }}{% endfor %}{{ more }}", trusted=trusted)
+        for also in ({}, {"continue_final_message": True}):
+            given = [{"role": "user", "content": "a"}]
+            assert template.render(given, {"more": "b"} | also, {}) == ("a" if also else "ab")
+            with pytest.raises(NotReproducible):
+                template.render(given, {"messages": [{"role": "user", "content": "c"}]} | also, {})
