@@ -107,6 +107,11 @@ class Metrics:
             "retries", "Further tries: `same` worker after a stale connection, or `another` worker", "where"
         )
         self.stream_errors = self._counter("stream_errors", "Answers that were cut off after their first byte")
+        self.continued = self._counter(
+            "continued",
+            "Streams that may be continued and broke off: `continued` at another worker, `unfit`, `budget`, `failed`",
+            "result",
+        )
         self.given_up = self._counter("given_up", "Requests ended here because their worker fell silent")
         self.time_limits = self._counter(
             "time_limits", "Requests ended by a time limit of the settings: `stream_idle`, `request_max`", "limit"

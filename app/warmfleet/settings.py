@@ -228,6 +228,11 @@ class Settings:
     request_max_s: float = _setting(
         0.0, "longest time from reading a request to the end of its engine's answer; then 504; 0 = no limit"
     )
+    continue_greedy: bool = _setting(
+        False,
+        "if the engine of a greedy stream (`temperature` 0) dies, another worker goes on with it; without this only "
+        "where the client sends `X-Warmfleet-Continue` (api.md)",
+    )
     drain_s: float = _setting(
         5.0,
         "after SIGTERM a replica still accepts requests for this long, answers `/readyz` with 503 so that balancers "

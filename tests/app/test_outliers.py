@@ -15,7 +15,7 @@ from tests.conftest import poll
 from warmfleet.fleet import Flag, views
 from warmfleet.pools.outliers import Outliers
 from warmfleet.pools.pool import Pool
-from warmfleet.routing import router as router_module
+from warmfleet.routing.rescue import retry_budget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -140,7 +140,7 @@ async def test_a_worker_that_cuts_its_streams_is_ejected(valkey_url: str, model:
 
 
 async def test_further_tries_have_a_budget(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "BUDGET_MOST", 3.0)
+    monkeypatch.setattr(retry_budget, "BUDGET_MOST", 3.0)
     async with fleet_of(valkey_url, model, *[failing("503")] * 4) as (router, engines):
         for _ in range(20):
             status, _, answer = await router.post({"model": model, **BODY})

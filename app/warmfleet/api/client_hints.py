@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SESSION, PREFIX, EXPLAIN = b"x-warmfleet-session", b"x-warmfleet-prefix-len", b"x-warmfleet-explain"
+CONTINUE = b"x-warmfleet-continue"
+NO = (b"0", b"false", b"no")
 MAX_PREFIX_TOKENS = 2**22
 MAX_DIGITS = 12
 
@@ -26,7 +28,8 @@ def read_hints(headers: Mapping[bytes, bytes], session_id: bytes, explain_key: s
     session = headers.get(SESSION) or session_id
     if not headers:
         return Hints(session) if session else NO_HINTS
-    return Hints(session, _prefix_tokens(headers.get(PREFIX, b"")), _explain(headers.get(EXPLAIN, b""), explain_key))
+    explain = _explain(headers.get(EXPLAIN, b""), explain_key)
+    return Hints(session, _prefix_tokens(headers.get(PREFIX, b"")), explain, _continues(headers.get(CONTINUE, b"")))
 
 
 def operators_hints(raw: list[tuple[bytes, bytes]]) -> Hints:
@@ -66,9 +69,18 @@ def _prefix_tokens(value: bytes) -> int:
     return int(value)
 
 
+def _continues(value: bytes) -> bool | None:
+    word = value.strip().lower()
+    if not word:
+        return None
+    if word not in (*NO, b"1", b"true", b"yes"):
+        raise BadRequest("X-Warmfleet-Continue must be 1 or 0.", "X-Warmfleet-Continue")
+    return word not in NO
+
+
 def _explain(value: bytes, key: str | None) -> bool:
     """Whether the client asks for an explanation. The header's value is the key: Authorization is the engine's."""
-    if value.strip().lower() in (b"", b"0", b"false", b"no"):
+    if value.strip().lower() in (b"", *NO):
         return False
     if key is None or (key and not hmac.compare_digest(value, key.encode())):
         raise Unauthorized("X-Warmfleet-Explain is the operator's: it takes WARMFLEET_ADMIN_KEY as its value.")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from warmfleet.engines.followed_stream import Continuable
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
     from warmfleet.prompt.engine_paths import EnginePath
@@ -23,11 +24,14 @@ class Hints:
 
     session: the key of its conversation, empty if it has none. prefix_tokens: how many tokens at the beginning of the
     prompt are shared with other requests; 0: perhaps all of them. explain: the client asks why the worker was chosen.
+    continues: another worker shall go on with the stream if its engine dies (``rescue/continuation``); None: as the
+    operator decided.
     """
 
     session: bytes = b""
     prefix_tokens: int = 0
     explain: bool = False
+    continues: bool | None = None
 
 
 NO_HINTS = Hints()
@@ -96,7 +100,7 @@ class Job(NamedTuple):
 
     body: as an engine gets it, with the tenant's salt. priority: a lower one goes first in the queue. offer: the token
     ids that an engine may get in place of the text, or why it may get none. logged: whether its decisions belong into
-    the decision log.
+    the decision log. continuable: how its stream goes on at another worker; None: not at all.
     """
 
     call: Call
@@ -107,3 +111,4 @@ class Job(NamedTuple):
     offer: Offer
     priority: int = 0
     logged: bool = False
+    continuable: Continuable | None = None

@@ -7,12 +7,14 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.errors import EngineTimeout, Stopping, UpstreamError, UpstreamGone
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
 
 if TYPE_CHECKING:
     from warmfleet.engines.engine_connection import EngineResponse
+    from warmfleet.engines.followed_stream import ContinuedStream, Sink
     from warmfleet.engines.upstream import Upstream
     from warmfleet.fleet import Decision
     from warmfleet.metrics import Metrics
@@ -99,12 +101,18 @@ class Relay:
             await client.whole(response.status, headers, piece)
         else:
             await client.start(response.status, headers)
+            followed = None
+            if job.continuable is not None and streams and response.status == 200:
+                able = job.pool.view.handoff.get(decision.worker_id)
+                followed = job.continuable.follow(client, able.identity_key if able else "")
             try:
-                await _stream(response, client, piece)
+                await _stream(response, followed or client, piece)
             except UpstreamError as error:
-                self._metrics.stream_errors.inc()
                 if not isinstance(error, EngineTimeout):
                     job.pool.outliers.failed(decision)
+                if followed is not None:
+                    raise StreamCut(followed, error) from error
+                self._metrics.stream_errors.inc()
                 if not streams:
                     raise  # part of a plain answer was sent: closing the connection tells the client that it is cut off
                 await client.end_stream(error, named=job.call.path.form == "messages")
@@ -113,7 +121,27 @@ class Relay:
                 if streams:
                     await client.end_stream(Stopping(), named=job.call.path.form == "messages")
                 raise
+            finally:
+                if followed is not None:
+                    followed.close()
         return "finished" if response.status < 400 else "failed"
+
+    async def go_on(self, job: Job, attempt: Attempt, decision: Decision, continued: ContinuedStream) -> Ended:
+        """Let the chosen worker continue a stream whose first part the client has. Raises UpstreamError if it fails."""
+        response = self._start(job, attempt, decision, job.body)
+        try:
+            await _head(response)
+            if response.status != 200 or response.content_type != EVENTS:
+                raise UpstreamGone(f"Another worker answered {response.status}.", answered=True)  # noqa: TRY301
+            piece = await _first_piece(response)
+            attempt.prefill_done()
+            await _stream(response, continued, piece)
+        except UpstreamGone:
+            job.pool.outliers.failed(decision)
+            raise
+        finally:
+            response.close()
+        return "finished"
 
     def _first_byte(self, job: Job, attempt: Attempt, decision: Decision, status: int, *, streams: bool) -> None:
         """The first byte of an answer came. streams: more will come, so that the first token is now."""
@@ -178,7 +206,7 @@ async def _read(response: EngineResponse) -> tuple[bytes, bool]:
     return b"".join(pieces), response.at_eof
 
 
-async def _stream(response: EngineResponse, client: ClientAnswer, piece: bytes) -> None:
+async def _stream(response: EngineResponse, client: Sink, piece: bytes) -> None:
     """Pass on ``piece`` and all that follows it, as it comes."""
     if not response.at_eof:
         await client.body(piece, more=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.errors import CancelledReservation, KeyInUse, ModelNotFound, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.fleet import Renewal
 from warmfleet.prompt import request as requests
@@ -14,6 +15,8 @@ from warmfleet.routing.call import Job, Placement
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.relay import Relay
+from warmfleet.routing.rescue.continuation import Continuation
+from warmfleet.routing.rescue.retry_budget import RetryBudget
 from warmfleet.routing.tenants import Tenancy
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import offer
@@ -35,8 +38,6 @@ MAX_ATTEMPTS = 4  # at different workers, before the first byte of an answer: ha
 MAX_DEATHS = 2  # of workers that had the request: the request may have killed them, so no third worker gets it
 BUSY = frozenset({429, 502, 503})  # the worker did not begin to work on the request
 FAILED = frozenset({500, 504})  # it did; the request may be the reason
-BUDGET_SHARE = 0.2  # further tries that a replica's requests may have on average, each
-BUDGET_MOST = 128.0  # tries saved up: as many requests as may be under way at a worker that dies
 
 
 class Router:
@@ -61,14 +62,17 @@ class Router:
         tickets = Tickets()
         self._queue = AdmissionQueue(tickets, settings, metrics)
         self._attempts = Attempts(tickets, metrics)
-        self._retry_budget = _RetryBudget()
+        self._retry_budget = RetryBudget()
         self._placing: set[bytes] = set()  # keys of gateways' requests that are being placed
         self._decider = Decider(self._log, metrics)
         self._relay = Relay(upstream, settings, metrics)
+        self._continuation = Continuation(
+            settings, metrics, self._attempts, self._queue, self._decider, self._relay, self._retry_budget
+        )
 
     async def serve(self, call: Call, answer: ClientAnswer) -> None:
         """Answer ``call``. Raises WarmfleetError; unless ``answer.started``, nothing was sent to the client then."""
-        job = await self._prepare(call)
+        job = self._continuation.prepared(await self._prepare(call))
         pool = job.pool
         retries = _Retries(job, self._retry_budget)
         while True:
@@ -82,6 +86,11 @@ class Router:
                 if outcome == "finished":
                     pool.outliers.served(decision, retries.to_blame)
                 return  # noqa: TRY300  an else would part the five steps
+            except StreamCut as cut:
+                outcome = "failed"
+                attempt.release(outcome)  # before another worker is chosen
+                await self._continuation.go_on(job, decision, cut, answer)
+                return
             except UpstreamGone as error:
                 outcome = "failed"
                 if answer.started:
@@ -195,35 +204,13 @@ def _check_model(call: Call, request: Request, pool: Pool) -> None:
         raise ModelNotFound(f"The model `{named[:200]}` does not exist here.", "model")
 
 
-class _RetryBudget:
-    """Bounds the further tries of one replica, so that a fleet that fails is not asked several times as much.
-
-    A try after a refused connection is free: it did not cost the worker anything.
-    """
-
-    def __init__(self) -> None:
-        self._left = BUDGET_MOST
-
-    def earn(self) -> None:
-        """A request came."""
-        self._left = min(self._left + BUDGET_SHARE, BUDGET_MOST)
-
-    @property
-    def empty(self) -> bool:
-        return self._left < 1.0
-
-    def spend(self) -> None:
-        """A request is tried again."""
-        self._left -= 1.0
-
-
 class _Retries:
     """Decides after a failed attempt whether the job may have another one, and at which workers.
 
     ``to_blame``: the decisions for workers that are to blame if another one serves the job.
     """
 
-    def __init__(self, job: Job, budget: _RetryBudget) -> None:
+    def __init__(self, job: Job, budget: RetryBudget) -> None:
         self.failed_workers: tuple[str, ...] = ()
         self.to_blame: tuple[Decision, ...] = ()
         self.avoids_failing = True

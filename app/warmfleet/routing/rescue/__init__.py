@@ -1,0 +1,1 @@
+"""What a request gets when its worker fails it or is late: another one, within a budget."""

@@ -1,0 +1,201 @@
+"""Mid-stream continuation: where an engine dies in the middle of a stream, another worker goes on.
+
+The prompt and the tokens that were produced are the other worker's prompt, so most of its blocks may be known there. It
+is given token ids, never text: a text may have other ids than those that were produced. Only workers that announced the
+tokenizer of the first one get them.
+
+A greedy request (``temperature`` 0) then gets the text that it would have got. One that samples gets a text that the
+model may have said, and only if its client asks for that: vLLM begins anew with its random numbers, also with a
+``seed``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from warmfleet.engines.followed_stream import MAX_KEPT_TOKENS, Continuable, ContinuedStream, FollowedStream, KeptIds
+from warmfleet.errors import Stopping, UpstreamError, WarmfleetError
+from warmfleet.pools.identified_prompt import identify_ids
+from warmfleet.prompt.json_splice import spliced, with_key
+from warmfleet.prompt.request import decoded
+from warmfleet.routing.token_handoff import Offer
+
+if TYPE_CHECKING:
+    from warmfleet.engines.followed_stream import StreamCut
+    from warmfleet.fleet import Decision
+    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.fleet_view import View
+    from warmfleet.prompt.request import Request
+    from warmfleet.routing.admission_queue import AdmissionQueue
+    from warmfleet.routing.attempt import Attempts
+    from warmfleet.routing.call import Job
+    from warmfleet.routing.client_answer import ClientAnswer
+    from warmfleet.routing.decider import Decider
+    from warmfleet.routing.relay import Relay
+    from warmfleet.routing.rescue.retry_budget import RetryBudget
+    from warmfleet.settings import Settings
+
+logger = logging.getLogger("warmfleet.routing.rescue.continuation")
+
+IDENTIFIED = ("exact", "engine")  # kinds of prompts that are token ids and nothing else, such as an image
+COMPLETIONS_MAX_TOKENS = 16  # vLLM's default for completions; a chat has none
+#: Fields with which a request may be continued. With any other the rest of an answer may depend on more than its ids.
+CONTINUABLE = frozenset(
+    {
+        *("model", "stream", "stream_options", "prompt", "messages", "max_tokens", "max_completion_tokens"),
+        *("min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "logit_bias"),
+        *("ignore_eos", "stop_token_ids", "user", "cache_salt", "priority", "prompt_cache_key", "metadata", "store"),
+        *("service_tier", "safety_identifier", "add_special_tokens", "add_generation_prompt"),
+        *("continue_final_message", "chat_template_kwargs", "documents"),
+    }
+)
+#: Values of other fields that change nothing. ``stop`` is not among CONTINUABLE because an engine holds back text that
+#: may become a stop string: that text would be lost.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stop": ([], ""),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logprobs": (False,),
+    "echo": (False,),
+    "skip_special_tokens": (True,),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "response_format": ({"type": "text"},),
+}
+
+
+class Continuation:
+    """Continues the streams of one replica that were cut."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        attempts: Attempts,
+        queue: AdmissionQueue,
+        decider: Decider,
+        relay: Relay,
+        budget: RetryBudget,
+    ) -> None:
+        self._greedy_ones = settings.continue_greedy
+        self._request_max_s = settings.request_max_s
+        self._expected_output = settings.expected_output_tokens
+        self._metrics = metrics
+        self._attempts = attempts
+        self._queue = queue
+        self._decider = decider
+        self._relay = relay
+        self._budget = budget
+        self._kept = KeptIds()
+
+    def prepared(self, job: Job) -> Job:
+        """The job, and how it may be continued, if the operator or the client asked for that.
+
+        Its body then asks the engine for token ids. Only the body of such a stream is read here.
+        """
+        call, request, asked = job.call, job.request, job.call.hints.continues
+        if asked is False or not (asked or self._greedy_ones) or not request.stream:
+            return job
+        if call.path.form not in ("completions", "chat") or job.prompt.kind not in IDENTIFIED:
+            return job
+        data = decoded(call.body)
+        if not (asked or data.get("temperature") == 0) or not continuable(data):
+            return job
+        if job.prompt.prompt_count != 1 or job.prompt.prompt_tokens >= MAX_KEPT_TOKENS:
+            return job
+        limit, least = request.max_tokens, data.get("min_tokens")
+        if request.endpoint == "completions":
+            limit = data.get("max_tokens", COMPLETIONS_MAX_TOKENS)
+        wanted = Continuable(limit, least if isinstance(least, int) else 0, self._kept)
+        return job._replace(body=with_key(job.body, "return_token_ids", b"true"), continuable=wanted)
+
+    async def go_on(self, job: Job, decision: Decision, cut: StreamCut, answer: ClientAnswer) -> None:
+        """Let another worker continue the stream, or else end it with the error that cut it.
+
+        decision: for the worker that failed, whose attempt was released.
+        """
+        result, error = "failed", cut.error
+        try:
+            result = await self._try(job, decision.worker_id, cut.followed)
+        except UpstreamError as second:
+            error = second
+        except WarmfleetError as why:
+            logger.info("no worker goes on with a stream: %s", why)
+        except asyncio.CancelledError:
+            await answer.end_stream(Stopping())
+            raise
+        self._metrics.continued.labels(result).inc()
+        logger.warning("a stream of worker %s broke off (%s): %s", decision.worker_id, cut.error.message, result)
+        if result != "continued":
+            self._metrics.stream_errors.inc()
+            await answer.end_stream(error)
+
+    async def _try(self, job: Job, failed_worker: str, followed: FollowedStream) -> str:
+        """``continued``, or the word for the metrics why not. Raises WarmfleetError."""
+        view, age_s = job.pool.view, time.perf_counter() - job.call.received_at
+        rest = _rest(job, followed, self._expected_output)
+        if rest is None or 0 < self._request_max_s <= age_s:
+            return "unfit"
+        if self._budget.empty:
+            return "budget"
+        self._budget.spend()
+        unable = [worker for worker in view.ids if not takes(view, worker, job, followed)]
+        attempt = self._attempts.begin(rest, (failed_worker, *unable), avoids_failing=False)
+        outcome: Outcome = "cancelled"
+        try:
+            chosen = await self._queue.admit(rest, attempt, self._decider.decide)
+            outcome = "failed"
+            outcome = await self._relay.go_on(rest, attempt, chosen, ContinuedStream(followed))
+        finally:
+            attempt.release(outcome)
+        return "continued"
+
+
+def continuable(data: dict[str, Any]) -> bool:
+    """Whether the ids of an answer's beginning, and these fields of the request, decide how the answer goes on."""
+    return all(name in CONTINUABLE or value is None or value in NEUTRAL.get(name, ()) for name, value in data.items())
+
+
+def takes(view: View, worker_id: str, job: Job, followed: FollowedStream) -> bool:
+    """Whether this worker takes the ids of the stream so far, and means the same tokens by them."""
+    able = view.handoff.get(worker_id)
+    if able is None or able.identity_key != followed.identity_key:
+        return False
+    return job.request.endpoint in able.endpoints and len(followed.prompt) + followed.safe < able.limit_tokens
+
+
+def _rest(job: Job, followed: FollowedStream, expected_output: int) -> Job | None:
+    """The job of another worker: the prompt is what was computed so far. None if that is not known.
+
+    The body is the client's, with the last value of each key that is put in: it counts.
+    """
+    wanted, request = job.continuable, job.request
+    if wanted is None or not followed.known or followed.finished or not followed.prompt:
+        return None
+    so_far = followed.safe
+    ids = [*followed.prompt, *followed.produced[:so_far]]
+    body = spliced(request.endpoint, job.body, [[orjson.dumps(ids)]], _characters(request))
+    if body is None or (wanted.max_tokens is not None and wanted.max_tokens <= so_far):
+        return None
+    changes = {"return_token_ids": b"false"}
+    if wanted.max_tokens is not None:
+        name = "max_tokens" if request.endpoint == "completions" else "max_completion_tokens"
+        changes[name] = b"%d" % (wanted.max_tokens - so_far)
+    if wanted.min_tokens:
+        changes["min_tokens"] = b"%d" % max(0, wanted.min_tokens - so_far)
+    for name, value in changes.items():
+        body = with_key(body, name, value)
+    prompt = identify_ids(request, job.pool.view, [ids], "engine", expected_output)
+    return job._replace(body=body, prompt=prompt, offer=Offer(reason="ids"), continuable=None)
+
+
+def _characters(request: Request) -> int:
+    given = request.prompts[0] if len(request.prompts) == 1 else ""
+    return len(given) if isinstance(given, str) else 0
