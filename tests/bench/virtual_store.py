@@ -67,7 +67,15 @@ class _VirtualMultiplexed(Multiplexed):
         super().__init__(pool)
         self._made = cache(lambda script: _Script(words_of(script.load)[2].decode(), connection, clock))
 
-    def send(self, script: PackedScript | None, command: bytes, limit_s: float, on_answer: OnAnswer) -> None:
+    def send(
+        self,
+        script: PackedScript | None,
+        command: bytes,
+        limit_s: float,
+        on_answer: OnAnswer,
+        *,
+        patient: bool = False,
+    ) -> None:
         assert script is not None, "the bench calls scripts only"
         _, _, count, *rest = words_of(command)
         try:

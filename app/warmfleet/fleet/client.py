@@ -192,12 +192,13 @@ class ScriptClient:
     def _keys_of(self, name: str) -> list[str]:
         return [getattr(self.keys, key) for key in SCRIPT_KEYS[name]]
 
-    def send(self, name: str, command: bytes, limit_s: float, on_answer: OnAnswer) -> None:
+    def send(self, name: str, command: bytes, limit_s: float, on_answer: OnAnswer, *, patient: bool = False) -> None:
         """Call a script by its packed command; ``on_answer`` is called once, perhaps before this returns.
 
-        Calls of one client are executed in the order in which they were sent.
+        Calls of one client are executed in the order in which they were sent. patient: this one may wait a moment for
+        others, so that they go to Redis together.
         """
-        self._multiplexed.send(self.packed[name], command, limit_s, on_answer)
+        self._multiplexed.send(self.packed[name], command, limit_s, on_answer, patient=patient)
 
     async def call(self, name: str, command: bytes, limit_s: float) -> Any:
         """``send``, and the answer. Raises FleetUnavailable or the class of the script's error code."""

@@ -258,8 +258,12 @@ class Reservations(ScriptClient):
         return str(answer[0].decode())
 
     def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer) -> None:
-        """``settle`` without waiting: Redis takes it before every call of this client that is made later."""
-        self.send("settle", self.settle_command(reservation, outcome), self.timeouts.upkeep_s, on_answer)
+        """``settle`` without waiting: Redis takes it before every call of this client that is made later.
+
+        It goes to Redis with the next of these, or after two milliseconds.
+        """
+        command = self.settle_command(reservation, outcome)
+        self.send("settle", command, self.timeouts.upkeep_s, on_answer, patient=True)
 
     def settle_command(self, reservation: str, outcome: Outcome) -> bytes:
         """The packed call of settle."""

@@ -56,7 +56,7 @@ class Recorder(Fleet):
     The arguments of a packed call are noted as the bytes that Redis would get.
     """
 
-    def send(self, name: str, command: bytes, limit_s: float, on_answer: OnAnswer) -> None:
+    def send(self, name: str, command: bytes, limit_s: float, on_answer: OnAnswer, *, patient: bool = False) -> None:
         self._note(name, arguments_of(command))
         on_answer(ANSWERS[name], None)
 

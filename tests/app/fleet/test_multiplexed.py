@@ -128,6 +128,35 @@ async def test_calls_of_one_turn_leave_in_one_write_and_are_answered_in_order(to
     channel._transport = real
 
 
+async def test_a_settle_that_nobody_waits_for_leaves_with_the_next_decision(
+    told: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they cost Redis and the replica one read and one write. Without another call it leaves by itself."""
+    monkeypatch.setattr(multiplexed, "PATIENCE_S", 3600.0)
+    channel = channel_of(told)
+    assert channel is not None
+    written: list[bytes] = []
+
+    class Transport:
+        def write(self, data: bytes) -> None:
+            written.append(data)
+            real.write(data)
+
+    real, channel._transport = cast("Any", channel._transport), cast("Any", Transport())
+    answers = tell_all(told, ["wf-1"])
+    await asyncio.sleep(0)
+    assert not written, "it waits for others"
+    assert await told.settle("wf-2", "finished") == "UNKNOWN"
+    assert len(answers) == 1, "it was answered first, for it was sent first"
+    assert len(written) == 1
+    assert written[0].index(b"wf-1") < written[0].index(b"wf-2")
+    monkeypatch.undo()
+    answers = tell_all(told, ["wf-3", "wf-4"])
+    await poll(lambda: len(answers) == 2)
+    assert len(written) == 2
+    channel._transport = real
+
+
 async def test_the_connection_is_redis_pys_with_user_database_and_name(valkey_url: str, model: str) -> None:
     """redis-py has no public name for what is taken over: this fails if it changes."""
     async with fleet_at(f"{valkey_url}?db=3&client_name=taken", model) as fleet:

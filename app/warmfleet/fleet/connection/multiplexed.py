@@ -41,6 +41,7 @@ logger = logging.getLogger("warmfleet.fleet.connection.multiplexed")
 MOST_WAITING = 8_192  # calls; 5,000 streams that end together fit, and so does a second of all that a replica asks
 MOST_BYTES = 33_554_432  # of the calls that wait: a decision about the longest prompt has 70 kB
 MOST_S = 1.0  # by which a time limit grows at most while the event loop is late
+PATIENCE_S = 0.002  # a patient call waits so long for others to go with: one read and one write for Redis and for us
 STEP_S = 0.02  # between two looks for calls whose time is up, while calls wait
 BLOCKED_STEP_S = 1.0  # the same of calls that block: no request waits for them
 SILENT_S = 1.0  # without a byte while calls wait: a frozen server keeps its connections open
@@ -84,6 +85,8 @@ class Channel(asyncio.Protocol):
         self._reader = hiredis.Reader(notEnoughData=INCOMPLETE)
         self._loop = asyncio.get_running_loop()
         self._out: list[bytes] = []
+        self._flushing: asyncio.Handle | None = None  # calls in ``_out`` go out by this
+        self._patient = False  # all of them can wait for PATIENCE_S
         self._transport: asyncio.Transport | None = None
         self._taken: TakenOver | None = None
 
@@ -95,15 +98,25 @@ class Channel(asyncio.Protocol):
     def address(self) -> tuple[str, int] | None:
         return self._taken.address if self._taken else None
 
-    def send(self, call: Call) -> None:
-        """Write the call at the end of this turn of the event loop, with all others of the turn."""
+    def send(self, call: Call, *, patient: bool = False) -> None:
+        """Write the call at the end of this turn of the event loop, with all others of the turn.
+
+        patient: it may go out later, with the next call that is not patient, but within PATIENCE_S.
+        """
         self.waiting.append(call)
         self._out.append(call.command)
-        if len(self._out) == 1:
-            self._loop.call_soon(self._flush)
+        if self._flushing is None:
+            self._patient = patient
+            self._flushing = (
+                self._loop.call_later(PATIENCE_S, self._flush) if patient else self._loop.call_soon(self._flush)
+            )
+        elif self._patient and not patient:
+            self._flushing.cancel()
+            self._patient, self._flushing = False, self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         out, self._out = self._out, []
+        self._flushing = None
         if self._transport is not None:
             self._transport.write(b"".join(out))
 
@@ -128,6 +141,8 @@ class Channel(asyncio.Protocol):
     def abort(self) -> None:
         """Close the connection at once. Nothing that comes on it afterwards is read."""
         transport, self._transport = self._transport, None
+        if self._flushing is not None:
+            self._flushing.cancel()
         if transport is not None:
             transport.abort()
 
@@ -156,8 +171,19 @@ class Multiplexed:
 
     # ------------------------------------------------ calls
 
-    def send(self, script: PackedScript | None, command: bytes, limit_s: float, on_answer: OnAnswer) -> None:
-        """Call a script: ``command`` is the whole call as it packs it. script: None for a command of Redis itself."""
+    def send(
+        self,
+        script: PackedScript | None,
+        command: bytes,
+        limit_s: float,
+        on_answer: OnAnswer,
+        *,
+        patient: bool = False,
+    ) -> None:
+        """Call a script: ``command`` is the whole call as it packs it. script: None for a command of Redis itself.
+
+        patient: nobody waits for the answer, so the call may wait a moment for others that go out with it.
+        """
         channel = self._channel
         waiting = self._early if channel is None else channel.waiting
         if self._closed or self._away or len(waiting) >= MOST_WAITING or self._bytes + len(command) > MOST_BYTES:
@@ -171,7 +197,7 @@ class Multiplexed:
             self._silent_s = 0.0
             self._set_timer()
         if channel is not None:
-            channel.send(call)
+            channel.send(call, patient=patient)
             return
         self._early.append(call)
         if self._opening is None:
