@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,14 +14,18 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from warmfleet.api.application import Application
-from warmfleet.api.client_keys import FOLLOW_INTERVAL_S, ClientKeys
+from warmfleet.api import client_keys
+from warmfleet.api.application import Application, ServiceApplication
+from warmfleet.api.client_keys import ClientKeys
 from warmfleet.api.completions import CompletionsProxy
 from warmfleet.api.connections import Connections
 from warmfleet.api.cors import Cors
 from warmfleet.api.error_answers import error_response, internal_error, not_found
 from warmfleet.api.gateway_routes import GatewayRoutes
 from warmfleet.api.http_connection import HttpConnection
+from warmfleet.api.listening import tls
+from warmfleet.api.listening.server import Door, Doors, Server
+from warmfleet.api.listening.tls import ServerTls
 from warmfleet.api.proxies import Proxies
 from warmfleet.api.service_routes import Health, ServiceRoutes
 from warmfleet.background import hung_engines, outage_checks, stock_engines, upkeep, vouching
@@ -37,6 +40,7 @@ from warmfleet.background.view_reader import ViewReader
 from warmfleet.background.vouching import Vouching
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
+from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fleet import Fleet, QueueLimits, Timeouts, connect
@@ -59,12 +63,13 @@ from warmfleet.untrusted.template_approval import Templates
 if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-    from types import FrameType
+
+    from starlette.routing import Route
+    from starlette.types import Lifespan
 
 logger = logging.getLogger("warmfleet")
 
 DRAIN_SETTLES_S = 3.0  # longest wait at the stop for settlements under way, each of which takes at most 2 s
-BACKLOG = 2_048  # connections that the kernel keeps until they are accepted
 TELL_AGAIN_INTERVAL_S = 1.0
 CLEAR_INTERVAL_S = 5.0  # a lease lives 30 s
 ALARM_GAP_S = 0.1  # between two probes that suspicions start ahead of the next round
@@ -74,18 +79,21 @@ AUDIT_LOOK_S = 10.0  # between two looks whether a worker's hourly audit is due
 TOKENIZER_THREADS = 2
 
 
-def create_app(settings: Settings, health: Health | None = None, metrics: Metrics | None = None) -> Application:
-    """All paths of one replica, with everything behind them; its lifespan runs the background tasks.
+def create_app(settings: Settings) -> Doors:
+    """All paths of one replica, with everything behind them; the lifespan of the clients' runs the background tasks.
 
-    Raises BadArgument if the settings name no model, or a policy or an objective for a model that they do not name.
+    Raises BadArgument if the settings name no model, or a policy or an objective for a model that they do not name, or
+    a file that cannot be used.
     """
     _check_models(settings)
-    metrics, health = metrics or Metrics(), health or Health()
+    metrics, health = Metrics(), Health()
+    certificates = ServerTls(settings, metrics) if settings.tls_cert else None
     keys = ClientKeys(settings.client_keys_file)
     pools = Pools([_pool(tag, settings) for tag in settings.models])
     addresses = Addresses(settings.worker_addresses, settings.static_workers)
-    upstream = Upstream(addresses, CONNECT_TIMEOUT_S, metrics.retries.labels("same").inc)
-    engine_client = EngineClient(addresses, CONNECT_TIMEOUT_S)
+    trusted = engine_tls(settings.worker_ca)
+    upstream = Upstream(addresses, CONNECT_TIMEOUT_S, metrics.retries.labels("same").inc, trusted)
+    engine_client = EngineClient(addresses, CONNECT_TIMEOUT_S, trusted)
     log = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
     identifier = Identifier(EngineTokenizer(engine_client, settings, metrics).token_ids, settings, metrics)
     router = Router(pools, upstream, identifier, settings, metrics, log)
@@ -110,16 +118,36 @@ def create_app(settings: Settings, health: Health | None = None, metrics: Metric
             stack.push_async_callback(_drain, router)
             await stack.enter_async_context(_background(pools, engine_client, identities, settings, metrics))
             if keys.required:
-                stack.push_async_callback(stop, [_task("client_keys", FOLLOW_INTERVAL_S, keys.follow, metrics)])
+                followed = _task("client_keys", client_keys.FOLLOW_INTERVAL_S, keys.follow, metrics)
+                stack.push_async_callback(stop, [followed])
+            if certificates is not None:
+                followed = _task("tls", tls.FOLLOW_INTERVAL_S, certificates.follow, metrics)
+                stack.push_async_callback(stop, [followed])
             yield
 
-    handlers = {WarmfleetError: error_response, HTTPException: not_found, Exception: internal_error}
-    starlette = Starlette(
-        routes=[*service.routes(), *gateways.routes()], lifespan=lifespan, exception_handlers=handlers
-    )
-    starlette.router.redirect_slashes = False  # a redirect would name the host that the client's header names
+    for_operators = [*service.for_operators(), *gateways.routes()]
+    apart = bool(settings.admin_port)
+    inside = _starlette([*service.for_everybody(), *for_operators])
+    outside = [*service.for_everybody(), *service.for_clients(), *([] if apart else for_operators)]
     proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics))
-    return Application(starlette, proxies, Cors(settings.cors_origins))
+    public = Application(_starlette(outside, lifespan), proxies, Cors(settings.cors_origins))
+    clients = Connections(public, health, settings, metrics)
+    operators = Connections(ServiceApplication(inside), health, settings, metrics)
+    metrics.connections.set_function(lambda: clients.open)
+    metrics.body_bytes.set_function(lambda: clients.body_bytes)
+    return Doors(
+        public,
+        health,
+        Door(clients, certificates.for_clients if certificates else None),
+        Door(operators, certificates.for_operators if certificates else None),
+    )
+
+
+def _starlette(routes: list[Route], lifespan: Lifespan[Starlette] | None = None) -> Starlette:
+    handlers = {WarmfleetError: error_response, HTTPException: not_found, Exception: internal_error}
+    starlette = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    starlette.router.redirect_slashes = False  # a redirect would name the host that the client's header names
+    return starlette
 
 
 def _check_models(settings: Settings) -> None:
@@ -136,8 +164,8 @@ def _check_models(settings: Settings) -> None:
             raise BadArgument(f"WARMFLEET_{name} names {strangers[0]!r}, which is not in WARMFLEET_MODELS")
 
 
-async def serve(settings: Settings, sockets: Sequence[socket.socket] | None = None) -> None:
-    """Serve until SIGINT or SIGTERM, on ``sockets`` that the caller has bound, else on the settings' host and port."""
+async def serve(settings: Settings, sockets: Sequence[socket.socket], admin: Sequence[socket.socket] = ()) -> None:
+    """Serve until SIGINT or SIGTERM, clients on ``sockets`` and operators on ``admin``; the caller has bound them."""
     os.environ.setdefault(
         "RAYON_NUM_THREADS", "1"
     )  # the router tokenises one text per call: more threads would only cost
@@ -146,66 +174,24 @@ async def serve(settings: Settings, sockets: Sequence[socket.socket] | None = No
         logger.warning("%s is set, but %s", name, why)
     if not settings.client_keys_file:
         logger.info("WARMFLEET_CLIENT_KEYS_FILE is not set: every client that reaches this replica is served")
-    await server(settings).serve(list(sockets) if sockets is not None else None)
+    await server(settings, admin).serve(list(sockets))
 
 
-def server(settings: Settings) -> uvicorn.Server:
-    """A uvicorn server with the settings' limits, not yet running. Raises BadArgument."""
-    health, metrics = Health(), Metrics()
-    application = create_app(settings, health, metrics)
-    connections = Connections(application, health, settings, metrics)
+def server(settings: Settings, admin: Sequence[socket.socket] = ()) -> Server:
+    """A server with the settings' limits, not yet running. admin: sockets for operators. Raises BadArgument."""
+    doors = create_app(settings)
     config = uvicorn.Config(
-        application,
-        host=settings.host,
-        port=settings.port,
+        doors.application,
         loop="uvloop",
-        http=partial(HttpConnection, connections),  # type: ignore[arg-type]  # uvicorn only calls it
+        http=HttpConnection,  # uvicorn never makes one
         ws="none",
         lifespan="on",
         access_log=False,
         log_config=None,
         proxy_headers=False,  # it would wrap the application
-        backlog=BACKLOG,
         timeout_graceful_shutdown=int(settings.shutdown_grace_s),
     )
-    return _Server(config, health, settings.drain_s)
-
-
-class _Server(uvicorn.Server):
-    """A server that goes on serving for ``drain_s`` before it stops, so that balancers and clients turn away from it.
-
-    A second signal stops it at once. uvicorn looks ten times a second whether it shall stop; this server waits for it.
-    """
-
-    def __init__(self, config: uvicorn.Config, health: Health, drain_s: float) -> None:
-        self._exits = asyncio.Event()
-        super().__init__(config)
-        self._health = health
-        self._drain_s = drain_s
-
-    @property
-    def should_exit(self) -> bool:
-        return self._exits.is_set()
-
-    @should_exit.setter
-    def should_exit(self, exits: bool) -> None:
-        if exits:
-            self._exits.set()
-            with suppress(RuntimeError):  # no loop runs yet
-                asyncio.get_running_loop().call_soon_threadsafe(int)  # a signal alone does not wake the loop
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)
-        await self._exits.wait()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._health.draining or self._drain_s <= 0 or sig == signal.SIGINT:
-            self._health.draining = True
-            super().handle_exit(sig, frame)
-            return
-        self._health.draining = True
-        loop = asyncio.get_running_loop()
-        loop.call_soon_threadsafe(loop.call_later, self._drain_s, partial(super().handle_exit, sig, frame))
+    return Server(config, doors, settings.drain_s, admin)
 
 
 def _pool(tag: str, settings: Settings) -> Pool:

@@ -99,6 +99,9 @@ class Metrics:
         self.requests = self._counter("requests", "Requests that were answered", "endpoint", "status", "reservation")
         self.in_flight = self._gauge("in_flight", "Requests that are being served now")
         self.connections = self._gauge("connections", "Connections of clients that are open now")
+        self.tls_certificate_expires_seconds = self._gauge(
+            "tls_certificate_expires_seconds", "Unix time at which the certificate in use ends; 0 without TLS"
+        )
         self.body_bytes = self._gauge("body_bytes", "Request bodies that are held in memory now")
         self.connections_closed = self._counter(
             "connections_closed", "Connections that were closed for a fault or a limit, by reason (api.md)", "reason"

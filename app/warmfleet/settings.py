@@ -151,6 +151,22 @@ class Settings:
     models: tuple[str, ...] = _setting((), "model tags to serve, each `name` or `name#pool`; required")
     host: str = _setting("127.0.0.1", "address to listen on; the default is reachable from this machine only")
     port: int = _setting(8080, "port to listen on")
+    admin_port: int = _setting(
+        0,
+        "port for operators, on the same address: `/metrics`, `/workers`, `/explain`, `/route`, `/renew` and `/settle` "
+        "are served there only, health on both; 0 = all on one port",
+    )
+    tls_cert: str = _setting(
+        "",
+        "PEM file of this replica's certificate and those between it and its authority; empty = no TLS (security.md)",
+    )
+    tls_key: str = _setting("", "PEM file of the key of that certificate")
+    tls_client_ca: str = _setting(
+        "", "PEM file of authorities, by one of which clients need a certificate; empty = clients need none"
+    )
+    worker_ca: str = _setting(
+        "", "PEM file of the authority that signed the engines' certificates; empty = the system's authorities"
+    )
     policy: str = _setting(
         "cost", 'placement policy (`lua/README.md`, "Policies"); exceptions for single models: `cost,modelA=sticky`'
     )
@@ -173,7 +189,9 @@ class Settings:
         "again when it changes; empty = every client is served",
     )
     admin_key: str = _secret(
-        "", "bearer token that `/workers`, `/explain` and `/metrics` require; empty = open to everybody"
+        "",
+        "bearer token that the paths for operators require; empty = open to everybody, so that "
+        "`WARMFLEET_CLIENT_KEYS_FILE` and `WARMFLEET_TENANT_KEY` need this key or `WARMFLEET_ADMIN_PORT`",
     )
     tenant_key: str = _secret(
         "", "a secret of at least 16 characters: tenants never share cached blocks; empty = one cache for all"
@@ -317,8 +335,9 @@ class Settings:
 
     def _wrong_values(self) -> Iterator[str]:
         """A message for each value that is wrong whatever the others are."""
-        if self.port > MAX_PORT:
-            yield f"PORT={self.port}: a port is 0 to {MAX_PORT}"
+        for name, port in ("PORT", self.port), ("ADMIN_PORT", self.admin_port):
+            if port > MAX_PORT:
+                yield f"{name}={port}: a port is 0 to {MAX_PORT}"
         if self.queue_max > MAX_TICKETS:
             yield f"QUEUE_MAX={self.queue_max}: the queue holds at most {MAX_TICKETS} requests"
         if self.decision_sample > 1:
@@ -346,6 +365,16 @@ class Settings:
 
     def _contradictions(self) -> Iterator[str]:
         """A message for each value that contradicts another setting, or a time by which the fleet goes."""
+        for name, value in ("CLIENT_KEYS_FILE", self.client_keys_file), ("TENANT_KEY", self.tenant_key):
+            if value and not self.admin_key and not self.admin_port:
+                why = "/metrics, /workers and /explain would tell every client about the others"
+                yield f"{name} is set, so set WARMFLEET_ADMIN_KEY or WARMFLEET_ADMIN_PORT, too: {why}"
+        if self.admin_port and self.admin_port == self.port:
+            yield f"ADMIN_PORT={self.admin_port} must differ from WARMFLEET_PORT"
+        if bool(self.tls_cert) != bool(self.tls_key):
+            yield "TLS_CERT and WARMFLEET_TLS_KEY need each other: set both"
+        if self.tls_client_ca and not self.tls_cert:
+            yield "TLS_CLIENT_CA needs WARMFLEET_TLS_CERT: without TLS no client shows a certificate"
         if self.uploads_max_bytes < self.body_max_bytes:
             limit = f"WARMFLEET_BODY_MAX_BYTES={self.body_max_bytes}"
             yield f"UPLOADS_MAX_BYTES={self.uploads_max_bytes} must be at least {limit}: no such body could ever pass"

@@ -22,6 +22,6 @@ ENV PATH=/opt/warmfleet/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HOME=/tmp
 USER 65532:65532
-EXPOSE 8080
+EXPOSE 8080 9090
 ENTRYPOINT ["warmfleet"]
 CMD ["serve"]

@@ -49,9 +49,13 @@ CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
 
 @dataclass
 class Replica:
-    """``url`` of the router; ``fleet`` to look at the same state; ``client`` without any connection reuse."""
+    """``url`` for clients, ``operators`` for operators; ``fleet`` to look at the same state.
+
+    ``client`` uses no connection twice.
+    """
 
     url: str
+    operators: str
     fleet: Fleet
     client: aiohttp.ClientSession
     server: uvicorn.Server
@@ -68,7 +72,8 @@ class Replica:
             return answer.status, {k.lower(): v for k, v in answer.headers.items()}, await answer.read()
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        async with self.client.get(self.url + path) as answer:
+        """Status and body, from the operators' port where the replica has one."""
+        async with self.client.get(self.operators + path) as answer:
             return answer.status, await answer.read()
 
     async def metric(self, line: str) -> float:
@@ -125,16 +130,18 @@ async def replica(
     replaced = {name: chosen.pop(name) for name in CONSTANTS.keys() & chosen.keys()}
     made = Settings(redis_url=redis_url, models=(model,), static_workers=engines, **chosen)
     listener = socket.create_server(("127.0.0.1", 0))
+    admin = [socket.create_server(("127.0.0.1", 0))] if made.admin_port else []
     constants = pytest.MonkeyPatch()
     for name, value in replaced.items():
         for module, constant in CONSTANTS[name]:
             constants.setattr(module, constant, value)
-    running = server(made)
+    running = server(made, admin)
     task = asyncio.create_task(running._serve([listener]))
     fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
-            found = Replica(f"http://127.0.0.1:{listener.getsockname()[1]}", fleet, client, running)
+            url, operators = (f"http://127.0.0.1:{one.getsockname()[1]}" for one in (listener, [listener, *admin][-1]))
+            found = Replica(url, operators, fleet, client, running)
             await poll(lambda: running.started or task.done(), 60, "the replica starts")
             if engines:
                 await found.routable(len(engines))

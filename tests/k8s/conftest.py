@@ -26,8 +26,8 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def program() -> Program:
-    app = create_app(Settings(models=("any",)))
-    small = [route for route in app._starlette.routes if isinstance(route, Route)]
+    doors = create_app(Settings(models=("any",), admin_port=9090))
+    small = [route for route in doors.clients.connections.application.starlette.routes if isinstance(route, Route)]
     sources = "".join(path.read_text() for path in (ROOT / "worker_plugin/warmfleet_worker").rglob("*.py"))
     return Program(
         routes={"router": frozenset({*KNOWN, *(route.path for route in small)}), "vllm": ENGINE_ROUTES},

@@ -24,17 +24,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.api")
 
 
-class Application:
-    """All paths of a replica. As an ASGI application it runs only the lifespan, which is Starlette's."""
+class ServiceApplication:
+    """The paths that a replica answers itself."""
+
+    def __init__(self, starlette: Starlette) -> None:
+        self.starlette = starlette
+
+    def serve(self, request: HttpRequest, answer: ClientAnswer, *, engines: bool) -> Coroutine[Any, Any, None]:  # noqa: ARG002
+        """The coroutine that answers the request. engines: whether it may be sent to an engine."""
+        return self._serve_itself(request, answer)
+
+    async def _serve_itself(self, request: HttpRequest, answer: ClientAnswer) -> None:
+        try:
+            await serve_by_asgi(self.starlette, request, answer)
+        except Exception as error:
+            ours = error if isinstance(error, WarmfleetError) else WarmfleetError(OUR_BUG)
+            if ours is not error:
+                logger.exception("%s %s failed", request.method.decode(), request.target[:200])
+            if not answer.started:
+                await send_error(answer, ours, request_id(request.headers))
+
+
+class Application(ServiceApplication):
+    """All paths of a replica's clients. As an ASGI application it runs only the lifespan, which is Starlette's."""
 
     def __init__(self, starlette: Starlette, proxies: Proxies, cors: Cors) -> None:
-        self._starlette = starlette
+        super().__init__(starlette)
         self._proxies = proxies
         self._cors = cors
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Run the lifespan."""
-        await self._starlette(scope, receive, send)
+        await self.starlette(scope, receive, send)
 
     def serve(self, request: HttpRequest, answer: ClientAnswer, *, engines: bool) -> Coroutine[Any, Any, None]:
         """The coroutine that answers the request. engines: whether it may be sent to an engine."""
@@ -53,11 +74,3 @@ class Application:
             raise TooManyConnections("This replica has as many connections as it takes: ask again.")
         except WarmfleetError as error:
             return send_error(answer, error, request_id(request.headers))
-
-    async def _serve_itself(self, request: HttpRequest, answer: ClientAnswer) -> None:
-        try:
-            await serve_by_asgi(self._starlette, request, answer)
-        except Exception:  # a bug of ours
-            logger.exception("%s %s failed", request.method.decode(), request.target[:200])
-            if not answer.started:
-                await send_error(answer, WarmfleetError(OUR_BUG))

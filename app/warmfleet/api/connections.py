@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from warmfleet.errors import UploadsFull
 
 if TYPE_CHECKING:
-    from warmfleet.api.application import Application
+    from warmfleet.api.application import ServiceApplication
     from warmfleet.api.service_routes import Health
     from warmfleet.errors import WarmfleetError
     from warmfleet.metrics import Metrics
@@ -37,13 +37,15 @@ class Connection(Protocol):
 
 
 class Connections:
-    """``health.draining``: every answer tells its client that the connection ends. ``body_bytes``: held in memory.
+    """``health.draining``: every answer tells its client that the connection ends. ``open``: how many connections are.
+
+    ``body_bytes``: held in memory.
 
     ``waiting`` and ``uploading``: the connections that have no whole request yet, in the order in which that began;
     those in ``uploading`` have sent a part of a body.
     """
 
-    def __init__(self, application: Application, health: Health, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, application: ServiceApplication, health: Health, settings: Settings, metrics: Metrics) -> None:
         self.application = application
         self.health = health
         self.max_body_bytes = settings.body_max_bytes
@@ -54,11 +56,9 @@ class Connections:
         self._max_connections = settings.max_connections
         self._max_uploads_bytes = settings.uploads_max_bytes
         self._metrics = metrics
-        self._open = 0
+        self.open = 0
         self._quiet_until = 0.0
         self._untold = 0
-        metrics.connections.set_function(lambda: self._open)
-        metrics.body_bytes.set_function(lambda: self.body_bytes)
 
     def opened(self, connection: Connection) -> bool:
         """Count a new connection; returns whether it may send requests to engines.
@@ -66,21 +66,21 @@ class Connections:
         At the limit it takes the place of a connection without a whole request: of the one that has waited longest, or
         else has uploaded longest. If there is none, it is one of the few that may ask for health and metrics only.
         """
-        self._open += 1
-        if self._open <= self._max_connections:
+        self.open += 1
+        if self.open <= self._max_connections:
             return True
         for found in (self.waiting, self.uploading):
             for victim in found:
                 if victim is not connection:
                     victim.drop("crowded", "it gave way to a new connection")
                     return True
-        if self._open > self._max_connections + RESERVED_CONNECTIONS:
+        if self.open > self._max_connections + RESERVED_CONNECTIONS:
             connection.drop("connections", "there are too many")
         return False
 
     def closed(self, connection: Connection) -> None:
         """Count a connection that was lost."""
-        self._open -= 1
+        self.open -= 1
         self.waiting.pop(connection, None)
         self.uploading.pop(connection, None)
 

@@ -42,7 +42,7 @@ class GatewayRoutes:
         self._admin_key = settings.admin_key
         self._keys_required = bool(settings.client_keys_file)
         hidden = settings.explain_key is None or self._keys_required  # from clients, among whom anybody may be
-        self._closed = hidden and not self._admin_key
+        self._closed = hidden and not self._admin_key and not settings.admin_port
         self._tenant_header = settings.tenant_header.lower().encode("latin-1")
 
     def routes(self) -> list[Route]:

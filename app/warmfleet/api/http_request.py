@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_REQUEST_ID = 64
+_ESCAPED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
+MODELS_BELOW = b"/v1/models/"  # below it the path is the name of a model, which may have a slash written as %2F
+#: Spellings of a path that other servers read as another path than this one does: an empty segment, ``.`` and ``..``,
+#: a backslash, a fragment, a byte that is no character of a URL, and escapes of what needs none, of a slash, a
+#: backslash or a control character, or of nothing.
+_AMBIGUOUS = re.compile(
+    rb"//|/\.\.?(?:/|$)|[\\#\x00-\x20\x7f-\xff]|"
+    rb"%(?:2[def]|3[0-9]|4[1-9a-f]|5[0-9acf]|6[1-9a-f]|7[0-9aef]|[01][0-9a-f]|(?![0-9a-f]{2}))",
+    re.IGNORECASE,
+)
 _UNSAFE_ID = re.compile(rb"[^A-Za-z0-9._-]")
 #: Headers that say where a request ends and where it goes, and one that asks for an answer before the body is sent.
 _FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect"))
@@ -57,7 +67,10 @@ class HttpRequest:
         except httptools.HttpParserInvalidURLError as error:
             raise BadRequest("The request's path cannot be read.") from error
         path = parsed.path or b"/"
-        return unquote(path.decode("latin-1")), path, parsed.query or b""
+        judged = _ESCAPED_SLASH.sub(b"/", path) if path.startswith(MODELS_BELOW) else path
+        if parsed.fragment is not None or _AMBIGUOUS.search(judged):
+            raise BadRequest("The request's path is written so that a proxy in front could read another one.")
+        return unquote(path.decode("ascii")), path, parsed.query or b""
 
 
 def framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> Framing:

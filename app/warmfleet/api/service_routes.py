@@ -41,19 +41,26 @@ class ServiceRoutes:
         self._metrics = metrics
         self._health = health
 
-    def routes(self) -> list[Route]:
-        """Every path with its handler."""
+    def for_clients(self) -> list[Route]:
+        """The paths that clients use, with their handlers."""
+        return [Route("/v1/models", self.models), Route("/v1/models/{model:path}", self.model)]
+
+    def for_operators(self) -> list[Route]:
+        """The paths that tell about requests of all clients, with their handlers."""
         return [
-            Route("/v1/models", self.models),
-            Route("/v1/models/{model:path}", self.model),
+            Route("/metrics", self.metrics),
+            Route("/workers", self.workers),
+            Route("/explain", self.explain, methods=["POST"]),
+        ]
+
+    def for_everybody(self) -> list[Route]:
+        """The paths that balancers and browsers ask for, with their handlers."""
+        return [
             Route("/health", self.readyz),
             Route("/ping", self.readyz, methods=["GET", "POST"]),
             Route("/version", self.version),
             Route("/livez", self.livez),
             Route("/readyz", self.readyz),
-            Route("/metrics", self.metrics),
-            Route("/workers", self.workers),
-            Route("/explain", self.explain, methods=["POST"]),
             Route("/favicon.ico", self.favicon),
         ]
 

@@ -31,7 +31,8 @@ def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
         raise CommandError(f"{url}{path} answered {answer.status_code}, and not in JSON: is that a replica?") from error
     if answer.is_error:
         message = value.get("error", {}).get("message", value) if isinstance(value, dict) else value
-        raise CommandError(f"{url}{path} answered {answer.status_code}: {message}")
+        hint = "" if answer.status_code != httpx.codes.NOT_FOUND else " (does --url name WARMFLEET_ADMIN_PORT?)"
+        raise CommandError(f"{url}{path} answered {answer.status_code}: {message}{hint}")
     return value
 
 

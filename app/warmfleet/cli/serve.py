@@ -37,6 +37,13 @@ def run(options: argparse.Namespace) -> int:
         if options.reuse_port:
             shared = listen(settings.host, options.reuse_port, shared=True)
             sockets.append(stack.enter_context(closing(shared)))
+        admin = []
+        if settings.admin_port:
+            admin.append(
+                stack.enter_context(
+                    closing(listen(settings.host, settings.admin_port, chosen_by="WARMFLEET_ADMIN_PORT"))
+                )
+            )
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        runner.run(serve(settings, sockets))
+        runner.run(serve(settings, sockets, admin))
     return 0

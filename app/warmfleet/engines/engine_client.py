@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import ssl
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
+from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.engines.request_headers import header_value
 from warmfleet.engines.resolver import Resolver
 from warmfleet.errors import UpstreamError, UpstreamGone, WarmfleetError
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncGenerator, Iterator, Mapping
 
     from warmfleet.engines.allowed_addresses import Addresses
@@ -36,12 +37,13 @@ class DeadConnection(httpx.NetworkError):
 class EngineClient:
     """One pool of connections for all small calls. No redirects, no cookies, no proxy of the environment."""
 
-    def __init__(self, addresses: Addresses, connect_timeout_s: float) -> None:
+    def __init__(self, addresses: Addresses, connect_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
+        """tls: for https; None = the system's."""
         self._addresses = addresses
         self._timeouts = httpx.Timeout(None, connect=connect_timeout_s).as_dict()
         self._resolver = Resolver(addresses)
         self._transport = httpx.AsyncHTTPTransport(
-            verify=ssl.create_default_context(),
+            verify=tls or engine_tls(""),
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
         )

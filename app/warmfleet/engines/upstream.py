@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-import ssl
 from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from warmfleet.engines.engine_connection import Connection, EngineResponse, KeptConnections
+from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.engines.resolver import Resolver
 from warmfleet.errors import UpstreamError, UpstreamGone
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable
 
     from warmfleet.engines.allowed_addresses import Addresses
@@ -33,14 +34,18 @@ class Upstream:
     """The connections to all engines: ``open`` it in the event loop, ``close`` it."""
 
     def __init__(
-        self, addresses: Addresses, connect_timeout_s: float, on_stale: Callable[[], None] = lambda: None
+        self,
+        addresses: Addresses,
+        connect_timeout_s: float,
+        on_stale: Callable[[], None] = lambda: None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """on_stale: called when a kept connection was dead and is replaced."""
+        """on_stale: called when a kept connection was dead and is replaced. tls: for https; None = the system's."""
         self._addresses = addresses
         self._resolver = Resolver(addresses)
         self._on_stale = on_stale
         self._connect_timeout_s = connect_timeout_s
-        self._tls = ssl.create_default_context()
+        self._tls = tls or engine_tls("")
         self._engines: dict[str, Engine] = {}
         self._loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # until open()
         self._sweeper: asyncio.TimerHandle | None = None

@@ -67,7 +67,7 @@ async def test_nothing_is_served_without_a_key(valkey_url: str, model: str, keys
         refused += [{"x-api-key": "wf-bad"}, {"x-api-key": ""}, {"x-api-key": "wf-good", "authorization": "Basic eA=="}]
         for headers in refused:
             assert await status(router, model, **headers) == 401, headers
-        for path in ("/v1/embeddings", "/tokenize", AUDIO, "/v1/audio/anything", "/v1/%63ompletions"):
+        for path in ("/v1/embeddings", "/tokenize", AUDIO, "/v1/audio/anything", "/v1/completions?x=1"):
             code, told, body = await router.post({"model": model, "input": "hi"}, path)
             assert (code, told["www-authenticate"], json.loads(body)["error"]["code"]) == (
                 401,

@@ -26,7 +26,7 @@ def claim_shared(host: str, port: int) -> socket.socket:
     return listen(host, port, shared=True)
 
 
-def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+def listen(host: str, port: int, *, shared: bool = False, chosen_by: str = "--port") -> socket.socket:
     """A socket bound to ``host:port``. Raises CommandError.
 
     With ``shared``, several processes may bind the port, and the kernel spreads new connections over them.
@@ -40,5 +40,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise CommandError(f"{host}:{port} cannot be used ({error.strerror}): choose another with --port") from error
+        raise CommandError(
+            f"{host}:{port} cannot be used ({error.strerror}): choose another with {chosen_by}"
+        ) from error
     return bound

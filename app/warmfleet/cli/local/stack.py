@@ -164,6 +164,10 @@ class Stack:
             "WARMFLEET_TOKENIZER": plan.tokenizer,
             "WARMFLEET_DECISION_LOG": log and f"{log}.{name}",
             "WARMFLEET_SHUTDOWN_GRACE_S": SHUTDOWN_GRACE_SECONDS,
+            "WARMFLEET_ADMIN_PORT": "0",  # which all replicas would share
+            "WARMFLEET_TLS_CERT": "",
+            "WARMFLEET_TLS_KEY": "",
+            "WARMFLEET_TLS_CLIENT_CA": "",
             "WARMFLEET_DRAIN_S": "0",  # the stack ends as a whole: no client can turn elsewhere
             **self._approvals(),
         }

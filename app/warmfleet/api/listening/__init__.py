@@ -1,0 +1,1 @@
+"""How a replica listens: its doors, TLS, and its place among others on the same ports."""

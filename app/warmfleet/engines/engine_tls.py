@@ -1,0 +1,18 @@
+"""Which certificates of engines a replica accepts."""
+
+from __future__ import annotations
+
+import ssl
+
+from warmfleet.errors import BadArgument
+
+
+def engine_tls(ca_file: str) -> ssl.SSLContext:
+    """A context for connections to engines. ca_file: PEM file of the authority they need; empty = the system's.
+
+    Raises BadArgument.
+    """
+    try:
+        return ssl.create_default_context(cafile=ca_file or None)
+    except OSError as error:  # SSLError is one
+        raise BadArgument(f"WARMFLEET_WORKER_CA={ca_file!r} cannot be used: {error}") from error
