@@ -20,7 +20,7 @@ ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy,
       it, kept with its ticket: not a worker that only failed a moment ago),
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
-      prompt_tokens, prefill_tokens booked, decode_tokens, flags, why}, in mode 2 then what DRY tells after why;
+      prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why}, in mode 2 then what DRY tells after why;
       {QUEUED, FULL or DISPLACED, tickets that wait, ms of work in them}: nothing is booked; QUEUED: it has a ticket;
       {DRY, worker_id, why, {median speed, block_tokens, turn, ms, waits 0/1}, {worker_id, matched_tokens,
       speculative_tokens, load row, cost_s}...}: all that the choice saw
@@ -83,7 +83,9 @@ if expired[1] then (include "shared/release_lease")(load_key, leases_key, lease_
 
 local ttl_ms, decode_s_per_token = replica.ttl_ms, replica.decode_s_per_token
 local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, ttl_ms, exclude)
-local s = candidates(all, alive, median, decode_s_per_token, now)
+local block_tokens = 1
+for k = FIRST_CHAIN + 1, #ARGV, 3 do block_tokens = max(block_tokens, tonumber(ARGV[k]) or 1) end
+local s = candidates(all, alive, median, decode_s_per_token, now, block_tokens)
 if s.count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " workers is alive and routable") end
 
 local max_engine_wait_s, served = tenant ~= "" and replica.max_engine_wait_s or 0, nil
@@ -93,7 +95,7 @@ if s.waits and mode ~= MODE_DRY then
   local function everybody()
     if exclude == "" then return s end
     local everyone = select(2, alive_workers(alive_key, load_key, tick_key, now, ttl_ms, ""))
-    return candidates(all, everyone, median, decode_s_per_token, now)
+    return candidates(all, everyone, median, decode_s_per_token, now, block_tokens)
   end
   local wait_turn, now_us = include "decide/wait_turn", time[1] * 1000000 + time[2]
   local waits
@@ -113,9 +115,10 @@ local w, why, match_seen = verified_choice(s, prefix, choose)
 local worker, flags = sub(s.rows[w], WORKER_ID_AT), unpack_from(ROW_FLAGS, s.rows[w], FLAGS_AT)
 
 if mode == MODE_DRY then return (include "decide/dump_state")(s, { "DRY", worker, why }, w, match_seen) end
-local prefill = reserve(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, now + replica.lease_ms)
+local expires_ms = now + replica.lease_ms
+local prefill, context = reserve(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, expires_ms)
 if served then served(prefill + max(0, decode_tokens - prompt_tokens)) end
 if policy == "round_robin" then call("HINCRBY", counts_key, "round_robin", 1) end
 local answer = { "BOOKED", worker, s.matched[w] or 0, s.speculated[w] and 1 or 0, s.flagged, format("%.6f", s.cost[w]),
-  url_of(worker, flags), s.wait[w], prompt_tokens, prefill, decode_tokens, flags, why }
+  url_of(worker, flags), s.wait[w], prompt_tokens, prefill, context, flags, why }
 return mode == MODE_TELL and (include "decide/dump_state")(s, answer, w, match_seen) or answer

@@ -34,7 +34,7 @@ queue.reap(MAX_REAPED)
 
 local waiting = queue.waiting()
 local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, "")
-local s, speed, turns = candidates(all, alive, median, 0, now), 0, {}
+local s, speed, turns = candidates(all, alive, median, 0, now, 1), 0, {}
 for i = 1, s.count do speed = speed + s.speed[i] end
 if waiting > 0 then
   turns = queue.turns(capacity_of(s, replica.max_engine_wait_s, replica.block_sizes), MAX_TURNS)

@@ -37,7 +37,7 @@ local add_load = (include "shared/row_load")(load_key, now)
 -- Book what is left of a reservation on the row of its worker. False if the worker is gone.
 local function rebuild(id, worker, prefill, decode, stage)
   if stage == STAGE_STARTED then prefill = 0 end
-  local epoch, slot = add_load(worker, nil, prefill, stage == STAGE_STARTED and decode or 0, 1)
+  local epoch, slot = add_load(worker, nil, prefill, decode, 1)
   if not epoch then return false end
   call("HSET", lease_key, id, struct.pack(LEASE, epoch, slot, prefill, decode, 0, 0, stage, #worker) .. worker)
   call("ZADD", leases_key, expiry, id)
@@ -47,7 +47,7 @@ end
 -- As settle does with a first token, but without the mirror of an approximate worker.
 local function start(id, lease)
   local epoch, slot, prefill, decode, matched, prompt, _, length, at = struct.unpack(LEASE, lease)
-  add_load(lease:sub(at, at + length - 1), epoch, -prefill, decode, 0)
+  add_load(lease:sub(at, at + length - 1), epoch, -prefill, 0, 0)
   local head = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, STAGE_STARTED, length)
   call("HSET", lease_key, id, head .. lease:sub(at))
 end

@@ -24,7 +24,7 @@ for k = FIRST_CANDIDATE, #ARGV, 3 do
   local i, speculative = #rows + 1, tonumber(ARGV[k + 2])
   rows[i], matched[i], speculated[i] = ARGV[k], tonumber(ARGV[k + 1]), speculative > 0 and speculative or nil
 end
-local s = candidates(rows, nil, median_tps, replica.decode_s_per_token, now_ms)
+local s = candidates(rows, nil, median_tps, replica.decode_s_per_token, now_ms, block_tokens)
 if s.count == 0 or s.count < #rows then
   return redis.error_reply("BAD_ARGUMENT replay: rows of candidates that decide would not have had")
 end

@@ -91,7 +91,7 @@ local unreported = outcome == "finished" and deepest
 local kept_stage = outcome == "started" and STAGE_STARTED or unreported and STAGE_LINGERING
 local _, row
 if outcome == "started" then
-  _, _, row = release.add(lease:sub(at, at + length - 1), epoch, -prefill, decode, 0)
+  _, _, row = release.add(lease:sub(at, at + length - 1), epoch, -prefill, 0, 0)
 else
   row = release.load(lease)
 end

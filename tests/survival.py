@@ -143,7 +143,7 @@ class Survival:
         await poll(lambda: not self.unsettled, 10, "every outcome is told")
         renewed, rebuilt, refused = await self.fleet.renew(self.held)
         assert (renewed + rebuilt, refused) == (HELD, 0)
-        total = [sum(one.prefill_tokens for one in self.held), 0, HELD]  # decode tokens count from the first token on
+        total = [sum(one.prefill_tokens for one in self.held), sum(one.decode_tokens for one in self.held), HELD]
         await poll(lambda: self._load(total), 15, "only what is held is booked")
         self.unsettled += [one.reservation for one in self.held]
         self.held = []

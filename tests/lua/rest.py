@@ -164,8 +164,7 @@ def check_load(world: World) -> None:
         lease = Lease.unpack(packed) if name[-1:] != b"+" else None
         row = row_of(world, lease.worker_id) if lease else None
         if lease and row and lease.stage <= Stage.STARTED and lease.epoch == row.epoch:
-            decode = lease.decode_tokens if lease.stage == Stage.STARTED else 0
-            sums[lease.worker_id].update(prefill=lease.prefill_tokens, decode=decode, count=1)
+            sums[lease.worker_id].update(prefill=lease.prefill_tokens, decode=lease.decode_tokens, count=1)
     for name in NAMES:
         row, of = row_of(world, name) or LoadRow(), sums[name]
         assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (of["prefill"], of["decode"], of["count"])

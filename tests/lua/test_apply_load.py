@@ -92,7 +92,7 @@ async def lease(core: Core, name: str, **changes: Any) -> None:
     values |= {"prompt_tokens": 364, "stage": Stage.BOOKED, "worker_id": "s.0", "checkpoints": (block(1),)}
     packed = Lease(**values | changes).pack()
     await core.store.hset(core.keys.lease, name, packed)
-    await core.store.hset(core.keys.load, "s.0", with_load(row, row.prefill_tokens + 300, 0, 1))
+    await core.store.hset(core.keys.load, "s.0", with_load(row, row.prefill_tokens + 300, 50, 1))
 
 
 async def leased(core: Core, name: str) -> Lease:
@@ -124,12 +124,12 @@ async def test_progress_compares_prediction_and_outcome(
 
 async def test_of_several_prompts_each_gives_back_its_share(core: Core, fleet: Fleet) -> None:
     await lease(core, "wf--a")  # 300 booked of a prompt of 364 tokens, in three parts
-    for prompt, prefill, decode in ((91, 225, 0), (182, 75, 0), (91, 0, 50), (91, 0, 50)):
+    for prompt, prefill in ((91, 225), (182, 75), (91, 0), (91, 0)):
         await core.send("progress", wire.dumps([["wf--a", 16, prompt]]))
         await core.applied()
         row, held = await core.row(), await leased(core, "wf--a")
-        assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (prefill, decode, 1)
-        assert (held.prefill_tokens, held.stage) == (prefill, Stage.STARTED if decode else Stage.BOOKED)
+        assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (prefill, 50, 1)
+        assert (held.prefill_tokens, held.stage) == (prefill, Stage.BOOKED if prefill else Stage.STARTED)
     await fleet.settle("wf--a", "finished")
     row = await core.row()
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
@@ -151,7 +151,7 @@ async def test_progress_of_another_epoch_leaves_the_row_alone(core: Core) -> Non
     await core.send("progress", wire.dumps([["wf-a", 64, 364]]))
     await core.applied()
     row = await core.row()
-    assert (row.prefill_tokens, row.decode_tokens) == (300, 0)
+    assert (row.prefill_tokens, row.decode_tokens) == (300, 50)
 
 
 async def test_progress_after_a_real_decision_and_before_a_real_settle(core: Core, fleet: Fleet) -> None:

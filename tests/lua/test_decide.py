@@ -126,11 +126,11 @@ async def test_what_is_booked(world: World) -> None:
     decision = await world.fleet.decide(world.ask(chain, extra_tokens=5, decode_tokens=4_000))
     assert (decision.matched_tokens, decision.prefill_tokens, decision.wait_tokens) == (1120, 2085, 0)
     row = await world.row(1)
-    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (2085, 0, 1)
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (2085, 2880, 1)  # neither counts the match
     made = [1, 128, 200]  # block 1, and the checkpoints beyond the 70 blocks it has
     hashes = tuple(chain[8 * block - 8 : 8 * block] for block in made)
     lease = (await world.leases())[decision.reservation]
-    assert lease == Lease(1, 1, 2085, 4_000, 1120, 3205, Stage.BOOKED, "w1.0", hashes)
+    assert lease == Lease(1, 1, 2085, 2_880, 1120, 3205, Stage.BOOKED, "w1.0", hashes)
     assert await world.speculation() == {one: {1: 1} for one in hashes}
     expiry = await world.store.zscore(world.keys.leases, decision.reservation)
     seconds, micros = await world.store.time()

@@ -36,7 +36,7 @@ async def test_what_redis_lost_is_booked_anew(world: World) -> None:
     renewals += [Renewal("wf-c", "gone.0", 1, 1)]
     assert await world.fleet.renew(renewals) == (0, 2, 1)
     row = await world.row(1)
-    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (700, 900, 2)
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (700, 1_800, 2)
     assert await world.fleet.renew(renewals[:2]) == (2, 0, 0)
     for name in ("wf-a", "wf-b"):
         assert await world.fleet.settle(name, "finished") == "SETTLED"
@@ -54,7 +54,7 @@ async def test_a_first_token_that_redis_lost_is_told_again(world: World) -> None
     renewals = [Renewal(ask.reservation, "w1.0", 0, 300, started=True) for ask in asks]
     assert await world.fleet.renew([renewals[0], renewals[1]._replace(started=False)]) == (2, 0, 0)
     row, leases = await world.row(1), await world.leases()
-    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (2 * 161, 300, 3)
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (2 * 161, 900, 3)
     lease = leases[asks[0].reservation]
     assert (lease.stage, lease.prefill_tokens, lease.prompt_tokens) == (Stage.STARTED, 0, 161)
     await world.change(1, epoch=2, prefill_tokens=0, decode_tokens=0, in_flight=0)

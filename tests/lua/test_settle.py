@@ -31,7 +31,7 @@ async def booked(world: World, blocks: int = 100) -> Ask:
 async def test_from_booked_to_finished(world: World) -> None:
     await world.workers(1)
     ask = await booked(world)
-    assert await load(world) == (1_601, 0, 1)
+    assert await load(world) == (1_601, 2_000, 1)
     assert await world.fleet.settle(ask.reservation, "started") == "STARTED"
     assert await load(world) == (0, 2_000, 1)
     lease = (await world.leases())[ask.reservation]
@@ -81,7 +81,7 @@ async def test_an_expired_lease_is_given_back_once(world: World, who: str) -> No
             await world.fleet.settle("wf-nobody", "finished")
         else:
             await world.done(Ask(f"wf-other-{number}", (), 10, 10))
-        assert await load(world) == (1_601, 0, 1)
+        assert await load(world) == (1_601, 2_000, 1)
     assert set(await world.leases()) == {other.reservation}
 
 
@@ -120,7 +120,7 @@ async def test_an_unknown_id_leaves_a_tombstone_only_if_it_ended(world: World, o
 async def test_a_worker_that_joined_anew_owes_nothing(world: World) -> None:
     await world.workers(1)
     ask = await booked(world)
-    await world.change(1, epoch=2, prefill_tokens=5, in_flight=1)
+    await world.change(1, epoch=2, prefill_tokens=5, decode_tokens=0, in_flight=1)
     assert await world.fleet.settle(ask.reservation, "started") == "STARTED"
     assert await world.fleet.settle(ask.reservation, "failed") == "SETTLED"
     assert await load(world) == (5, 0, 1)

@@ -9,7 +9,7 @@ local call = redis.call
 local LEASE_HEAD, LEASE_BYTES = ">I4I4I4I4I4I4BB", 26
 local LEASE_PROMPT_TOKENS_AT, LEASE_STAGE_AT, LEASE_WORKER_ID_AT = 21, 25, 27 -- of a packed lease
 local NO_LEASE, NO_PROMPT_TOKENS = ("\0"):rep(LEASE_BYTES), "\0\0\0\0"
-local EPOCH_FIELD, PREFILL_TOKENS_FIELD, DECODE_TOKENS_FIELD, SLOT_FIELD, FLAGS_FIELD = 1, 2, 3, 5, 6
+local EPOCH_FIELD, PREFILL_TOKENS_FIELD, SLOT_FIELD, FLAGS_FIELD = 1, 2, 5, 6
 local UNDER_WAY_TOKENS_FIELD, SINCE_MS_FIELD = 14, 15 -- of an unpacked row
 local FLAG_PROVEN, FLAG_PARTIAL = 4, 64
 local STAGE_BOOKED, STAGE_STARTED, STAGE_TOMBSTONE = 0, 1, 3
@@ -57,14 +57,12 @@ return function(state, operation, LEASE, count, parse_list, integers)
     end
     local left = several and math.max(0, prompt - prompt_tokens) or 0
     local kept = math.floor(prefill * left / math.max(1, prompt))
-    local new_stage = left == 0 and STAGE_STARTED or STAGE_BOOKED
     if epoch == row[EPOCH_FIELD] then
       local row_prefill = row[PREFILL_TOKENS_FIELD] - prefill + kept
       row[PREFILL_TOKENS_FIELD], changed.row = row_prefill, true
-      if new_stage == STAGE_STARTED then row[DECODE_TOKENS_FIELD] = row[DECODE_TOKENS_FIELD] + decode end
       row[UNDER_WAY_TOKENS_FIELD], row[SINCE_MS_FIELD] = math.max(0, math.min(prefill, row_prefill)), time % U32
     end
-    local new_prompt = several and left or prompt
+    local new_stage, new_prompt = left == 0 and STAGE_STARTED or STAGE_BOOKED, several and left or prompt
     local head = struct.pack(LEASE_HEAD, epoch, slot, kept, decode, matched, new_prompt, new_stage, length)
     call("HSET", LEASE, id, head .. lease:sub(LEASE_WORKER_ID_AT))
   end

@@ -9,7 +9,8 @@ decide/baseline_policies.
   uncached  tokens of the prompt that this worker must compute
   lambda    the weight of an uncached token; 1 while some worker has nothing to do
   again     tokens of the prompt that another worker is making at this moment and this worker would make once more
-  overfill  how much fuller (0 to 1) the worker's cache is than the mean
+  overfill  how much fuller the worker's cache is than the mean, and how many caches more the contexts that are booked
+            there would need (20 samples of an answer soon do)
 Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal. Among equals the session's home wins,
 then the least evicting, the least filled, the least in flight, and at last a hash of the seed. The home is the first
 worker of `order` that is a candidate. With objective_s, candidates whose cost meets that objective are preferred at the

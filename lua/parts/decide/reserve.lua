@@ -4,9 +4,10 @@ decide/reserve: makes a choice a reservation: the worker's load, the lease, and 
 Guarantee: the first write frees memory; a Redis that is at its limit then takes the other writes, too. The checkpoints
 are those beyond what the worker is confirmed to hold, and always block 1: it tells whether anything of a chain is being
 made at all. Takes the state, the candidate, the keys of load, leases and lease, the key prefix, the reservation's id,
-decode_tokens, and when the lease expires (ms). Returns the prefill tokens that are booked.
+decode_tokens, and when the lease expires (ms). Returns the tokens that are booked, for prefill and for decoding. The
+latter are booked from now on, as the engine will need room for them, and without the match: that is there already.
 --]]
-local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
+local call, unpack_from, sub, format, max = redis.call, struct.unpack, string.sub, string.format, math.max
 local SLOT_AT, UNDER_WAY_TOKENS_AT, WORKER_ID_AT = 17, 51, 59 -- of a packed row
 local ROW_EPOCH_TO_IN_FLIGHT, ROW_SLOT_TO_SCHEME, ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">I4i4i4i4", ">I4I2I4", ">I4I4"
 local LEASE, STAGE_BOOKED, MARK_MAKER, U32 = ">I4I4I4I4I4I4BB", 0, "+", 2 ^ 32
@@ -30,14 +31,14 @@ return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens
     end
   end
   local epoch, prefill, decode, flight = unpack_from(ROW_EPOCH_TO_IN_FLIGHT, row)
-  local uncached = s.prompt - own
+  local uncached, context = s.prompt - own, max(0, decode_tokens - own)
   local under_way = prefill > 0 and sub(row, UNDER_WAY_TOKENS_AT, WORKER_ID_AT - 1)
     or struct.pack(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, uncached, s.now % U32)
-  local head = struct.pack(ROW_EPOCH_TO_IN_FLIGHT, epoch, prefill + uncached, decode, flight + 1)
+  local head = struct.pack(ROW_EPOCH_TO_IN_FLIGHT, epoch, prefill + uncached, decode + context, flight + 1)
   call("HSET", load_key, worker, head .. sub(row, SLOT_AT, UNDER_WAY_TOKENS_AT - 1) .. under_way .. worker)
-  local lease = struct.pack(LEASE, epoch, slot, uncached, decode_tokens, own, s.prompt, STAGE_BOOKED, #worker)
+  local lease = struct.pack(LEASE, epoch, slot, uncached, context, own, s.prompt, STAGE_BOOKED, #worker)
   call("HSET", lease_key, id, lease .. worker .. table.concat(made))
   if c then call("SET", prefix .. "c:" .. field .. ":" .. id, hashes) end
   call("ZADD", leases_key, expires_ms, id)
-  return uncached
+  return uncached, context
 end

@@ -6,11 +6,13 @@ hostile. An ejected worker is none, and a worker on trial (eject) is one only wh
 heartbeats is alive while replicas vouch for it (vouch). Its blocks may be matched if it is proven or approximate; else
 it is chosen by load only.
 Takes every load row, what shared/alive_workers says of the ids, the fleet's median speed (tokens/s; no worker counts
-as slower than 1/8 of it or faster than 8 times), decode_s_per_token, and the time in ms.
+as slower than 1/8 of it or faster than 8 times), decode_s_per_token, the time in ms, and the tokens of a block (1: not
+known).
 Returns the state of a decision. By candidate: rows, wait (prefill tokens ahead), base_s (seconds until its turn), speed
-(tokens/s), fill (share of its cache), cost (to be set by decide/cost_rule); entries beyond count mean nothing. For all:
-count, least_wait, total_fill, median, now; usable: flags -> "match", "load" or "no"; by_scheme: scheme -> slot ->
-candidate, of those whose blocks may be matched.
+(tokens/s), fill (share of its cache that is held, and how many caches more the booked contexts need), cost (to be set
+by decide/cost_rule); entries beyond count mean nothing. For all: count, least_wait, total_fill (of what is held),
+median, now; usable: flags -> "match", "load" or "no"; by_scheme: scheme -> slot -> candidate, of those whose blocks may
+be matched.
 --]]
 local unpack_from, sub, band, min = struct.unpack, string.sub, bit.band, math.min
 local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT, WORKER_ID_AT = 5, 51, 59 -- of a packed row
@@ -22,8 +24,10 @@ local IN_FLIGHT_AT, ROW_IN_FLIGHT = 13, ">i4"
 local ROUTABLE, MATCHABLE = FLAG_SERVER + FLAG_URL, FLAG_PROVEN + FLAG_APPROXIMATE
 local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_EJECTED
 local U32, MAX_PREFILLED = 2 ^ 32, 4096 -- unpack takes no more
+local VLLM_BLOCK_TOKENS = 16 -- as vLLM does by default
 
-return function(all, alive, median, decode_s_per_token, now)
+return function(all, alive, median, decode_s_per_token, now, block_tokens)
+  local block = block_tokens > 1 and block_tokens or VLLM_BLOCK_TOKENS
   local slowest, fastest, count, least_wait, total_fill = median / 8, median * 8, 0, math.huge, 0
   -- Lua rehashes a growing table at each power of two: copying `all` gives the tables their final size at once.
   local some, by_scheme, usable = #all <= MAX_PREFILLED and all or {}, {}, {}
@@ -43,7 +47,10 @@ return function(all, alive, median, decode_s_per_token, now)
     if lives and use ~= "no" and #all[k] >= WORKER_ID_AT then
       if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
       local ahead, share = prefill + foreign, capacity > 0 and blocks / capacity or 0
+      local context, most = decode + foreign_decode, capacity * block
+      -- An engine decodes at a time no more than fits into its cache: all beyond that waits or is computed again.
       count, total_fill = count + 1, total_fill + share
+      if context > most and most > 0 then share = share + context / most - 1 end
       if ahead < least_wait then least_wait = ahead end
       rows[count], wait[count], speed[count], fill[count] = all[k], ahead, tps, share
       -- Tokens computed of the prefill under way, by time and speed. An engine may stand still: at most that prefill.
@@ -52,7 +59,7 @@ return function(all, alive, median, decode_s_per_token, now)
         local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, all[k], UNDER_WAY_TOKENS_AT)
         done = min((now - since) % U32 / 1000 * tps, under_way)
       end
-      base_s[count] = (ahead - done) / tps + decode_s_per_token * (decode + foreign_decode)
+      base_s[count] = (ahead - done) / tps + decode_s_per_token * context
       if use == "match" then
         local by_slot = by_scheme[scheme] or {}
         by_scheme[scheme], by_slot[slot] = by_slot, count

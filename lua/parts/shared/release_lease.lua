@@ -15,8 +15,7 @@ return function(load_key, leases_key, lease_key, prefix, now)
   function release.load(lease)
     local epoch, _, prefill, decode, _, _, stage, length, at = struct.unpack(LEASE, lease)
     if stage > STAGE_STARTED then return end
-    local started = stage == STAGE_STARTED
-    return select(3, release.add(lease:sub(at, at + length - 1), epoch, -prefill, started and -decode or 0, -1))
+    return select(3, release.add(lease:sub(at, at + length - 1), epoch, -prefill, -decode, -1))
   end
 
   function release.forget(id)

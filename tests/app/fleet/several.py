@@ -250,9 +250,8 @@ class Several:
             made.update((one, b"%d" % lease.slot) for one in lease.checkpoints)
             row = rows.get(lease.worker_id)
             if row and lease.stage <= Stage.STARTED and lease.epoch == row.epoch:
-                decode = lease.decode_tokens if lease.stage == Stage.STARTED else 0
                 prefill, decodes, count = sums[lease.worker_id]
-                sums[lease.worker_id] = (prefill + lease.prefill_tokens, decodes + decode, count + 1)
+                sums[lease.worker_id] = (prefill + lease.prefill_tokens, decodes + lease.decode_tokens, count + 1)
         assert {name: (row.prefill_tokens, row.decode_tokens, row.in_flight) for name, row in rows.items()} == sums
         prefix, found = self.keys.prefix.encode(), dict[tuple[bytes, bytes], int]()
         for key in await self._named(self.keys.prefix):

@@ -137,7 +137,7 @@ class Living:
         renewals = [renewal for one in self.replicas for renewal in one.pool.reservations.renewals()]
         live = (
             sum(one.prefill_tokens for one in renewals),
-            sum(one.decode_tokens for one in renewals if one.started),
+            sum(one.decode_tokens for one in renewals),
             len(renewals),
         )
         with suppress(FleetUnavailable):

@@ -1,0 +1,42 @@
+"""Booked answers push away: a worker that holds a prompt does not get every request for many samples of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.lua.world import World
+
+CACHE_BLOCKS = 4_096  # 65,536 tokens
+PROMPT_BLOCKS = 187  # 2,992 tokens
+
+
+async def burst(world: World, decode_tokens: int, *, computed: bool) -> Counter[str]:
+    """Sixteen requests for one prompt come at once; ``computed``: each is computed before the next one comes."""
+    chain, homes = world.chain(PROMPT_BLOCKS), Counter[str]()
+    for _ in range(16):
+        ask = world.ask(chain, extra_tokens=8, decode_tokens=decode_tokens)
+        decision = await world.fleet.decide(ask)
+        homes[decision.worker_id] += 1
+        if computed:
+            await world.fleet.settle(ask.reservation, "started")
+            await world.hold(int(decision.worker_id[1:].partition(".")[0]), chain)
+    return homes
+
+
+@pytest.mark.parametrize("computed", [False, True])
+async def test_twenty_samples_of_one_prompt_are_shared_by_the_fleet(world: World, computed: bool) -> None:
+    await world.workers(4, capacity_blocks=CACHE_BLOCKS)
+    homes = await burst(world, 20 * (3_000 + 200), computed=computed)
+    assert len(homes) == 4
+    assert max(homes.values()) <= 6, homes
+
+
+@pytest.mark.parametrize("computed", [False, True])
+async def test_answers_that_fit_beside_the_prompt_stay_where_it_is(world: World, computed: bool) -> None:
+    """Sixteen short answers to one prompt need its blocks once, so the booked context of one worker has room."""
+    await world.workers(4, capacity_blocks=600)  # 9,600 tokens: the prompt and sixteen answers, not sixteen prompts
+    assert len(await burst(world, 3_000 + 200, computed=computed)) == 1
