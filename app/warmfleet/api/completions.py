@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -52,9 +53,9 @@ class CompletionsProxy:
     ) -> None:
         self._path = path
         self._keys = keys
-        self._methods = frozenset(method.encode() for method in path.methods)
+        self._methods = {method.encode(): method for method in path.methods}
         self._router = router
-        self._settings = settings
+        self._explain_key = settings.explain_key
         key = settings.worker_api_key
         self._worker_authorization = (b"Authorization", header_value(f"Bearer {key}")) if key else None
         self._metrics = metrics
@@ -95,7 +96,7 @@ class CompletionsProxy:
     ) -> Call:
         """Raises BadRequest, Unauthorized."""
         tenancy, raw, query = self._router.tenancy, request.headers, request.target.partition(b"?")[2]
-        if not _QUERY.fullmatch(query):
+        if query and not _QUERY.fullmatch(query):
             raise BadRequest("The query of the URL must be ASCII, with every other byte written as %XX.")
         return Call(
             self._path,
@@ -104,10 +105,10 @@ class CompletionsProxy:
             header_lines(passed_on.values()),
             tenancy.name(raw, client.name),
             tenancy.flow(raw, client.name),
-            patience_s(for_router.get(b"x-request-timeout-ms")),
+            patience_s(for_router.get(b"x-request-timeout-ms")) if for_router else math.inf,
             request.received_at,
-            read_hints(for_router, passed_on.get(b"x-session-id", NOTHING)[1], self._settings.explain_key),
-            request.method.decode(),
+            read_hints(for_router, passed_on.get(b"x-session-id", NOTHING)[1], self._explain_key),
+            self._methods[request.method],
             query.decode(),
             client.models,
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -100,7 +100,8 @@ def framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> Framing:
 
 def cleaned_request_id(given: bytes) -> str:
     """The client's X-Request-Id without unsafe characters and not too long; a new one if nothing is left."""
-    return _UNSAFE_ID.sub(b"", given)[:MAX_REQUEST_ID].decode() or secrets.token_hex(12)
+    kept = _UNSAFE_ID.sub(b"", given)[:MAX_REQUEST_ID].decode() if given else ""
+    return kept or os.urandom(12).hex()
 
 
 def request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:

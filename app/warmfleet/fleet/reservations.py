@@ -6,9 +6,10 @@ How a worker is chosen is written in lua/decide.lua and its parts.
 from __future__ import annotations
 
 import hashlib
-import secrets
+import os
 import zlib
 from base64 import urlsafe_b64encode
+from binascii import b2a_base64
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Outcome = Literal["started", "finished", "failed", "cancelled"]
 REAP_AT_ONCE = 512
+URL_SAFE = bytes.maketrans(b"+/", b"-_")
 ID_CHARACTERS = 21  # of a reservation behind its mark: 126 bits
 REAPED_PER_SETTLE = 8  # lua/settle.lua gives back so many expired leases at a call for an id that was never booked
 RENEW_AT_ONCE = 200  # reservations; lua/renew.lua takes no more in one call
@@ -56,7 +58,7 @@ def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"") -> st
 
 
 def _random_rest() -> str:
-    return secrets.token_urlsafe(16)[-ID_CHARACTERS:]
+    return b2a_base64(os.urandom(16)).translate(URL_SAFE)[:ID_CHARACTERS].decode()
 
 
 # Ask, Place and Decision are made for each request and changed by nobody. To freeze them would cost 5 µs.
@@ -328,7 +330,7 @@ class Reservations(ScriptClient):
             pack_int(ask.decode_tokens),
             PACKED[mode],
             pack_names(ask.exclude),
-            pack_int(ask.tie_seed),
+            b"$10\r\n%010d\r\n" % ask.tie_seed,
             pack_int(ask.prefix_tokens),
             pack_names(ask.order),
             pack(ask.objective_s) if ask.objective_s else NO_OBJECTIVE,

@@ -119,13 +119,15 @@ class DegradedMode:
 
     def take(self, worker_id: str) -> None:
         """Count one more request of this replica at the worker."""
-        self.in_flight[worker_id] += 1
+        self.in_flight[worker_id] = self.in_flight.get(worker_id, 0) + 1  # a Counter's own default is slow
 
     def give(self, worker_id: str) -> None:
         """Count one request less at the worker."""
-        self.in_flight[worker_id] -= 1
-        if self.in_flight[worker_id] <= 0:
-            del self.in_flight[worker_id]
+        left = self.in_flight[worker_id] - 1
+        if left > 0:
+            self.in_flight[worker_id] = left
+        else:
+            self.in_flight.pop(worker_id, None)
 
     @property
     def asks_redis(self) -> bool:

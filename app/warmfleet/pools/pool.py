@@ -136,6 +136,8 @@ class Pools:
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         self.all = tuple(pools)
+        self._by_name = {pool.name: pool for pool in reversed(self.all)}
+        self._contacted = False  # it is only set: readings are never forgotten
         self._first_reading_until: float | None = None
         self._ready_at = float("inf")
 
@@ -158,15 +160,16 @@ class Pools:
         Raises ModelNotFound, FleetUnavailable if that reading does not come, and BadRequest if the request names no
         model though this router serves several.
         """
-        if not self.contacted:
+        self._contacted = self._contacted or self.contacted
+        if not self._contacted:
             await self._first_reading()
+        pool = self._by_name.get(model)
+        if pool is not None:  # a name that the operator gave goes to no other model, whatever workers announce
+            return pool
         if not model:
             if len(self.all) == 1:
                 return self.all[0]
             raise BadRequest("model is required: this router serves several.", "model")
-        for pool in self.all:
-            if pool.name == model:  # a name that the operator gave goes to no other model, whatever workers announce
-                return pool
         found = max(self.all, key=lambda pool: pool.servers_of(model))
         if found.servers_of(model):
             return found

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,7 +47,8 @@ class AdmissionQueue:
         self._settings = settings
         self._metrics = metrics
         self._bytes = 0
-        self._tenant_bytes: Counter[bytes] = Counter()
+        self._max_bytes = settings.queue_max_bytes
+        self._tenant_bytes: dict[bytes, int] = {}
         self._logged_at = -LOG_EVERY_S
 
     async def admit(self, job: Job, attempt: Attempt, decide: Decide) -> Decision:
@@ -93,16 +93,19 @@ class AdmissionQueue:
 
         A tenant that holds as many bytes as are free gets no more, so room is left for the other tenants.
         """
-        if self._tenant_bytes[flow] + size > self._settings.queue_max_bytes - self._bytes:
+        held = self._tenant_bytes.get(flow, 0)
+        if held + size > self._max_bytes - self._bytes:
             return False
         self._bytes += size
-        self._tenant_bytes[flow] += size
+        self._tenant_bytes[flow] = held + size
         return True
 
     def _give_room_back(self, flow: bytes, size: int) -> None:
         self._bytes -= size
-        self._tenant_bytes[flow] -= size
-        if not self._tenant_bytes[flow]:
+        held = self._tenant_bytes[flow] - size
+        if held:
+            self._tenant_bytes[flow] = held
+        else:
             del self._tenant_bytes[flow]
 
     @contextmanager

@@ -79,7 +79,7 @@ class Attempts:
         """
         prompt = job.prompt
         reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact", key=key)
-        never = (*prompt.unable_workers, *failed_workers)
+        never = (*prompt.unable_workers, *failed_workers) if failed_workers else prompt.unable_workers
         return Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing)
 
     def tell(self, pool: Pool, reservation: str, outcome: Outcome) -> None:
@@ -157,6 +157,9 @@ class Attempt:
         These are ``never`` and, if ``avoids_failing`` was given, the workers that failed any request a moment ago.
         """
         avoided = self.pool.avoided() if self._avoids_failing else ()
+        if not avoided:
+            self.avoided = ()
+            return self.never
         self.avoided = tuple(worker for worker in avoided if worker not in self.never)
         return (*self.never, *self.avoided)
 

@@ -82,6 +82,9 @@ class ClientAnswer:
 
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Set the status and the headers, whose names are lower case."""
+        self._set_head(status, headers)
+
+    def _set_head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self.started = True
         self._keep = self._connection.keeps_open()
         self._bodiless = self._bodiless or status in BODILESS
@@ -104,13 +107,20 @@ class ClientAnswer:
         connection = self._connection
         piece = self._first(data, more=more) if self._head else self._later(data, more=more)
         if not more:
-            self.complete = True
+            self._finish(piece)
+            return
         if piece:
             connection.write(piece)
-        if not more:
-            connection.answered(keep=self._keep)
-        elif connection.writable is not None:
+        if connection.writable is not None:
             await connection.writable
+
+    def _finish(self, piece: bytes) -> None:
+        """Send the last piece, which may be empty."""
+        self.complete = True
+        connection = self._connection
+        if piece:
+            connection.write(piece)
+        connection.answered(keep=self._keep)
 
     def pass_on(self, data: bytes) -> bool:
         """Send a piece of the body between the first and the last.
@@ -123,8 +133,8 @@ class ClientAnswer:
 
     async def whole(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
         """Send an answer that is complete from the beginning."""
-        await self.start(status, headers)
-        await self.body(body, more=False)
+        self._set_head(status, headers)
+        self._finish(self._first(body, more=False))
 
     async def end_stream(self, error: WarmfleetError, *, named: bool = False) -> None:
         """End a stream of events with an event that tells the error.
@@ -150,7 +160,9 @@ class ClientAnswer:
             self._keep = False  # for a client of HTTP/1.0 the end of the connection is the end of the body
         if not self._keep:
             head += b"connection: close\r\n"
-        return head + b"\r\n" + self._later(data, more=more)
+        if self._bodiless:
+            return head + b"\r\n"
+        return b"%b\r\n%b" % (head, self._later(data, more=more) if self._chunked else data)
 
     def _later(self, data: bytes, *, more: bool) -> bytes:
         if self._bodiless:

@@ -8,29 +8,27 @@ from typing import TYPE_CHECKING
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from warmfleet.fleet import Ask, Decision, Weights
     from warmfleet.routing.attempt import Attempt
 
 EXPLAINED = 16  # the cheapest candidates: balancers accept 8 kB of headers in all
 
 
-def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which: str) -> Mapping[bytes, bytes]:
+def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which: str) -> list[tuple[bytes, bytes]]:
     """The headers of an answer. which: ``all``, or ``request_id`` for the request id alone.
 
     The explanation is added in either case if the client asked for one.
     """
-    headers = {b"x-request-id": request_id.encode()}
+    headers = [(b"x-request-id", request_id.encode())]
     if attempt.explanation:
-        headers[b"x-warmfleet-explain"] = attempt.explanation
+        headers.append((b"x-warmfleet-explain", attempt.explanation))
     if which != "request_id":
-        headers |= {
-            b"x-warmfleet-worker": decision.worker_id.encode(),
-            b"x-warmfleet-matched-tokens": b"%d" % decision.matched_tokens,
-            b"x-warmfleet-prompt-tokens": b"%d" % decision.prompt_tokens,
-            b"x-warmfleet-reservation": attempt.reservation_word.encode(),
-        }
+        headers += (
+            (b"x-warmfleet-worker", decision.worker_id.encode()),
+            (b"x-warmfleet-matched-tokens", b"%d" % decision.matched_tokens),
+            (b"x-warmfleet-prompt-tokens", b"%d" % decision.prompt_tokens),
+            (b"x-warmfleet-reservation", attempt.reservation_word.encode()),
+        )
     return headers
 
 

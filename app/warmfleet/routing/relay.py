@@ -95,7 +95,7 @@ class Relay:
         _check(job, response, piece, streams=streams)
         self._first_byte(job, attempt, decision, response.status, streams=not whole)
         headers = [field for field in response.headers if field[0] in PASSED_BACK]
-        headers += answer_headers(job.call.request_id, attempt, decision, self._answer_headers).items()
+        headers += answer_headers(job.call.request_id, attempt, decision, self._answer_headers)
         if whole:
             headers.append((b"content-length", b"%d" % len(piece)))
             await client.whole(response.status, headers, piece)

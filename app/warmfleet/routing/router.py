@@ -38,6 +38,8 @@ MAX_ATTEMPTS = 4  # at different workers, before the first byte of an answer: ha
 MAX_DEATHS = 2  # of workers that had the request: the request may have killed them, so no third worker gets it
 BUSY = frozenset({429, 502, 503})  # the worker did not begin to work on the request
 FAILED = frozenset({500, 504})  # it did; the request may be the reason
+NO_ANSWER = BUSY | FAILED
+NO_STATUS = frozenset[int]()
 
 
 class Router:
@@ -226,8 +228,8 @@ class _Retries:
     def tried_elsewhere(self) -> frozenset[int]:
         """The statuses of an answer that the client does not get: another worker is tried instead."""
         if self._last or self._budget.empty or len(self._job.pool.view.workers) < 2:
-            return frozenset()
-        return BUSY if self._deaths + 1 == MAX_DEATHS else BUSY | FAILED
+            return NO_STATUS
+        return BUSY if self._deaths + 1 == MAX_DEATHS else NO_ANSWER
 
     def worker_failed(self, decision: Decision, error: UpstreamGone) -> None:
         """Exclude this worker from the next attempt. Raises ``error`` if no other attempt may follow."""

@@ -27,6 +27,7 @@ class Tenancy:
         """key: the operator's secret; without one, tenants are not kept apart. header: its value names the tenant."""
         self._key = key.encode()
         self._header = header.lower().encode("latin-1")
+        self._no_flow = self._flow(b"")
 
     def name(self, headers: Sequence[tuple[bytes, bytes]], client: str = "") -> bytes:
         """The tenant of a request, b"" if tenants are not kept apart. client: the name of the request's key, if any.
@@ -51,7 +52,11 @@ class Tenancy:
         Every request has a flow, whether tenants are kept apart or not. Two tenants with the same flow share its turns;
         by chance this happens to one pair of tenants in 10^19.
         """
-        return hashlib.blake2b(self._values(headers, client), digest_size=FLOW_BYTES, key=self._key[:64]).digest()
+        values = self._values(headers, client)
+        return self._flow(values) if values else self._no_flow
+
+    def _flow(self, values: bytes) -> bytes:
+        return hashlib.blake2b(values, digest_size=FLOW_BYTES, key=self._key[:64]).digest()
 
     def isolate(self, request: Request, body: bytes, tenant: bytes) -> bytes:
         """Give ``request`` the tenant's salt; returns the body for the engine, with the same salt in it.
