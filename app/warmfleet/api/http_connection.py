@@ -117,6 +117,7 @@ class HttpConnection(asyncio.Protocol):
         self._deadline = math.inf
         if self._timer is not None:
             self._timer.cancel()
+        self._parser = None  # type: ignore[assignment]  # else the two hold each other until a full collection
         if self._answer is not None and self._task is not None:
             self._cancel(self._task)
         self.resume_writing()

@@ -133,7 +133,7 @@ class EngineResponse:
 
     def close(self) -> None:
         """Give up what has not come yet: the connection is closed at once, and the engine stops its work."""
-        if not self.complete and self._error is None:
+        if not self.complete:  # an error that was raised would hold this answer by its traceback
             self._error = UpstreamError("The answer was closed before its end.")
         self._hang_up()
         self._pieces.clear()
@@ -311,6 +311,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._kept.forget(self)
+        self._parser = None  # type: ignore[assignment]  # else the two hold each other until a full collection
         answer, self._answer = self._answer, None
         if answer is None:
             return

@@ -1,0 +1,124 @@
+"""What requests and their connections hold is free when they have ended, without Python's garbage collector.
+
+A full collection looks at every object of a replica and takes a third of a second with 5,000 streams, so ``main`` makes
+it rare.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.app.engine import STREAM_HEAD, chunk, engine, event, freezing, reply, reset
+from tests.app.replica import replica
+from tests.conftest import poll
+
+from warmfleet import main
+from warmfleet.api.http_connection import HttpConnection
+from warmfleet.api.http_request import HttpRequest
+from warmfleet.engines.engine_connection import Connection, EngineResponse
+from warmfleet.routing.attempt import Attempt
+from warmfleet.routing.call import Call, Job
+from warmfleet.routing.client_answer import ClientAnswer
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.app.engine import Answer, Engine, Seen
+    from tests.app.replica import Replica
+
+KINDS = (HttpConnection, HttpRequest, ClientAnswer, Call, Job, Attempt, EngineResponse, Connection)
+ALL_DONE_S = 10.0  # an engine's connection is kept for 4 s
+
+
+async def plain(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+    reply(writer, b'{"choices": []}')
+
+
+async def streamed(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD)
+    chunk(writer, event(" one"))
+    chunk(writer, b"data: [DONE]\n\n")
+    chunk(writer, b"")
+
+
+async def reset_midway(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD)
+    chunk(writer, event(" one"))
+    await writer.drain()
+    await asyncio.sleep(0.1)  # what was sent has left
+    reset(writer)
+
+
+async def refused(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+    reply(writer, b"", "503 Service Unavailable")
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def left() -> Counter[str]:
+    """How many objects of a request and its connections there are, by their classes."""
+    return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in KINDS)
+
+
+async def sent(router: Replica, raw: bytes, until: bytes) -> None:
+    """Send the bytes and hang up after the answer has come up to ``until``."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rsplit(":", 1)[1]))
+    writer.write(raw)
+    await reader.readuntil(until)
+    writer.close()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(
+    ("answer", "until"),
+    [
+        pytest.param(plain, b'{"choices": []}', id="plain"),
+        pytest.param(streamed, b"[DONE]", id="streamed"),
+        pytest.param(freezing(STREAM_HEAD, event(" one")), b"one", id="the client hangs up"),
+        pytest.param(reset_midway, b"upstream_gone", id="the engine dies"),
+        pytest.param(refused, b"\r\n\r\n", id="the engine refuses"),
+    ],
+)
+async def test_what_a_request_held_is_free_when_it_has_ended(
+    valkey_url: str, model: str, answer: Answer, until: bytes
+) -> None:
+    body = json.dumps({"model": model, "prompt": "x" * 100, "stream": True}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    async with engine(model, answer) as upstream, replica(valkey_url, model, upstream.url) as router:
+        for _ in range(3):
+            await sent(router, request, until)
+        await poll(lambda: not left(), ALL_DONE_S, f"{left()} are free")
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_connection_that_was_refused_is_free(valkey_url: str, model: str) -> None:
+    async with engine(model, plain) as upstream, replica(valkey_url, model, upstream.url) as router:
+        for raw in (b"nonsense\r\n\r\n", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1, 2\r\n\r\n"):
+            await sent(router, raw, b"bad_request")
+        await poll(lambda: not left(), ALL_DONE_S, f"{left()} are free")
+
+
+async def test_full_collections_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Served:
+        async def serve(self, _sockets: object) -> None:
+            pass
+
+    before = gc.get_threshold()
+    monkeypatch.setattr(main, "server", lambda *_: Served())
+    try:
+        await main.serve(Settings(models=("m",)), [])
+        assert gc.get_threshold() == (*before[:2], main.FULL_COLLECTION_AFTER)
+    finally:
+        gc.set_threshold(*before)
