@@ -192,7 +192,7 @@ class Bench:
             through = await at_rate(router.port, requests, rate, number)
             direct = await at_rate(self.fleet.engines.stubs[0], requests, rate, number)
             for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99)):
-                measured.add(name, (_quantile(through, share) - _quantile(direct, share)) * 1e3)
+                measured.add(name, (quantile(through, share) - quantile(direct, share)) * 1e3)
 
     async def run(self) -> None:
         await asyncio.sleep(self.plan.rest_s)  # until the work of the start has ended
@@ -266,7 +266,7 @@ def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return round(statistics.median(our / their for our, their in zip(ours, theirs, strict=True)), 2)
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
+def quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, math.floor(share * len(values)))]
 
 

@@ -40,10 +40,11 @@ def talk(seed: str, tokens: int, message_tokens: int = 500) -> Messages:
     return messages
 
 
-def body(messages: Messages, chunks: int = 0, gap_ms: int = 0) -> bytes:
-    """A request's body. chunks: so many has the stub's streamed answer; 0 = a plain answer."""
+def body(messages: Messages, chunks: int = 0, gap_ms: int = 0, *, stamped: bool = False) -> bytes:
+    """A request's body. chunks: so many has the stub's streamed answer; 0 = a plain answer. stamped: with times."""
     more = {"stream": True} if chunks else {}
-    given = {"model": MODEL, "stop": f"stub:{chunks}:{gap_ms}", "messages": messages, "max_tokens": 16, **more}
+    mark = f"stub:{chunks}:{gap_ms}{':stamped' * stamped}"
+    given = {"model": MODEL, "stop": mark, "messages": messages, "max_tokens": 16, **more}
     return orjson.dumps(given)
 
 

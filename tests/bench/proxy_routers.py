@@ -92,20 +92,20 @@ class Fleet:
         """count: of the engines. python: the interpreter of replicas."""
         self._python = python
         self.folder = processes.folder
-        self._processes, self._cores = processes, cores
+        self.processes, self._cores = processes, cores
         with on_core(cores.others):
             self.store_url = start_store(processes)
             self.engines = self._start_engines(count)
-        self.store = (processes.pid("store"),)
+        self.store, self.engine_pids = (processes.pid("store"),), (processes.pid("engines"),)
 
     def _start_engines(self, count: int) -> Engines:
         argv = [sys.executable, "-m", "tests.bench.stub_engines", "--redis", self.store_url, "--count", str(count)]
-        self._processes.spawn("engines", "engines", [*argv, "--model", MODEL])
+        self.processes.spawn("engines", "engines", [*argv, "--model", MODEL])
 
         def ports() -> list[tuple[str, str]]:
-            return re.findall(r"stub (\d+) inner (\d+)\n", self._processes.log("engines"))
+            return re.findall(r"stub (\d+) inner (\d+)\n", self.processes.log("engines"))
 
-        self._processes.wait("engines", lambda: len(ports()) == count)
+        self.processes.wait("engines", lambda: len(ports()) == count)
         return Engines(tuple(int(stub) for stub, _ in ports()), tuple(int(inner) for _, inner in ports()))
 
     def replica(self, name: str, more: Mapping[str, str], program: Sequence[str] = ("-m", "warmfleet")) -> Router:
@@ -124,15 +124,15 @@ class Fleet:
 
     def check(self) -> None:
         """Raise StackError if a process has ended."""
-        self._processes.check()
+        self.processes.check()
 
     def _start(
         self, name: str, argv: Sequence[str], more: Mapping[str, str], ready: Callable[[], object]
     ) -> tuple[int, ...]:
         """Start a router; returns the pids of its process and its children once it is ready."""
         with on_core(self._cores.routers):
-            process = self._processes.spawn("routers", name, argv, more)
-        self._processes.wait(name, ready)
+            process = self.processes.spawn("routers", name, argv, more)
+        self.processes.wait(name, ready)
         return (process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True)))
 
 

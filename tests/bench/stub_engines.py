@@ -3,9 +3,9 @@
 Behind each of them stands a simulated engine of ``warmfleet_loadtest``, which joins the fleet under the stub's address
 and is proven like any other. A stub passes every request on to it, probes included, except those of the bench: a body
 that holds ``"stub:CHUNKS:GAP_MS"`` (as ``stop``, which every router keeps) is answered at once from memory, with a
-plain answer for 0 chunks, else with a stream. A gap of 0 ms sends all chunks in one write. ``/tokenize`` and
-``/render``, which some routers of other projects call for every request, are answered from memory, too: a token is four
-bytes of the body.
+plain answer for 0 chunks, else with a stream. A gap of 0 ms sends all chunks in one write. With ``:stamped`` behind
+the gap each chunk tells when it was sent. ``/tokenize`` and ``/render``, which some routers of other projects call for
+every request, are answered from memory, too: a token is four bytes of the body.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 import signal
 import struct
+import time
 from functools import cache, partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import orjson
 import uvloop
@@ -27,10 +28,14 @@ from warmfleet_loadtest.simulator.api import Served
 from warmfleet_loadtest.simulator.fleet_membership import Membership
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 MARK = b'"stub:'
 CHAT_HEAD = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "created": 1_764_000_000, "model": "stub"}
 SAID = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. "
 TOKEN_BYTES = 4
+STAMP_DIGITS = 20
 TOKENISING = (b"/tokenize", b"/render")
 
 
@@ -69,27 +74,27 @@ class Stub(asyncio.Protocol):
         if head.split(b" ", 2)[1].endswith(TOKENISING):
             self.transport.write(tokenised(request[end + 4 :]))
         elif at >= 0:
-            chunks, gap_ms = request[at + len(MARK) : request.index(b'"', at + len(MARK))].split(b":")
-            self.answer(int(chunks), int(gap_ms))
+            chunks, gap_ms, *stamped = request[at + len(MARK) : request.index(b'"', at + len(MARK))].split(b":")
+            self.answer(int(chunks), int(gap_ms), stamped_event if stamped else event)
         else:
             self.passing = asyncio.get_running_loop().create_task(self.pass_on(request))
 
-    def answer(self, chunks: int, gap_ms: int) -> None:
+    def answer(self, chunks: int, gap_ms: int, made: Callable[[], bytes]) -> None:
         if not chunks:
             self.transport.write(plain())
         elif not gap_ms:
             self.transport.write(whole_stream(chunks))
         else:
             self.transport.write(stream_head())
-            self.chunk(chunks, gap_ms / 1e3)
+            self.chunk(chunks, gap_ms / 1e3, made)
 
-    def chunk(self, left: int, gap_s: float) -> None:
+    def chunk(self, left: int, gap_s: float, made: Callable[[], bytes]) -> None:
         """Send one chunk and plan the next."""
         if self.gone:
             return
-        self.transport.write(event() if left > 1 else event() + stream_end())
+        self.transport.write(made() if left > 1 else made() + stream_end())
         if left > 1:
-            asyncio.get_running_loop().call_later(gap_s, self.chunk, left - 1, gap_s)
+            asyncio.get_running_loop().call_later(gap_s, self.chunk, left - 1, gap_s, made)
 
     async def pass_on(self, request: bytes) -> None:
         """Let the simulated engine answer, then close the connection."""
@@ -136,11 +141,24 @@ def event() -> bytes:
 
 
 @cache
+def stamp_template() -> bytes:
+    choice = {"index": 0, "delta": {"content": f"@{'0' * STAMP_DIGITS}@"}, "logprobs": None, "finish_reason": None}
+    text = orjson.dumps({**CHAT_HEAD, "object": "chat.completion.chunk", "choices": [choice]})
+    return chunked(b"data: " + text + b"\n\n").replace(b"0" * STAMP_DIGITS, b"%%0%dd" % STAMP_DIGITS)
+
+
+def stamped_event() -> bytes:
+    """A chunk whose text is the time at which it is sent, in ns of the clock that all processes share."""
+    return stamp_template() % time.monotonic_ns()
+
+
+@cache
 def stream_end() -> bytes:
     return chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 @cache
+@cache  # clients that read slowly share one copy
 def whole_stream(chunks: int) -> bytes:
     return stream_head() + event() * chunks + stream_end()
 
