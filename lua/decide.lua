@@ -78,7 +78,7 @@ if known then
 end
 local time = call("TIME")
 local now = time[1] * 1000 + floor(time[2] / 1000)
-local expired = call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED)
+local expired = call("ZRANGEBYSCORE", leases_key, "-inf", format("%d", now), "LIMIT", "0", MAX_REAPED)
 if expired[1] then (include "shared/release_lease")(load_key, leases_key, lease_key, prefix, now).reap(expired) end
 
 local ttl_ms, decode_s_per_token = replica.ttl_ms, replica.decode_s_per_token
@@ -89,8 +89,9 @@ local s = candidates(all, alive, median, decode_s_per_token, now, block_tokens)
 if s.count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " workers is alive and routable") end
 
 local max_engine_wait_s, served = tenant ~= "" and replica.max_engine_wait_s or 0, nil
-s.waits = max_engine_wait_s > 0
-  and (call("ZCARD", queue_key) > 0 or not (include "shared/capacity")(s, max_engine_wait_s, replica.block_sizes, true))
+-- A worker without prefill ahead has room in any case.
+s.waits = max_engine_wait_s > 0 and (call("ZCARD", queue_key) > 0
+  or s.least_wait > 0 and not (include "shared/capacity")(s, max_engine_wait_s, replica.block_sizes, true))
 if s.waits and mode ~= MODE_DRY then
   local function everybody()
     if exclude == "" then return s end

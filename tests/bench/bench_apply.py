@@ -23,7 +23,7 @@ import redis
 from tests.conftest import server, valkey_binary
 from tests.lua.stream import SCHEME
 
-from warmfleet.fleet.client import SCRIPT_KEYS, script_source
+from warmfleet.fleet.client import SCRIPT_KEYS, script_text
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.protocol import wire
 
@@ -45,7 +45,7 @@ class Bench:
         self.calls_ms: list[float] = []  # CPU time of every measured call
         info: Any = self.client.info("server")
         self.schedstat = Path(f"/proc/{info['process_id']}/schedstat")  # of the main thread
-        self.scripts = {name: str(self.client.script_load(script_source(name))) for name in ("apply", "apply_control")}
+        self.scripts = {name: str(self.client.script_load(script_text(name))) for name in ("apply", "apply_control")}
 
     def join(self, capacity: int) -> None:
         for worker, name in enumerate(self.names):

@@ -24,7 +24,7 @@ from tests.conftest import server, valkey_binary
 from tests.packed import arguments_of
 
 from warmfleet.fleet import Ask, Place, Queue, QueueLimits, Weights
-from warmfleet.fleet.client import SCRIPT_KEYS, connect, script_source
+from warmfleet.fleet.client import SCRIPT_KEYS, connect, script_text
 from warmfleet.fleet.rows import Flag, LoadRow
 from warmfleet.prompt.block_hashes import Chain
 
@@ -101,7 +101,7 @@ class Bench:
         self.reservations.limits = QueueLimits(2.0)  # the limits that a replica has by default
         self.reservations.block_tokens = {SCHEME: BLOCK_TOKENS}
         self.keys = self.reservations.keys
-        self.shas = {name: str(self.client.script_load(script_source(name))) for name in ("decide", "settle")}
+        self.shas = {name: str(self.client.script_load(script_text(name))) for name in ("decide", "settle")}
         self.serial = 0
         self.workers = workers
 

@@ -35,7 +35,7 @@ from tests.bench.sync_fleet import Sync, Worker, send
 from tests.conftest import PATIENT, server, valkey_binary
 
 from warmfleet.fleet import SCRIPT_KEYS, Flag, Fleet, LoadRow, connect
-from warmfleet.fleet.client import script_source
+from warmfleet.fleet.client import script_text
 from warmfleet_worker.protocol import wire
 
 MODEL = "bench"
@@ -84,7 +84,7 @@ class Bench:
         self.workers = [Worker(self.fleet, data, number) for number in range(options.workers)]
         self.sync = Sync(self.fleet, self.workers, options.transitions)
         self.phases = {mode: Phase() for mode in MODES}
-        names = {name: str(self.store.script_load(script_source(name))) for name in SCRIPT_KEYS}
+        names = {name: str(self.store.script_load(script_text(name))) for name in SCRIPT_KEYS}
         self.names = {sha.encode(): name for name, sha in names.items()} | {self.sync.naive.sha.encode(): "naive"}
 
     async def fill(self) -> None:

@@ -25,7 +25,7 @@ from tests.lua.stream import SCHEME
 from tests.packed import arguments_of
 
 from warmfleet.fleet import SCRIPT_KEYS, Ask, Fleet, connect
-from warmfleet.fleet.client import script_source
+from warmfleet.fleet.client import script_text
 from warmfleet.prompt.block_hashes import Chain
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Load:
     def __init__(self, path: str, model: str, data: Data, seed: int) -> None:
         self.fleet = Fleet(connect(f"unix://{path}"), model)
         with redis.Redis(unix_socket_path=path) as client:
-            self.shas = {name: str(client.script_load(script_source(name))) for name in ("decide", "settle")}
+            self.shas = {name: str(client.script_load(script_text(name))) for name in ("decide", "settle")}
         self.rng, self.seed = random.Random(seed), seed
         self.asks = [self._ask(data.chain(self.rng)) for _ in range(CHAINS)]
         self.asked = 0

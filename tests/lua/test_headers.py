@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from warmfleet.fleet import SCRIPT_ARGS, SCRIPT_KEYS
-from warmfleet.fleet.client import INCLUDE, script_source
+from warmfleet.fleet.client import CONSTANTS, INCLUDE, script_source, with_values
 from warmfleet_worker.protocol.wire import SINGLE_KEYS
 
 LUA = Path(__file__).parents[2] / "lua"
@@ -80,6 +80,36 @@ def test_the_readme_maps_every_file() -> None:
     assert sorted(re.findall(r"^\| `(\w+/\w+)` \| \w", parts_table, re.MULTILINE)) == sorted(PARTS)
     commands_table = readme.partition("## Scripts")[2].partition("\n## ")[0]
     assert sorted(re.findall(r"^\| `(\w+)` \|", commands_table, re.MULTILINE)) == NAMES
+
+
+@pytest.mark.parametrize("name", sorted({**COMMANDS, **PARTS}))
+def test_a_constant_has_one_value_in_its_file(name: str) -> None:
+    """Replicas put values in place of names: a name must mean the same wherever it stands, and be no field's name."""
+    text = {**COMMANDS, **PARTS}[name]
+    constants = [constant for line in CONSTANTS.finditer(text) for constant in line[1].split(", ")]
+    assert len(set(constants)) == len(constants)
+    code = re.sub(r"--\[\[.*?--\]\]|--[^\n]*", "", CONSTANTS.sub("", text), flags=re.DOTALL)
+    for constant in constants:
+        for bound in (
+            rf"\b{constant} *=(?!=)",
+            rf"\blocal (?!function)[^=\n]*\b{constant}\b",
+            rf"\bfunction[^)\n]*\b{constant}\b",
+        ):
+            assert not re.search(bound, code), f"{constant} is bound again"
+    assert not set(constants) & set(
+        re.findall(r"\w+", re.sub(r"\"[^\"\n]*\"|--.*", "", with_values(text).partition("--]]")[2]))
+    )
+
+
+def test_values_stand_for_constants_and_nothing_else_is_changed() -> None:
+    text = (
+        'local AT, ROW, U32 = 17, ">I4", 2 ^ 32 -- AT of a row\nlocal CAUSE = ARGV[1]\n'
+        "-- AT stays here\nlocal at = x.AT + AT, CAUSE, ROW:rep(2), 'AT', \"AT\", U32 --[[ AT --]]"
+    )
+    assert with_values(text) == (
+        "\nlocal CAUSE = ARGV[1]\n"
+        '-- AT stays here\nlocal at = x.AT + 17, CAUSE, (">I4"):rep(2), \'AT\', "AT", (2 ^ 32) --[[ AT --]]'
+    )
 
 
 def test_no_include_leaves_the_parts() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import ResponseError
 
 from warmfleet.errors import BadRequest
-from warmfleet.fleet.client import argv, redis_errors, script_source
+from warmfleet.fleet.client import argv, redis_errors, script_text
 from warmfleet.fleet.constants import QueueLimits, Spans, Weights, packed
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Replays:
 
     def __init__(self, redis: aioredis.Redis) -> None:
         self._redis = redis
-        self._source = script_source("replay")
+        self._source = script_text("replay")
 
     async def choices(self, records: Sequence[dict[str, Any]], policy: str = "") -> list[Choice]:
         """What is chosen on the state of each record, by ``policy`` (default: the policy of the record).

@@ -12,16 +12,25 @@ is still being made), confirmed (blocks), counted (a reservation counts at block
 where this chain leaves a chain that is being made there, and whether that chain's maker is to be replaced); and
 chain_of: scheme -> place in ARGV; block: tokens of the largest blocks; flagged.
 --]]
-local call, unpack_from, sub, floor = redis.call, struct.unpack, string.sub, math.floor
+local call, sub, floor = redis.call, string.sub, math.floor
 local max, min, format = math.max, math.min, string.format
-local SLOT_AT, ROW_SLOT, MARK_MAKER, MARK_TRAIL = 17, ">I4", "+", "=" -- of a packed row; of the fields of x:
+local MARK_MAKER, MARK_TRAIL = "+", "=" -- of the fields of x:
 local HOPS_PER_PROBE, MAX_CHAIN_BYTES = 8, 65536
 local checkpoints = include "decide/checkpoints"
 
 return function(s, prefix, prompt, max_probes, first_chain)
-  local rows, by_scheme, b, x = s.rows, s.by_scheme, prefix .. "b:", prefix .. "x:"
+  local b, x = prefix .. "b:", prefix .. "x:"
   local flagged, largest, probes, confirmed, speculated, matched, chain_of = 0, 1, max_probes, {}, {}, {}, {}
   local counted, node, replace, hops = {}, {}, {}, HOPS_PER_PROBE * max_probes
+
+  -- Slot -> candidate, of those whose blocks may be matched with a chain of this scheme.
+  local function slots_of(scheme)
+    local by_slot, slots, schemes = {}, s.slots, s.schemes
+    for i = 1, s.count do
+      if schemes[i] == scheme then by_slot[slots[i]] = i end
+    end
+    return by_slot
+  end
 
   -- The blocks at which some worker's run may end, deepest first. Holders only leave along a chain, so no run ends
   -- between two sets of one size. Every open interval is halved once a round, the widest first.
@@ -110,11 +119,12 @@ return function(s, prefix, prompt, max_probes, first_chain)
     if not scheme or not size or size < 1 or #hashes % 8 ~= 0 or #hashes > MAX_CHAIN_BYTES then
       return redis.error_reply("BAD_ARGUMENT decide: malformed chain")
     end
-    local by_slot, n, first, depth, lowest = by_scheme[scheme], #hashes / 8, sub(hashes, 1, 8), {}, nil
+    local n, first, depth, lowest = #hashes / 8, sub(hashes, 1, 8), {}, nil
     largest = max(largest, size)
-    if by_slot and n > 0 then
+    if n > 0 then
       chain_of[scheme] = c
       local holders, makers, wanted = call("SCARD", b .. first), call("HKEYS", x .. first), 0
+      local by_slot = (holders > 0 or makers[1]) and slots_of(scheme)
       if holders > 0 then
         depth = deepest(ends_of(hashes, n, holders), holders, by_slot, function(block)
           if block == 1 then return call("SMEMBERS", b .. first) end
@@ -132,7 +142,7 @@ return function(s, prefix, prompt, max_probes, first_chain)
           return block == 1 and makers or call("HKEYS", x .. sub(hashes, block * 8 - 7, block * 8))
         end)
         for i, block in pairs(made) do
-          local own, slot = depth[i] or 0, unpack_from(ROW_SLOT, rows[i], SLOT_AT)
+          local own, slot = depth[i] or 0, s.slots[i]
           local whole, making, parted, takes = follow(hashes, block, own, slot)
           node[i], replace[i] = parted, takes
           if whole > own then matched[i], speculated[i] = min(whole * size, prompt), making and whole or nil end

@@ -25,8 +25,8 @@ return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens
     local hash = sub(hashes, blocks[k] * 8 - 7, blocks[k] * 8)
     made[#made + 1] = hash
     if not s.counted[w] then
-      call("HSET", x .. hash, field, 1, field .. MARK_MAKER, id)
-    elseif call("HINCRBY", x .. hash, field, 1) == 1 or s.replace[w] and blocks[k] == s.node[w] then
+      call("HSET", x .. hash, field, "1", field .. MARK_MAKER, id)
+    elseif call("HINCRBY", x .. hash, field, "1") == 1 or s.replace[w] and blocks[k] == s.node[w] then
       call("HSET", x .. hash, field .. MARK_MAKER, id)
     end
   end
@@ -39,6 +39,6 @@ return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens
   local lease = struct.pack(LEASE, epoch, slot, uncached, context, own, s.prompt, STAGE_BOOKED, #worker)
   call("HSET", lease_key, id, lease .. worker .. table.concat(made))
   if c then call("SET", prefix .. "c:" .. field .. ":" .. id, hashes) end
-  call("ZADD", leases_key, expires_ms, id)
+  call("ZADD", leases_key, format("%d", expires_ms), id)
   return uncached, context
 end

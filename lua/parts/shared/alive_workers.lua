@@ -12,7 +12,7 @@ local call, GRACE_GAP_MS, UNKNOWN_SPEED = redis.call, 1000, 10000
 return function(alive_key, load_key, tick_key, now, ttl_ms, exclude)
   local ticked, grace_until, median = string.match(call("GET", tick_key) or "", "^(%d+) (%d+) (%d+)")
   local grace = not ticked or now - ticked > GRACE_GAP_MS or now - ticked < 0 or now - grace_until < 0
-  local all, since, alive = call("HVALS", load_key), grace and "-inf" or now - ttl_ms, nil
+  local all, since, alive = call("HVALS", load_key), grace and "-inf" or string.format("%d", now - ttl_ms), nil
   -- To count who is alive is cheap. To read their names costs twice as much as to read all rows.
   if exclude ~= "" or call("ZCOUNT", alive_key, since, "+inf") < #all then
     alive = {}

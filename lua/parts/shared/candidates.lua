@@ -9,10 +9,9 @@ Takes every load row, what shared/alive_workers says of the ids, the fleet's med
 as slower than 1/8 of it or faster than 8 times), decode_s_per_token, the time in ms, and the tokens of a block (1: not
 known).
 Returns the state of a decision. By candidate: rows, wait (prefill tokens ahead), base_s (seconds until its turn), speed
-(tokens/s), fill (share of its cache that is held, and how many caches more the booked contexts need), cost (to be set
-by decide/cost_rule); entries beyond count mean nothing. For all: count, least_wait, total_fill (of what is held),
-median, now; usable: flags -> "match", "load" or "no"; by_scheme: scheme -> slot -> candidate, of those whose blocks may
-be matched.
+(tokens/s), fill (share of its cache that is held, and how many caches more the booked contexts need), slots, schemes
+(-1: its blocks may not be matched), cost (to be set by decide/cost_rule); entries beyond count mean nothing. For all:
+count, least_wait, total_fill (of what is held), median, now; usable: flags -> "match", "load" or "no".
 --]]
 local unpack_from, sub, band, min = struct.unpack, string.sub, bit.band, math.min
 local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT, WORKER_ID_AT = 5, 51, 59 -- of a packed row
@@ -30,21 +29,22 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
   local block = block_tokens > 1 and block_tokens or VLLM_BLOCK_TOKENS
   local slowest, fastest, count, least_wait, total_fill = median / 8, median * 8, 0, math.huge, 0
   -- Lua rehashes a growing table at each power of two: copying `all` gives the tables their final size at once.
-  local some, by_scheme, usable = #all <= MAX_PREFILLED and all or {}, {}, {}
-  local rows, wait, base_s = { unpack(some) }, { unpack(some) }, { unpack(some) }
-  local speed, fill, cost = { unpack(some) }, { unpack(some) }, { unpack(some) }
+  local some, usable = #all <= MAX_PREFILLED and all or {}, {}
+  local rows, wait, base_s, slots = { unpack(some) }, { unpack(some) }, { unpack(some) }, { unpack(some) }
+  local speed, fill, cost, schemes = { unpack(some) }, { unpack(some) }, { unpack(some) }, { unpack(some) }
   for k = 1, #all do
+    local row = all[k]
     local prefill, decode, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity =
-      unpack_from(ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS, all[k], PREFILL_TOKENS_AT)
+      unpack_from(ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS, row, PREFILL_TOKENS_AT)
     local use = usable[flags]
     if not use then
       use = band(flags, ROUTABLE_MASK) ~= ROUTABLE and "no" or band(flags, MATCHABLE) ~= 0 and "match" or "load"
       usable[flags] = use
     end
-    local lives = not alive or alive[sub(all[k], WORKER_ID_AT)]
+    local lives = not alive or alive[sub(row, WORKER_ID_AT)]
     if lives == nil then lives = band(flags, FLAG_UNHEARD) ~= 0 end
-    if flags >= FLAG_TRIAL and unpack_from(ROW_IN_FLIGHT, all[k], IN_FLIGHT_AT) > 0 then lives = false end
-    if lives and use ~= "no" and #all[k] >= WORKER_ID_AT then
+    if flags >= FLAG_TRIAL and unpack_from(ROW_IN_FLIGHT, row, IN_FLIGHT_AT) > 0 then lives = false end
+    if lives and use ~= "no" and #row >= WORKER_ID_AT then
       if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
       local ahead, share = prefill + foreign, capacity > 0 and blocks / capacity or 0
       local context, most = decode + foreign_decode, capacity * block
@@ -52,20 +52,21 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
       count, total_fill = count + 1, total_fill + share
       if context > most and most > 0 then share = share + context / most - 1 end
       if ahead < least_wait then least_wait = ahead end
-      rows[count], wait[count], speed[count], fill[count] = all[k], ahead, tps, share
+      rows[count], wait[count], speed[count], fill[count] = row, ahead, tps, share
+      slots[count], schemes[count] = slot, use == "match" and scheme or -1
       -- Tokens computed of the prefill under way, by time and speed. An engine may stand still: at most that prefill.
       local done = 0
       if prefill > 0 then
-        local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, all[k], UNDER_WAY_TOKENS_AT)
+        local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, row, UNDER_WAY_TOKENS_AT)
         done = min((now - since) % U32 / 1000 * tps, under_way)
       end
       base_s[count] = (ahead - done) / tps + decode_s_per_token * context
-      if use == "match" then
-        local by_slot = by_scheme[scheme] or {}
-        by_scheme[scheme], by_slot[slot] = by_slot, count
-      end
     end
   end
-  return { rows = rows, wait = wait, base_s = base_s, speed = speed, fill = fill, by_scheme = by_scheme, count = count,
-    usable = usable, cost = cost, least_wait = least_wait, total_fill = total_fill, median = median, now = now }
+  -- All fields that a state will ever have are named here, so that its table gets its final size at once, too.
+  return { rows = rows, wait = wait, base_s = base_s, speed = speed, fill = fill, slots = slots, schemes = schemes,
+    count = count, usable = usable, cost = cost, least_wait = least_wait, total_fill = total_fill, median = median,
+    now = now, waits = nil, constants = nil, policy = nil, prompt = nil, seed = nil, prefix_tokens = nil, order = nil,
+    objective_s = nil, turn = nil, flagged = nil, block = nil, matched = nil, speculated = nil, confirmed = nil,
+    chain_of = nil, counted = nil, node = nil, replace = nil }
 end

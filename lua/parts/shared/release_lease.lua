@@ -29,7 +29,7 @@ return function(load_key, leases_key, lease_key, prefix, now)
     call("UNLINK", prefix .. "c:" .. slot .. ":" .. id)
     for from = at + length, #lease, 8 do
       local key = prefix .. "x:" .. lease:sub(from, from + 7)
-      if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
+      if call("HINCRBY", key, slot, "-1") <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
     end
   end
 

@@ -13,7 +13,7 @@ from tests.packed import arguments_of
 
 from warmfleet.errors import BadArgument
 from warmfleet.fleet import SCRIPT_ARGS, SCRIPT_KEYS, Ask, Fleet, Place, QueueLimits, Renewal, Spans, Weights, constants
-from warmfleet.fleet.client import argv, script_source
+from warmfleet.fleet.client import argv, script_text
 from warmfleet.fleet.codes import Mode
 from warmfleet.fleet.connection.packing import SMALL
 from warmfleet.fleet.constants import packed
@@ -154,7 +154,7 @@ def test_a_packed_outcome_is_what_redis_py_would_send(fleet: Fleet, outcome: Out
 
 def sent_by_redis_py(fleet: Fleet, script: str, args: Sequence[Any]) -> bytes:
     """The bytes that redis-py's own client sends for a call of this script."""
-    registered = fleet.redis.register_script(script_source(script))
+    registered = fleet.redis.register_script(script_text(script))
     keys = [getattr(fleet.keys, key) for key in SCRIPT_KEYS[script]]
     connection = cast("Any", fleet.redis.connection_pool).make_connection()
     return b"".join(connection.pack_command("EVALSHA", registered.sha, len(keys), *keys, *args))
