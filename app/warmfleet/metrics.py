@@ -115,6 +115,12 @@ class Metrics:
             "Streams that may be continued and broke off: `continued` at another worker, `unfit`, `budget`, `failed`",
             "result",
         )
+        self.hedged = self._counter(
+            "hedged",
+            "Streams without a first byte after `WARMFLEET_HEDGE_AFTER_S`: the second worker `won`, `lost`, was `none` "
+            "(no room, or it failed), or the `budget` was empty",
+            "result",
+        )
         self.given_up = self._counter("given_up", "Requests ended here because their worker fell silent")
         self.time_limits = self._counter(
             "time_limits", "Requests ended by a time limit of the settings: `stream_idle`, `request_max`", "limit"

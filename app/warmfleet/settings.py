@@ -251,6 +251,11 @@ class Settings:
         "if the engine of a greedy stream (`temperature` 0) dies, another worker goes on with it; without this only "
         "where the client sends `X-Warmfleet-Continue` (api.md)",
     )
+    hedge_after_s: float = _setting(
+        0.0,
+        "a stream without a first byte after this time is asked of a second worker, too, and the first byte wins; it "
+        "computes a prompt twice, so choose more than most first bytes take (operate.md); 0 = off",
+    )
     drain_s: float = _setting(
         5.0,
         "after SIGTERM a replica still accepts requests for this long, answers `/readyz` with 503 so that balancers "

@@ -43,12 +43,14 @@ class Engine:
     seen: list[Seen] = field(default_factory=list)
     connections: Counter[str] = field(default_factory=Counter)
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    readers: set[asyncio.StreamReader] = field(default_factory=set)
     server: asyncio.Server | None = None
     hangs: bool = False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections["opened"] += 1
         self.writers.add(writer)
+        self.readers.add(reader)
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -71,6 +73,7 @@ class Engine:
             self.connections["hung_up"] += 1
         finally:
             self.writers.discard(writer)
+            self.readers.discard(reader)
             writer.close()
 
     def _page(self, path: str) -> bytes:

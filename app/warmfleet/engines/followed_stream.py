@@ -192,8 +192,9 @@ class Continuable(NamedTuple):
 class StreamCut(Exception):  # noqa: N818  a condition, as in ``errors``
     """The engine broke off a stream that is followed. error: that the client is told if no other worker goes on."""
 
-    def __init__(self, followed: FollowedStream, error: UpstreamError) -> None:
+    def __init__(self, followed: FollowedStream, error: UpstreamError, worker_id: str) -> None:
         super().__init__(error.message)
+        self.worker_id = worker_id
         self.followed = followed
         self.error = error
 

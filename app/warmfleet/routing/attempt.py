@@ -16,6 +16,8 @@ from warmfleet.fleet.reservations import Outcome
 from warmfleet.pools.stalled_requests import Try
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.errors import WarmfleetError
     from warmfleet.fleet import Decision
@@ -122,12 +124,13 @@ class Attempt:
 
     ``decision`` is None until a worker is chosen. ``never`` are workers that must not be chosen at all; ``avoided``
     are other workers that failed a request a moment ago, which the last decision passed over. ``explanation`` explains
-    the decision as JSON; empty if the client asked for none.
+    the decision as JSON; empty if the client asked for none. ``on_first_byte`` is called before the client is answered;
+    None unless two attempts race.
     """
 
     __slots__ = (
-        "_attempts", "_avoids_failing", "avoided", "decision", "explanation", "never", "pool", "reservation",
-        "state",
+        "_attempts", "_avoids_failing", "avoided", "decision", "explanation", "never", "on_first_byte", "pool",
+        "reservation", "state",
     )  # fmt: skip
 
     def __init__(
@@ -148,6 +151,7 @@ class Attempt:
         self.state = AttemptState.NEW
         self.decision: Decision | None = None
         self.explanation = b""
+        self.on_first_byte: Callable[[Attempt], None] | None = None
 
     # ------------------------------------------------ what becomes of it
 

@@ -111,7 +111,7 @@ class Relay:
                 if not isinstance(error, EngineTimeout):
                     job.pool.outliers.failed(decision)
                 if followed is not None:
-                    raise StreamCut(followed, error) from error
+                    raise StreamCut(followed, error, decision.worker_id) from error
                 self._metrics.stream_errors.inc()
                 if not streams:
                     raise  # part of a plain answer was sent: closing the connection tells the client that it is cut off
@@ -145,6 +145,8 @@ class Relay:
 
     def _first_byte(self, job: Job, attempt: Attempt, decision: Decision, status: int, *, streams: bool) -> None:
         """The first byte of an answer came. streams: more will come, so that the first token is now."""
+        if attempt.on_first_byte is not None:
+            attempt.on_first_byte(attempt)
         pool, waited_s = job.pool, time.perf_counter() - job.call.received_at
         self._waits(pool.tag).observe(waited_s)
         if streams and status < 400:  # the first byte of a plain answer comes with its last token

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.errors import CancelledReservation, KeyInUse, ModelNotFound, NoWorker, UpstreamGone, WarmfleetError
@@ -16,6 +17,7 @@ from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.relay import Relay
 from warmfleet.routing.rescue.continuation import Continuation
+from warmfleet.routing.rescue.hedging import Hedging
 from warmfleet.routing.rescue.retry_budget import RetryBudget
 from warmfleet.routing.tenants import Tenancy
 from warmfleet.routing.tickets import Tickets
@@ -40,6 +42,9 @@ BUSY = frozenset({429, 502, 503})  # the worker did not begin to work on the req
 FAILED = frozenset({500, 504})  # it did; the request may be the reason
 NO_ANSWER = BUSY | FAILED
 NO_STATUS = frozenset[int]()
+
+
+Forward = Callable[["Job", "Attempt", "Decision", "ClientAnswer", frozenset[int]], Coroutine[Any, Any, "Outcome"]]
 
 
 class Router:
@@ -68,6 +73,11 @@ class Router:
         self._placing: set[bytes] = set()  # keys of gateways' requests that are being placed
         self._decider = Decider(self._log, metrics)
         self._relay = Relay(upstream, settings, metrics)
+        self._forward: Forward = self._relay.forward
+        if settings.hedge_after_s:
+            self._forward = Hedging(
+                settings.hedge_after_s, self._relay, self._attempts, self._decider, self._retry_budget, metrics
+            ).forward
         self._continuation = Continuation(
             settings, metrics, self._attempts, self._queue, self._decider, self._relay, self._retry_budget
         )
@@ -82,16 +92,14 @@ class Router:
             outcome: Outcome = "cancelled"  # until it is known how the attempt ended
             try:
                 decision = await self._queue.admit(job, attempt, self._decider.decide)  # 3 decide
-                outcome = await self._relay.forward(
-                    job, attempt, decision, answer, retries.tried_elsewhere
-                )  # 4 forward
+                outcome = await self._forward(job, attempt, decision, answer, retries.tried_elsewhere)  # 4 forward
                 if outcome == "finished":
                     pool.outliers.served(decision, retries.to_blame)
                 return  # noqa: TRY300  an else would part the five steps
             except StreamCut as cut:
                 outcome = "failed"
                 attempt.release(outcome)  # before another worker is chosen
-                await self._continuation.go_on(job, decision, cut, answer)
+                await self._continuation.go_on(job, cut, answer)
                 return
             except UpstreamGone as error:
                 outcome = "failed"

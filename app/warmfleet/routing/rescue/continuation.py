@@ -27,7 +27,6 @@ from warmfleet.routing.token_handoff import Offer
 
 if TYPE_CHECKING:
     from warmfleet.engines.followed_stream import StreamCut
-    from warmfleet.fleet import Decision
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.pools.fleet_view import View
@@ -116,14 +115,14 @@ class Continuation:
         wanted = Continuable(limit, least if isinstance(least, int) else 0, self._kept)
         return job._replace(body=with_key(job.body, "return_token_ids", b"true"), continuable=wanted)
 
-    async def go_on(self, job: Job, decision: Decision, cut: StreamCut, answer: ClientAnswer) -> None:
+    async def go_on(self, job: Job, cut: StreamCut, answer: ClientAnswer) -> None:
         """Let another worker continue the stream, or else end it with the error that cut it.
 
-        decision: for the worker that failed, whose attempt was released.
+        The attempt at the worker that failed was released before.
         """
         result, error = "failed", cut.error
         try:
-            result = await self._try(job, decision.worker_id, cut.followed)
+            result = await self._try(job, cut.worker_id, cut.followed)
         except UpstreamError as second:
             error = second
         except WarmfleetError as why:
@@ -132,7 +131,7 @@ class Continuation:
             await answer.end_stream(Stopping())
             raise
         self._metrics.continued.labels(result).inc()
-        logger.warning("a stream of worker %s broke off (%s): %s", decision.worker_id, cut.error.message, result)
+        logger.warning("a stream of worker %s broke off (%s): %s", cut.worker_id, cut.error.message, result)
         if result != "continued":
             self._metrics.stream_errors.inc()
             await answer.end_stream(error)

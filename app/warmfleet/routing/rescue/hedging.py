@@ -1,0 +1,148 @@
+"""Hedging: a stream that waits too long for its first byte is asked of a second worker, too. The first byte wins.
+
+It is off unless the operator sets a delay. The second worker computes the whole prompt again, which a fleet that places
+requests by what workers hold avoids everywhere else: it helps where single engines are late at random. It costs a try
+of the retry budget. Only streams are hedged, since the first byte of a plain answer comes with its last token; and no
+long prompts, which are late because they are long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.errors import NoWorker, UpstreamGone
+from warmfleet.fleet import Decision
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.metrics import Metrics
+    from warmfleet.routing.attempt import Attempt, Attempts
+    from warmfleet.routing.call import Job
+    from warmfleet.routing.client_answer import ClientAnswer
+    from warmfleet.routing.decider import Decider
+    from warmfleet.routing.relay import Relay
+    from warmfleet.routing.rescue.retry_budget import RetryBudget
+
+MAX_PROMPT_TOKENS = 8_192  # to compute a longer prompt twice costs more than a late answer
+FAILURES = frozenset({429, 500, 502, 503, 504})  # statuses of the second worker that the client does not get
+
+
+class Race:
+    """Two attempts at one request: the one whose first byte comes first answers the client, the other one is given up.
+
+    ``winner``: None until the first byte.
+    """
+
+    def __init__(self, job: Job, answer: ClientAnswer) -> None:
+        self.job = job
+        self.answer = answer
+        self.winner: Attempt | None = None
+        self._tasks: dict[Attempt, asyncio.Task[Outcome]] = {}
+
+    def run(self, attempt: Attempt, work: Coroutine[Any, Any, Outcome]) -> asyncio.Task[Outcome]:
+        """Let an attempt take part."""
+        attempt.on_first_byte = self._first_byte
+        task = self._tasks[attempt] = asyncio.create_task(work)
+        return task
+
+    def _first_byte(self, attempt: Attempt) -> None:
+        """The first byte of this attempt's answer came. Raises CancelledError if the other one's came before."""
+        if self.winner is not None and self.winner is not attempt:
+            raise asyncio.CancelledError
+        self.winner = attempt
+        for other, task in self._tasks.items():
+            if other is not attempt:
+                task.cancel()
+                other.release("cancelled")
+
+    async def end(self) -> None:
+        """Give up what still runs; return when nothing does."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+class Hedging:
+    """Forwards the jobs of one replica, and asks a second worker where the first one is late."""
+
+    def __init__(
+        self, after_s: float, relay: Relay, attempts: Attempts, decider: Decider, budget: RetryBudget, metrics: Metrics
+    ) -> None:
+        """after_s: the delay before a second worker is asked."""
+        self._after_s = after_s
+        self._relay = relay
+        self._attempts = attempts
+        self._decider = decider
+        self._budget = budget
+        self._hedged = metrics.hedged
+
+    async def forward(
+        self, job: Job, attempt: Attempt, decision: Decision, answer: ClientAnswer, tried_elsewhere: frozenset[int]
+    ) -> Outcome:
+        """As ``Relay.forward``. Returns how this attempt ended, also if another worker served the job."""
+        work = self._relay.forward(job, attempt, decision, answer, tried_elsewhere)
+        if not hedgeable(job):
+            return await work
+        race = Race(job, answer)
+        first = race.run(attempt, work)
+        try:
+            await asyncio.wait((first,), timeout=self._after_s)
+            if first.done() or race.winner is not None:
+                return await first
+            if self._budget.empty:
+                self._hedged.labels("budget").inc()
+                return await first
+            self._budget.spend()
+            return await self._with_second(race, first, attempt, decision)
+        finally:
+            await race.end()
+
+    async def _with_second(
+        self, race: Race, first: asyncio.Task[Outcome], attempt: Attempt, decision: Decision
+    ) -> Outcome:
+        job = race.job
+        other = self._attempts.begin(job, (*attempt.never, decision.worker_id), avoids_failing=True)
+        second = race.run(other, self._second(job, other, race.answer))
+        await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
+        failed = race.winner is None and first.done()
+        if failed:
+            attempt.worker_failed()
+            attempt.release("failed")
+        if race.winner is None:
+            await asyncio.wait((first, second))  # one of them failed, so the other one goes on alone
+        if race.winner is not other:
+            self._hedged.labels("lost" if other.decision is not None else "none").inc()
+            return await first
+        self._hedged.labels("won").inc()
+        outcome = await second
+        if outcome == "finished" and other.decision is not None:
+            job.pool.outliers.served(other.decision, (decision,) if failed else ())
+        return "failed" if failed else "cancelled"
+
+    async def _second(self, job: Job, attempt: Attempt, answer: ClientAnswer) -> Outcome:
+        """Raises WarmfleetError if there is no second worker with room, or if it fails."""
+        outcome: Outcome = "failed"
+        try:
+            decision = await self._decider.decide(job, attempt, may_wait=False)
+            if not isinstance(decision, Decision):
+                raise NoWorker("No other worker has room.")
+            outcome = await self._relay.forward(job, attempt, decision, answer, FAILURES)
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        except UpstreamGone:
+            attempt.worker_failed()
+            raise
+        finally:
+            attempt.release(outcome)
+        return outcome
+
+
+def hedgeable(job: Job) -> bool:
+    """Whether the first byte of this request's answer may be late by chance, and a second prefill costs little."""
+    request, prompt = job.request, job.prompt
+    small = prompt.prompt_tokens <= MAX_PROMPT_TOKENS and prompt.prompt_count == request.samples == 1
+    return small and request.stream and job.call.path.generates and len(job.pool.view.workers) > 1

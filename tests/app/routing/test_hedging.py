@@ -1,0 +1,197 @@
+"""Hedging: a stream whose worker is late is asked of a second one, and only the first to answer is heard."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, reply, reset
+from tests.app.replica import Replica, replica
+from tests.conftest import poll
+
+from warmfleet.routing.rescue import hedging, retry_budget
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+STREAM = {"prompt": "hello", "stream": True, "max_tokens": 3}
+WHOLE = b"".join(b'data: {"choices": [{"index": 0, "text": " %d"}]}\n\n' % number for number in range(3))
+
+
+@dataclass
+class Plan:
+    """What the engines do with their requests, in the order in which these come, whichever engine is asked.
+
+    Words of ``does``: ``waits`` for ``go``, then answers; ``dies`` after ``go``; ``fails`` with 500; ``begins`` to
+    answer, and goes on after ``go``; ``hangs``; any other word: answers well.
+    """
+
+    does: list[str]
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[str] = field(default_factory=list)
+    engines: list[Engine] = field(default_factory=list)
+
+    async def __call__(self, one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        word = self.does[len(self.asked)] if len(self.asked) < len(self.does) else ""
+        self.asked.append(one.url)
+        if word in ("waits", "dies"):
+            await self.go.wait()
+        if word == "hangs":
+            await asyncio.sleep(60)
+        if word == "begins":
+            writer.write(STREAM_HEAD)
+            chunk(writer, b"data: {}\n\n")
+            await self.go.wait()
+            chunk(writer, b"data: [DONE]\n\n")
+            chunk(writer, b"")
+        elif word == "dies":
+            reset(writer)
+        elif word == "fails":
+            reply(writer, b"{}", "500 Internal Server Error")
+        else:
+            await answer_well(one, seen, writer)
+
+    async def both_asked(self) -> None:
+        await poll(lambda: len(self.asked) == 2, 20, "a second worker is asked")
+
+    @property
+    def hung_up(self) -> int:
+        """How many requests the router has given up."""
+        return sum(reader.at_eof() for one in self.engines for reader in one.readers)
+
+
+@asynccontextmanager
+async def pair(url: str, model: str, *does: str, **settings: Any) -> AsyncIterator[tuple[Replica, Plan]]:
+    """A replica with two engines, and a plan for their requests."""
+    plan = Plan([*does])
+    async with AsyncExitStack() as stack:
+        plan.engines = [await stack.enter_async_context(engine(model, plan)) for _ in range(2)]
+        urls = [one.url for one in plan.engines]
+        chosen = {"hedge_after_s": 0.1} | settings
+        yield await stack.enter_async_context(replica(url, model, *urls, **chosen)), plan
+
+
+async def results(router: Replica) -> dict[str, float]:
+    found = {name: await router.metric(f'warmfleet_hedged_total{{result="{name}"}}') for name in RESULTS}
+    return {name: count for name, count in found.items() if count}
+
+
+RESULTS = ("won", "lost", "none", "budget")
+
+
+async def test_the_second_worker_answers_and_the_first_is_given_up_at_once(valkey_url: str, model: str) -> None:
+    async with pair(valkey_url, model, "waits", "begins") as (router, plan):
+        asked = asyncio.create_task(router.post(STREAM))
+        await poll(lambda: plan.hung_up == 1, 20, "the first engine is left while the second one answers")
+        assert sum(one.load.in_flight for one in await router.fleet.workers()) == 1
+        assert await router.metric('warmfleet_settled_total{outcome="cancelled"}') == 1
+        plan.go.set()
+        status, headers, said = await asked
+        assert (status, said) == (200, b"data: {}\n\ndata: [DONE]\n\n")
+        served = {one.url: one.worker_id for one in await router.fleet.workers()}
+        assert headers["x-warmfleet-worker"] == served[plan.asked[1]]
+        assert await results(router) == {"won": 1}
+        await router.unloaded()
+
+
+async def test_the_first_worker_may_still_win(valkey_url: str, model: str) -> None:
+    async with pair(valkey_url, model, "waits", "hangs") as (router, plan):
+        asked = asyncio.create_task(router.post(STREAM))
+        await plan.both_asked()
+        plan.go.set()
+        assert (await asked)[2] == WHOLE + b"data: [DONE]\n\n"
+        assert await results(router) == {"lost": 1}
+        await router.unloaded()
+        await poll(lambda: plan.hung_up == 1, 20, "the second engine is left")
+
+
+async def test_a_second_worker_that_fails_is_no_failure(valkey_url: str, model: str) -> None:
+    for word in "fails", "dies":
+        async with pair(valkey_url, model + word, "waits", word) as (router, plan):
+            asked = asyncio.create_task(router.post(STREAM))
+            await plan.both_asked()
+            plan.go.set()
+            status, _, said = await asked
+            assert (status, said) == (200, WHOLE + b"data: [DONE]\n\n")
+            await router.unloaded()
+
+
+async def test_a_first_worker_that_fails_meanwhile_is_replaced_by_the_second(valkey_url: str, model: str) -> None:
+    async with pair(valkey_url, model, "dies", "waits") as (router, plan):
+        asked = asyncio.create_task(router.post(STREAM))
+        await plan.both_asked()
+        for writer in plan.engines[[one.url for one in plan.engines].index(plan.asked[0])].writers:
+            reset(writer)
+        await asyncio.sleep(0.05)
+        plan.go.set()
+        status, _, said = await asked
+        assert (status, said) == (200, WHOLE + b"data: [DONE]\n\n")
+        assert await results(router) == {"won": 1}
+        assert await router.metric('warmfleet_settled_total{outcome="failed"}') == 1
+        await router.unloaded()
+
+
+async def test_it_is_off_unless_the_operator_sets_a_delay(valkey_url: str, model: str) -> None:
+    async with pair(valkey_url, model, "waits", hedge_after_s=0.0) as (router, plan):
+        asked = asyncio.create_task(router.post(STREAM))
+        await poll(lambda: plan.asked, 20, "an engine is asked")
+        await asyncio.sleep(0.3)
+        plan.go.set()
+        assert (await asked)[0] == 200
+        assert len(plan.asked) == 1
+
+
+@pytest.mark.parametrize("more", [{"stream": False}, {"n": 2}, {"prompt": ["a", "b"]}, {"prompt": "long " * 100}])
+async def test_what_may_not_be_doubled(
+    valkey_url: str, model: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain answer's first byte is its last; several answers, several prompts or a long one cost too much."""
+    monkeypatch.setattr(hedging, "MAX_PROMPT_TOKENS", 20)
+    async with pair(valkey_url, model, "waits") as (router, plan):
+        asked = asyncio.create_task(router.post(STREAM | more))
+        await poll(lambda: plan.asked, 20, "an engine is asked")
+        await asyncio.sleep(0.3)
+        plan.go.set()
+        assert (await asked)[0] == 200
+        assert len(plan.asked) == 1
+        assert await results(router) == {}
+
+
+async def test_a_budget_bounds_second_askings(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry_budget, "BUDGET_MOST", 1.0)
+    async with pair(valkey_url, model, "waits", "", "waits") as (router, plan):
+        assert (await router.post(STREAM))[0] == 200
+        asked = asyncio.create_task(router.post(STREAM))
+        await poll(lambda: len(plan.asked) == 3, 20, "an engine is asked")
+        budget = 'warmfleet_hedged_total{result="budget"}'
+        await poll(lambda: router.metric(budget), 20, "no second worker may be asked")
+        plan.go.set()
+        assert (await asked)[0] == 200
+        assert len(plan.asked) == 3
+
+
+async def test_a_client_that_hangs_up_ends_both(valkey_url: str, model: str) -> None:
+    async with pair(valkey_url, model, "hangs", "hangs") as (router, plan):
+        asked = asyncio.create_task(router.post(STREAM))
+        await plan.both_asked()
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await poll(lambda: plan.hung_up == 2, 20, "both engines are left")
+        await router.unloaded()
+
+
+async def test_without_a_second_worker_the_first_is_waited_for(valkey_url: str, model: str) -> None:
+    async with pair(valkey_url, model, "waits") as (router, plan):
+        other = next(one for one in plan.engines)
+        await other.die()
+        await router.routable(1)
+        asked = asyncio.create_task(router.post(STREAM))
+        none = 'warmfleet_hedged_total{result="none"}'
+        await poll(lambda: plan.asked, 20, "the engine is asked")
+        await asyncio.sleep(0.3)
+        plan.go.set()
+        assert (await asked)[0] == 200
+        assert await router.metric(none) == 1
