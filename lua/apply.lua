@@ -13,7 +13,8 @@ ARGV: prefix, worker_id, max_blocks (an entry counts as its bytes / 8)
 Returns: {entries, blocks, next, suspect}; blocks: hashes that were read; next: 0 NOTHING (the stream is empty), 1 APPLY
       (call apply again), 2 CONTROL (call apply_control); suspect: 1 if the worker has become suspected: a probe is due
 Cost: O(max_blocks), 0.3-0.45 ms cold at 128
-Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, b:<hash>, s:<slot>
+Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, b:<hash>, s:<slot>, x:<hash>,
+      c:<slot>:<id>
 --]]
 local WORKERS, LOAD, ALIVE, CURSOR, BATCH = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local DIGEST, RESYNC, RETIRED, LEASE, COUNTS, TICK = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]

@@ -102,6 +102,6 @@ if kept_stage then
   if kept_stage == STAGE_LINGERING then call("ZADD", leases_key, now + linger_ms, id) end
 else
   call("ZREM", leases_key, id)
-  release.speculation(id, lease)
+  if deepest then release.speculation(id, lease) end
 end
 return { kept_stage == STAGE_STARTED and "STARTED" or "SETTLED" }

@@ -154,11 +154,71 @@ async def test_progress_of_another_epoch_leaves_the_row_alone(core: Core) -> Non
     assert (row.prefill_tokens, row.decode_tokens) == (300, 50)
 
 
-async def test_progress_after_a_real_decision_and_before_a_real_settle(core: Core, fleet: Fleet) -> None:
+async def routable(core: Core) -> None:
     flags = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
     packed = bytearray((await core.row()).pack("s.0"))
     packed[20:22] = int(flags).to_bytes(2, "big")
     await core.store.hset(core.keys.load, "s.0", bytes(packed))
+
+
+async def matched(fleet: Fleet, *numbers: int) -> int:
+    """The blocks that a decision would find on the worker."""
+    chain = Chain(SCHEME.scheme_id, 16, blocks(*numbers))
+    _, (row,) = await fleet.explain(Ask("wf-asks", (chain,), prompt_tokens=16 * len(numbers) + 5, decode_tokens=10))
+    return row.matched_tokens // 16
+
+
+async def credit(core: Core) -> list[bytes]:
+    """The keys by which open reservations count for blocks that they will make."""
+    return [
+        key for name in "xc" async for key in core.store.scan_iter(f"{core.keys.prefix}{name}:*".replace("{", "\\{"))
+    ]
+
+
+@pytest.mark.parametrize("first_byte", ["before", "after"])
+async def test_blocks_that_were_reported_are_credited_no_longer(core: Core, fleet: Fleet, first_byte: str) -> None:
+    """The engine reports them and then the prefill, ends the request and evicts a block; settle comes late."""
+    await core.heartbeat(digest_of())
+    await core.applied()
+    await routable(core)
+    chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
+    await fleet.decide(Ask("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
+    assert (await matched(fleet, 1, 2, 3), bool(await credit(core))) == (3, True)
+    if first_byte == "before":
+        await fleet.settle("wf-real", "started")
+    await core.send("stored", blocks(1, 2, 3))
+    await core.send("progress", wire.dumps([["wf-real", 0, 60]]))
+    await core.applied()
+    told = await leased(core, "wf-real")
+    assert (told.stage, told.prompt_tokens, told.checkpoints, await credit(core)) == (Stage.STARTED, 0, (), [])
+    assert await matched(fleet, 1, 2, 3) == 3
+    await core.send("removed", block(3))
+    await core.applied()
+    assert await matched(fleet, 1, 2, 3) == 2, "while the reservation is open"
+    await fleet.settle("wf-real", "finished")
+    assert await matched(fleet, 1, 2, 3) == 2, "nor does it linger"
+    assert await core.store.hget(core.keys.lease, "wf-real") is None
+    assert await fleet.counts() == {"exact": 1}
+
+
+@pytest.mark.parametrize("complete", [True, False])
+async def test_blocks_that_the_index_may_lack_stay_credited(core: Core, fleet: Fleet, complete: bool) -> None:
+    """Block 3 was not reported. Or the index is known to lack some blocks: its snapshot is on the way."""
+    if complete:
+        await core.heartbeat(digest_of())
+    await core.applied()
+    await routable(core)
+    chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
+    await fleet.decide(Ask("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
+    await core.send("stored", blocks(1, 2) if complete else blocks(1, 3))
+    await core.send("progress", wire.dumps([["wf-real", 0, 60]]))
+    await core.applied()
+    assert (await leased(core, "wf-real")).stage == Stage.STARTED
+    assert await matched(fleet, 1, 2, 3) == 3
+
+
+async def test_progress_after_a_real_decision_and_before_a_real_settle(core: Core, fleet: Fleet) -> None:
+    await routable(core)
     await core.send("stored", blocks(1, 2))
     await core.applied()
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tests.vllm.engine import BLOCK_TOKENS
-from tests.vllm.witness import DECIDE_KEYS
+from tests.vllm.witness import DECIDE_KEYS, LEASE, credits_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -24,7 +23,6 @@ from warmfleet.fleet.rows import Stage
 from warmfleet_worker.protocol.wire import reservation_of
 
 TICK_GAP_S = 0.25  # longer than between two ticks of a healthy fleet, 0.025 to 0.05 s
-LEASE = struct.Struct(">IIIIIIBB")
 FIRST_HASHES = len(SCRIPT_ARGS["decide"]) + 2  # index of the first hashes in ARGV, after scheme and block size
 
 
@@ -71,7 +69,8 @@ class Booking:
 class Index:
     """The index over time, where positions in the log are the times.
 
-    blocks: (slot, hash). leases: reservation ids. restored: leases that a dump brought back.
+    blocks: (slot, hash). leases: ids of reservations that count for blocks which they will make. restored: of these,
+    those that a dump brought back.
     """
 
     blocks: Spells = field(default_factory=Spells)
@@ -117,7 +116,7 @@ class Index:
 
     def _lease(self, at: float, command: list[bytes], asked: list[bytes]) -> None:
         reservation = command[2].decode()
-        self.leases.change(reservation, self.place, there=command[0] == b"HSET")
+        self.leases.change(reservation, self.place, there=command[0] == b"HSET" and credits_blocks(command[3]))
         if command[0] == b"HDEL":
             self.told.setdefault(reservation, at)
         elif LEASE.unpack_from(command[3])[6] == Stage.STARTED:

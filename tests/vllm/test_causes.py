@@ -8,6 +8,8 @@ import pytest
 from tests.vllm.causes import Judge, Strikes
 from tests.vllm.history import Booking, Engine, Index, Stay
 
+from warmfleet.fleet import Lease, Stage
+
 CHAIN = tuple(bytes([n] * 8) for n in range(4))
 LAST = CHAIN[3]
 PLACE = 10  # position of the decision in Redis' log
@@ -137,3 +139,13 @@ def test_a_probe_is_nobodys_decision() -> None:
     del case.index.bookings["r"]
     case.engine.stays["r"].probe = True
     assert not Judge(case.index, {"w": case.engine}, Strikes()).verdict().causes
+
+
+@pytest.mark.parametrize(("checkpoints", "counts"), [(CHAIN[:1], True), ((), False)])
+def test_a_lease_makes_blocks_only_while_it_has_checkpoints(checkpoints: tuple[bytes, ...], counts: bool) -> None:
+    """A reservation whose blocks were reported explains no block that is missing."""
+    case = Case(3).maker(ran=99.0, ended=None)
+    lease = Lease(1, 1, 0, 10, 0, 130, Stage.STARTED, "w", checkpoints).pack()
+    case.index.place = 6
+    case.index._lease(99.2, [b"HSET", b"wf:{m}:lease", b"m", lease], [])
+    assert case.cause == ("short: its maker is at it" if counts else "short: unexplained")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import tempfile
 import threading
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from warmfleet_worker.protocol.wire import Keys
 
+LEASE = struct.Struct(">IIIIIIBB")
 ARGUMENT = re.compile(rb'"((?:[^"\\]|\\.)*)"')
 #: The lines of MONITOR that are kept: forward index, reservations, progress, whole decisions and ticks.
 DECIDE_KEYS, TICK_KEYS = (len(SCRIPT_KEYS[name]) for name in ("decide", "tick"))
@@ -93,7 +95,9 @@ class MortalRedis:
         with redis.Redis(unix_socket_path=str(back), retry=Retry(NoBackoff(), 0)) as client:
             for key in client.scan_iter(self._keys.prefix + "s:*", 1_000):
                 life.held[int(key.rpartition(b":")[2])] = set(client.smembers(key))
-            life.leases = {one.decode() for one in client.hkeys(self._keys.lease)}
+            life.leases = {
+                one.decode() for one, lease in client.hgetall(self._keys.lease).items() if credits_blocks(lease)
+            }
         self._watch(back, life)
         self.lives.append(life)
         life.began = time.monotonic()
@@ -123,6 +127,12 @@ class MortalRedis:
         for line in life.lines:
             stamp = float(line[1 : line.index(b" ")])
             yield stamp - self._clocks, [unescape(one) for one in ARGUMENT.findall(line)]
+
+
+def credits_blocks(lease: bytes) -> bool:
+    """Whether this lease counts for blocks that its request will make; no longer, once they were reported."""
+    name: int = LEASE.unpack_from(lease)[7]  # bytes of the worker_id, behind which the checkpoints stand
+    return len(lease) > LEASE.size + name
 
 
 def unescape(text: bytes) -> bytes:

@@ -1,6 +1,7 @@
 --[[
 apply/progress: the operation progress: the prefill of some requests is done. What these requests had booked is given
-back as their first token would give it back, and the predicted match is compared with what was cached.
+back as their first token would give it back, and the predicted match is compared with what was cached. Their blocks
+were reported before: the index knows them, and will know their eviction, so the reservation counts for them no longer.
 
 Takes the state of apply (key prefix, worker, record, row, truth, changed, short), the table of operations, which gets
 one more, the key of the leases, and three functions: count(counter), parse_list(data), integers(list, first).
@@ -23,6 +24,7 @@ return function(state, operation, LEASE, count, parse_list, integers)
   -- Whether this is still the worker that was proved. Another prompt length says no. So does, twice in a row, a prompt
   -- whose last block is not in the index: the engine has it, and reports blocks before progress. Both signs only
   -- make the worker suspected, and a probe decides: else a tenant's prompts could end a healthy worker's routing.
+  -- True if the index is complete and has the last block.
   local function judge(same_prompt, hash)
     if bit.band(row[FLAGS_FIELD], FLAG_PROVEN + FLAG_PARTIAL) ~= FLAG_PROVEN then return end
     if record.shadow or truth.cause or short then return end
@@ -32,6 +34,7 @@ return function(state, operation, LEASE, count, parse_list, integers)
     local why = not same_prompt and "prompt" or strikes == STRIKES and "blocks"
     if why then count("suspect_" .. why) end
     if why and not record.suspect then record.suspect, changed.record, changed.suspect = why, true, 1 end
+    return held == 1
   end
 
   -- The prefill of one prompt of a reservation is done. Of several prompts each gives back its share of what is booked;
@@ -47,7 +50,10 @@ return function(state, operation, LEASE, count, parse_list, integers)
     if prompt > 0 and not several and mark ~= MARK_ESTIMATED then
       count(cached == matched and "exact" or cached > matched and "over" or "short")
       if prompt_tokens ~= prompt then count("prompt") end
-      judge(prompt_tokens == prompt, call("GETRANGE", ("%sc:%d:%s"):format(PREFIX, slot, id), -8, -1))
+      if judge(prompt_tokens == prompt, call("GETRANGE", ("%sc:%d:%s"):format(PREFIX, slot, id), -8, -1)) then
+        (include "shared/release_speculation")(PREFIX)(id, lease)
+        lease = lease:sub(1, LEASE_BYTES + length) -- without checkpoints
+      end
       prompt = 0 -- judged once: a beam search goes on with longer prompts under the same id
     end
     if stage > STAGE_BOOKED then -- settle has told the first byte before

@@ -3,14 +3,15 @@ shared/release_lease: a lease ends: its load, its speculation and the lease itse
 
 Guarantee: the lease is forgotten first. That frees memory, so that a Redis at its limit allows the writes after it.
 Takes the keys of load, leases and lease, the key prefix, and the server's time in ms. Returns five functions: add (see
-shared/row_load), load(lease), which returns the worker's row as it was, forget(id), speculation(id, lease), and
-reap(ids), which does the last three for leases that have expired.
+shared/row_load), load(lease), which returns the worker's row as it was, forget(id), speculation(id, lease) (see
+shared/release_speculation), and reap(ids), which does the last three for leases that have expired.
 --]]
 local call = redis.call
-local LEASE, STAGE_STARTED, MARK_MAKER = ">I4I4I4I4I4I4BB", 1, "+"
+local LEASE, STAGE_STARTED = ">I4I4I4I4I4I4BB", 1
 
 return function(load_key, leases_key, lease_key, prefix, now)
   local release = { add = (include "shared/row_load")(load_key, now) }
+  release.speculation = (include "shared/release_speculation")(prefix)
 
   function release.load(lease)
     local epoch, _, prefill, decode, _, _, stage, length, at = struct.unpack(LEASE, lease)
@@ -21,16 +22,6 @@ return function(load_key, leases_key, lease_key, prefix, now)
   function release.forget(id)
     call("ZREM", leases_key, id)
     call("HDEL", lease_key, id)
-  end
-
-  function release.speculation(id, lease)
-    local _, slot, _, _, _, _, _, length, at = struct.unpack(LEASE, lease)
-    slot = string.format("%d", slot)
-    call("UNLINK", prefix .. "c:" .. slot .. ":" .. id)
-    for from = at + length, #lease, 8 do
-      local key = prefix .. "x:" .. lease:sub(from, from + 7)
-      if call("HINCRBY", key, slot, "-1") <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
-    end
   end
 
   function release.reap(ids)
