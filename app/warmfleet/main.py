@@ -25,7 +25,7 @@ from warmfleet.api.error_answers import error_response, internal_error, not_foun
 from warmfleet.api.gateway_routes import GatewayRoutes
 from warmfleet.api.http_connection import HttpConnection
 from warmfleet.api.listening import tls
-from warmfleet.api.listening.server import Door, Doors, Server
+from warmfleet.api.listening.server import Door, Doors, Server, Sockets
 from warmfleet.api.listening.tls import ServerTls
 from warmfleet.api.proxies import Proxies
 from warmfleet.api.service_routes import Health, ServiceRoutes
@@ -62,8 +62,7 @@ from warmfleet.settings import Settings, policies, unknown_variables
 from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from starlette.routing import Route
     from starlette.types import Lifespan
@@ -142,6 +141,7 @@ def create_app(settings: Settings) -> Doors:
     return Doors(
         public,
         health,
+        pools.unready,
         Door(clients, certificates.for_clients if certificates else None),
         Door(operators, certificates.for_operators if certificates else None),
     )
@@ -168,8 +168,8 @@ def _check_models(settings: Settings) -> None:
             raise BadArgument(f"WARMFLEET_{name} names {strangers[0]!r}, which is not in WARMFLEET_MODELS")
 
 
-async def serve(settings: Settings, sockets: Sequence[socket.socket], admin: Sequence[socket.socket] = ()) -> None:
-    """Serve until SIGINT or SIGTERM, clients on ``sockets`` and operators on ``admin``; the caller has bound them."""
+async def serve(settings: Settings, sockets: Sockets) -> None:
+    """Serve until SIGINT or SIGTERM."""
     os.environ.setdefault(
         "RAYON_NUM_THREADS", "1"
     )  # the router tokenises one text per call: more threads would only cost
@@ -179,11 +179,11 @@ async def serve(settings: Settings, sockets: Sequence[socket.socket], admin: Seq
         logger.warning("%s is set, but %s", name, why)
     if not settings.client_keys_file:
         logger.info("WARMFLEET_CLIENT_KEYS_FILE is not set: every client that reaches this replica is served")
-    await server(settings, admin).serve(list(sockets))
+    await server(settings, sockets).serve()
 
 
-def server(settings: Settings, admin: Sequence[socket.socket] = ()) -> Server:
-    """A server with the settings' limits, not yet running. admin: sockets for operators. Raises BadArgument."""
+def server(settings: Settings, sockets: Sockets) -> Server:
+    """A server with the settings' limits, not yet running. Raises BadArgument."""
     doors = create_app(settings)
     config = uvicorn.Config(
         doors.application,
@@ -196,7 +196,7 @@ def server(settings: Settings, admin: Sequence[socket.socket] = ()) -> Server:
         proxy_headers=False,  # it would wrap the application
         timeout_graceful_shutdown=int(settings.shutdown_grace_s),
     )
-    return Server(config, doors, settings.drain_s, admin)
+    return Server(config, doors, settings.drain_s, sockets)
 
 
 def _pool(tag: str, settings: Settings) -> Pool:

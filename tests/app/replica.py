@@ -15,6 +15,7 @@ from tests.conftest import poll
 
 from warmfleet import main
 from warmfleet.api import http_connection
+from warmfleet.api.listening.server import Sockets
 from warmfleet.background import hung_engines, outage_checks, probe, stock_engines, upkeep
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import server
@@ -135,8 +136,8 @@ async def replica(
     for name, value in replaced.items():
         for module, constant in CONSTANTS[name]:
             constants.setattr(module, constant, value)
-    running = server(made, admin)
-    task = asyncio.create_task(running._serve([listener]))
+    running = server(made, Sockets([listener], admin))
+    task = asyncio.create_task(running._serve())
     fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:

@@ -20,6 +20,7 @@ from tests.conftest import poll
 from warmfleet import main
 from warmfleet.api.http_connection import HttpConnection
 from warmfleet.api.http_request import HttpRequest
+from warmfleet.api.listening.server import Sockets
 from warmfleet.engines.engine_connection import Connection, EngineResponse
 from warmfleet.routing.attempt import Attempt
 from warmfleet.routing.call import Call, Job
@@ -112,13 +113,13 @@ async def test_a_connection_that_was_refused_is_free(valkey_url: str, model: str
 
 async def test_full_collections_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     class Served:
-        async def serve(self, _sockets: object) -> None:
+        async def serve(self) -> None:
             pass
 
     before = gc.get_threshold()
     monkeypatch.setattr(main, "server", lambda *_: Served())
     try:
-        await main.serve(Settings(models=("m",)), [])
+        await main.serve(Settings(models=("m",)), Sockets([]))
         assert gc.get_threshold() == (*before[:2], main.FULL_COLLECTION_AFTER)
     finally:
         gc.set_threshold(*before)

@@ -18,6 +18,7 @@ from tests.app.engine import STREAM_HEAD, engine, event, freezing
 from tests.app.replica import replica
 from tests.conftest import poll
 
+from warmfleet.api.listening.server import Sockets
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import server
 from warmfleet.settings import Settings
@@ -177,13 +178,13 @@ async def test_a_rolling_restart_fails_nobody_with_a_kept_connection(valkey_url:
 
 
 async def test_a_stop_signal_drains_first() -> None:
-    made = server(Settings(models=("m",), drain_s=0.1))
+    made = server(Settings(models=("m",), drain_s=0.1), Sockets([]))
     health: Health = made._health
     made.handle_exit(signal.SIGTERM, None)
     assert health.draining
     assert not made.should_exit
     await poll(lambda: made.should_exit, 5, "it stops after the drain")
-    other = server(Settings(models=("m",), drain_s=60.0))
+    other = server(Settings(models=("m",), drain_s=60.0), Sockets([]))
     other.handle_exit(signal.SIGTERM, None)
     other.handle_exit(signal.SIGTERM, None)
     assert other.should_exit  # a second signal stops at once

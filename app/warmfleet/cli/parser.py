@@ -41,11 +41,13 @@ examples:
 """
 
 SERVE = """\
-Runs one router replica. WARMFLEET_* environment variables configure it (app/docs/settings.md); the options
-below win over them.
+Runs a router replica, or several on one port. WARMFLEET_* environment variables configure it (app/docs/settings.md);
+the options below win over them.
 
-example:
+examples:
   WARMFLEET_REDIS_URL=redis://redis:6379/0 WARMFLEET_MODELS=Qwen/Qwen3-8B warmfleet serve --host 0.0.0.0
+  warmfleet serve --workers 4 --env-file /etc/warmfleet.env
+                                       four replicas on one port; SIGHUP reads the file again and drops no request
 """
 
 DEMO = """\
@@ -241,6 +243,17 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", choices=POLICIES, help="placement policy (WARMFLEET_POLICY)")
     parser.add_argument("--redis", metavar="URL", help="address of the store (WARMFLEET_REDIS_URL)")
     parser.add_argument("--models", metavar="NAME,...", help="base models to route for (WARMFLEET_MODELS)")
+    parser.add_argument(
+        "--workers",
+        metavar="N",
+        type=_count,
+        help="run N replicas that share the port; SIGHUP replaces one after the other (operators: WARMFLEET_ADMIN_PORT"
+        " and the ports behind it, one for each replica)",
+    )
+    parser.add_argument(
+        "--env-file", metavar="FILE", help="lines NAME=value, which win over the environment; read at every start"
+    )
+    parser.add_argument("--place", help=argparse.SUPPRESS)  # of a replica that --workers starts
     parser.add_argument(
         "--reuse-port",
         metavar="PORT",

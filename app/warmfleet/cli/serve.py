@@ -1,16 +1,24 @@
-"""``warmfleet serve``: one router replica in this process."""
+"""``warmfleet serve``: one router replica in this process, or several under a parent."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
+import sys
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from warmfleet.api.listening.parent import Parent
+from warmfleet.api.listening.server import Sockets
+from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.ports import listen
+from warmfleet.cli.local.replicas import Replicas, bind, replica_command
 from warmfleet.main import serve
 from warmfleet.settings import Settings
 
@@ -19,31 +27,85 @@ if TYPE_CHECKING:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """The environment, with the options on top. Raises BadArgument that names the variable at fault."""
+    """The environment with the file of ``--env-file`` on top, and the options on top of both.
+
+    Raises BadArgument that names the variable at fault, CommandError if the file cannot be read.
+    """
     given: dict[str, Any] = {"host": options.host, "port": options.port, "policy": options.policy}
     given |= {"redis_url": options.redis}
     given |= {"models": tuple(options.models.split(",")) if options.models else None}
     chosen = {name: value for name, value in given.items() if value is not None}
-    return replace(Settings.from_environment(), **chosen).checked()
+    environment = os.environ | (variables(options.env_file) if options.env_file else {})
+    return replace(Settings.from_environment(environment), **chosen).checked()
+
+
+def variables(path: str) -> dict[str, str]:
+    """The variables of a file with lines ``NAME=value``; a value may be quoted. Raises CommandError."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"--env-file cannot be read: {error}") from error
+    found = {}
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        if not equals or not name.isidentifier():
+            raise CommandError(f"--env-file {path}, line {number}: this is not NAME=value")
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+        found[name] = value[1:-1] if quoted else value
+    return found
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; open answers may finish first (``WARMFLEET_SHUTDOWN_GRACE_S``)."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    name = f"replica-{options.place.partition(',')[0]} " if options.place else ""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {name}%(name)s %(message)s")
+    if options.workers and not options.place:
+        return _several(options)
     settings = settings_of(options)
+    if options.env_file:
+        os.environ.update(variables(options.env_file))
     with ExitStack() as stack:
         stack.enter_context(suppress(KeyboardInterrupt))  # uvicorn raises the signal again once everything is closed
-        sockets = [stack.enter_context(closing(listen(settings.host, settings.port)))]
-        if options.reuse_port:
-            shared = listen(settings.host, options.reuse_port, shared=True)
-            sockets.append(stack.enter_context(closing(shared)))
-        admin = []
-        if settings.admin_port:
-            admin.append(
-                stack.enter_context(
-                    closing(listen(settings.host, settings.admin_port, chosen_by="WARMFLEET_ADMIN_PORT"))
-                )
-            )
+        if options.place:
+            place, sockets = _inherited(options.place)
+            log = settings.decision_log
+            settings = replace(settings, decision_log=log and f"{log}.{place}")
+        else:
+            sockets = _bound(settings, options.reuse_port)
+        for sock in (*sockets.clients, *sockets.operators):
+            stack.enter_context(closing(sock))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        runner.run(serve(settings, sockets, admin))
+        runner.run(serve(settings, sockets))
     return 0
+
+
+def _several(options: argparse.Namespace) -> int:
+    if options.reuse_port:
+        raise CommandError("--workers and --reuse-port exclude each other")
+    settings = settings_of(options)
+    command = replica_command(sys.argv[sys.argv.index("serve") + 1 :])
+    replicas = Replicas(command, bind(settings, options.workers), settings.drain_s + settings.shutdown_grace_s)
+    return asyncio.run(replicas.run())
+
+
+def _bound(settings: Settings, shared_port: int | None) -> Sockets:
+    """The sockets of a replica without a parent. Raises CommandError if a port is taken."""
+    clients = [listen(settings.host, settings.port)]
+    if shared_port:
+        clients.append(listen(settings.host, shared_port, shared=True))
+    admin = settings.admin_port
+    return Sockets(clients, [listen(settings.host, admin, chosen_by="WARMFLEET_ADMIN_PORT")] if admin else [])
+
+
+def _inherited(told: str) -> tuple[str, Sockets]:
+    """The place of this replica, and its sockets, as ``Replicas`` hands them over."""
+    place, line, clients, operators = told.split(",")
+    found = [
+        [socket.socket(fileno=int(number)) for number in numbers.split("+") if number]
+        for numbers in (clients, operators, line)
+    ]
+    for sock in (*found[0], *found[1], *found[2]):
+        sock.set_inheritable(False)  # they are this process's only
+    return place, Sockets(found[0], found[1], Parent(found[2][0]))

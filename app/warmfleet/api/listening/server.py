@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from warmfleet.api.http_connection import HttpConnection
+from warmfleet.api.listening.parent import Listening
 from warmfleet.api.listening.tls import HANDSHAKE_TIMEOUT_S
 
 if TYPE_CHECKING:
     import socket
     import ssl
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
     from warmfleet.api.application import Application
     from warmfleet.api.connections import Connections
+    from warmfleet.api.listening.parent import Parent
     from warmfleet.api.service_routes import Health
 
 BACKLOG = 2_048  # connections that the kernel keeps until they are accepted
@@ -37,12 +39,25 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Both doors of a replica. ``application``: its lifespan is that of the replica."""
+    """Both doors of a replica. ``application``: its lifespan is that of the replica.
+
+    ``unready``: why the replica should get no requests yet; "" once it is ready.
+    """
 
     application: Application
     health: Health
+    unready: Callable[[], str]
     clients: Door
     operators: Door
+
+
+@dataclass(frozen=True, slots=True)
+class Sockets:
+    """Bound sockets, and the line to the parent, which says when to listen on them; without it all are listened on."""
+
+    clients: Sequence[socket.socket]
+    operators: Sequence[socket.socket] = ()
+    parent: Parent | None = None
 
 
 class Server(uvicorn.Server):
@@ -51,14 +66,15 @@ class Server(uvicorn.Server):
     A second signal stops it at once. uvicorn looks ten times a second whether it shall stop; this server waits for it.
     """
 
-    def __init__(self, config: uvicorn.Config, doors: Doors, drain_s: float, admin: Sequence[socket.socket]) -> None:
-        """admin: bound sockets of the operators' door."""
+    def __init__(self, config: uvicorn.Config, doors: Doors, drain_s: float, sockets: Sockets) -> None:
         self._exits = asyncio.Event()
         super().__init__(config)
         self._health = doors.health
         self._drain_s = drain_s
         self._doors = doors
-        self._admin = admin
+        self._sockets = sockets
+        self._listeners: dict[socket.socket, asyncio.base_events.Server] = {}
+        self._obeying: asyncio.Task[None] | None = None
 
     @property
     def should_exit(self) -> bool:
@@ -71,17 +87,29 @@ class Server(uvicorn.Server):
             with suppress(RuntimeError):  # no loop runs yet
                 asyncio.get_running_loop().call_soon_threadsafe(int)  # a signal alone does not wake the loop
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the replica, then listen on ``sockets`` for clients and on its other sockets for operators."""
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002  they are known
+        """Start the replica, then listen, or let the parent say when."""
         await super().startup([])
-        self.started = False
-        for sock in sockets or ():
-            await self._listen(sock, self._doors.clients)
-        for sock in self._admin:
-            await self._listen(sock, self._doors.operators)
+        known, self.started = self._sockets, False
+        if known.parent is None:
+            await self.listen(Listening(tuple(range(len(known.clients))), operators=True))
+        else:
+            stop = partial(self.handle_exit, signal.SIGTERM, None)
+            self._obeying = asyncio.create_task(known.parent.obey(self.listen, stop, self._doors.unready))
         self.started = True
 
-    async def _listen(self, sock: socket.socket, door: Door) -> None:
+    async def listen(self, to: Listening) -> None:
+        """Listen on these sockets and on no others. The caller keeps them open, so what waits in one is not lost."""
+        doors = {self._sockets.clients[place]: self._doors.clients for place in to.clients}
+        if to.operators:
+            doors |= dict.fromkeys(self._sockets.operators, self._doors.operators)
+        for sock in self._listeners.keys() - doors.keys():
+            self._listeners.pop(sock).close()
+        for sock in doors.keys() - self._listeners.keys():
+            self._listeners[sock] = await self._open(sock, doors[sock])
+        self.servers = list(self._listeners.values())
+
+    async def _open(self, sock: socket.socket, door: Door) -> asyncio.base_events.Server:
         protocol = partial(
             HttpConnection,
             door.connections,
@@ -90,13 +118,15 @@ class Server(uvicorn.Server):
             app_state=self.lifespan.state,
         )
         limit_s = None if door.tls is None else HANDSHAKE_TIMEOUT_S
-        loop = asyncio.get_running_loop()
-        self.servers.append(
-            await loop.create_server(protocol, sock=sock, ssl=door.tls, ssl_handshake_timeout=limit_s, backlog=BACKLOG)
+        return await asyncio.get_running_loop().create_server(
+            protocol, sock=sock.dup(), ssl=door.tls, ssl_handshake_timeout=limit_s, backlog=BACKLOG
         )
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown([*(sockets or ()), *self._admin])
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002  they are known
+        """Close the sockets, let what runs end, and end the background tasks."""
+        if self._obeying is not None:
+            self._obeying.cancel()
+        await super().shutdown([*self._sockets.clients, *self._sockets.operators])
 
     async def main_loop(self) -> None:
         await self.on_tick(0)

@@ -1,0 +1,76 @@
+"""The line between a replica and the parent that runs several on the same ports (``warmfleet serve --workers``).
+
+The replica says once that it is ready. The parent says on which sockets it shall listen, again whenever that changes.
+Told to listen on none, or at the end of the line, which is the end of the parent, it stops as after SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Awaitable, Callable
+
+logger = logging.getLogger("warmfleet.api.listening")
+
+READY = b"ready\n"
+READY_LOOK_S = 0.05
+LAST_REQUESTS_S = 0.2  # a health check on a connection that was accepted just now must not hear of draining
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The sockets that a replica listens on: those for clients by their place, and whether for operators, too."""
+
+    clients: tuple[int, ...] = ()
+    operators: bool = False
+
+    def line(self) -> bytes:
+        """These as the parent sends them."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def read(cls, line: bytes) -> Listening:
+        """What ``line`` made."""
+        told = json.loads(line)
+        return cls(tuple(told["clients"]), operators=told["operators"])
+
+
+RETIRED = Listening()  # another replica has taken its place
+
+
+class Parent:
+    """The replica's end of the line."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+
+    async def obey(
+        self, listen: Callable[[Listening], Awaitable[None]], stop: Callable[[], None], unready: Callable[[], str]
+    ) -> None:
+        """Report once nothing is ``unready``, and ``listen`` as told; ``stop`` when retired or the parent is gone."""
+        reader, writer = await asyncio.open_unix_connection(sock=self._line)
+        report = asyncio.create_task(self._report(writer, unready))
+        try:
+            while line := await reader.readline():
+                told = Listening.read(line)
+                await listen(told)
+                if told == RETIRED:
+                    await asyncio.sleep(LAST_REQUESTS_S)
+                    break
+        except OSError:
+            logger.exception("the parent's orders cannot be followed: this replica stops")
+        finally:
+            report.cancel()
+            writer.close()
+        stop()
+
+    async def _report(self, writer: asyncio.StreamWriter, unready: Callable[[], str]) -> None:
+        while unready():  # noqa: ASYNC110  many things make a replica ready
+            await asyncio.sleep(READY_LOOK_S)
+        writer.write(READY)

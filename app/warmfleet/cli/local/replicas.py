@@ -1,0 +1,257 @@
+"""``warmfleet serve --workers N``: replicas on the same ports, and the parent that starts, watches and replaces them.
+
+Each replica has a listening socket of its own for the clients' port (SO_REUSEPORT), among which the kernel shares new
+connections evenly. The parent keeps all of these sockets open, so no connection is lost that waits in one when its
+replica ends. The replicas that are ready listen on the sockets of those that are not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from warmfleet.api.listening.parent import READY, RETIRED, Listening
+from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.local.ports import claim_shared, listen
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+    from typing import Any
+
+    from warmfleet.settings import Settings
+
+logger = logging.getLogger("warmfleet.replicas")
+
+BACKLOG = 2_048  # connections that the kernel keeps until a replica accepts them
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a replica that ended is started again; doubles each time
+STEADY_S = 60.0  # a replica that was up for so long did not end of what ended the one before
+READY_WITHIN_S = 60.0  # a new replica of a reload; one without any worker says that it is ready after 15 s
+STOPS_LATE_S = 15.0  # beyond the time for which a replica drains and waits for answers; then it is killed
+USERS_FAULT = 2  # exit status of a command that cannot do what it was asked
+
+
+@dataclass(eq=False)
+class Replica:
+    """One process. ``line``: where it is told on which sockets to listen. ``listening``: what it was told last."""
+
+    place: int
+    process: asyncio.subprocess.Process
+    line: asyncio.StreamWriter
+    began: float
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    listening: Listening | None = None
+    failures: int = 0
+
+    def tell(self, listening: Listening) -> None:
+        """Let it listen on these sockets and on no others."""
+        if listening != self.listening:
+            self.listening = listening
+            self.line.write(listening.line())
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The sockets of all replicas: one for clients and one for operators at each place."""
+
+    clients: Sequence[socket.socket]
+    operators: Sequence[socket.socket]
+
+
+def bind(settings: Settings, count: int) -> Shared:
+    """Sockets for ``count`` replicas, on which nothing is lost from now on. Raises CommandError."""
+    ports = range(settings.admin_port, settings.admin_port + count)
+    if count > 1 and not settings.admin_port:
+        raise CommandError(
+            "--workers needs WARMFLEET_ADMIN_PORT, since nobody could ask each replica for its metrics on the shared"
+            " port: the first replica takes that port for operators, the others those behind it"
+        )
+    if settings.admin_port and (settings.port in ports or ports[-1] > 65_535):
+        raise CommandError(f"WARMFLEET_ADMIN_PORT to {ports[-1]} are the ports for operators: choose others")
+    with claim_shared(settings.host, settings.port) as claimed:
+        port = claimed.getsockname()[1]
+        clients = [listen(settings.host, port, shared=True) for _ in range(count)]
+    operators = [listen(settings.host, port, chosen_by="WARMFLEET_ADMIN_PORT") for port in ports if settings.admin_port]
+    for sock in (*clients, *operators):
+        sock.listen(BACKLOG)
+    return Shared(clients, operators)
+
+
+class Replicas:
+    """The parent. ``run`` returns the exit status of the command."""
+
+    def __init__(self, command: Sequence[str], sockets: Shared, stops_within_s: float) -> None:
+        """command: starts a replica, with ``--place`` behind it. stops_within_s: how long one may take to stop."""
+        self._command = command
+        self._sockets = sockets
+        self._kill_after_s = stops_within_s + STOPS_LATE_S
+        self._places: list[Replica | None] = [None] * len(sockets.clients)
+        self._alive: set[Replica] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+        self._reload = asyncio.Event()
+        self._was_ready = False
+        self._status = 0
+
+    async def run(self) -> int:
+        """Run until SIGTERM or SIGINT; SIGHUP replaces one replica after the other."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+        loop.add_signal_handler(signal.SIGHUP, self._reload.set)
+        for place in range(len(self._places)):
+            self._places[place] = await self._start(place)
+        self._share()
+        reloads = asyncio.create_task(self._reload_always())
+        await self._stopping.wait()
+        reloads.cancel()
+        await self._all_ended()
+        for task in self._tasks:
+            task.cancel()
+        return self._status
+
+    # ------------------------------------------------ processes
+
+    async def _start(self, place: int, failures: int = 0) -> Replica:
+        ours, theirs = socket.socketpair()
+        clients = [sock.fileno() for sock in self._sockets.clients]
+        operators = [sock.fileno() for sock in self._sockets.operators[place : place + 1]]
+        with theirs:
+            inherited = [theirs.fileno(), *clients, *operators]
+            told = f"{place},{theirs.fileno()},{'+'.join(map(str, clients))},{'+'.join(map(str, operators))}"
+            process = await asyncio.create_subprocess_exec(
+                *self._command, "--place", told, pass_fds=inherited, start_new_session=True
+            )
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        replica = Replica(place, process, writer, time.monotonic(), failures=failures)
+        self._alive.add(replica)
+        logger.info("replica %d started (process %d)", place, process.pid)
+        self._spawn(self._hear(replica, reader))
+        self._spawn(self._watch(replica))
+        if self._stopping.is_set():
+            replica.signal(signal.SIGTERM)
+        return replica
+
+    async def _hear(self, replica: Replica, reader: asyncio.StreamReader) -> None:
+        """Wait until the replica says that it is ready."""
+        try:
+            if await reader.readline() != READY:
+                return
+        except ConnectionError:
+            return
+        logger.info("replica %d is ready (process %d)", replica.place, replica.process.pid)
+        self._was_ready = True
+        replica.ready.set()
+        self._share()
+
+    async def _watch(self, replica: Replica) -> None:
+        """Wait until the process ends. If nothing has taken its place, start it again after a pause."""
+        status = await replica.process.wait()
+        replica.line.close()
+        self._alive.discard(replica)
+        if self._stopping.is_set() or self._places[replica.place] is not replica:
+            return
+        self._places[replica.place] = None
+        self._share()
+        if status == USERS_FAULT and not self._was_ready:
+            self._status = status
+            self._stop(signal.SIGTERM)
+            return
+        lived_s = time.monotonic() - replica.began
+        failures = 1 if lived_s >= STEADY_S else replica.failures + 1
+        pause_s = min(FIRST_PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S)
+        logger.error(
+            "replica %d (process %d) ended by itself after %.1f s, %s; again in %.1f s (time %d in a row)",
+            *(replica.place, replica.process.pid, lived_s, _in_words(status), pause_s, failures),
+        )
+        await asyncio.sleep(pause_s)
+        if self._places[replica.place] is None and not self._stopping.is_set():
+            self._places[replica.place] = await self._start(replica.place, failures)
+            self._share()
+
+    def _share(self) -> None:
+        """Tell every replica where to listen. While none is ready, all answer by themselves why they are not."""
+        present = [replica for replica in self._places if replica is not None]
+        serving = [replica for replica in present if replica.ready.is_set()] or present
+        served = {replica.place for replica in serving}
+        orphans = tuple(place for place in range(len(self._places)) if place not in served)
+        for replica in present:
+            clients = (replica.place, *orphans) if replica in serving else ()
+            replica.tell(Listening(clients, operators=True))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------ reload
+
+    async def _reload_always(self) -> None:
+        while True:
+            await self._reload.wait()
+            self._reload.clear()
+            for place in range(len(self._places)):
+                if not await self._replace(place):
+                    break
+            else:
+                logger.info("reload: every replica was replaced")
+
+    async def _replace(self, place: int) -> bool:
+        """Start a replica, and once it is ready drain the one at its place. False if it does not become ready."""
+        new = await self._start(place)
+        ended, ready = asyncio.create_task(new.process.wait()), asyncio.create_task(new.ready.wait())
+        await asyncio.wait({ended, ready}, timeout=READY_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        ended.cancel()
+        if not new.ready.is_set():
+            logger.error("reload given up: the new replica %d did not become ready; the others go on as before", place)
+            new.signal(signal.SIGTERM)
+            self._spawn(self._ended(new))
+            return False
+        old, self._places[place] = self._places[place], new
+        self._share()
+        if old is not None:
+            old.tell(RETIRED)
+            await self._ended(old)
+        return True
+
+    # ------------------------------------------------ stop
+
+    def _stop(self, number: int) -> None:
+        self._stopping.set()
+        for replica in self._alive:
+            replica.signal(number)
+
+    async def _all_ended(self) -> None:
+        while self._alive:
+            await asyncio.gather(*map(self._ended, list(self._alive)))
+
+    async def _ended(self, replica: Replica) -> None:
+        """Return when the process has ended; kill it if it takes too long."""
+        try:
+            async with asyncio.timeout(self._kill_after_s):
+                await replica.process.wait()
+        except TimeoutError:
+            logger.error("replica %d (process %d) does not stop: it is killed", replica.place, replica.process.pid)  # noqa: TRY400
+            replica.signal(signal.SIGKILL)
+            await replica.process.wait()
+        self._alive.discard(replica)
+
+
+def replica_command(arguments: Sequence[str]) -> list[str]:
+    """The command that starts a replica with these arguments of ``serve``."""
+    return [sys.executable, "-m", "warmfleet", "serve", *arguments]
+
+
+def _in_words(status: int) -> str:
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
