@@ -74,6 +74,8 @@ class Hasher:
         size = self.scheme.block_tokens
         found: list[bytes] = []
         count = min(len(ids) // size, MAX_BLOCKS - blocks)
+        if 0 < count <= BLOCKS_AT_ONCE:
+            return self._digests(previous, ids[: count * size], None if blocks else salt, lora, first=not blocks)
         for start in range(0, count, BLOCKS_AT_ONCE):
             part = ids[start * size : min(start + BLOCKS_AT_ONCE, count) * size]
             first = blocks + start == 0

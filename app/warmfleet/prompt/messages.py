@@ -39,13 +39,18 @@ class NotReproducible(Exception):  # noqa: N818  no error: the engine serves suc
 
 def conversation(messages: Iterable[Message], content_format: Format) -> list[Message]:
     """The messages as the template gets them. Raises NotReproducible if a part is not text."""
-    return [_message(message, content_format) for message in messages]
+    if content_format != "string":
+        return [_message(message, content_format) for message in messages]
+    return [
+        {"role": message["role"], "content": message["content"]}
+        if len(message) == 2 and type(message.get("content")) is str and message["role"] not in _OTHER_FIELDS
+        else _message(message, content_format)
+        for message in messages
+    ]
 
 
 def _message(message: Message, content_format: Format) -> Message:
     role, content = message["role"], message.get("content")
-    if len(message) == 2 and type(content) is str and content_format == "string" and role not in _OTHER_FIELDS:
-        return {"role": role, "content": content}  # the common case
     result: Message = {"role": role, "content": _content(content, role, content_format)}
     if role == "assistant":
         calls = message.get("tool_calls")

@@ -122,12 +122,13 @@ class Identity:
         large = request.size_bytes > INLINE_BYTES
         if request.endpoint == "chat":
             template = self._template
-            if template is not None and template.here is None:
-                text = await self._render_apart(request, template)
+            here = None if template is None else template.here
+            if here is None and template is not None:
+                text = await self._render_apart(request, cast("WorkerTemplate", template))
             elif large:
                 return [await self._elsewhere(self._render_and_read, request, reading)]
             else:
-                text = self.render(request)
+                text = self._rendered(request, here)
         elif large or len(request.prompts) > 1:
             return await self._elsewhere(self._read_all, request.prompts, reading)
         else:
@@ -177,7 +178,9 @@ class Identity:
 
     def render(self, request: Request) -> str:
         """The prompt text of a chat, rendered in this process. Raises NotReproducible."""
-        here = None if self._template is None else self._template.here
+        return self._rendered(request, None if self._template is None else self._template.here)
+
+    def _rendered(self, request: Request, here: ChatTemplate | None) -> str:
         if here is None:
             raise NotReproducible("no_template")
         return here.render(*self._rendering(request, here.content_format, knows_developer=here.knows_developer))
