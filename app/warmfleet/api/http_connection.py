@@ -40,6 +40,8 @@ WRITE_TIMEOUT_S = 60.0  # a client that takes no byte of its answer for so long 
 LINGER_S = 1.0  # a client may read its error for so long before what it goes on sending resets the connection
 CANCEL_AGAIN_S = 0.2
 
+CHUNK_LINES_BELOW = 1_024  # bytes of a chunk; a token's event has about 250
+CHUNK_LINES = tuple(b"%x\r\n" % size for size in range(CHUNK_LINES_BELOW))
 TOO_LARGE_HEAD = f"The headers have more than {HEAD_MAX_BYTES} bytes."
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -340,6 +342,15 @@ class HttpConnection(asyncio.Protocol):
         if not self.lost:
             self._written += len(data)
             self._transport.write(data)
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Send these bytes as a chunk; returns False if the client must accept what waits before more is sent."""
+        if not self.lost:
+            size = len(data)
+            chunk = (CHUNK_LINES[size] if size < CHUNK_LINES_BELOW else b"%x\r\n" % size) + data + b"\r\n"
+            self._written += len(chunk)
+            self._transport.write(chunk)
+        return self.writable is None
 
     def keeps_open(self) -> bool:
         """Whether the connection may take another request after the one that is being served."""

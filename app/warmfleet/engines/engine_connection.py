@@ -33,13 +33,13 @@ class EngineResponse:
 
     ``status`` is 0 until the headers came. ``headers`` have lower-case names and are bytes, as they came.
     ``content_type`` is in lower case, without parameters. ``received`` counts all bytes from the engine, ``unread``
-    those of the body that wait for the reader. ``began`` says that some of the body came, ``complete`` that the whole
-    answer did. ``close`` it in every case.
+    those of the body that wait for the reader, in ``pieces``. ``began`` says that some of the body came, ``complete``
+    that the whole answer did. ``close`` it in every case.
     """
 
     __slots__ = (
-        "_connection", "_error", "_loop", "_pieces", "_take", "_waiter", "began", "complete", "connecting",
-        "content_type", "headers", "on_stale", "received", "request", "sent_before", "status", "unread", "without_body",
+        "_connection", "_error", "_loop", "_take", "_waiter", "began", "complete", "connecting", "content_type",
+        "headers", "on_stale", "pieces", "received", "request", "sent_before", "status", "unread", "without_body",
     )  # fmt: skip
 
     def __init__(
@@ -55,7 +55,7 @@ class EngineResponse:
         self.content_type = b""
         self.received = 0
         self._loop = loop
-        self._pieces: list[bytes] = []
+        self.pieces: list[bytes] = []
         self.unread = 0
         self.began = False
         self.complete = False
@@ -82,7 +82,7 @@ class EngineResponse:
         Raises UpstreamGone if the connection is lost before the end, UpstreamError if the answer cannot be read. What
         came before the error is returned first.
         """
-        while not self._pieces:
+        while not self.pieces:
             if self.complete:
                 return b""
             if self._error is not None:
@@ -97,7 +97,7 @@ class EngineResponse:
         complete; its last bytes are left for ``read_any``. Raises as ``read_any`` does.
         """
         while not self.complete:
-            if self._pieces:
+            if self.pieces:
                 if not take(self._read()):
                     return False
             elif self._error is not None:
@@ -115,7 +115,7 @@ class EngineResponse:
     @property
     def at_eof(self) -> bool:
         """Whether all of the body was read."""
-        return self.complete and not self._pieces
+        return self.complete and not self.pieces
 
     @property
     def waiting(self) -> bool:
@@ -136,10 +136,10 @@ class EngineResponse:
         if not self.complete:  # an error that was raised would hold this answer by its traceback
             self._error = UpstreamError("The answer was closed before its end.")
         self._hang_up()
-        self._pieces.clear()
+        self.pieces.clear()
 
     def _read(self) -> bytes:
-        pieces = self._pieces
+        pieces = self.pieces
         piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         if self.unread > UNREAD_MAX_BYTES and self._connection is not None:
@@ -168,12 +168,6 @@ class EngineResponse:
         self.connecting = None
         self._connection = connection
 
-    def add(self, piece: bytes) -> None:
-        """More of the body came."""
-        self.began = True
-        self._pieces.append(piece)
-        self.unread += len(piece)
-
     def finish(self) -> None:
         """The whole answer came: its connection is no longer its own."""
         self.complete = True
@@ -181,8 +175,15 @@ class EngineResponse:
 
     def wake(self) -> None:
         """Let the reader look at what came, or give it away if the reader waits in ``pass_on``."""
-        if self._take is not None and not self.complete and self._error is None:
-            if not self._pieces or self._take(self._read()):
+        take = self._take
+        if take is not None and not self.complete and self._error is None:
+            pieces = self.pieces
+            if not pieces:
+                return
+            piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.clear()
+            self.unread = 0
+            if take(piece):
                 return
             self._take = None
         waiter = self._waiter
@@ -291,8 +292,9 @@ class Connection(asyncio.Protocol):
         if answer is None:  # bytes that no request asked for
             self.abort()
             return
-        answer.received += len(data)
-        self._since_body += len(data)
+        size = len(data)
+        answer.received += size
+        self._since_body += size
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -380,8 +382,11 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, piece: bytes) -> None:
         self._since_body = 0
-        if self._answer is not None:
-            self._answer.add(piece)
+        answer = self._answer
+        if answer is not None:
+            answer.began = True
+            answer.pieces.append(piece)
+            answer.unread += len(piece)
 
     def on_message_complete(self) -> None:
         if self._answer is not None and self._answer.status:  # no interim answer

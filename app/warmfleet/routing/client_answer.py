@@ -10,7 +10,7 @@ import orjson
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from warmfleet.errors import WarmfleetError
 
@@ -40,6 +40,9 @@ class Connection(Protocol):
 
     def write(self, data: bytes) -> None:
         """Send these bytes; after the connection was lost, do nothing."""
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Send these bytes as a chunk. Returns False if the client must accept what waits before more is sent."""
 
     def keeps_open(self) -> bool:
         """Whether the connection may take another request after this one."""
@@ -122,13 +125,18 @@ class ClientAnswer:
             connection.write(piece)
         connection.answered(keep=self._keep)
 
-    def pass_on(self, data: bytes) -> bool:
-        """Send a piece of the body between the first and the last.
+    @property
+    def pass_on(self) -> Callable[[bytes], bool]:
+        """A function that sends a piece of the body between the first and the last.
 
-        Returns False if the client must accept what waits for it before more is sent: the next ``body`` waits for that.
+        It returns False if the client must accept what waits for it before more is sent: the next ``body`` waits for
+        that. For a chunked body it is the connection's own, because each call between the two would cost every chunk.
         """
+        return self._connection.write_chunk if self._chunked else self._pass_on_bare
+
+    def _pass_on_bare(self, data: bytes) -> bool:
         connection = self._connection
-        connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else self._later(data, more=True))
+        connection.write(self._later(data, more=True))
         return connection.writable is None
 
     async def whole(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:

@@ -81,7 +81,7 @@ class Talk:
         answer = self.answer
         kind = type(answer._error) if answer._error is not None else None
         kept = self.kept.take() is not None
-        return Result(answer.status, tuple(answer.headers), b"".join(answer._pieces), answer.complete, kind, kept)
+        return Result(answer.status, tuple(answer.headers), b"".join(answer.pieces), answer.complete, kind, kept)
 
 
 class Clock:

@@ -31,6 +31,10 @@ class Client:
         if self.slow and len(self.writes) % self.slow == 0:
             self.writable = asyncio.get_running_loop().create_future()
 
+    def write_chunk(self, data: bytes) -> bool:
+        self.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return self.writable is None
+
     def accepts(self) -> None:
         if self.writable is not None:
             self.writable.set_result(None)

@@ -302,6 +302,9 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
         def write(self, _data: bytes) -> None:
             pytest.fail("nothing is to be sent")
 
+        def write_chunk(self, _data: bytes) -> bool:
+            pytest.fail("nothing is to be sent")
+
         def keeps_open(self) -> bool:
             return True
 
