@@ -24,7 +24,8 @@ local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER_ID
 local PROBE = PREFIX .. "probe:" .. WORKER_ID
 local ROW, ROW_FIELDS, FLAG_PARTIAL = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 15, 64
 local FLAGS_FIELD, SPEED_TPS_FIELD, FOREIGN_PREFILL_TOKENS_FIELD, FOREIGN_DECODE_TOKENS_FIELD = 6, 8, 9, 10
-local BLOCKS_FIELD, EVICTED_FIELD = 11, 13 -- of an unpacked row
+local BLOCKS_FIELD, CAPACITY_BLOCKS_FIELD, EVICTED_FIELD = 11, 12, 13 -- of an unpacked row
+local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- the largest cache that is believed: in medians of the fleet; in all
 local DIGEST_SUMS, DIGEST_BYTES = ">I4I4I4", 12
 local NEXT_NOTHING, NEXT_APPLY, NEXT_CONTROL = 0, 1, 2
 local BEAT_FIELDS, BEAT_FIELDS_WITH_DIGEST, CHECKED_EVERY_MS = 7, 10, 1000
@@ -38,7 +39,8 @@ local raw, packed = call("HGET", WORKERS, WORKER_ID), call("HGET", LOAD, WORKER_
 local record = raw and packed and cjson.decode(raw)
 if not record or record.rejoin or call("TYPE", STREAM).ok ~= "stream" then return { 0, 0, NEXT_CONTROL, 0 } end
 call("ZREM", RESYNC, "") -- a first write that takes no memory: a full Redis then allows the writes after it
-local short = (call("GET", TICK) or ""):match("^%d+ %d+ %d+ %d+ [1-9]") ~= nil
+local ticked = call("GET", TICK) or ""
+local short, typical_blocks = ticked:match("^%d+ %d+ %d+ %d+ [1-9]") ~= nil, ticked:match("^%d+ %d+ %d+ %d+ %d+ (%d+)")
 local row = { struct.unpack(ROW, packed) }
 local last = tonumber(call("HGET", BATCH, WORKER_ID) or "0")
 local sums = call("HMGET", DIGEST, WORKER_ID, SHADOW)
@@ -50,6 +52,11 @@ record.truth = truth
 -- which of its records the end of this script writes back to Redis.
 local state = { prefix = PREFIX, worker = WORKER_ID, record = record, row = row, live = live, shadow = shadow,
   truth = truth, changed = changed, short = short, probed = call("TYPE", PROBE).ok == "set", blocks = 0, seen = nil }
+
+-- A worker that claims an endless cache, or none, would look empty for ever.
+local typical, capacity = tonumber(typical_blocks) or 0, math.min(record.capacity_blocks, MOST_BLOCKS)
+if typical > 0 then capacity = capacity == 0 and typical or math.min(capacity, MOST_OVER_TYPICAL * typical) end
+if capacity ~= row[CAPACITY_BLOCKS_FIELD] then row[CAPACITY_BLOCKS_FIELD], changed.row = capacity, true end
 
 local entry_of, resync = include "shared/stream_entry", include "shared/resync"
 local _, _, ask_resync = resync(RESYNC, RETIRED, DIGEST, WORKER_ID, now, truth, changed)
@@ -82,7 +89,7 @@ function operation.heartbeat(data, time)
   local _, _, blocks, foreign_prefill, foreign_decode, speed, evicted, digest_count, high, low = unpack(beat)
   state.seen, changed.row = time, true
   row[FOREIGN_PREFILL_TOKENS_FIELD], row[FOREIGN_DECODE_TOKENS_FIELD] = foreign_prefill, foreign_decode
-  row[BLOCKS_FIELD], row[EVICTED_FIELD] = blocks, evicted
+  row[BLOCKS_FIELD], row[EVICTED_FIELD] = math.max(blocks, live[1]), evicted -- what it reported stored, it holds
   if speed > 0 then row[SPEED_TPS_FIELD] = speed end
   if not digest_count or record.shadow or short then return true end
   if math.abs(time - (truth.checked or 0)) >= CHECKED_EVERY_MS then truth.checked, changed.record = time, true end

@@ -35,9 +35,10 @@ local call = redis.call
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local before = call("GET", TICK) or ""
-local last, grace_until, median, start, short = before:match("^(%d+) (%d+) (%d+) ?(%d*) ?(%d*)")
+local last, grace_until, median, start, short, room = before:match("^(%d+) (%d+) (%d+) ?(%d*) ?(%d*) ?(%d*)")
 last, grace_until, median = tonumber(last), tonumber(grace_until) or 0, tonumber(median) or 0
-start, short = tonumber(start) or 0, tonumber(short) or 0 -- short: since when memory is short (ms; 0: it is not)
+start, room = tonumber(start) or 0, tonumber(room) or 0 -- room: the median capacity, in blocks
+short = tonumber(short) or 0 -- since when memory is short (ms; 0: it is not)
 local skip = last and last <= now and now - last < MIN_GAP_MS
 if skip then return { 0, grace_until > now and 1 or 0, 0, short > 0 and 1 or 0, 0 } end
 local full = (redis.pcall("SET", TICK, before).err or ""):find("OOM", 1, true)
@@ -151,9 +152,9 @@ if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then
   local once_a_second = include "tick/each_second"
   local keys = { alive = ALIVE, alive_servers = ALIVE_SERVERS, servers = SERVERS, load = LOAD, workers = WORKERS,
     ejections = EJECTIONS }
-  median = once_a_second(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
+  median, room = once_a_second(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
   local trials = include "tick/trials"
   trials(keys, now, TTL_MS, grace)
 end
-call("SET", TICK, string.format("%.0f %.0f %.0f %.0f %.0f", now, grace_until, median, start, short))
+call("SET", TICK, string.format("%.0f %.0f %.0f %.0f %.0f %.0f", now, grace_until, median, start, short, room))
 return answer

@@ -44,6 +44,7 @@ class Plan:
 
     direct: sessions that go past the fleet to the engine of this number. known: how the fleet knows of them:
     ``reported`` by heartbeats, ``booked`` at once as if it had sent them, or ``no``.
+    claims: speeds (tokens/s) and capacities (blocks) that engines of these numbers claim to have.
     watch: called every watch_s virtual seconds, with the cluster and the time.
     """
 
@@ -56,6 +57,7 @@ class Plan:
     joins_s: Mapping[int, float] = field(default_factory=dict)
     direct: Mapping[int, int] = field(default_factory=dict)
     known: Literal["reported", "booked", "no"] = "reported"
+    claims: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     watch: Watch | None = None
     watch_s: float = 1.0
 
@@ -75,7 +77,9 @@ class Cluster:
     def __init__(self, store: VirtualStore, plan: Plan) -> None:
         self.plan = plan
         self.store = store
-        self.workers = [VirtualWorker(store, config, number) for number, config in enumerate(plan.engines)]
+        self.workers = [
+            VirtualWorker(store, config, number, plan.claims.get(number)) for number, config in enumerate(plan.engines)
+        ]
         self.fleets = [store.fleet(MODEL, plan.weights) for _ in range(plan.replicas)]
         self.virtual = VirtualFleet([worker.engine for worker in self.workers], self, plan.speed, store.clock)
         self.number_of = {worker.worker_id: number for number, worker in enumerate(self.workers)}

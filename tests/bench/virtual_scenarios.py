@@ -114,6 +114,23 @@ async def speeds(url: str, plan: Plan, seconds: float = 60.0) -> Told:
     return Told(told)
 
 
+# ---------------------------------------------------------------- a worker that lies
+
+
+async def claims(url: str, plan: Plan, seconds: float = 120.0) -> Told:
+    """Four engines are alike and half busy with conversations. The first claims to be faster, or to have more room."""
+    trace = traces.generate(round(0.5 * PER_ENGINE * 4 * seconds), plan.seed)
+    told: dict[str, float] = {}
+    speed = round(1 / COSTS.prefill_token_s)
+    liars = {"honest": (speed, 1_024), "fast": (4_000_000_000, 1_024), "empty": (speed, 0), "huge": (speed, 2**31 - 1)}
+    for name, claim in liars.items():
+        changed = replace(plan, engines=plan.engines[:4], speed=0.5 * PER_ENGINE * 4 / 3.0, claims={0: claim})
+        played = await play(url, trace, changed)
+        tokens = [sum(one.prompt_tokens for one in played.served if one.engine == at) for at in range(4)]
+        told |= {f"share_{name}": tokens[0] / sum(tokens), f"ttft_mean_s_{name}": figures(played)["ttft_mean_s"]}
+    return Told(told)
+
+
 # ---------------------------------------------------------------- load that the fleet did not route
 
 
@@ -174,6 +191,7 @@ def _bins(served: Sequence[Answered], seconds: float) -> list[tuple[float, list[
 SCENARIOS: Mapping[str, Callable[..., Coroutine[Any, Any, Told]]] = {
     "hot": hot,
     "speeds": speeds,
+    "claims": claims,
     "foreign": foreign,
     "join": join,
 }

@@ -30,7 +30,10 @@ LEAST_S = 1e-3  # between two steps of a publisher that has more to do
 class VirtualWorker:
     """Engine ``number`` of a fleet. Call ``join`` once, then ``keep_going``."""
 
-    def __init__(self, store: VirtualStore, config: EngineConfig, number: int) -> None:
+    def __init__(
+        self, store: VirtualStore, config: EngineConfig, number: int, claim: tuple[int, int] | None = None
+    ) -> None:
+        self._claim = claim  # a speed and a capacity that are not its own
         self.tracker = Tracker()
         self.engine = VirtualEngine(config.scheduler(self.tracker), config.costs)
         self.server_id = f"s{number:02d}"
@@ -52,7 +55,7 @@ class VirtualWorker:
             server_id=self.server_id,
             rank=0,
             scheme=config.scheme,
-            capacity_blocks=config.blocks,
+            capacity_blocks=self._claim[1] if self._claim else config.blocks,
             max_model_len=limits.max_model_len,
             version="virtual",
         )
@@ -71,7 +74,7 @@ class VirtualWorker:
         )
 
     def _load(self) -> Load:
-        return load_of(self.engine.scheduler, self.engine.meter.speed_tps)
+        return load_of(self.engine.scheduler, self._claim[0] if self._claim else self.engine.meter.speed_tps)
 
     async def join(self, fleet: Fleet, clock: Clock) -> None:
         """Announce both halves, apply that, and prove the worker as a probe would. It takes 0.2 virtual seconds."""

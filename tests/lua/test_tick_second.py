@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.stream import Core
+from tests.lua.stream import Core, blocks
 from tests.lua.ticking import EVERY, now_ms, slow_tick, ticking, worker
 
 from warmfleet.fleet import Flag, Fleet
@@ -38,11 +39,66 @@ async def test_a_silent_server_loses_its_flag_and_gets_it_back(store: aioredis.R
 
 async def test_median_speed_of_those_that_measured(store: aioredis.Redis, fleet: Fleet) -> None:
     for name, speed in (("a", 0), ("b", 9000), ("c", 500), ("d", 4000)):
-        core = await worker(store, fleet, name)
+        core = await answering(store, fleet, name)
         await core.heartbeat(speed_tps=speed)
         await core.applied()
     await slow_tick(fleet)
     assert cast("bytes", await store.get(fleet.keys.tick)).split()[2] == b"4000"
+
+
+async def answering(store: aioredis.Redis, fleet: Fleet, name: str, **join: int) -> Core:
+    """A worker whose URL has answered a probe."""
+    core = await worker(store, fleet, name)
+    if join:
+        await core.join(nonce="5ea50003", **join)
+        await core.applied()
+    nonce = json.loads(cast("Any", await store.hget(fleet.keys.workers, f"{name}.0")))["nonce"]
+    await fleet.prove(f"{name}.0", nonce, "proven", "a test")
+    return core
+
+
+async def test_claims_of_workers_that_proved_nothing_move_no_median(store: aioredis.Redis, fleet: Fleet) -> None:
+    honest = await answering(store, fleet, "a")
+    await honest.heartbeat(speed_tps=4_000)
+    await honest.applied()
+    for name in "bcdefg":
+        core = await worker(store, fleet, name)
+        await core.heartbeat(speed_tps=4_000_000_000)
+        await core.applied()
+    await slow_tick(fleet)
+    assert cast("bytes", await store.get(fleet.keys.tick)).split()[2::3] == [b"4000", b"1000"]
+
+
+@pytest.mark.parametrize(("claimed", "believed"), [(2**31 - 1, 4_000), (0, 1_000), (1_500, 1_500)])
+async def test_a_cache_is_believed_up_to_four_times_the_median(
+    store: aioredis.Redis, fleet: Fleet, claimed: int, believed: int
+) -> None:
+    for name in "abc":
+        await answering(store, fleet, name)
+    liar = await answering(store, fleet, "d", capacity_blocks=claimed)
+    await slow_tick(fleet)
+    await liar.heartbeat()
+    await liar.applied()
+    assert (await liar.row()).capacity_blocks == believed
+
+
+async def test_the_index_of_a_worker_is_bounded_by_the_fleets_caches(store: aioredis.Redis, fleet: Fleet) -> None:
+    for name in "abc":
+        await answering(store, fleet, name, capacity_blocks=10)
+    liar = await answering(store, fleet, "d", capacity_blocks=2**31 - 1)
+    await slow_tick(fleet)
+    for at in range(20):
+        await liar.send("stored", blocks(*range(128 * at, 128 * at + 128)))
+    await liar.applied()
+    assert await store.scard(fleet.keys.slot((await liar.row()).slot)) <= 16 * 10 + 8 * 128
+
+
+async def test_a_worker_holds_at_least_what_it_reported(store: aioredis.Redis, fleet: Fleet) -> None:
+    core = await worker(store, fleet, "a")
+    await core.send("stored", blocks(1, 2, 3))
+    await core.heartbeat(blocks=0)
+    await core.applied()
+    assert (await core.row()).blocks == 3
 
 
 # ---------------------------------------------------------------- who is to be forgotten

@@ -38,9 +38,11 @@ return function(state, operation, count, lost)
 
   local function packed_hashes(bytes) return bytes >= 0 and bytes % 8 == 0 and bytes <= BATCH_BLOCKS * 8 end
 
-  -- An honest engine never holds more than its capacity. The bound is twice that: a batch may add before it removes.
+  -- An honest engine never holds more than its capacity. The bound is twice that: a batch may add before it removes. If
+  -- less is believed than it claims, twice as much as that has room, as it may be honest.
   local function room(digest)
-    if not short and digest[1] + BATCH_BLOCKS <= 2 * row[CAPACITY_BLOCKS_FIELD] + 8 * BATCH_BLOCKS then return true end
+    local most = math.min(record.capacity_blocks, 2 * row[CAPACITY_BLOCKS_FIELD])
+    if not short and digest[1] + BATCH_BLOCKS <= 2 * most + 8 * BATCH_BLOCKS then return true end
     if short then row[FLAGS_FIELD], changed.row = bit.bor(row[FLAGS_FIELD], FLAG_PARTIAL), true end
     lost(short and "partial" or "overflow")
     return false

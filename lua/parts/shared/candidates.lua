@@ -6,8 +6,8 @@ hostile. An ejected worker is none, and a worker on trial (eject) is one only wh
 heartbeats is alive while replicas vouch for it (vouch). Its blocks may be matched if it is proven or approximate; else
 it is chosen by load only.
 Takes every load row, what shared/alive_workers says of the ids, the fleet's median speed (tokens/s; no worker counts
-as slower than 1/8 of it or faster than 8 times), decode_s_per_token, the time in ms, and the tokens of a block (1: not
-known).
+as slower than 1/8 of it or faster than 4 times, whatever it claims), decode_s_per_token, the time in ms, and the tokens
+of a block (1: not known).
 Returns the state of a decision. By candidate: rows, wait (prefill tokens ahead), base_s (seconds until its turn), speed
 (tokens/s), fill (share of its cache that is held, and how many caches more the booked contexts need), slots, schemes
 (-1: its blocks may not be matched), cost (to be set by decide/cost_rule); entries beyond count mean nothing. For all:
@@ -27,7 +27,7 @@ local VLLM_BLOCK_TOKENS = 16 -- as vLLM does by default
 
 return function(all, alive, median, decode_s_per_token, now, block_tokens)
   local block = block_tokens > 1 and block_tokens or VLLM_BLOCK_TOKENS
-  local slowest, fastest, count, least_wait, total_fill = median / 8, median * 8, 0, math.huge, 0
+  local slowest, fastest, count, least_wait, total_fill = median / 8, median * 4, 0, math.huge, 0
   -- Lua rehashes a growing table at each power of two: copying `all` gives the tables their final size at once.
   local some, usable = #all <= MAX_PREFILLED and all or {}, {}
   local rows, wait, base_s, slots = { unpack(some) }, { unpack(some) }, { unpack(some) }, { unpack(some) }
@@ -46,7 +46,7 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
     if flags >= FLAG_TRIAL and unpack_from(ROW_IN_FLIGHT, row, IN_FLIGHT_AT) > 0 then lives = false end
     if lives and use ~= "no" and #row >= WORKER_ID_AT then
       if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
-      local ahead, share = prefill + foreign, capacity > 0 and blocks / capacity or 0
+      local ahead, share = prefill + foreign, capacity > 0 and min(1, blocks / capacity) or 0
       local context, most = decode + foreign_decode, capacity * block
       -- An engine decodes at a time no more than fits into its cache: all beyond that waits or is computed again.
       count, total_fill = count + 1, total_fill + share

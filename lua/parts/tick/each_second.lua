@@ -1,6 +1,6 @@
 --[[
 tick/each_second: the work of the clock that looks at every worker, done once a second: which servers live, for which
-workers no replica vouches any more, which workers are to be forgotten, and the fleet's median speed.
+workers no replica vouches any more, which workers are to be forgotten, and the fleet's median speed and capacity.
 
 Guarantee: UNHEARD ends when the worker and its API server were both heard after the last vouch, and ttl_ms after that
 vouch in any case, unless it is a time of grace: then the replicas were away, too.
@@ -8,11 +8,12 @@ vouch in any case, unless it is a time of grace: then the replicas were away, to
 Takes the keys alive, alive_servers, servers, load and workers by name, the key prefix, the server's time, ttl_ms,
 forget_ms, whether it is a time of grace, tick's answer (forget:<id> is added to it), and stream_of(key) -> length and
 last time of a stream.
-Returns the median speed (tokens/s; 0: none is known).
+Returns the median speed (tokens/s; 0: none is known) and the median capacity (blocks; 0: none is known) of the workers
+whose URL has answered a probe: what others announce counts for nobody.
 --]]
 local call = redis.call
-local FLAGS_AT, ROW_FLAGS_TO_SPEED_TPS, FLAG_SERVER, FLAG_APPROXIMATE = 21, ">I2I4I4", 1, 16 -- of a packed row
-local FLAG_UNHEARD = 256
+local FLAGS_AT, ROW_FLAGS_TO_CAPACITY_BLOCKS, FLAG_SERVER, FLAG_URL = 21, ">I2I4I4I4I4I4I4", 1, 2 -- of a packed row
+local FLAG_APPROXIMATE, FLAG_UNHEARD = 16, 256
 local FORGETS_AT_ONCE = 8
 local with_flags, heard = include "shared/with_flags", include "shared/heard"
 
@@ -40,16 +41,18 @@ return function(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
   end
 
   local alive, alive_servers = scores(keys.alive), scores(keys.alive_servers)
-  local rows, speeds, served, forgets = call("HGETALL", keys.load), {}, {}, 0
+  local rows, speeds, capacities, served, forgets = call("HGETALL", keys.load), {}, {}, {}, 0
   local function forget_if_due(stream, seen, worker)
     if grace or forgets >= FORGETS_AT_ONCE or not forgettable(stream, seen) then return end
     forgets, answer[#answer + 1] = forgets + 1, "forget:" .. worker
   end
   for i = 1, #rows, 2 do
     local worker, row = rows[i], rows[i + 1]
-    local flags, _, speed = struct.unpack(ROW_FLAGS_TO_SPEED_TPS, row, FLAGS_AT)
-    if speed > 0 then speeds[#speeds + 1] = speed end
+    local flags, _, speed, _, _, _, capacity = struct.unpack(ROW_FLAGS_TO_CAPACITY_BLOCKS, row, FLAGS_AT)
+    local answered = bit.band(flags, FLAG_URL) > 0
+    if answered and speed > 0 then speeds[#speeds + 1] = speed end
     if bit.band(flags, FLAG_APPROXIMATE) == 0 then
+      if answered and capacity > 0 then capacities[#capacities + 1] = capacity end
       local server = worker:match("^(.*)%.%d+$")
       served[server or worker] = true
       local seen = alive_servers[server or worker]
@@ -71,5 +74,6 @@ return function(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
     if not served[server] then forget_if_due("server:" .. server, alive_servers[server], server .. ".0") end
   end
   table.sort(speeds)
-  return speeds[math.ceil(#speeds / 2)] or 0
+  table.sort(capacities)
+  return speeds[math.ceil(#speeds / 2)] or 0, capacities[math.ceil(#capacities / 2)] or 0
 end
