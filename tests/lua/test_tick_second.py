@@ -46,11 +46,11 @@ async def test_median_speed_of_those_that_measured(store: aioredis.Redis, fleet:
     assert cast("bytes", await store.get(fleet.keys.tick)).split()[2] == b"4000"
 
 
-async def answering(store: aioredis.Redis, fleet: Fleet, name: str, **join: int) -> Core:
+async def answering(store: aioredis.Redis, fleet: Fleet, name: str, capacity_blocks: int | None = None) -> Core:
     """A worker whose URL has answered a probe."""
     core = await worker(store, fleet, name)
-    if join:
-        await core.join(nonce="5ea50003", **join)
+    if capacity_blocks is not None:
+        await core.join(nonce="5ea50003", capacity_blocks=capacity_blocks)
         await core.applied()
     nonce = json.loads(cast("Any", await store.hget(fleet.keys.workers, f"{name}.0")))["nonce"]
     await fleet.prove(f"{name}.0", nonce, "proven", "a test")
