@@ -16,7 +16,7 @@ from warmfleet.fleet.reservations import ID_CHARACTERS, Outcome
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.request import PATHS
 from warmfleet.protocol.wire import RESERVATION_PREFIX
-from warmfleet.routing.call import Call, Handover
+from warmfleet.routing.call import Call, Ending, Handover
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
@@ -82,10 +82,7 @@ class GatewayRoutes:
     async def settle(self, request: HTTPRequest) -> Response:
         """Tell what became of a reservation; it is safe to repeat."""
         model, reservation, data = await self._reservation(request)
-        outcome: Any = data.get("outcome")
-        if outcome not in OUTCOMES:
-            raise BadRequest(f"outcome must be one of {', '.join(OUTCOMES)}.", "outcome")
-        return JSONResponse({"result": await self._router.settle(model, reservation, outcome)})
+        return JSONResponse({"result": await self._router.settle(model, reservation, _ending(data))})
 
     async def renew(self, request: HTTPRequest) -> Response:
         """Let a reservation live on while its answer runs."""
@@ -121,3 +118,17 @@ def _excluded(request: HTTPRequest) -> tuple[str, ...]:
     if len(workers) > MAX_EXCLUDED:
         raise BadRequest(f"exclude may name {MAX_EXCLUDED} workers.", "exclude")
     return workers
+
+
+def _ending(data: dict[str, Any]) -> Ending:
+    """Raises BadRequest."""
+    outcome: Any = data.get("outcome")
+    if outcome not in OUTCOMES:
+        raise BadRequest(f"outcome must be one of {', '.join(OUTCOMES)}.", "outcome")
+    status = data.get("status")
+    if status is not None and (type(status) is not int or not 100 <= status < 600):
+        raise BadRequest("status must be the status of the engine's answer, 100 to 599.", "status")
+    failed = data.get("failed_workers") or []
+    if not isinstance(failed, list) or len(failed) > MAX_EXCLUDED or {*map(type, failed)} - {str}:
+        raise BadRequest(f"failed_workers must be a list of up to {MAX_EXCLUDED} ids of workers.", "failed_workers")
+    return Ending(outcome, status, tuple(failed))

@@ -199,9 +199,14 @@ class Views(ScriptClient):
 
     async def prefilled(self, reservation: str) -> bool:
         """The stream of this reservation's worker has reported that its prefill is done. Raises FleetUnavailable."""
+        lease = await self.lease(reservation)
+        return lease is not None and lease.stage >= Stage.STARTED
+
+    async def lease(self, reservation: str) -> Lease | None:
+        """What Redis holds of a reservation, None if it holds nothing. Raises FleetUnavailable."""
         with redis_errors():
             packed = await cast("Awaitable[bytes | None]", self.redis.hget(self.keys.lease, reservation))
-        return packed is not None and Lease.unpack(packed).stage >= Stage.STARTED
+        return None if packed is None else Lease.unpack(packed)
 
     async def prove(
         self,

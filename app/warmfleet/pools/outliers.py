@@ -1,4 +1,4 @@
-"""Judges workers by the answers that this replica got from them, so that one that fails requests can be ejected.
+"""Judges workers by the answers that this replica got, or that gateways told it of, so that one can be ejected.
 
 Only a failure counts that is the worker's own: another worker has served the same request since, or the answer broke
 off after its first byte. A request that every worker fails says nothing about them, and clients' own mistakes (4xx) do
@@ -8,7 +8,7 @@ not count. The verdict is carried out in Redis (lua/eject.lua), for all replicas
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +21,13 @@ SHARE = 0.1  # and this share of what the worker got here
 MAX_WORKERS = 1_024  # that are counted at a time
 
 
+class Judged(NamedTuple):
+    """A worker and whether it is on trial, where no decision of this replica says so."""
+
+    worker_id: str
+    trial: bool = False
+
+
 class Outliers:
     """The answers of one model's workers, counted in this replica.
 
@@ -31,7 +38,7 @@ class Outliers:
         self.verdicts: dict[str, bool] = {}
         self._counts: dict[str, tuple[float, float, float]] = {}  # worker_id -> served, failed, since (monotonic s)
 
-    def served(self, decision: Decision, to_blame: Sequence[Decision]) -> None:
+    def served(self, decision: Decision | Judged, to_blame: Sequence[Decision | Judged]) -> None:
         """A worker served a request, which the workers of ``to_blame`` had failed before."""
         worker_id = decision.worker_id
         if decision.trial:
@@ -42,7 +49,7 @@ class Outliers:
         for other in to_blame:
             self.failed(other)
 
-    def failed(self, decision: Decision) -> None:
+    def failed(self, decision: Decision | Judged) -> None:
         """A worker failed a request through its own fault."""
         worker_id = decision.worker_id
         if worker_id not in self._counts and len(self._counts) >= MAX_WORKERS:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from warmfleet.engines.followed_stream import Continuable
+    from warmfleet.fleet.reservations import Outcome
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
     from warmfleet.prompt.engine_paths import EnginePath
@@ -74,6 +75,26 @@ class Handover(NamedTuple):
 
     key: bytes = b""
     exclude: tuple[str, ...] = ()
+
+
+class Ending(NamedTuple):
+    """How a gateway's call ended. status: of the engine's answer, None if none came or the gateway does not say.
+
+    failed_workers: workers that had failed this call before another one served it.
+    """
+
+    outcome: Outcome
+    status: int | None = None
+    failed_workers: tuple[str, ...] = ()
+
+    @property
+    def served(self) -> bool:
+        return self.outcome == "finished" and (self.status or 200) < 400
+
+    @property
+    def broke_off(self) -> bool:
+        """A good answer had begun, so what ended it is the worker's own fault, whatever the call was."""
+        return self.outcome == "failed" and self.status is not None and 200 <= self.status < 300
 
 
 class Placement(NamedTuple):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.errors import CancelledReservation, KeyInUse, ModelNotFound, NoWorker, UpstreamGone, WarmfleetError
-from warmfleet.fleet import Renewal
+from warmfleet.fleet import Flag, Renewal
+from warmfleet.pools.outliers import Judged
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.dialects import bodies
 from warmfleet.routing.admission_queue import AdmissionQueue
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool, Pools
     from warmfleet.prompt.request import Request
     from warmfleet.routing.attempt import Attempt
-    from warmfleet.routing.call import Call, Handover
+    from warmfleet.routing.call import Call, Ending, Handover
     from warmfleet.routing.client_answer import ClientAnswer
     from warmfleet.routing.identifier import Identifier
     from warmfleet.settings import Settings
@@ -173,14 +174,19 @@ class Router:
             job.request.salt if job.body is not job.call.body else None,
         )
 
-    async def settle(self, model: str, reservation: str, outcome: Outcome) -> str:
+    async def settle(self, model: str, reservation: str, ending: Ending) -> str:
         """Tell Redis what became of a gateway's reservation; returns ``started``, ``settled``, ``unknown`` or ``same``.
 
-        Raises ModelNotFound, BadRequest, FleetUnavailable.
+        The worker is judged by it as by an answer that this replica got, once. Raises ModelNotFound, BadRequest,
+        FleetUnavailable.
         """
         pool = await self.pools.find(model)
-        word = await pool.fleet.settle(reservation, outcome)
-        self._attempts.gateway_settled(pool, outcome)
+        lease = await pool.fleet.lease(reservation)
+        word = await pool.fleet.settle(reservation, ending.outcome)
+        if word in ("STARTED", "SETTLED"):
+            self._attempts.gateway_settled(pool, ending.outcome)
+        if word == "SETTLED" and lease is not None:
+            _judge(pool, lease.worker_id, ending)
         return word.lower()
 
     async def renew(self, model: str, reservation: str) -> float:
@@ -212,6 +218,17 @@ def _check_model(call: Call, request: Request, pool: Pool) -> None:
     reachable = {named} if call.body.lstrip().startswith(b"{") else {named, *pool.view.models}
     if not reachable <= call.models:
         raise ModelNotFound(f"The model `{named[:200]}` does not exist here.", "model")
+
+
+def _judge(pool: Pool, worker_id: str, ending: Ending) -> None:
+    """Count how a gateway's call went for its worker, and for the workers that had failed it before."""
+    on_trial = {worker.worker_id: bool(worker.load.flags & Flag.TRIAL) for worker in pool.view.workers}
+    worker = Judged(worker_id, on_trial.get(worker_id, False))
+    if ending.served:
+        blamed = on_trial.keys() & {*ending.failed_workers} - {worker_id}
+        pool.outliers.served(worker, [Judged(name, on_trial[name]) for name in blamed])
+    elif ending.broke_off:
+        pool.outliers.failed(worker)
 
 
 class _Retries:

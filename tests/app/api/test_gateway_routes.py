@@ -10,16 +10,21 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
 from tests.app.engine import Engine, engine
+from tests.app.gate import gate
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
 from warmfleet.cli.local.ports import free_port
-from warmfleet.fleet import Spans, reservations
+from warmfleet.fleet import Flag, Spans, reservations
+from warmfleet.pools.outliers import FAILURES, Outliers
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 ROUTE = "/route?endpoint=/v1/completions"
@@ -176,6 +181,160 @@ async def test_gateways_need_the_operators_key(valkey_url: str, model: str, path
     async with replica(valkey_url, model, admin_key="boss") as router:
         assert (await error(router, path, b"no JSON"))[:2] == (401, "unauthorized")
         assert (await error(router, path, b"no JSON", Authorization="Bearer boss"))[:2] == (400, "bad_request")
+
+
+# ---------------------------------------------------------------- what a gateway tells is judged
+
+
+class Gateway:
+    """Places requests at two workers, and tells how they ended. At one of them every request fails."""
+
+    def __init__(self, router: Replica, model: str, bad: Engine) -> None:
+        self.router = router
+        self.body = {"model": model, "prompt": PROMPT}
+        self.bad = bad.url.removeprefix("http://").replace(":", "-")
+
+    async def place(self, *, at_bad: bool) -> dict[str, Any]:
+        """Where a request was placed, whose worker is the bad one or another one."""
+        for _ in range(20):
+            placed: dict[str, Any] = await told(self.router, ROUTE, self.body)
+            if (placed["worker"] == self.bad) == at_bad:
+                return placed
+            await self.settle(placed, "cancelled")
+        raise AssertionError("round robin goes to every worker")
+
+    async def settle(self, placed: dict[str, Any], outcome: str, **more: Any) -> str:
+        ended = {"model": self.body["model"], "reservation": placed["reservation"], "outcome": outcome, **more}
+        return str((await told(self.router, "/settle", ended))["result"])
+
+    async def ejected(self) -> bool:
+        workers = await self.router.fleet.workers()
+        return any(one.worker_id == self.bad and one.load.flags & Flag.EJECTED for one in workers)
+
+
+@contextlib.asynccontextmanager
+async def gateway(valkey_url: str, model: str) -> AsyncIterator[Gateway]:
+    async with (
+        engine(model) as one,
+        engine(model) as two,
+        replica(valkey_url, model, one.url, two.url, policy="round_robin") as router,
+    ):
+        yield Gateway(router, model, one)
+        await router.unloaded()
+
+
+async def test_a_worker_whose_answers_break_off_at_a_gateway_is_ejected(valkey_url: str, model: str) -> None:
+    async with gateway(valkey_url, model) as asks:
+        for _ in range(FAILURES):
+            assert not await asks.ejected()
+            placed = await asks.place(at_bad=True)
+            assert await asks.settle(placed, "started") == "started"
+            assert await asks.settle(placed, "failed", status=200) == "settled"
+        await poll(asks.ejected, 20, "the fleet passes it over")
+
+
+async def test_a_worker_that_failed_what_another_served_at_a_gateway_is_ejected(valkey_url: str, model: str) -> None:
+    async with gateway(valkey_url, model) as asks:
+        for status in [503, None, 500]:
+            assert await asks.settle(await asks.place(at_bad=True), "failed", status=status) == "settled"
+            served = await asks.place(at_bad=False)
+            more = {"status": 200, "failed_workers": [asks.bad, served["worker"], "a-stranger"]}
+            assert await asks.settle(served, "finished", **more) == "settled"
+        await poll(asks.ejected, 20, "the fleet passes it over")
+
+
+@pytest.fixture
+def blamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The workers against which something counts, once for each time."""
+    found: list[str] = []
+    monkeypatch.setattr(Outliers, "failed", lambda _self, worker: found.append(worker.worker_id))
+    return found
+
+
+async def test_what_is_not_the_workers_fault_counts_for_nothing(valkey_url: str, model: str, blamed: list[str]) -> None:
+    """A client's mistake, a request that nobody serves, an outcome told twice, or for an id that nobody knows."""
+    async with gateway(valkey_url, model) as asks:
+        for status in (400, 404, 500, 503, None):
+            await asks.settle(await asks.place(at_bad=True), "failed", status=status)
+        assert blamed == []
+        refused = await asks.place(at_bad=False)
+        await asks.settle(refused, "finished", status=404, failed_workers=[asks.bad])
+        assert blamed == []
+        once = await asks.place(at_bad=True)
+        results = [await asks.settle(once, "failed", status=200) for _ in range(3)]
+        results += [await asks.settle({"reservation": "wf-0" + "a" * 21}, "failed", status=200) for _ in range(3)]
+        assert results[0] == "settled"
+        assert {*results[1:]} <= {"same", "unknown"}
+        assert blamed == [asks.bad]
+        assert await asks.router.metric('warmfleet_settled_total{outcome="failed"}') == 6
+
+
+async def test_an_outcome_after_the_leases_end_counts_for_nothing(
+    valkey_url: str, model: str, blamed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reservations, "Spans", partial(Spans, lease_ms=300))
+    async with gateway(valkey_url, model) as asks:
+        late = await asks.place(at_bad=True)
+
+        async def expired() -> bool:
+            return await asks.router.fleet.lease(late["reservation"]) is None
+
+        await poll(expired, 30, "the lease is at its end")
+        assert await asks.settle(late, "failed", status=200) == "unknown"
+        assert blamed == []
+
+
+async def test_what_a_gateway_tells_is_checked(well: tuple[Replica, Engine], model: str) -> None:
+    router, _ = well
+    told_well = {"model": model, "reservation": "wf-0" + "a" * 21, "outcome": "failed"}
+    wrong: dict[str, list[Any]] = {
+        "status": ["200", 99, 600, True, 2.5],
+        "failed_workers": ["w", {"w": 1}, [1], [["w"]], ["w"] * 65],
+    }
+    for field, values in wrong.items():
+        for value in values:
+            assert await error(router, "/settle", told_well | {field: value}) == (400, "bad_request", field)
+
+
+async def test_a_key_is_placed_by_one_request_at_a_time(valkey_url: str, model: str) -> None:
+    async with (
+        gate(valkey_url) as slow,
+        engine(model) as upstream,
+        replica(f"redis://127.0.0.1:{slow.port}/0", model, upstream.url, look_url=valkey_url) as router,
+    ):
+        slow.delay_s = 0.3
+        body, key = {"model": model, "prompt": PROMPT}, {"Idempotency-Key": "a"}
+        answers = await asyncio.gather(*(router.post(body, ROUTE, **key) for _ in range(2)))
+        slow.delay_s = 0.0
+        assert sorted(status for status, _, _ in answers) == [200, 409]
+        [refused] = [json.loads(said)["error"] for status, _, said in answers if status == 409]
+        assert (refused["code"], refused["param"]) == ("key_in_use", "Idempotency-Key")
+        assert (await router.post(body, ROUTE, **key))[0] == 200, "the key is free again"
+
+
+async def test_without_redis_a_gateway_is_placed_and_told_that_nothing_is_booked(valkey_url: str, model: str) -> None:
+    async with (
+        gate(valkey_url) as door,
+        engine(model) as upstream,
+        replica(f"redis://127.0.0.1:{door.port}/0", model, upstream.url, look_url=valkey_url) as router,
+    ):
+        body = {"model": model, "prompt": PROMPT}
+        booked = await told(router, ROUTE, body)
+        await door.shut()
+        placed = await told(router, ROUTE, body, **{"X-Request-Id": "mine"})
+        assert (placed["reservation"], placed["url"]) == (None, upstream.url)
+        assert placed["headers"] == {"X-Request-Id": "unbooked.mine"}
+        assert await router.metric("warmfleet_fallback_total") >= 1
+        ended = {"model": model, "reservation": booked["reservation"]}
+        for path, more in ("/settle", {"outcome": "finished"}), ("/renew", {}):
+            assert (await error(router, path, ended | more))[:2] == (503, "fleet_unavailable")
+        await door.open()
+
+        async def settled() -> bool:
+            return (await router.post(ended | {"outcome": "finished"}, "/settle"))[0] == 200
+
+        await poll(settled, 20, "Redis is back")
+        await router.unloaded()
 
 
 async def test_the_gateway_of_the_guide_works(well: tuple[Replica, Engine], model: str, tmp_path: Path) -> None:
