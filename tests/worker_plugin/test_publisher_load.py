@@ -13,7 +13,8 @@ import pytest
 from tests.conftest import poll
 from tests.worker_plugin.publishing import WORKER, equal, hashes, publishing, stream, upkeep
 
-from warmfleet_worker.load import Load, SmoothedLoad
+from warmfleet_worker import load as load_module
+from warmfleet_worker.load import LOAD_CHECK_SECONDS, STANDSTILL_SECONDS, Load, SmoothedLoad, Standstill
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker
 
@@ -205,3 +206,67 @@ async def test_an_idle_engine_sends_almost_nothing(fleet: Fleet, redis_url: str,
         assert 2 <= added <= (time.monotonic() - begin) / wire.HEARTBEAT_SECONDS + 2
         assert {entry[b"o"] for _, entry in entries} == {b"heartbeat"}
         assert max(sum(len(part) for pair in entry.items() for part in pair) for _, entry in entries) <= 200
+
+
+def looks_until(standstill: Standstill, load: Load, begin: float, seconds: float) -> float | None:
+    """Look four times a second; returns after how many seconds the engine first stands still."""
+    for look in range(int(seconds / LOAD_CHECK_SECONDS) + 1):
+        if standstill.look(load, begin + look * LOAD_CHECK_SECONDS):
+            return look * LOAD_CHECK_SECONDS
+    return None
+
+
+def test_an_engine_with_work_and_no_step_stands_still() -> None:
+    standstill, works = Standstill(), Load(running=1, steps=7)
+    assert looks_until(standstill, works, 0.0, 60.0) == STANDSTILL_SECONDS
+    assert not standstill.look(Load(running=1, steps=8), 60.25), "it stepped"
+    assert looks_until(standstill, Load(running=1, steps=8), 60.5, STANDSTILL_SECONDS - 1) is None
+    assert not standstill.look(Load(), 90.0), "it has no work"
+    assert looks_until(standstill, Load(running=1, steps=8), 90.25, STANDSTILL_SECONDS - 1) is None
+
+
+@pytest.mark.parametrize("load", [Load(), Load(running=3)], ids=["idle or paused", "nobody counts steps"])
+def test_an_engine_whose_steps_are_not_known_never_stands_still(load: Load) -> None:
+    assert looks_until(Standstill(), load, 0.0, 600.0) is None
+
+
+def test_a_thread_that_could_not_look_does_not_take_its_engine_for_still() -> None:
+    """For minutes the process had no CPU, or the engine's thread kept the interpreter's lock."""
+    standstill, works = Standstill(), Load(running=1, steps=7)
+    assert not any(standstill.look(works, 100.0 * look) for look in range(20))
+
+
+async def test_no_heartbeat_is_sent_while_the_engine_stands_still(
+    fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(load_module, "STANDSTILL_SECONDS", 0.5)
+    now, tracker = [Load(running=1, steps=1)], Tracker()
+    with publishing(redis_url, model, tracker, load=lambda: now[0]) as publisher:
+        async with upkeep(fleet):
+            await poll(lambda: "stands still with 1 requests" in caplog.text, 10, "the standstill is noticed")
+            (heard,) = [worker.heartbeat_age_s for worker in await fleet.workers()]
+            tracker.stored(hashes(3))
+            await equal(fleet, tracker)  # its blocks are reported on
+
+            async def older() -> bool:
+                (age,) = [worker.heartbeat_age_s for worker in await fleet.workers()]
+                return (age or 0.0) > (heard or 0.0) + 5 * wire.HEARTBEAT_SECONDS
+
+            await poll(older, 10, "no heartbeat comes")
+            rounds, step = list[float](), publisher.step
+
+            def counted(at: float) -> None:
+                rounds.append(at)
+                step(at)
+
+            monkeypatch.setattr(publisher, "step", counted)
+            await asyncio.sleep(0.5)
+            assert len(rounds) < 30, "nor does the thread turn in circles"
+            now[0] = Load(running=1, steps=2)
+            await poll(lambda: "works again" in caplog.text, 10, "the engine works")
+
+            async def young() -> bool:
+                (age,) = [worker.heartbeat_age_s for worker in await fleet.workers()]
+                return (age or 9.0) < 5 * wire.HEARTBEAT_SECONDS
+
+            await poll(young, 10, "heartbeats come again")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from warmfleet_worker.vllm_hooks import engine_core
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 
@@ -48,3 +49,25 @@ def test_a_function_is_replaced_once_and_still_called() -> None:
     assert not first_time(owner)
     wrap(owner, "double", lambda original, number: original(number) + 1)
     assert owner.double(4) == 9
+
+
+def test_steps_are_counted_while_the_scheduler_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paused engine keeps its requests and makes no step: nothing is wrong with it."""
+    monkeypatch.setattr(engine_core, "full_attention_group", lambda _scheduler: (0, 16, True))
+    monkeypatch.setattr(engine_core, "track", lambda *_: None)
+    unfinished = [1]
+    scheduler = SimpleNamespace(
+        vllm_config=None,
+        kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(cached_block_hash_to_block=None)),
+        get_request_counts=lambda: (1, 0),
+        get_num_unfinished_requests=lambda: unfinished[0],
+        requests={},
+    )
+    reporter = engine_core.SchedulerReporter(scheduler, "redis://x")
+    assert (reporter.load().running, reporter.load().steps) == (1, 0)
+    reporter.scheduled(object())
+    assert reporter.load().steps == 1
+    reporter.done(object(), {})
+    assert reporter.load().steps == 2
+    unfinished[0] = 0
+    assert (reporter.load().running, reporter.load().steps) == (1, None)

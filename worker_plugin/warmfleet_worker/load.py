@@ -11,6 +11,7 @@ MEAN_SECONDS = 2.0  # the time constant of the mean; 1 and 4 s were measured and
 REMEMBERED_WORK_SECONDS = 1.0  # the mean is at most this much of the engine's work, or an idle engine looks saturated
 ASSUMED_TPS = 10_000  # tokens per second of an engine that has not been measured yet
 LEAST_TOKENS = 32  # a smaller mean counts as nothing
+STANDSTILL_SECONDS = 30.0  # an engine that computes large prompts slowly, or compiles a kernel, steps within this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class Load:
 
     running, waiting: requests. foreign_prefill_tokens: tokens that foreign requests have still to compute.
     foreign_decode_tokens: context tokens of decoding foreign requests. speed_tps: prefill tokens per second, 0 while
-    not measured. A foreign request is one that no router of the fleet has sent.
+    not measured. A foreign request is one that no router of the fleet has sent. steps: how many steps the engine has
+    begun or ended; None while it has no request to work on, or where nobody counts.
     """
 
     running: int = 0
@@ -27,6 +29,7 @@ class Load:
     foreign_prefill_tokens: int = 0
     foreign_decode_tokens: int = 0
     speed_tps: int = 0
+    steps: int | None = None
 
     def differs_from(self, reported: Load) -> bool:
         """Foreign load has moved, since it was ``reported``, by a tenth or more and by more than SMALL_TOKENS."""
@@ -56,3 +59,22 @@ class SmoothedLoad:
         self._mean, self._at = min(kept * self._mean + (1 - kept) * tokens, most), now
         mean = int(self._mean) if self._mean >= LEAST_TOKENS else 0
         return replace(load, foreign_prefill_tokens=max(tokens, mean))
+
+
+class Standstill:
+    """Notices that an engine has work and does nothing: its process lives, but a device or a lock holds it up."""
+
+    def __init__(self) -> None:
+        self._steps: int | None = None
+        self._seconds, self._at = 0.0, -math.inf
+
+    def look(self, load: Load, now: float) -> bool:
+        """Whether no step was begun or ended for STANDSTILL_SECONDS, by ``load`` as it is ``now`` (monotonic seconds).
+
+        Call it at every look. A gap without looks counts as two: the thread that looks may have had no CPU either.
+        """
+        passed = min(now - self._at, 2 * LOAD_CHECK_SECONDS)
+        stands = load.steps is not None and load.steps == self._steps
+        self._seconds = self._seconds + passed if stands else 0.0
+        self._steps, self._at = load.steps, now
+        return self._seconds >= STANDSTILL_SECONDS

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet_worker.command import Command, Rival
 from warmfleet_worker.config import Due, PublisherConfig, PublisherState
-from warmfleet_worker.load import Load, SmoothedLoad
+from warmfleet_worker.load import LOAD_CHECK_SECONDS, Load, SmoothedLoad, Standstill
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.snapshot import Snapshot
 from warmfleet_worker.stream import MAX_PENDING, Outage, StreamGone, StreamWriter, connect
@@ -75,6 +75,7 @@ class WorkerPublisher:
         self._lost_entries_seen, self._joined_at = 0, 0.0
         self._obeyed_ids: deque[str] = deque(maxlen=64)
         self._reported_load, self._due, self._rival, self._smoothed_load = Load(), Due(), Rival(), SmoothedLoad()
+        self._standstill, self._stands_still = Standstill(), False
 
     # ------------------------------------------------ any thread
 
@@ -147,8 +148,8 @@ class WorkerPublisher:
         self._put_progress(prefilled)
         if self._stopping.is_set():
             self._stream.put("leave")
-        elif self._heartbeat_due(now):
-            self._put_heartbeat(now)
+        elif (load := self._heartbeat_due(now)) is not None:
+            self._put_heartbeat(load, now)
         self._stream.flush()
         if now >= self._due.command and not self._stopping.is_set():
             self._read_command(now)
@@ -247,16 +248,27 @@ class WorkerPublisher:
 
     # ------------------------------------------------ heartbeat and command
 
-    def _heartbeat_due(self, now: float) -> bool:
-        if now >= self._due.heartbeat:
-            return True
-        if now < self._due.load:
-            return False
+    def _heartbeat_due(self, now: float) -> Load | None:
+        """The load to report, if a heartbeat is due. While the engine stands still none is: after a TTL it is dead."""
+        if now < min(self._due.heartbeat, self._due.load):
+            return None
         self._due.after_load(now)
-        return self._smoothed_load.smooth(self._load(), now).differs_from(self._reported_load)
+        load = self._load()
+        self._note_standstill(load, now)
+        if self._stands_still:
+            self._due.heartbeat = now + LOAD_CHECK_SECONDS
+            return None
+        load = self._smoothed_load.smooth(load, now)
+        return load if now >= self._due.heartbeat or load.differs_from(self._reported_load) else None
 
-    def _put_heartbeat(self, now: float) -> None:
-        load = self._reported_load = self._smoothed_load.smooth(self._load(), now)
+    def _note_standstill(self, load: Load, now: float) -> None:
+        before, self._stands_still = self._stands_still, self._standstill.look(load, now)
+        if before != self._stands_still:
+            told = f"stands still with {load.running} requests: no heartbeats" if self._stands_still else "works again"
+            logger.warning("warmfleet: the engine %s %s", self.config.worker_id, told)
+
+    def _put_heartbeat(self, load: Load, now: float) -> None:
+        self._reported_load = load
         # The fleet compares only a heartbeat with a digest. During a snapshot and after a loss there is no digest.
         comparable = self._snapshot is None and self._snapshot_request is None and self._loss_noticed_at is None
         heartbeat = wire.Heartbeat(

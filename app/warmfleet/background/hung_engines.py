@@ -1,7 +1,8 @@
 """Ends requests that an engine does not answer although its heartbeats go on, and those over a time limit.
 
-A thread of the plugin sends the heartbeats, so they go on when the event loop of the API server or the engine itself
-hangs. An engine that keeps a request waiting for ASK_AFTER_S is asked for ``/health``. If it does not answer
+A thread of the plugin sends the heartbeats, so they go on when the event loop of the API server hangs. (They end where
+the engine's core has work and makes no step for half a minute: then its worker is lost, ``pools/stalled_requests``.) An
+engine that keeps a request waiting for ASK_AFTER_S is asked for ``/health``. If it does not answer
 UNANSWERED times in a row, or if it stands still (``pools/stalled_requests``), then the requests that wait there for
 their first byte are tried at another worker. Decisions avoid the worker until it answers again.
 """

@@ -7,6 +7,7 @@ not when its timer fired, and the mean speed is that of the model. A delay beyon
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from warmfleet_worker.load import Load
@@ -104,7 +105,8 @@ class EngineCore:
 
     def load(self) -> Load:
         """What this engine is doing now; called in the publisher's thread."""
-        return load_of(self.scheduler, self._meter.speed_tps)
+        load = load_of(self.scheduler, self._meter.speed_tps)
+        return replace(load, steps=self.steps if load.running + load.waiting else None)
 
 
 def load_of(scheduler: Scheduler, speed_tps: int) -> Load:

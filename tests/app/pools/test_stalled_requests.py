@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, chunk, engine, event, freezing, reset
 from tests.app.replica import Replica, replica
+from tests.app.simulated import simulated
 from tests.conftest import poll
 
 from warmfleet.background.stock_engines import worker_id
@@ -19,6 +20,7 @@ from warmfleet.fleet import Flag, LoadRow, WorkerView
 from warmfleet.fleet.worker.state import state_of
 from warmfleet.pools import stalled_requests
 from warmfleet.pools.stalled_requests import GAP_S, GRACE_S, QUIET_S, STILL_S, Tries, Try
+from warmfleet_worker import load
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -324,6 +326,44 @@ async def test_an_engine_that_only_takes_long_is_waited_for(valkey_url: str, mod
     ):
         assert (await router.post(BODY | {"model": model, "stream": False}))[0] == 200
         assert await router.metric("warmfleet_given_up_total") == 0
+
+
+class Held:
+    """Costs of steps that never end: a device or a lock holds the engine's core, and its API server lives."""
+
+    def seconds(self, _work: object) -> float:
+        return 1e6
+
+    def arrival_seconds(self, _prompt_tokens: int) -> float:
+        return 0.0
+
+
+async def test_a_core_that_hangs_behind_a_live_api_server_is_given_up(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plain request to it waits without a byte, while ``/health`` answers and the thread of the plugin runs."""
+    monkeypatch.setattr(load, "STANDSTILL_SECONDS", 0.5)
+    monkeypatch.setattr(stalled_requests, "GRACE_S", 0.5)
+    monkeypatch.setattr(stalled_requests, "QUIET_S", 0.2)
+    async with (
+        simulated(valkey_url, model, "a") as hung,
+        simulated(valkey_url, model, "b"),
+        replica(valkey_url, model, policy="round_robin", view_interval_s=0.2) as router,
+    ):
+        await router.routable(2)
+        monkeypatch.setattr(hung.engine.core, "costs", Held())
+        plain = BODY | {"model": model, "stream": False}
+        asking = asyncio.gather(*(router.post(plain) for _ in range(4)))
+
+        await poll(lambda: f"{hung.worker_id} stands still" in caplog.text, 20, "the plugin notices")
+
+        async def answered() -> bool:
+            await router.fleet.redis.zadd(router.fleet.keys.alive, {hung.worker_id: 1.0})  # a TTL without heartbeats
+            return asking.done()
+
+        await poll(answered, 20, "all are answered")
+        assert [status for status, _, _ in await asking] == [200] * 4
+        assert await router.metric("warmfleet_given_up_total") >= 1
 
 
 # ------------------------------------------------ time limits of the settings

@@ -71,6 +71,7 @@ class SchedulerReporter:
     def __init__(self, scheduler: Any, redis_url: str) -> None:
         self._scheduler = scheduler
         self._speed = SpeedMeter()
+        self._steps = 0  # begun and ended ones
         self._steps_unreadable = self._load_unreadable = False
         group, block_tokens, closed = full_attention_group(scheduler)
         self.transitions = Transitions(hash_of_key(group))
@@ -103,6 +104,7 @@ class SchedulerReporter:
 
     def scheduled(self, output: Any) -> None:
         """A step begins."""
+        self._steps += 1
         self._speed.scheduled(id(output), time.monotonic())
 
     def done(self, scheduler_output: Any, outputs: Any) -> None:
@@ -111,6 +113,7 @@ class SchedulerReporter:
         After the first error no further step is read, so that a changed vLLM does not fill the log.
         """
         publisher = self._publisher
+        self._steps += 1
         if self._steps_unreadable or publisher is None:
             return
         self._steps_unreadable = True  # unless the end of this block is reached
@@ -131,8 +134,9 @@ class SchedulerReporter:
             with swallow_errors("could not read the scheduler's load"):
                 running, waiting = self._scheduler.get_request_counts()
                 prefill, decode = foreign_load(list(self._scheduler.requests.values()))
+                works = self._scheduler.get_num_unfinished_requests() > 0  # a paused engine keeps requests at rest
                 self._load_unreadable = False
-                return Load(running, waiting, prefill, decode, self._speed.speed_tps)
+                return Load(running, waiting, prefill, decode, self._speed.speed_tps, self._steps if works else None)
         return Load()
 
 
