@@ -27,7 +27,8 @@ local FORGET_MS, MAX_STREAMS, USED_PERMILLE = tonumber(ARGV[4]), tonumber(ARGV[5
 local SHORT_MS, SHARE_PERMILLE = tonumber(ARGV[7]), tonumber(ARGV[8])
 local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: memory is short from SHORT_FROM on, until below SHORT_TO
 local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- so many entries take about 4 s of the usual share
-local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, HELLOS, FAR_FUTURE_MS = 1000, 2, 30000, 64, 3600000
+local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, FAR_FUTURE_MS = 1000, 2, 30000, 3600000
+local HELLOS, HELLOS_KEPT = 256, 4096 -- hints that a tick reads, some 0.3 ms; hints that wait at most
 local GRANTED_US = 5 -- its place in the answer
 local LAST_SEQUENCE = 2 ^ 52
 
@@ -67,12 +68,26 @@ local function stream_of(key)
   return field.length, tonumber(field["last-generated-id"]:match("^%d+"))
 end
 
--- Adds the streams that `hello` names to `cursor`. A forged hello changes nothing: a stream is added only if it exists.
+-- Adds a stream to `cursor`, if it exists.
+local function notice(stream)
+  if call("TYPE", PREFIX .. stream).ok == "none" then return end -- a key of a wrong type is apply_control's to delete
+  local length, ms = stream_of(PREFIX .. stream)
+  if length == 0 and ms > now + FAR_FUTURE_MS then -- the stream takes no entry any more, and has none to apply
+    call("HINCRBY", COUNTS, "hostile", 1)
+    call("UNLINK", PREFIX .. stream)
+  else
+    call("HSETNX", CURSOR, stream, "0-0")
+  end
+end
+
+-- Looks for the streams that `hello` names. A forged hello changes nothing. Any worker may write there as often as it
+-- likes: so only the youngest hints are kept, a name is looked at once, and a core's name stands for its server's.
 local function greet()
   local kind = call("TYPE", HELLO).ok
   if kind == "none" then return end
   if kind ~= "stream" then return call("UNLINK", HELLO) end
-  local page = call("XRANGE", HELLO, "-", "+", "COUNT", HELLOS)
+  call("XTRIM", HELLO, "MAXLEN", HELLOS_KEPT)
+  local page, looked_at = call("XRANGE", HELLO, "-", "+", "COUNT", HELLOS), {}
   if not page[1] then
     local _, said = stream_of(HELLO)
     if said > now + FAR_FUTURE_MS then call("UNLINK", HELLO) end -- `hello` would take no entry any more
@@ -83,14 +98,11 @@ local function greet()
     local name = field == "s" and (stream:match("^events:(.+)$") or stream:match("^server:(.+)$"))
     if not name or #name > 64 or not name:match("^[%w._-]+$") then
       call("HINCRBY", COUNTS, "malformed", 1)
-    else
-      local length, ms = stream_of(PREFIX .. stream)
-      if length == 0 and ms > now + FAR_FUTURE_MS then -- the stream takes no entry any more, and has none to apply
-        call("HINCRBY", COUNTS, "hostile", 1)
-        call("UNLINK", PREFIX .. stream)
-      elseif call("TYPE", PREFIX .. stream).ok ~= "none" then -- also a key of a wrong type, which apply_control deletes
-        call("HSETNX", CURSOR, stream, "0-0")
-      end
+    elseif not looked_at[stream] then
+      local server = stream:match("^events:(.+)%.%d+$")
+      looked_at[stream] = true
+      notice(stream)
+      if server then notice("server:" .. server) end
     end
   end
   local ms, sequence = page[#page][1]:match("^(%d+)-(%d+)$")

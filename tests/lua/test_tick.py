@@ -81,10 +81,10 @@ async def test_a_forged_hello_changes_nothing(store: aioredis.Redis, fleet: Flee
 
 
 async def test_hello_is_read_in_pieces_and_survives_misuse(store: aioredis.Redis, fleet: Fleet) -> None:
-    for _ in range(100):
+    for _ in range(300):
         await store.xadd(fleet.keys.hello, {"s": "events:nobody"})
     await fleet.tick()
-    assert await store.xlen(fleet.keys.hello) == 36
+    assert await store.xlen(fleet.keys.hello) == 44
     await store.xadd(fleet.keys.hello, {"s": "events:s.0"}, id="18446744073709551615-18446744073709551614")
     await fleet.tick()
     assert not await store.exists(fleet.keys.hello)
@@ -92,6 +92,23 @@ async def test_hello_is_read_in_pieces_and_survives_misuse(store: aioredis.Redis
     await fleet.tick()
     await Core(store, fleet).join()
     assert (await fleet.tick()).backlog == ("events:s.0",)
+
+
+async def test_a_flood_of_hints_delays_a_join_by_seconds_and_takes_no_memory(
+    store: aioredis.Redis, fleet: Fleet
+) -> None:
+    pipe = store.pipeline(transaction=False)
+    for number in range(20_000):
+        pipe.xadd(fleet.keys.hello, {"s": f"events:fake{number}.0"})
+    await pipe.execute()
+    await Core(store, fleet).join()
+    await store.xadd(fleet.keys.server("s"), cast("dict[Any, Any]", wire.entry("n", 1, "join")))  # its hint is lost
+    ticks, backlog = 0, set[str]()
+    while not backlog:
+        backlog, ticks = set((await fleet.tick()).backlog), ticks + 1
+        assert await store.xlen(fleet.keys.hello) < 4_096
+    assert backlog == {"events:s.0", "server:s"}
+    assert ticks <= 16, "40 ticks a second are allowed"
 
 
 async def test_a_hello_whose_ids_are_used_up_is_deleted_though_it_is_empty(store: aioredis.Redis, fleet: Fleet) -> None:
