@@ -28,6 +28,11 @@ def failing(way: str) -> Answer:
         if way == "empty stream":
             writer.write(STREAM_HEAD)
             chunk(writer, b"")
+        elif way == "error stream":
+            writer.write(STREAM_HEAD)
+            chunk(writer, b'data: {"error": {"message": "EngineCore encountered an issue.", "code": 500}}\n\n')
+            chunk(writer, b"data: [DONE]\n\n")
+            chunk(writer, b"")
         elif way == "empty":
             reply(writer, b"")
         elif way == "no JSON":
@@ -59,12 +64,14 @@ async def ejected(router: Replica, one: Engine) -> bool:
     return bool(await flags_of(router, one) & Flag.EJECTED)
 
 
-@pytest.mark.parametrize("way", ["500", "502", "503", "504", "429", "empty", "empty stream", "no JSON", "garbage"])
+@pytest.mark.parametrize(
+    "way", ["500", "502", "503", "504", "429", "empty", "empty stream", "error stream", "no JSON", "garbage"]
+)
 async def test_a_worker_that_fails_what_others_serve_is_ejected(
     valkey_url: str, model: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pool, "avoid", lambda *_: None)  # else it gets one request in three seconds
-    body = {"model": model, "stream": way == "empty stream", **BODY}
+    body = {"model": model, "stream": way.endswith("stream"), **BODY}
     async with fleet_of(valkey_url, model, failing(way), answer_well, answer_well) as (router, engines):
         for _ in range(14):
             status, _, _ = await router.post(body)
@@ -96,6 +103,18 @@ async def test_clients_mistakes_eject_nobody(valkey_url: str, model: str) -> Non
         assert found.count(400) == 5
         assert await router.metric('warmfleet_retries_total{where="another"}') == 0
         assert not await ejected(router, engines[0])
+
+
+async def test_an_error_in_a_stream_that_is_the_clients_reaches_the_client(valkey_url: str, model: str) -> None:
+    async def refuses(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        chunk(writer, b'data: {"error": {"message": "no", "code": 400}}\n\n')
+        chunk(writer, b"")
+
+    async with fleet_of(valkey_url, model, refuses, refuses) as (router, engines):
+        _, _, said = await router.post({"model": model, "stream": True, **BODY})
+        assert said == b'data: {"error": {"message": "no", "code": 400}}\n\n'
+        assert sum(len(one.seen) for one in engines) == 1
 
 
 async def test_one_that_recovers_comes_back_by_one_request(

@@ -7,6 +7,8 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+import orjson
+
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.errors import EngineTimeout, Stopping, UpstreamError, UpstreamGone
 from warmfleet.routing.explain_header import answer_headers
@@ -29,6 +31,7 @@ PASSED_BACK = frozenset({b"content-type", b"content-encoding", b"retry-after", b
 #: client gets a 502 in place of a broken answer.
 BUFFER_MAX_BYTES = 1_048_576
 EVENTS, JSON = b"text/event-stream", b"application/json"
+ERROR_EVENT = b'data: {"error":'
 
 Ended = Literal["finished", "failed"]
 
@@ -136,8 +139,9 @@ class Relay:
             piece = await _first_piece(response)
             attempt.prefill_done()
             await _stream(response, continued, piece)
-        except UpstreamGone:
-            job.pool.outliers.failed(decision)
+        except UpstreamGone as error:
+            if not error.answered:  # a refusal of what it was sent is no fault of the worker
+                job.pool.outliers.failed(decision)
             raise
         finally:
             response.close()
@@ -176,10 +180,26 @@ def _check(job: Job, response: EngineResponse, piece: bytes, *, streams: bool) -
         return
     if not piece:
         raise UpstreamGone("The worker's answer is empty.")
+    if piece.startswith(ERROR_EVENT) and streams:
+        _check_error(piece)
     if not streams and response.content_type == JSON and piece.lstrip()[:1] not in (b"{", b"["):
         if any(name == b"content-encoding" for name, _ in response.headers):
             return  # JSON that was compressed
         raise UpstreamGone("The worker's answer is no JSON.")
+
+
+def _check_error(piece: bytes) -> None:
+    """Raise UpstreamGone if a stream begins with an error of the engine, as where its core has died under a request.
+
+    An error that is the client's goes to the client.
+    """
+    try:
+        error = orjson.loads(piece.partition(b"\n")[0].removeprefix(b"data:"))["error"]
+        code, message = int(error["code"]), str(error["message"])
+    except (ValueError, TypeError, KeyError):
+        return
+    if code >= 500:
+        raise UpstreamGone(f"The worker's stream began with an error: {message[:200]}", answered=True)
 
 
 async def _first_piece(response: EngineResponse) -> bytes:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from warmfleet.engines import followed_stream
 from warmfleet.engines.followed_stream import FollowedStream, KeptIds
 from warmfleet.pools import outliers
-from warmfleet.routing.rescue import retry_budget
+from warmfleet.routing.rescue import continuation, retry_budget
 from warmfleet.routing.rescue.continuation import continuable, takes
 from warmfleet_worker.tracker import Tracker
 
@@ -349,6 +349,19 @@ async def test_another_text_is_not_passed_on(valkey_url: str, model: str) -> Non
                 assert heard.error == "upstream_error"
                 assert whole.text.startswith(heard.text)
         assert "upstream_error" in errors
+
+
+async def test_a_worker_that_joined_meanwhile_gets_no_ids(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one that was chosen without Redis: the list of those that take no ids does not name it."""
+    async with pair(valkey_url, model) as (router, plan):
+        answers = iter([True, True, False])  # both may be chosen, and then it is another one
+        monkeypatch.setattr(continuation, "takes", lambda *_: next(answers))
+        plan.dies(5)
+        assert (await hear(router, CHAT)).error == "upstream_gone"
+        assert len(plan.asked) == 1
+        await router.unloaded()
 
 
 async def test_a_worker_that_takes_no_ids_does_not_go_on(valkey_url: str, model: str) -> None:
