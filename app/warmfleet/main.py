@@ -27,6 +27,7 @@ from warmfleet.api.http_connection import HttpConnection
 from warmfleet.api.listening import tls
 from warmfleet.api.listening.server import Door, Doors, Server, Sockets
 from warmfleet.api.listening.tls import ServerTls
+from warmfleet.api.openapi.document import documented
 from warmfleet.api.proxies import Proxies
 from warmfleet.api.service_routes import Health, ServiceRoutes
 from warmfleet.background import hung_engines, outage_checks, stock_engines, upkeep, vouching
@@ -130,12 +131,13 @@ def create_app(settings: Settings) -> Doors:
 
     for_operators = [*service.for_operators(), *gateways.routes()]
     apart = bool(settings.admin_port)
-    inside = _starlette([*service.for_everybody(), *for_operators])
+    inside = documented([*service.for_everybody(), *for_operators], (), settings)
     outside = [*service.for_everybody(), *service.for_clients(), *([] if apart else for_operators)]
+    outside = documented(outside, paths.all(), settings)
     proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics))
     public = Application(_starlette(outside, lifespan), proxies, Cors(settings.cors_origins))
     clients = Connections(public, health, settings, metrics)
-    operators = Connections(ServiceApplication(inside), health, settings, metrics)
+    operators = Connections(ServiceApplication(_starlette(inside)), health, settings, metrics)
     metrics.connections.set_function(lambda: clients.open)
     metrics.body_bytes.set_function(lambda: clients.body_bytes)
     return Doors(

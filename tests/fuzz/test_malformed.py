@@ -5,108 +5,19 @@ None is answered with an error of the router itself, none reaches the engine as 
 
 from __future__ import annotations
 
-import asyncio
 import random
-import re
-import sys
-import tempfile
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-import psutil
 import pytest
-from tests.app.engine import engine, reply
-from tests.conftest import poll
-from tests.fuzz.malformed import HIDDEN_PATH, LAST, requests, smuggler
-
-from warmfleet_loadtest.stacks.processes import Processes, answers, free_ports
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from tests.app.engine import Engine, Seen
+from tests.fuzz.malformed import requests, smuggler
+from tests.fuzz.target import target
 
 LONG = pytest.mark.long(
     minutes=5,
     shows="200,000 malformed requests and 50,000 attempts to smuggle one: no error of the router, memory stays flat",
 )
-CLIENTS = 16
-ANSWER_S = 60.0  # a busy machine; a request without an answer is a failure
 GROWTH_BYTES = 48 * 2**20  # beside caches that fill: of prompts, of pages of the allocator
 
 pytestmark = pytest.mark.timeout(3_600)
-
-
-@dataclass
-class Target:
-    """A replica as a process, and what its engine has received."""
-
-    port: int
-    pid: int
-    received: int = 0
-    smuggled: int = 0
-    statuses: dict[int, int] = field(default_factory=dict)
-    wrong: list[tuple[object, bytes]] = field(default_factory=list)
-
-    @property
-    def memory(self) -> int:
-        return int(psutil.Process(self.pid).memory_info().rss)
-
-    async def send_all(self, made: Iterator[bytes], count: int) -> None:
-        """Send so many requests over kept connections."""
-        left = iter(range(count))
-
-        async def client() -> None:
-            for _ in left:
-                await self.sent_alone(next(made))
-
-        await asyncio.gather(*(client() for _ in range(CLIENTS)))
-
-    async def sent_alone(self, raw: bytes) -> bytes:
-        """Send a request and the one behind it, read until the replica closes, and check the statuses."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        try:
-            writer.write(raw if raw.endswith(LAST) else raw + LAST)
-            async with asyncio.timeout(ANSWER_S):
-                answer = await reader.read(-1)
-        except (OSError, TimeoutError) as error:
-            self.wrong.append((repr(error), raw))
-            return b""
-        finally:
-            writer.transport.abort()
-        statuses = [int(found) for found in re.findall(rb"HTTP/1\.1 (\d{3}) ", answer)]
-        for status in statuses:
-            self.statuses[status] = self.statuses.get(status, 0) + 1
-        if not statuses or any(status >= 500 for status in statuses):
-            self.wrong.append((answer[:300], raw))
-        return answer
-
-
-@asynccontextmanager
-async def target(redis_url: str, model: str) -> AsyncIterator[Target]:
-    made: Target
-
-    async def record(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-        made.received += 1
-        made.smuggled += seen.path == HIDDEN_PATH
-        upstream.seen.clear()
-        reply(writer, b'{"choices": [{"index": 0, "text": "x"}]}')
-
-    with tempfile.TemporaryDirectory(prefix="wf-fuzz-") as folder, Processes(Path(folder)) as processes:
-        async with engine(model, record) as upstream:
-            [port] = free_ports(1)
-            settings = {"REDIS_URL": redis_url, "MODELS": model, "STATIC_WORKERS": upstream.url, "PORT": str(port)}
-            settings |= {"DECIDE_TIMEOUT_S": "2"}
-            environment = {f"WARMFLEET_{name}": value for name, value in settings.items()}
-            process = processes.spawn("replica", "replica", [sys.executable, "-m", "warmfleet", "serve"], environment)
-            made = Target(port, process.pid)
-            ready = f"http://127.0.0.1:{port}/readyz"
-            await poll(lambda: asyncio.to_thread(answers, ready), 60, "the replica is ready")
-            yield made
-            log = processes.log("replica")
-            assert "Traceback" not in log, log[-3_000:]
 
 
 @pytest.mark.parametrize("count", [2_000, pytest.param(200_000, marks=LONG)])

@@ -30,7 +30,8 @@ TENANT, KEY = b"x-warmfleet-tenant", b"idempotency-key"
 MAX_KEY_BYTES = 256
 MAX_EXCLUDED = 64  # ids of workers; a gateway excludes those that failed this request
 OUTCOMES = get_args(Outcome)
-_RESERVATION = re.compile(rf"{RESERVATION_PREFIX}[A-Za-z0-9_-]{{{ID_CHARACTERS + 1}}}")  # its mark is the first
+RESERVATION = rf"{RESERVATION_PREFIX}[A-Za-z0-9_-]{{{ID_CHARACTERS + 1}}}"  # its mark is the first
+_RESERVATION = re.compile(RESERVATION)
 
 
 class GatewayRoutes:

@@ -71,7 +71,7 @@ KNOWN: dict[str, EnginePath] = {known.path: known for known in _KNOWN}
 OWN = frozenset(
     {
         *("/v1/models", "/health", "/ping", "/version", "/livez", "/readyz", "/metrics"),
-        *("/workers", "/explain", "/favicon.ico", "/route", "/settle", "/renew"),
+        *("/workers", "/explain", "/favicon.ico", "/route", "/settle", "/renew", "/openapi.json"),
     }
 )
 #: Paths of vLLM's server that change one engine, or tell about it, or need a connection of another kind.
@@ -86,14 +86,15 @@ NEVER = frozenset(
         *("/weight_info", "/weight_checker", "/get_world_size", "/collective_rpc"),
         *("/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply", "/fault_tolerance/status"),
         *("/start_profile", "/stop_profile", "/server_info", "/load", "/kv_event_sources", "/tokenizer_info"),
-        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/static"),
+        *("/docs", "/docs/oauth2-redirect", "/redoc", "/static"),
         "/v1/realtime",
     }
 )
 #: No path below these passes, either.
 NEVER_BELOW = ("/v1/models/", "/v1/responses/", "/adapters/", "/fault_tolerance/", "/static/", "/docs/")
 #: Segments of letters, digits and ``_~:@-``, with dots inside: nothing that two servers could read in two ways.
-_PLAIN = re.compile(r"(?:/[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*)+")
+SEGMENT = r"[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*"
+_PLAIN = re.compile(rf"(?:/{SEGMENT})+")
 
 
 class EnginePaths:
@@ -119,4 +120,12 @@ class EnginePaths:
             return None
         if path in NEVER or path in OWN or path.startswith(NEVER_BELOW) or not _PLAIN.fullmatch(path):
             return None
-        return EnginePath(path, "other", generates=True, takes_salt=False, methods=("GET", "POST"))
+        return _other(path)
+
+    def all(self) -> list[EnginePath]:
+        """All paths; what a pattern covers is one path that ends in ``{path}``."""
+        return [*_KNOWN, *map(_other, (*sorted(self._single), *(f"{above}{{path}}" for above in self._above)))]
+
+
+def _other(path: str) -> EnginePath:
+    return EnginePath(path, "other", generates=True, takes_salt=False, methods=("GET", "POST"))

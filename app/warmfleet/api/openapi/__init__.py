@@ -1,0 +1,1 @@
+"""The OpenAPI document that a replica serves."""

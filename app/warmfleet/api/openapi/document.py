@@ -1,0 +1,185 @@
+"""The OpenAPI document of a port: which requests a replica takes there, and how it may answer. Built at the start.
+
+What an engine answers, and which fields it reads besides, is the engine's: the document names the fields that the
+router reads itself, and refuses if they are wrong.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import orjson
+from starlette.responses import Response
+from starlette.routing import Route
+
+from warmfleet import errors
+from warmfleet.api.openapi.schemas import (
+    ANY_OBJECT,
+    BODIES,
+    HINTS,
+    IN_PATH,
+    OWN_ANSWERS,
+    OWN_PARAMETERS,
+    PARAMETERS,
+    STATUS,
+    TEXT,
+    Json,
+    body_schema,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from starlette.requests import Request as HTTPRequest
+
+    from warmfleet.errors import WarmfleetError
+    from warmfleet.prompt.engine_paths import EnginePath
+    from warmfleet.settings import Settings
+
+PATH = "/openapi.json"
+HEALTH = frozenset({"/health", "/ping", "/readyz"})
+OPERATORS = frozenset({"/metrics", "/workers", "/explain", "/route", "/settle", "/renew"})
+KEYED = frozenset({"/v1/models", "/v1/models/{model}"})  # besides the paths of engines
+#: Errors of any request, of one with a body, and of one that is placed at a worker.
+ANY_FAULT = (errors.BadRequest, errors.NotFound, errors.MethodNotAllowed, errors.HeadersTooLarge)
+BODY_FAULTS = (errors.TooLarge, errors.UploadsFull)
+PLACING = (errors.ModelNotFound, errors.Overloaded, errors.NoWorker, errors.QueueTimeout, errors.FleetUnavailable)
+ENGINE_FAULTS = (errors.UpstreamGone, errors.EngineTimeout, errors.TooManyConnections, errors.Stopping)
+
+
+def documented(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settings: Settings) -> list[Route]:
+    """These routes, and one for the document of all that their port serves. engine_paths: it passes these on."""
+
+    async def openapi(_request: HTTPRequest) -> Response:
+        """This document."""
+        return Response(told, media_type="application/json")
+
+    served = [*routes, Route(PATH, openapi)]
+    told = document(served, engine_paths, settings)
+    return served
+
+
+def document(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settings: Settings) -> bytes:
+    """The document of a port with these routes, which passes on requests to ``engine_paths``."""
+    paths = {path.path: _engine_path(path, settings) for path in engine_paths}
+    for route in routes:
+        path = route.path.replace(":path}", "}")
+        paths[path] = {
+            method.lower(): _own(path, route, settings) for method in sorted(route.methods or ()) if method != "HEAD"
+        }
+    return orjson.dumps(
+        {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "Warmfleet",
+                "version": "1",
+                "description": "Routes requests of OpenAI's and Anthropic's APIs to the vLLM engine that has computed "
+                "most of their prompt before.",
+            },
+            "paths": paths,
+            "components": {
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+                "parameters": {one["name"]: one for one in PARAMETERS},
+                "responses": {f"engine-{status}": answer for status, answer in _engine_answers().items()},
+            },
+        }
+    )
+
+
+# ---------------------------------------------------------------- paths of engines
+
+
+def _engine_path(path: EnginePath, settings: Settings) -> Json:
+    needed = path.form in ("completions", "chat")
+    content: Json = {"application/json": {"schema": body_schema(path, settings)}}
+    if not needed:
+        content["multipart/form-data"] = {"schema": {"properties": {"model": TEXT}}}
+    below: Json = {"name": "path", "in": "path", "required": True, "schema": IN_PATH}
+    operation = {
+        "summary": "Answered by an engine",
+        "parameters": [below, *HINTS] if path.path.endswith("{path}") else HINTS,
+        "responses": {status: {"$ref": f"#/components/responses/engine-{status}"} for status in _engine_answers()},
+        **_security(key=bool(settings.client_keys_file)),
+    }
+    with_body = {**operation, "requestBody": {"required": needed, "content": content}}
+    return {method.lower(): operation if method == "GET" else with_body for method in path.methods}
+
+
+def _engine_answers() -> Json:
+    return {
+        "200": {"description": "The engine's answer", "content": {"*/*": {}}},
+        **_errors((*ANY_FAULT, *BODY_FAULTS, *PLACING, *ENGINE_FAULTS), engines=True),
+        "4XX": {"description": "The engine's words about a request that it refuses", "content": {"*/*": {}}},
+    }
+
+
+# ---------------------------------------------------------------- the router's own paths
+
+
+def _own(path: str, route: Route, settings: Settings) -> Json:
+    said = (route.endpoint.__doc__ or "").strip().partition("\n")[0]
+    faults: list[type[WarmfleetError]] = [*ANY_FAULT, errors.ModelNotFound]
+    operation: Json = {"summary": said}
+    if path in OWN_PARAMETERS:
+        operation["parameters"] = OWN_PARAMETERS[path]
+    if path in BODIES:
+        operation["requestBody"] = {"required": True, "content": _json(BODIES[path])}
+        faults += [*BODY_FAULTS, *PLACING, errors.CancelledReservation, errors.KeyInUse]
+    operation["responses"] = _answer(path) | _errors(faults, engines=False)
+    if path in HEALTH:
+        operation["responses"]["503"] = {"description": "Not now, and why", "content": _json(STATUS)}
+    keyed = path in KEYED and bool(settings.client_keys_file)
+    return operation | _security(key=keyed or (path in OPERATORS and bool(settings.admin_key)))
+
+
+def _answer(path: str) -> Json:
+    if path == "/favicon.ico":
+        return {"204": {"description": "Nothing"}}
+    if path == "/metrics":
+        return {"200": {"description": "Metrics for Prometheus", "content": {"text/plain": {}}}}
+    schema = STATUS if path in HEALTH or path == "/livez" else OWN_ANSWERS.get(path, ANY_OBJECT)
+    return {"200": {"description": "The answer", "content": _json(schema)}}
+
+
+# ---------------------------------------------------------------- errors
+
+
+def _errors(faults: Iterable[type[WarmfleetError]], *, engines: bool) -> Json:
+    """The error answers by status. engines: engines answer there, too, in their own form."""
+    by_status: dict[str, list[type[WarmfleetError]]] = {}
+    listed: list[type[WarmfleetError]] = [*faults, errors.Unauthorized]
+    for fault in listed:
+        by_status.setdefault(str(fault.status), []).append(fault)
+    found: Json = {}
+    for status, classes in sorted(by_status.items()):
+        codes = sorted({one.code for one in classes})
+        schema = ERROR if engines else _error(codes)
+        found[status] = {"description": f"Of the router: {', '.join(codes)}", "content": _json(schema)}
+        if any(one.retry_after_s for one in classes):
+            found[status]["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "required": not engines}}
+        if errors.MethodNotAllowed in classes:
+            found[status]["headers"] = {"Allow": {"schema": TEXT, "required": True}}
+    return found
+
+
+def _error(codes: Sequence[str]) -> Json:
+    """The body of an error of the router with one of these codes."""
+    fields = {"message": TEXT, "type": TEXT, "param": {"type": ["string", "null"]}, "code": {"enum": [*codes]}}
+    told = {"type": "object", "required": [*fields], "properties": fields}
+    return {"type": "object", "required": ["error"], "properties": {"error": told}}
+
+
+#: Of the router or of an engine.
+ERROR: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "object", "required": ["message"], "properties": {"message": TEXT}}},
+}
+
+
+def _json(schema: Json) -> Json:
+    return {"application/json": {"schema": schema}}
+
+
+def _security(*, key: bool) -> Json:
+    return {"security": [{"key": []}]} if key else {}

@@ -1,0 +1,149 @@
+"""What requests and answers are made of, as JSON schemas: what the router reads itself, and what it answers itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.api.client_hints import MAX_PREFIX_TOKENS
+from warmfleet.api.gateway_routes import MAX_KEY_BYTES, OUTCOMES, RESERVATION
+from warmfleet.prompt.engine_paths import KNOWN, SEGMENT
+from warmfleet.prompt.request import MAX_MESSAGES, MAX_PROMPTS, MAX_SALT, MAX_SAMPLES, REFUSED
+
+if TYPE_CHECKING:
+    from warmfleet.prompt.engine_paths import EnginePath
+    from warmfleet.settings import Settings
+
+Json = dict[str, Any]
+
+MAX_INTEGER = 2**63 - 1  # a larger number in JSON is read as one with a fraction
+MAX_TOKEN_ID = 2**32 - 1
+
+TEXT: Json = {"type": "string"}
+IN_PATH: Json = {"type": "string", "pattern": f"^{SEGMENT}$"}
+ANY_OBJECT: Json = {"type": "object"}
+STATUS: Json = {"type": "object", "required": ["status"], "properties": {"status": TEXT}}
+MODEL: Json = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by"],
+    "properties": {"id": TEXT, "object": {"const": "model"}, "created": {"type": "integer"}, "owned_by": TEXT},
+}
+#: By path: what the router's own answer is, with status 200.
+OWN_ANSWERS: dict[str, Json] = {
+    "/v1/models": {
+        "type": "object",
+        "required": ["object", "data"],
+        "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": MODEL}},
+    },
+    "/v1/models/{model}": MODEL,
+    "/version": {
+        "type": "object",
+        "required": ["version", "engines"],
+        "properties": {"version": TEXT, "engines": {"type": "object", "additionalProperties": {"type": "integer"}}},
+    },
+    "/workers": {
+        "type": "object",
+        "required": ["models"],
+        "properties": {"models": {"type": "array", "items": ANY_OBJECT}},
+    },
+    "/route": {
+        "type": "object",
+        "required": ["reservation", "model", "worker", "url", "headers", "cache_salt", "expires_in_s"],
+        "properties": {
+            "reservation": {"type": ["string", "null"]},
+            "model": TEXT,
+            "worker": TEXT,
+            "url": TEXT,
+            "matched_tokens": {"type": "integer"},
+            "prompt_tokens": {"type": "integer"},
+            "expires_in_s": {"type": "number"},
+            "headers": {"type": "object", "additionalProperties": TEXT},
+            "cache_salt": {"type": ["string", "null"]},
+        },
+    },
+    "/settle": {"type": "object", "required": ["result"], "properties": {"result": TEXT}},
+    "/renew": {"type": "object", "required": ["expires_in_s"], "properties": {"expires_in_s": {"type": "number"}}},
+}
+IDS: Json = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}
+PROMPT: Json = {
+    "anyOf": [
+        TEXT,
+        IDS,
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"anyOf": [TEXT, IDS]}},
+    ]
+}
+MESSAGES: Json = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "items": {"type": "object", "required": ["role"], "properties": {"role": TEXT}},
+}
+
+
+def _header(name: str, schema: Json, description: str) -> Json:
+    return {"name": name, "in": "header", "required": False, "schema": schema, "description": description}
+
+
+PARAMETERS = [
+    _header("X-Request-Id", TEXT, "Comes back in the answer, without unsafe characters"),
+    _header(
+        "X-Request-Timeout-Ms",
+        {"type": "integer", "minimum": 1, "maximum": 10**12 - 1},
+        "Longest wait for a worker with room",
+    ),
+    _header("X-Session-ID", TEXT, "Requests of one session go to one worker where that costs nothing"),
+    _header("X-Warmfleet-Session", TEXT, "The same; goes before X-Session-ID"),
+    _header(
+        "X-Warmfleet-Prefix-Len",
+        {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_PREFIX_TOKENS}, {"const": ""}]},
+        "Tokens of the prompt that other requests share; 0: all",
+    ),
+]
+HINTS = [{"$ref": f"#/components/parameters/{one['name']}"} for one in PARAMETERS]
+READ_PATHS = [path.path for path in KNOWN.values() if path.form not in ("unknown", "none")]
+PLACED: Json = {"type": "object", "description": "The body of the request that is to be placed"}
+BOOKED: Json = {"reservation": TEXT | {"pattern": f"^{RESERVATION}$"}, "model": {"type": ["string", "null"]}}
+BODIES: dict[str, Json] = {
+    "/explain": PLACED | {"properties": {"tenant": {"type": ["string", "null"]}, "endpoint": {"enum": READ_PATHS}}},
+    "/route": PLACED,
+    "/renew": {"type": "object", "required": ["reservation"], "properties": BOOKED},
+    "/settle": {
+        "type": "object",
+        "required": ["reservation", "outcome"],
+        "properties": BOOKED | {"outcome": {"enum": [*OUTCOMES]}},
+    },
+}
+OWN_PARAMETERS: dict[str, list[Json]] = {
+    "/v1/models/{model}": [{"name": "model", "in": "path", "required": True, "schema": IN_PATH}],
+    "/route": [
+        *HINTS,
+        {"name": "endpoint", "in": "query", "required": False, "schema": {"enum": [*KNOWN]}},
+        {"name": "exclude", "in": "query", "required": False, "schema": TEXT},
+        _header("Idempotency-Key", TEXT | {"maxLength": MAX_KEY_BYTES}, "The same key gets the same reservation"),
+        _header("X-Warmfleet-Tenant", TEXT, "The value of the client's tenant header, or the name of its key"),
+    ],
+}
+
+
+def body_schema(path: EnginePath, settings: Settings) -> Json:
+    """The JSON body of a request to an engine, as far as the router reads it."""
+    fields: Json = {"model": {"type": ["string", "null"]}}
+    fields |= {name: {"type": "null", "description": "not accepted"} for name in REFUSED}
+    for name in settings.allowed_fields:
+        fields.pop(name, None)
+    if settings.queue_priority:
+        fields["priority"] = {"type": ["integer", "null"]}
+    if path.takes_salt:
+        fields["cache_salt"] = {"type": ["string", "null"], "maxLength": MAX_SALT}
+    if path.form not in ("completions", "chat"):
+        return {"type": "object", "properties": fields}
+    flag, limit = {"type": ["boolean", "null"]}, {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_INTEGER}
+    fields |= {"stream": flag, "max_tokens": limit, "max_completion_tokens": limit, "add_special_tokens": flag}
+    fields["n"] = {"type": ["integer", "null"], "minimum": 1, "maximum": MAX_SAMPLES}
+    if path.form == "completions":
+        return {"type": "object", "required": ["prompt"], "properties": fields | {"prompt": PROMPT}}
+    arguments: Json = {"type": ["object", "null"]}
+    if "chat_template" in fields:
+        arguments["properties"] = {"chat_template": fields["chat_template"]}
+    fields |= {"messages": MESSAGES, "add_generation_prompt": flag, "continue_final_message": flag}
+    fields["chat_template_kwargs"] = arguments
+    return {"type": "object", "required": ["messages"], "properties": fields}
