@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.prober")
 
-AT_ONCE = 32  # probes that one replica runs at a time, each with a small request and a connection to Redis
+AT_ONCE = 64  # probes that one replica runs at a time, each with a small request and a connection to Redis
 BACKOFF_S = 5.0, 60.0  # after a failed probe; doubled after each further one, from the first figure to the second
 SOON_S = 1.0  # after a first probe that learned nothing: without any result the worker takes no requests
 SUSPECTED_S = 5.0, 600.0  # from a result to the probe of a suspicion; doubled while suspicions prove wrong
@@ -59,25 +59,34 @@ class Prober:
         #: Per incarnation (see ``_incarnation``): when the next probe may begin, and the pause after that one.
         self._next: dict[str, tuple[float, float]] = {}
         self._first_seen: dict[str, float] = {}  # per incarnation, monotonic seconds
+        self._begun: dict[tuple[str, str], float] = {}  # per tag and worker_id: when its last probe began
 
     async def round(self) -> None:
-        """Start a probe of every worker that is due, the most urgent first; does not wait for their results."""
-        now, seen = time.monotonic(), set[str]()
-        due: list[tuple[float, str, Pool, WorkerView]] = []
+        """Start a probe of every worker that is due, the most urgent first; does not wait for their results.
+
+        Of equally urgent ones those come first that were never probed under their names, then the longest ago. So a
+        worker that keeps probes waiting, and joins again and again, delays itself.
+        """
+        now, seen, names = time.monotonic(), set[str](), set[tuple[str, str]]()
+        due: list[tuple[int, float, float, str, Pool, WorkerView]] = []
         for pool in self._pools.all:
             for worker in pool.view.workers:
                 name = _incarnation(pool, worker)
                 seen.add(name)
+                names.add((pool.tag, worker.worker_id))
                 self._first_seen.setdefault(name, now)
                 rested = self._next.get(name, (0.0, 0.0))[0] <= now
                 if name not in self._running and rested and self._due(name, pool.view, worker):
-                    due.append((URGENCY[worker.state] + random.random(), name, pool, worker))
-        for _, name, pool, worker in sorted(due)[: AT_ONCE - len(self._running)]:
-            if worker.record.get("tries") and len(self._running) >= AT_ONCE / 2:
+                    begun = self._begun.get((pool.tag, worker.worker_id), 0.0)
+                    due.append((URGENCY[worker.state], begun, random.random(), name, pool, worker))
+        for _, begun, _, name, pool, worker in sorted(due)[: AT_ONCE - len(self._running)]:
+            if begun and len(self._running) >= AT_ONCE / 2:
                 continue  # half of the room is for newcomers: engines that keep their probes waiting delay none
+            self._begun[pool.tag, worker.worker_id] = now
             self._running[name] = asyncio.ensure_future(self._probe(name, pool, worker))
         self._next = {name: value for name, value in self._next.items() if name in seen}
         self._first_seen = {name: value for name, value in self._first_seen.items() if name in seen}
+        self._begun = {name: value for name, value in self._begun.items() if name in names}
 
     async def close(self) -> None:
         await stop(list(self._running.values()))
