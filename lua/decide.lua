@@ -9,6 +9,7 @@ The steps, each a part (lua/README.md says how a part is included):
 3. decide/prefix_match: how much of the prompt each candidate holds, or will hold once open reservations are computed.
 4. decide/cost_rule: the choice; decide/verified_choice checks the winner's match and may choose again.
 5. decide/reserve: the choice is booked.
+Before step 2 decide/client_limits may refuse a request whose client has limits (limits, and a tag in its id).
 
 KEYS: alive load workers servers leases lease tick counts queue
 ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy, prompt_tokens, decode_tokens, mode (0
@@ -17,15 +18,18 @@ ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy,
       joined by commas: where a hash ring would look, first to last), objective_s (a time to first token that is enough;
       0: none), tenant (8 bytes; empty: this request neither waits nor gives way to others), priority (0 first, 15
       last), waited_ms (so far), may_wait (0: it gets no ticket), barred (those of exclude that can never serve
-      it, kept with its ticket: not a worker that only failed a moment ago),
+      it, kept with its ticket: not a worker that only failed a moment ago), limits (of the client's key, packed; empty:
+      it has none),
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why}, in mode 2 then what DRY tells after why;
+      with limits, last of all {requests of the client in flight, tokens that it has used};
       {QUEUED, FULL or DISPLACED, tickets that wait, ms of work in them}: nothing is booked; QUEUED: it has a ticket;
+      {LIMITED, CONCURRENCY or TOKENS, what is used of it, ms until the request may pass}: nothing is booked;
       {DRY, worker_id, why, {median speed, block_tokens, turn, ms, waits 0/1}, {worker_id, matched_tokens,
       speculative_tokens, load row, cost_s}...}: all that the choice saw
 Cost: O(workers + max_probes + checkpoints), while tickets wait 256 of them more; at most 8 leases reaped
-Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>
+Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
 --]]
 local alive_key, load_key, workers_key, servers_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local leases_key, lease_key, tick_key, counts_key, queue_key = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
@@ -33,10 +37,10 @@ local prefix, id, constants, policy = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local prompt_tokens, decode_tokens, mode = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local exclude, seed, prefix_tokens, order = ARGV[8], tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11]
 local objective_s, tenant, priority = tonumber(ARGV[12]), ARGV[13], tonumber(ARGV[14])
-local waited_ms, may_wait, barred = tonumber(ARGV[15]), ARGV[16], ARGV[17]
+local waited_ms, may_wait, barred, limits = tonumber(ARGV[15]), ARGV[16], ARGV[17], ARGV[18]
 
-local FIRST_CHAIN, MAX_CHAINS, MAX_REAPED, MAX_TOKENS = 18, 4, 8, 2147483647
-local MODE_DRY, MODE_TELL, STAGE_TOMBSTONE = 1, 2, 3
+local FIRST_CHAIN, MAX_CHAINS, MAX_REAPED, MAX_TOKENS = 19, 4, 8, 2147483647
+local MODE_DRY, MODE_TELL, STAGE_TOMBSTONE, CLIENT_AT, LIMITS_BYTES = 1, 2, 3, 26, 8
 local LEASE, ROW_FLAGS, ROW_BYTES, FLAGS_AT, WORKER_ID_AT, FLAG_APPROXIMATE = ">I4I4I4I4I4I4BB", ">I2", 58, 21, 59, 16
 local POLICIES = { cost = 1, least_loaded = 1, round_robin = 1, random = 1, power_of_two = 1, session = 1, sticky = 1,
   two_state = 1, prefix_affinity = 1, chwbl = 1 }
@@ -44,9 +48,10 @@ local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.su
 local max, format = math.max, string.format
 
 if id == "" or not POLICIES[policy] or not (prompt_tokens and decode_tokens and mode and seed and prefix_tokens
-    and order and objective_s and tenant and priority and waited_ms and may_wait and barred)
+    and order and objective_s and tenant and priority and waited_ms and may_wait and barred and limits)
     or tenant ~= "" and (#tenant ~= 8 or priority < 0 or priority > 15)
     or #ARGV > FIRST_CHAIN + MAX_CHAINS * 3 - 1
+    or limits ~= "" and (#limits ~= LIMITS_BYTES or #id < CLIENT_AT)
     or not (prompt_tokens >= 1 and prompt_tokens <= MAX_TOKENS and decode_tokens >= 0 and decode_tokens <= MAX_TOKENS)
 then
   return redis.error_reply("BAD_ARGUMENT decide: an id, a known policy, its numbers, and at most four chains")
@@ -88,6 +93,14 @@ for k = FIRST_CHAIN + 1, #ARGV, 3 do block_tokens = max(block_tokens, tonumber(A
 local s = candidates(all, alive, median, decode_s_per_token, now, block_tokens)
 if s.count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " workers is alive and routable") end
 
+local client, per_minute
+if limits ~= "" and mode ~= MODE_DRY then
+  client = (include "shared/client_use")(prefix, id, now)
+  local rate, refused = (include "decide/client_limits")(client, limits, prompt_tokens)
+  if refused then return refused end
+  per_minute = rate
+end
+
 local max_engine_wait_s, served = tenant ~= "" and replica.max_engine_wait_s or 0, nil
 -- A worker without prefill ahead has room in any case.
 s.waits = max_engine_wait_s > 0 and (call("ZCARD", queue_key) > 0
@@ -102,6 +115,7 @@ if s.waits and mode ~= MODE_DRY then
   local waits
   waits, served = wait_turn(s, everybody, queue_key, leases_key, id, now_us, replica, {
     priority = priority, tenant = tenant, tokens = prompt_tokens, barred = barred, waited_ms = waited_ms,
+    prefix = prefix, per_minute = per_minute,
     queue_max = may_wait == "1" and replica.queue_max or 0,
   })
   if waits then return waits end
@@ -122,4 +136,10 @@ if served then served(prefill + max(0, decode_tokens - prompt_tokens)) end
 if policy == "round_robin" then call("HINCRBY", counts_key, "round_robin", 1) end
 local answer = { "BOOKED", worker, s.matched[w] or 0, s.speculated[w] and 1 or 0, s.flagged, format("%.6f", s.cost[w]),
   url_of(worker, flags), s.wait[w], prompt_tokens, prefill, context, flags, why }
-return mode == MODE_TELL and (include "decide/dump_state")(s, answer, w, match_seen) or answer
+if mode == MODE_TELL then answer = (include "decide/dump_state")(s, answer, w, match_seen) end
+if client then -- after `served`, which gave back what the ticket held
+  client.hold(now + replica.lease_ms)
+  local used = per_minute and client.spend(prompt_tokens, per_minute) or 0
+  answer[#answer + 1] = { client.in_flight(), math.ceil(used) }
+end
+return answer

@@ -5,15 +5,16 @@ Guarantee: renews tickets that are there and makes none; a ticket that leaves is
 follows from the queue alone, whichever replica asks. Reaps expired tickets, also those of replicas that died.
 
 KEYS: alive load tick queue
-ARGV: constants (packed, see shared/constants), leaving (count of the first ids, which give up their tickets), then ids
-      (<= 512)
+ARGV: prefix, constants (packed, see shared/constants), leaving (count of the first ids, which give up their tickets),
+      then ids (<= 512)
 Returns: {tickets in the queue, tokens of their prompts, ms in which the fleet computes these, then the standing of each
       id that stays}; standings: 0 WAITS, 1 TURN (it is its turn), 2 DISPLACED (another took its place), 3 UNKNOWN
 Cost: O(workers + ids * log tickets + turns); at most 64 tickets reaped, 256 looked at
+Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
 local alive_key, load_key, tick_key, queue_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local constants, leaving = ARGV[1], tonumber(ARGV[2])
-local FIRST_ID, MAX_IDS, MAX_TURNS, MAX_REAPED = 3, 512, 256, 64
+local prefix, constants, leaving = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local FIRST_ID, MAX_IDS, MAX_TURNS, MAX_REAPED = 4, 512, 256, 64
 local STANDING_WAITS, STANDING_TURN, STANDING_DISPLACED, STANDING_UNKNOWN = 0, 1, 2, 3
 local call = redis.call
 
@@ -27,7 +28,7 @@ local capacity_of, fair_queue = include "shared/capacity", include "shared/fair_
 
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local queue = fair_queue(queue_key, time[1] * 1000000 + time[2], replica.ticket_ms)
+local queue = fair_queue(queue_key, time[1] * 1000000 + time[2], replica.ticket_ms, prefix)
 call("ZREM", queue_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 for i = FIRST_ID, FIRST_ID - 1 + leaving do queue.leave(ARGV[i]) end
 queue.reap(MAX_REAPED)

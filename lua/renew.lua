@@ -7,20 +7,21 @@ how reservations are rebuilt after Redis came back empty. A tombstone, a lingeri
 refuse.
 
 KEYS: load leases lease
-ARGV: lease_ms, then per reservation: id, worker_id, prefill_tokens (still booked), decode_tokens, stage (0, 1)
+ARGV: prefix, lease_ms, then per reservation: id, worker_id, prefill_tokens (still booked), decode_tokens, stage (0, 1)
 Returns: {renewed, rebuilt, refused}
 Cost: O(ids * log leases), at most 200 ids
+Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
 local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
-local lease_ms = tonumber(ARGV[1])
+local prefix, lease_ms = ARGV[1], tonumber(ARGV[2])
 
 local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING = 0, 1, 2
 local LEASE, LEASE_STAGE_AT = ">I4I4I4I4I4I4BB", 25
-local FIRST_ID, ID_FIELDS, MAX_IDS = 2, 5, 200
+local FIRST_ID, ID_FIELDS, MAX_IDS, CLIENT_AT = 3, 5, 200, 26
 local call = redis.call
 
-if not lease_ms or (#ARGV - 1) % ID_FIELDS ~= 0 or #ARGV > 1 + MAX_IDS * ID_FIELDS then
-  return redis.error_reply("BAD_ARGUMENT renew takes lease_ms and at most 200 times five values")
+if not lease_ms or (#ARGV + 1 - FIRST_ID) % ID_FIELDS ~= 0 or #ARGV >= FIRST_ID + MAX_IDS * ID_FIELDS then
+  return redis.error_reply("BAD_ARGUMENT renew takes a prefix, lease_ms and at most 200 times five values")
 end
 for i = FIRST_ID, #ARGV, ID_FIELDS do
   local prefill, decode, stage = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3]), ARGV[i + 4]
@@ -32,6 +33,12 @@ local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local expiry = now + lease_ms
 
+-- A request that lives on stays in flight for its client.
+local function keep(id)
+  call("ZADD", leases_key, expiry, id)
+  if #id >= CLIENT_AT then (include "shared/client_use")(prefix, id, now).hold(expiry) end
+end
+
 local add_load = (include "shared/row_load")(load_key, now)
 
 -- Book what is left of a reservation on the row of its worker. False if the worker is gone.
@@ -40,7 +47,7 @@ local function rebuild(id, worker, prefill, decode, stage)
   local epoch, slot = add_load(worker, nil, prefill, decode, 1)
   if not epoch then return false end
   call("HSET", lease_key, id, struct.pack(LEASE, epoch, slot, prefill, decode, 0, 0, stage, #worker) .. worker)
-  call("ZADD", leases_key, expiry, id)
+  keep(id)
   return true
 end
 
@@ -61,7 +68,7 @@ for i = FIRST_ID, #ARGV, ID_FIELDS do
     local stage = lease:byte(LEASE_STAGE_AT)
     if stage == STAGE_BOOKED and ARGV[i + 4] == "1" then start(id, lease) end
     if stage < STAGE_LINGERING then
-      call("ZADD", leases_key, expiry, id)
+      keep(id)
       renewed = renewed + 1
     else
       refused = refused + 1

@@ -5,13 +5,15 @@ Guarantee: subtracts exactly what the lease still holds, once; a repeated call c
 anew (another epoch) owes nothing. If an id was never booked and its outcome is failed or cancelled, a tombstone is
 left, so that a decide that arrives later books nothing. When a request has finished, the blocks that it computed and
 the engine has not yet reported stay credited to the worker for linger_ms, as the report is on its way. A call for an
-id that was never booked gives back a few expired leases: a fleet at rest has no decide that does so.
+id that was never booked gives back a few expired leases: a fleet at rest has no decide that does so. If a request
+with limits failed and no tokens are told, its client gets back those of the prompt.
 
 KEYS: load leases lease
-ARGV: prefix, id, outcome (started, finished, failed, cancelled), tombstone_ms, linger_ms
+ARGV: prefix, id, outcome (started, finished, failed, cancelled), tombstone_ms, linger_ms, then for a client with
+      limits the tokens that it has used besides those of the prompt: those of the answer, or fewer than 0
 Returns: {word}: STARTED, SETTLED, UNKNOWN (never booked, or ended long ago), SAME (this call changes nothing)
 Cost: O(log leases + checkpoints); for an unknown id at most 8 leases reaped
-Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>
+Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
 --]]
 local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
 local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
@@ -20,7 +22,7 @@ local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 local LEASE, ROW_SLOT_TO_CAPACITY_BLOCKS, SLOT_AT = ">I4I4I4I4I4I4BB", ">I4I2I4I4I4I4I4I4", 17
 local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING, STAGE_TOMBSTONE = 0, 1, 2, 3
 local FLAG_APPROXIMATE, MARK_MAKER, MARK_TRAIL = 16, "+", "="
-local MAX_REAPED, MIRROR_EVICTIONS = 8, 64
+local MAX_REAPED, MIRROR_EVICTIONS, CLIENT_TOKENS = 8, 64, 6
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then
@@ -94,6 +96,8 @@ if outcome == "started" then
   _, _, row = release.add(lease:sub(at, at + length - 1), epoch, -prefill, 0, 0)
 else
   row = release.load(lease)
+  local client = release.client(id)
+  if client then client.spend(tonumber(ARGV[CLIENT_TOKENS]) or outcome == "failed" and -prompt or 0) end
 end
 if stage == STAGE_BOOKED and (outcome == "started" or outcome == "finished") then mirror(lease, row) end
 if kept_stage then

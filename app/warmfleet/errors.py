@@ -9,6 +9,8 @@ WarmfleetError
 ├── TooLarge              413
 ├── HeadersTooLarge       431  more headers or trailers than a request may have
 ├── Overloaded            429  all workers are busy and the queue is full
+├── RateLimited           429  the client's key has as many requests in flight as it may have
+│   └── TokensLimited     429  the client's key has used its tokens of a minute
 ├── QueueTimeout          503  all workers were busy for as long as the request may wait
 ├── NoWorker              503  no live worker serves this model
 ├── UpstreamError         502
@@ -25,6 +27,11 @@ WarmfleetError
 # ruff: noqa: N818  the names are conditions that a client is told of, without "Error", as in starlette and kubernetes
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class WarmfleetError(Exception):
@@ -82,6 +89,21 @@ class HeadersTooLarge(WarmfleetError):
 class Overloaded(WarmfleetError):
     status, type, code = 429, "rate_limit_error", "overloaded"
     retry_after_s = 1
+
+
+class RateLimited(WarmfleetError):
+    """``type``: the limit, as in OpenAI's API. ``headers``: of the answer, which tell all limits of the key."""
+
+    status, type, code = 429, "requests", "rate_limit_exceeded"
+    retry_after_s = 1
+
+    def __init__(self, message: str, headers: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.headers = headers
+
+
+class TokensLimited(RateLimited):
+    type = "tokens"
 
 
 class QueueTimeout(WarmfleetError):

@@ -92,7 +92,7 @@ def create_app(settings: Settings) -> Doors:
     _check_models(settings)
     metrics, health = Metrics(), Health()
     certificates = ServerTls(settings, metrics) if settings.tls_cert else None
-    keys = ClientKeys(settings.client_keys_file)
+    keys = ClientKeys(settings.client_keys_file, metrics)
     pools = Pools([_pool(tag, settings) for tag in settings.models])
     addresses = Addresses(settings.worker_addresses, settings.static_workers)
     trusted = engine_tls(settings.worker_ca)
@@ -103,7 +103,7 @@ def create_app(settings: Settings) -> Doors:
     router = Router(pools, upstream, identifier, settings, metrics, log)
     paths = EnginePaths(settings.passed_paths)
     service = ServiceRoutes(router, keys, settings, metrics, health)
-    gateways = GatewayRoutes(router, paths, settings)
+    gateways = GatewayRoutes(router, paths, keys, settings)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:

@@ -1,16 +1,23 @@
 """All metrics of a router. app/docs/metrics.md is generated from here.
 
-Labels are bounded: none names a worker, a user or a request. ``model`` is a tag of WARMFLEET_MODELS.
+Labels are bounded: none names a worker, a user or a request. ``model`` is a tag of WARMFLEET_MODELS, ``client`` a name
+in the file of clients' keys.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+LIMIT_RESULTS = ("requests", "tokens", "unchecked")
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -136,6 +143,12 @@ class Metrics:
             "decision_log", "Records of the decision log: `written`, `dropped` (the disk is slow), `failed`", "result"
         )
         self.fallback = self._counter("fallback", "Requests that were placed without a decision of Redis", "reason")
+        self.client_limits = self._counter(
+            "client_limits",
+            "Requests refused by a limit of their key (`requests`, `tokens`), or placed without looking (`unchecked`)",
+            "client",
+            "result",
+        )
         self.settled = self._counter("settled", "Reservations by how their request ended", "outcome")
         self.settle_failures = self._counter(
             "settle_failures", "Settlements that Redis did not take; they are sent again, or the lease expires"
@@ -270,6 +283,13 @@ class Metrics:
     def render(self) -> bytes:
         """The text of all metrics."""
         return generate_latest(self.registry)
+
+    def forget_clients(self, names: Iterable[str]) -> None:
+        """Drop the samples of clients that the file of keys does not name any more."""
+        for name in names:
+            for result in LIMIT_RESULTS:
+                with suppress(KeyError):
+                    self.client_limits.remove(name, result)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"warmfleet_{name}", text, labels, registry=self.registry)

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from warmfleet.fleet import constants
+from warmfleet.fleet import ClientLimits, constants, new_reservation
 from warmfleet.fleet.client import script_source
 from warmfleet.fleet.codes import Mark, Mode, Next, Standing
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
+from warmfleet_worker.protocol.wire import CLIENT_TAG_LENGTH
 
 if TYPE_CHECKING:
     from enum import Enum
@@ -36,7 +37,7 @@ FILES = {path.relative_to(LUA).as_posix(): path.read_text() for path in sorted(L
 ROW_FIELDS = [field.name.upper() for field in fields(LoadRow)]
 LEASE_FIELDS = [field.name.upper() for field in fields(Lease)]
 #: Positions that are none of a row or a lease: of a ticket, a chunk, a reservation's id.
-OTHER_POSITIONS = {"MEMBER_ID_AT", "TICKET_FLOW_AT", "TICKET_BARRED_AT", "CHUNK_HASHES_AT", "MARK_AT"}
+OTHER_POSITIONS = {"MEMBER_ID_AT", "TICKET_FLOW_AT", "TICKET_BARRED_AT", "CHUNK_HASHES_AT", "MARK_AT", "CLIENT_AT"}
 ENUMS: dict[str, type[Enum]] = {
     "FLAG": Flag,
     "STAGE": Stage,
@@ -167,6 +168,15 @@ def test_positions_are_those_of_the_packed_records() -> None:
             assert int(value) == ROW_FIELDS.index(name.removesuffix("_FIELD")) + 1, f"{file}: {name}"
             count += 1
     assert count > 40
+
+
+def test_the_clients_tag_is_at_the_end_of_an_id() -> None:
+    found = [int(value) for _, name, value in ALL if name == "CLIENT_AT"]
+    assert len(found) == 5
+    assert set(found) == {len(new_reservation(1)) + 1}
+    limits = ClientLimits("team-a")
+    assert new_reservation(1, client=limits.tag)[found[0] - 1 :] == limits.tag
+    assert len(limits.tag) == CLIENT_TAG_LENGTH
 
 
 def test_formats_are_those_of_the_packed_records() -> None:

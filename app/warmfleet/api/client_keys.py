@@ -14,21 +14,25 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from warmfleet.errors import BadArgument, Unauthorized
+from warmfleet.fleet import MAX_LIMIT, ClientLimits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from warmfleet.metrics import Metrics
 
 FOLLOW_INTERVAL_S = 1.0  # between two looks whether the file changed
 MAX_FILE_BYTES = 16_777_216  # some 100,000 keys
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_FIELDS = frozenset({"name", "sha256", "models", "expires"})
+_FIELDS = frozenset({"name", "sha256", "models", "expires", "concurrency", "tokens_per_minute"})
 _BEARER = b"bearer "
 
 
 @dataclass(frozen=True, slots=True)
 class ClientKey:
     """A client's key. ``models``: the names of models that a request may have, None for all. ``expires_at``: Unix time.
+    ``limits``: None if it has none.
 
     Several keys may have one ``name``: they are one tenant, so that a client can change its key.
     """
@@ -36,6 +40,7 @@ class ClientKey:
     name: str
     models: frozenset[str] | None = None
     expires_at: float | None = None
+    limits: ClientLimits | None = None
 
     def may_use(self, model: str) -> bool:
         """Whether a request with this key may name this model."""
@@ -49,12 +54,14 @@ ANYBODY = ClientKey("")
 class ClientKeys:
     """The keys in force. ``required``: whether requests need one, which is so if there is a file."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, metrics: Metrics) -> None:
         """path: the file of keys; empty if clients need none. Raises BadArgument if the file cannot be used."""
         self.required = bool(path)
         self._path = Path(path)
+        self._metrics = metrics
         self._seen: tuple[int, ...] = ()
         self._keys: dict[bytes, ClientKey] = {}
+        self._limits: dict[str, ClientLimits | None] = {}
         if self.required:
             self._read_if_changed()
 
@@ -84,6 +91,10 @@ class ClientKeys:
             raise Unauthorized("This API key has expired.")
         return found
 
+    def limits_of(self, name: str) -> ClientLimits | None:
+        """The limits of a client whose key a gateway has checked; of several keys with its name those of the first."""
+        return self._limits.get(name)
+
     def _read_if_changed(self) -> None:
         try:
             state = self._path.stat()
@@ -96,9 +107,12 @@ class ClientKeys:
         except OSError as error:
             raise BadArgument(f"WARMFLEET_CLIENT_KEYS_FILE cannot be read: {error}") from error
         try:
-            self._keys = parse(data)
+            keys = parse(data)
         except ValueError as error:
             raise BadArgument(f"WARMFLEET_CLIENT_KEYS_FILE={str(self._path)!r}, {error}") from error
+        limits = {key.name: key.limits for key in reversed(keys.values())}
+        self._metrics.forget_clients(self._limits.keys() - limits.keys())
+        self._keys, self._limits = keys, limits
         self._seen = seen
 
 
@@ -139,7 +153,16 @@ def _entry(line: bytes) -> tuple[bytes, ClientKey]:
     if "models" in entry and not (isinstance(models, list) and models and all(isinstance(one, str) for one in models)):
         raise ValueError("models must be a list of names; without this field the key is for all models")
     allowed = None if models is None else frozenset(models)
-    return bytes.fromhex(digest), ClientKey(name, allowed, _expiry(entry) if "expires" in entry else None)
+    expires_at = _expiry(entry) if "expires" in entry else None
+    return bytes.fromhex(digest), ClientKey(name, allowed, expires_at, _limits(name, entry))
+
+
+def _limits(name: str, entry: dict[str, Any]) -> ClientLimits | None:
+    found = {field: entry[field] for field in ("concurrency", "tokens_per_minute") if field in entry}
+    for field, value in found.items():
+        if type(value) is not int or not 1 <= value <= MAX_LIMIT:
+            raise ValueError(f"{field} must be an integer from 1 to {MAX_LIMIT}; without this field there is no limit")
+    return ClientLimits(name, **found) if found else None
 
 
 def _expiry(entry: dict[str, Any]) -> float:

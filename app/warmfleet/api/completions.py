@@ -111,6 +111,7 @@ class CompletionsProxy:
             self._methods[request.method],
             query.decode(),
             client.models,
+            client.limits,
         )
 
     def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[bytes, Field], dict[bytes, bytes]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import orjson
 from starlette.responses import JSONResponse
 
-from warmfleet.errors import MethodNotAllowed, NotFound, TooLarge, Unauthorized, WarmfleetError
+from warmfleet.errors import MethodNotAllowed, NotFound, RateLimited, TooLarge, Unauthorized, WarmfleetError
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
@@ -21,13 +21,15 @@ OUR_BUG = "Something went wrong in the router; its log says what."
 
 def error_headers(error: WarmfleetError) -> dict[str, str]:
     """The headers that belong to an error's answer."""
-    headers = {}
+    headers: dict[str, str] = {}
     if error.retry_after_s:
         headers["retry-after"] = str(error.retry_after_s)
     if isinstance(error, TooLarge):
         headers["connection"] = "close"  # the rest of the body is not read
     if isinstance(error, MethodNotAllowed):
         headers["allow"] = error.allow
+    if isinstance(error, RateLimited):
+        headers |= error.headers
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
     return headers

@@ -15,33 +15,39 @@ from warmfleet.errors import BadRequest, Unauthorized
 from warmfleet.fleet.reservations import ID_CHARACTERS, Outcome
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.request import PATHS
-from warmfleet.protocol.wire import RESERVATION_PREFIX
+from warmfleet.protocol.wire import CLIENT_TAG_LENGTH, RESERVATION_PREFIX
 from warmfleet.routing.call import Call, Ending, Handover
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
     from starlette.responses import Response
 
+    from warmfleet.api.client_keys import ClientKeys
     from warmfleet.prompt.engine_paths import EnginePath, EnginePaths
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
 
 TENANT, KEY = b"x-warmfleet-tenant", b"idempotency-key"
 MAX_KEY_BYTES = 256
+MAX_OUTPUT_TOKENS = 100_000_000  # more than any answer has
 MAX_EXCLUDED = 64  # ids of workers; a gateway excludes those that failed this request
 OUTCOMES = get_args(Outcome)
-RESERVATION = rf"{RESERVATION_PREFIX}[A-Za-z0-9_-]{{{ID_CHARACTERS + 1}}}"  # its mark is the first
+_WORD = "[A-Za-z0-9_-]"
+RESERVATION = (  # its mark is the first
+    rf"{RESERVATION_PREFIX}{_WORD}{{{ID_CHARACTERS + 1}}}({_WORD}{{{CLIENT_TAG_LENGTH}}})?"
+)
 _RESERVATION = re.compile(RESERVATION)
 
 
 class GatewayRoutes:
     """Handlers for Starlette. A gateway is the operator's, so all of them require ``admin_key``."""
 
-    def __init__(self, router: Router, paths: EnginePaths, settings: Settings) -> None:
+    def __init__(self, router: Router, paths: EnginePaths, keys: ClientKeys, settings: Settings) -> None:
         self._router = router
+        self._keys = keys
         self._paths = paths
         self._admin_key = settings.admin_key
-        self._keys_required = bool(settings.client_keys_file)
+        self._keys_required = keys.required
         hidden = settings.explain_key is None or self._keys_required  # from clients, among whom anybody may be
         self._closed = hidden and not self._admin_key and not settings.admin_port
         self._tenant_header = settings.tenant_header.lower().encode("latin-1")
@@ -76,6 +82,7 @@ class GatewayRoutes:
             patience_s(given.get(b"x-request-timeout-ms")),
             time.perf_counter(),
             operators_hints(raw),
+            limits=self._keys.limits_of(client),
         )
         handover = Handover(b"%d:%b%b" % (len(tenant), tenant, key) if key else b"", _excluded(request))
         return JSONResponse((await self._router.place(call, handover))._asdict())
@@ -132,4 +139,7 @@ def _ending(data: dict[str, Any]) -> Ending:
     failed = data.get("failed_workers") or []
     if not isinstance(failed, list) or len(failed) > MAX_EXCLUDED or {*map(type, failed)} - {str}:
         raise BadRequest(f"failed_workers must be a list of up to {MAX_EXCLUDED} ids of workers.", "failed_workers")
-    return Ending(outcome, status, tuple(failed))
+    tokens = data.get("output_tokens", 0)
+    if type(tokens) is not int or not 0 <= tokens <= MAX_OUTPUT_TOKENS:
+        raise BadRequest(f"output_tokens must be an integer from 0 to {MAX_OUTPUT_TOKENS}.", "output_tokens")
+    return Ending(outcome, status, tuple(failed), tokens)

@@ -108,9 +108,14 @@ KEY = """\
 Makes an API key. The line for WARMFLEET_CLIENT_KEYS_FILE, with the key's hash, is printed on standard output; the key
 itself appears once, on standard error. Replicas read the file again within a second; deleting a line ends its key.
 
+A limit counts what all replicas do for the client's name together, for each model by itself. Beyond it the answer is
+429 with Retry-After. Tokens are those of prompts, cached or not, and of answers. To change a limit edit its number in
+the file ("concurrency", "tokens_per_minute"); the next request is held to it.
+
 examples:
   warmfleet key team-a >> keys.jsonl
   warmfleet key team-b --models Qwen/Qwen3-8B --days 90 >> keys.jsonl
+  warmfleet key batch --concurrency 8 --tokens-per-minute 200000 >> keys.jsonl
 """
 
 POLICY = """\
@@ -319,6 +324,12 @@ def _key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="the client; keys with one name are one tenant")
     parser.add_argument("--models", metavar="A,B", help="names of models that the key is for (default: all)")
     parser.add_argument("--days", type=_count, metavar="N", help="days until the key expires (default: never)")
+    parser.add_argument(
+        "--concurrency", type=_count, metavar="N", help="requests that it may have in flight (default: any number)"
+    )
+    parser.add_argument(
+        "--tokens-per-minute", type=_count, metavar="N", help="tokens that it may use in a minute (default: any number)"
+    )
 
 
 def _acl(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ Keys and scripts are described in lua/README.md.
 from __future__ import annotations
 
 from warmfleet.fleet.client import SCRIPT_ARGS, SCRIPT_KEYS, Timeouts, connect
+from warmfleet.fleet.client_limits import MAX_LIMIT, ClientLimits, ClientUse
 from warmfleet.fleet.codes import Standing
 from warmfleet.fleet.constants import QueueLimits, Spans, Weights
 from warmfleet.fleet.index_health import Truth, Truths, WorkerTruth
@@ -37,6 +38,7 @@ class Fleet(Queue, Views, Truths, Upkeep, OperatorKeys):
 
 
 __all__ = [
+    "MAX_LIMIT",
     "POLL_AT_ONCE",
     "RENEW_AT_ONCE",
     "SCRIPT_ARGS",
@@ -46,6 +48,8 @@ __all__ = [
     "Ask",
     "Audited",
     "Candidate",
+    "ClientLimits",
+    "ClientUse",
     "Decision",
     "Flag",
     "Fleet",

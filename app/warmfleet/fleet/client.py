@@ -62,10 +62,10 @@ SCRIPT_ARGS: Mapping[str, tuple[str, ...]] = {
     name: tuple(args.split())
     for name, args in {
         "decide": "prefix id constants policy prompt_tokens decode_tokens mode exclude seed prefix_tokens order "
-        "objective_s tenant priority waited_ms may_wait barred",
-        "queue": "constants leaving",
+        "objective_s tenant priority waited_ms may_wait barred limits",
+        "queue": "prefix constants leaving",
         "settle": "prefix id outcome tombstone_ms linger_ms",
-        "renew": "lease_ms",
+        "renew": "prefix lease_ms",
         "tick": "prefix min_gap_ms ttl_ms forget_ms max_streams used_permille short_ms share_permille",
         "apply": "prefix worker_id max_blocks",
         "apply_control": "prefix worker_id max_entries ttl_ms",

@@ -49,12 +49,15 @@ class Queue(Reservations):
     async def decide_in_turn(self, ask: Ask, place: Place, *, tell: bool = False) -> Decision | Queued:
         """As ``decide``, but a request that must wait gets a ticket, under its reservation's id.
 
-        When its turn comes, the caller calls this again with the same id. Raises what ``decide`` raises.
+        When its turn comes, the caller calls this again with the same id. Raises what ``decide`` raises, and
+        RateLimited if the request's client is at a limit; then Redis holds nothing for this id.
         """
         command = self.decide_command(ask, Mode.TELL if tell else Mode.BOOK, place)
         answer = await self.call("decide", command, self.timeouts.request_s)
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):
             return Queued(answer[0].decode().lower(), answer[1], answer[2] / 1000)
+        if answer[0] == b"LIMITED" and ask.limits is not None:
+            raise ask.limits.refusal(answer, ask.prompt_tokens)
         return self._decision(ask, answer)
 
     async def consider(self, ask: Ask) -> tuple[str, str, Seen]:
@@ -72,7 +75,9 @@ class Queue(Reservations):
 
     async def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> Line:
         """Keep the tickets of ``waiting``, give up those of ``leaving``; POLL_AT_ONCE of both together at most."""
-        args = argv("queue", [*leaving, *waiting], constants=self.constants(), leaving=len(leaving))
+        args = argv(
+            "queue", [*leaving, *waiting], prefix=self._prefix, constants=self.constants(), leaving=len(leaving)
+        )
         answer = await self.call("queue", self.packed["queue"].call(args), self.timeouts.request_s)
         count, tokens, work_ms, *standings = answer
         return Line(count, tokens, work_ms / 1000, dict(zip(waiting, map(Standing, standings), strict=True)))

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from warmfleet.errors import BadArgument
 from warmfleet.fleet.client import SCRIPT_ARGS, ScriptClient, Timeouts, redis_errors
+from warmfleet.fleet.client_limits import ClientUse
 from warmfleet.fleet.codes import Mark, Mode
-from warmfleet.fleet.connection.packing import PACKED, pack, pack_bytes, pack_int, pack_names, pack_text
+from warmfleet.fleet.connection.packing import NOTHING, PACKED, pack, pack_bytes, pack_int, pack_names, pack_text
 from warmfleet.fleet.constants import QueueLimits, Spans, Weights, packed
 from warmfleet.fleet.rows import Flag, LoadRow
 from warmfleet.protocol.wire import RESERVATION_PREFIX
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     import redis.asyncio as aioredis
 
+    from warmfleet.fleet.client_limits import ClientLimits
     from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.connection.packing import Argument
     from warmfleet.prompt.block_hashes import Chain
@@ -46,15 +48,15 @@ TENANT_BYTES = 8
 NO_TENANT = bytes(TENANT_BYTES)
 
 
-def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"") -> str:
+def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"", client: str = "") -> str:
     """An id for a request with so many prompts. exact: their token ids are known. key: the same key gets the same id;
-    without one the id is random.
+    without one the id is random. client: the tag of its client if that has limits (``ClientLimits.tag``).
 
     The scripts read the mark in it (``codes.Mark``): an engine reports the prefill of each prompt by itself.
     """
     mark = Mark.SEVERAL_PROMPTS if prompts != 1 else Mark.ONE_PROMPT if exact else Mark.ESTIMATED
     rest = urlsafe_b64encode(hashlib.sha256(key).digest())[:ID_CHARACTERS].decode() if key else _random_rest()
-    return RESERVATION_PREFIX + mark + rest
+    return RESERVATION_PREFIX + mark + rest + client
 
 
 def _random_rest() -> str:
@@ -69,7 +71,7 @@ class Ask:
     decode_tokens: resident context while it decodes (prompt and answer). seed: breaks ties; 0: one is made from the
     reservation's id. exclude: worker ids not to choose. prefix_tokens: so many tokens of a match count at most (0:
     all). order: worker ids in the order in which a hash ring would look. objective_s: a time to first token that is
-    enough (0: none).
+    enough (0: none). limits: of its client, whose tag is then at the end of the reservation's id.
     """
 
     reservation: str
@@ -82,6 +84,7 @@ class Ask:
     prefix_tokens: int = 0
     order: tuple[str, ...] = ()
     objective_s: float = 0.0
+    limits: ClientLimits | None = None
 
     @property
     def tie_seed(self) -> int:
@@ -120,7 +123,8 @@ class Decision:
     outcome: ``known`` if this id was booked before; then cost, wait and the two flags are 0. speculative: an
     open reservation is still making the matched blocks. flagged: the match is a lower bound. wait_tokens: prefill
     tokens ahead of the request when the worker was chosen. trial: the request is the worker's trial (lua/eject.lua).
-    why: one word, see lua/parts/decide/cost_rule.lua. seen: None unless ``tell`` was set.
+    why: one word, see lua/parts/decide/cost_rule.lua. seen: None unless ``tell`` was set. use: of the limits of the
+    request's client; None if it has none, and if the id was known.
     """
 
     reservation: str
@@ -140,6 +144,7 @@ class Decision:
     trial: bool = False
     why: str = ""
     seen: Seen | None = None
+    use: ClientUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +231,7 @@ class Reservations(ScriptClient):
         return self._decision(ask, await self.call("decide", self.decide_command(ask, mode), self.timeouts.request_s))
 
     def _decision(self, ask: Ask, answer: list[Any]) -> Decision:
+        use = ClientUse(*answer.pop()) if ask.limits is not None and answer[0] == b"BOOKED" else None
         outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = answer[
             :ANSWER_FIELDS
         ]
@@ -249,26 +255,28 @@ class Reservations(ScriptClient):
             flags & TRIAL != 0,
             why.decode(),
             Seen.of(answer[ANSWER_FIELDS:]) if len(answer) > ANSWER_FIELDS else None,
+            use,
         )
 
-    async def settle(self, reservation: str, outcome: Outcome) -> str:
+    async def settle(self, reservation: str, outcome: Outcome, tokens: int = 0) -> str:
         """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. It is safe to repeat.
 
-        Raises FleetUnavailable.
+        tokens: count as used by a client with limits, besides the prompt. Raises FleetUnavailable.
         """
-        answer = await self.call("settle", self.settle_command(reservation, outcome), self.timeouts.upkeep_s)
+        command = self.settle_command(reservation, outcome, tokens)
+        answer = await self.call("settle", command, self.timeouts.upkeep_s)
         return str(answer[0].decode())
 
-    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer) -> None:
+    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, tokens: int = 0) -> None:
         """``settle`` without waiting: Redis takes it before every call of this client that is made later.
 
         It goes to Redis with the next of these, or after two milliseconds.
         """
-        command = self.settle_command(reservation, outcome)
+        command = self.settle_command(reservation, outcome, tokens)
         self.send("settle", command, self.timeouts.upkeep_s, on_answer, patient=True)
 
-    def settle_command(self, reservation: str, outcome: Outcome) -> bytes:
-        """The packed call of settle."""
+    def settle_command(self, reservation: str, outcome: Outcome, tokens: int = 0) -> bytes:
+        """The packed call of settle. tokens: matter only to a client with limits; without any none are sent."""
         spans = self.spans
         if self._outcomes_spans is not spans:
             self._outcomes_spans, self._outcomes = spans, {}
@@ -276,6 +284,9 @@ class Reservations(ScriptClient):
         if rest is None:
             packed_rest = (pack_text(outcome), pack_int(spans.tombstone_ms), pack_int(spans.linger_ms))
             rest = self._outcomes[outcome] = b"".join(packed_rest)
+        if tokens:
+            head = self._settle.head(len(SCRIPT_ARGS["settle"]) + 1) + self._packed_prefix
+            return head + pack_text(reservation) + rest + pack_int(tokens)
         return self._settle_head + pack_text(reservation) + rest
 
     async def reap(self) -> int:
@@ -297,7 +308,7 @@ class Reservations(ScriptClient):
         for renewal in renewals:
             rest += [renewal.reservation, renewal.worker_id, renewal.prefill_tokens]
             rest += [renewal.decode_tokens, int(renewal.started)]
-        renewed, rebuilt, refused = await self.keep("renew", rest, lease_ms=self.spans.lease_ms)
+        renewed, rebuilt, refused = await self.keep("renew", rest, prefix=self._prefix, lease_ms=self.spans.lease_ms)
         return renewed, rebuilt, refused
 
     def constants(self) -> bytes:
@@ -339,6 +350,7 @@ class Reservations(ScriptClient):
             pack_int(place.waited_ms),
             PACKED[place.may_wait],
             pack_names(place.barred),
+            ask.limits.packed if ask.limits is not None else NOTHING,
         ]
         for chain in chains:
             pieces += (pack_int(chain.scheme_id), pack_int(chain.block_tokens), pack_bytes(chain.hashes))

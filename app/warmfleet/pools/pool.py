@@ -23,7 +23,7 @@ from warmfleet.protocol.wire import WORKER_TTL_SECONDS
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from warmfleet.fleet import Fleet
+    from warmfleet.fleet import ClientLimits, Fleet
     from warmfleet.pools.degraded import DegradedMode
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.prompt.request import Request
@@ -115,6 +115,7 @@ class Pool:
         exclude: tuple[str, ...],
         prefix_tokens: int,
         order: tuple[str, ...],
+        limits: ClientLimits | None = None,
     ) -> Ask:
         """The question of a decision under the policy and the TTFT objective in force; arguments as in ``Ask``."""
         return Ask(
@@ -128,6 +129,7 @@ class Pool:
             prefix_tokens,
             order,
             self.ttft.in_force_s,
+            limits,
         )
 
 

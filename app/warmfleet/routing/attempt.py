@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from warmfleet.engines.engine_connection import EngineResponse
+    from warmfleet.engines.output_tokens import OutputTokens
     from warmfleet.errors import WarmfleetError
     from warmfleet.fleet import Decision
     from warmfleet.metrics import Counter, Metrics
@@ -33,7 +34,7 @@ class AttemptState(Enum):
     """What Redis may hold of an attempt.
 
     ========  ==========================================================================================
-    NEW       Nothing: Redis was not asked yet, or the queue refused the request.
+    NEW       Nothing: Redis was not asked yet, or refused the request.
     ASKED     In doubt: a decision was asked for and Redis has not answered; it may hold a lease or a ticket.
     QUEUED    No lease; perhaps a ticket in the queue.
     BOOKED    A lease.
@@ -46,7 +47,7 @@ class AttemptState(Enum):
     ``asks``           NEW, QUEUED → ASKED                a decision is asked for, first or when its turn came
     ``booked``         ASKED → BOOKED                     a worker was chosen and its load was booked
     ``queued``         ASKED → QUEUED                     all workers are saturated; the request got a ticket
-    ``queue_refused``  ASKED → NEW                        all workers are saturated, and the queue is full
+    ``refused``        ASKED → NEW                        the queue is full, or the client's key is at a limit
     ``not_booked``     ASKED → QUEUED                     no worker can be chosen; an earlier ticket may be left
     ``unanswered``     ASKED → QUEUED                     Redis failed; the reservation is cancelled besides
     ``hand_over``      BOOKED → RELEASED                  a gateway keeps the lease, and settles it by itself
@@ -79,18 +80,20 @@ class Attempts:
         failed_workers: workers that failed earlier attempts at this job. avoids_failing: see ``Attempt.excluded``.
         key: see ``new_reservation``.
         """
-        prompt = job.prompt
-        reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact", key=key)
+        prompt, limits = job.prompt, job.call.limits
+        tag = "" if limits is None else limits.tag
+        reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact", key=key, client=tag)
         never = (*prompt.unable_workers, *failed_workers) if failed_workers else prompt.unable_workers
         return Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing)
 
-    def tell(self, pool: Pool, reservation: str, outcome: Outcome) -> None:
-        """Tell Redis an outcome, and wait for nothing. An outcome that it does not take is told by a background round.
+    def tell(self, pool: Pool, reservation: str, outcome: Outcome, tokens: int = 0) -> None:
+        """Tell Redis an outcome, and wait for nothing. An outcome that it does not take is told by a background round,
+        without the tokens.
 
         Redis takes it before every decision that is asked for later, because all go over one connection.
         """
         self._telling += 1
-        pool.fleet.tell(reservation, outcome, partial(self._told, pool, reservation, outcome))
+        pool.fleet.tell(reservation, outcome, partial(self._told, pool, reservation, outcome), tokens)
 
     def _told(
         self, pool: Pool, reservation: str, outcome: Outcome, _answer: object, error: WarmfleetError | None
@@ -125,12 +128,12 @@ class Attempt:
     ``decision`` is None until a worker is chosen. ``never`` are workers that must not be chosen at all; ``avoided``
     are other workers that failed a request a moment ago, which the last decision passed over. ``explanation`` explains
     the decision as JSON; empty if the client asked for none. ``on_first_byte`` is called before the client is answered;
-    None unless two attempts race.
+    None unless two attempts race. ``output`` counts the tokens of the answer, for a client with limits only.
     """
 
     __slots__ = (
-        "_attempts", "_avoids_failing", "avoided", "decision", "explanation", "never", "on_first_byte", "pool",
-        "reservation", "state",
+        "_attempts", "_avoids_failing", "avoided", "decision", "explanation", "never", "on_first_byte", "output",
+        "pool", "reservation", "state",
     )  # fmt: skip
 
     def __init__(
@@ -152,6 +155,7 @@ class Attempt:
         self.decision: Decision | None = None
         self.explanation = b""
         self.on_first_byte: Callable[[Attempt], None] | None = None
+        self.output: OutputTokens | None = None
 
     # ------------------------------------------------ what becomes of it
 
@@ -175,8 +179,8 @@ class Attempt:
         """Redis' answer to the decision was a ticket: all workers are saturated, and the request waits."""
         self.state = AttemptState.QUEUED
 
-    def queue_refused(self) -> None:
-        """Redis' answer to the decision was that the queue is full: the request got no ticket."""
+    def refused(self) -> None:
+        """Redis' answer was that the queue is full, or the client's key at a limit: the request got no ticket."""
         self.state = AttemptState.NEW
 
     def not_booked(self) -> None:
@@ -264,4 +268,7 @@ class Attempt:
             self._attempts.tickets.leave(pool, reservation)
         if state in (AttemptState.ASKED, AttemptState.BOOKED):
             self._attempts.settled[outcome].inc()
-            self._attempts.tell(pool, reservation, outcome)
+            tokens = 0 if self.output is None else self.output.count
+            if outcome == "failed" and self.decision is not None and self.decision.use is not None:
+                tokens = -self.decision.prompt_tokens  # a client with limits pays nothing for a failure
+            self._attempts.tell(pool, reservation, outcome, tokens)

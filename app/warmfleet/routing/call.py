@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from warmfleet.engines.followed_stream import Continuable
+    from warmfleet.fleet import ClientLimits
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
@@ -45,7 +46,7 @@ class Call(NamedTuple):
     tenants are kept apart. flow: 8 bytes made of the tenant header's value; the queue takes turns by them.
     patience_s: the longest wait in the queue that the client accepts. received_at: when the body was complete, by
     ``time.perf_counter``. query: of the URL, as the client wrote it. models: the names that the client may use,
-    None for all.
+    None for all. limits: of the client's key, None if it has none.
     """
 
     path: EnginePath
@@ -60,6 +61,7 @@ class Call(NamedTuple):
     method: str = "POST"
     query: str = ""
     models: frozenset[str] | None = None
+    limits: ClientLimits | None = None
 
     @property
     def target(self) -> str:
@@ -80,12 +82,18 @@ class Handover(NamedTuple):
 class Ending(NamedTuple):
     """How a gateway's call ended. status: of the engine's answer, None if none came or the gateway does not say.
 
-    failed_workers: workers that had failed this call before another one served it.
+    failed_workers: workers that had failed this call before another one served it. output_tokens: of the answer.
     """
 
     outcome: Outcome
     status: int | None = None
     failed_workers: tuple[str, ...] = ()
+    output_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """What the client's limit of tokens counts besides the prompt: a failure costs nothing."""
+        return 0 if self.outcome == "failed" else self.output_tokens
 
     @property
     def served(self) -> bool:

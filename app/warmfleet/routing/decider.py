@@ -6,7 +6,7 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING
 
-from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, WarmfleetError
+from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, RateLimited, WarmfleetError
 from warmfleet.fleet import Decision, Place, Queued
 from warmfleet.pools.degraded import unbooked
 from warmfleet.pools.pool import NOT_READ
@@ -34,7 +34,7 @@ class Decider:
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:
         """Choose a worker, or take a ticket if all are saturated. may_wait: the queue has room for the body.
 
-        Raises NoWorker, CancelledReservation, and FleetUnavailable if the fleet was never read.
+        Raises NoWorker, CancelledReservation, RateLimited, and FleetUnavailable if the fleet was never read.
         """
         pool, call = job.pool, job.call
         exclude = attempt.excluded()
@@ -45,7 +45,7 @@ class Decider:
         place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait)
         order = pool.policy.order(pool.view, job.request, call.hints.session)
         rings = pool.policy.orders(pool.view, job.request, call.hints.session) if job.logged else None
-        ask = pool.ask(job.prompt, attempt.reservation, exclude, call.hints.prefix_tokens, order)
+        ask = pool.ask(job.prompt, attempt.reservation, exclude, call.hints.prefix_tokens, order, call.limits)
         attempt.asks()
         try:
             decision = await pool.fleet.decide_in_turn(ask, place, tell=job.logged or call.hints.explain)
@@ -54,6 +54,12 @@ class Decider:
             return await self._without_redis(job, attempt, exclude, "no_worker")  # Redis may have come back empty
         except CancelledReservation:  # only under a gateway's key: Redis is well, and books nothing for it
             attempt.not_booked()
+            raise
+        except RateLimited as error:
+            pool.degraded.succeeded()
+            attempt.refused()
+            if call.limits is not None:
+                self._metrics.client_limits.labels(call.limits.name, error.type).inc()
             raise
         except WarmfleetError as error:  # Redis is away or slow, or a script refuses: no reason to fail a request
             pool.degraded.failed(f"{error.code}: {error}")
@@ -67,7 +73,7 @@ class Decider:
             if decision.outcome == "queued":
                 attempt.queued()
             else:
-                attempt.queue_refused()
+                attempt.refused()
             return decision
         attempt.booked(decision, self._explained(job, ask, decision, rings))
         self._metrics.prompt_tokens.inc(decision.prompt_tokens)
@@ -102,6 +108,8 @@ class Decider:
                 raise FleetUnavailable(NOT_READ)
             raise NoWorker("No worker is alive, as far as is known.")
         self._metrics.fallback.labels(reason).inc()
+        if job.call.limits is not None:
+            self._metrics.client_limits.labels(job.call.limits.name, "unchecked").inc()
         decision = unbooked(attempt.reservation, worker, job.prompt.prompt_tokens)
         attempt.chose_without_redis(decision)
         return decision

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import orjson
 
 from warmfleet.engines.followed_stream import StreamCut
+from warmfleet.engines.output_tokens import OutputTokens
 from warmfleet.errors import EngineTimeout, Stopping, UpstreamError, UpstreamGone
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
@@ -99,6 +100,9 @@ class Relay:
         self._first_byte(job, attempt, decision, response.status, streams=not whole)
         headers = [field for field in response.headers if field[0] in PASSED_BACK]
         headers += answer_headers(job.call.request_id, attempt, decision, self._answer_headers)
+        if job.call.limits is not None:
+            headers += job.call.limits.headers(decision.use)
+            attempt.output = OutputTokens(piece if whole else b"")
         if whole:
             headers.append((b"content-length", b"%d" % len(piece)))
             await client.whole(response.status, headers, piece)
@@ -109,7 +113,7 @@ class Relay:
                 able = job.pool.view.handoff.get(decision.worker_id)
                 followed = job.continuable.follow(client, able.identity_key if able else "")
             try:
-                await _stream(response, followed or client, piece)
+                await _stream(response, _counted(attempt, followed or client), piece)
             except UpstreamError as error:
                 if not isinstance(error, EngineTimeout):
                     job.pool.outliers.failed(decision)
@@ -138,7 +142,9 @@ class Relay:
                 raise UpstreamGone(f"Another worker answered {response.status}.", answered=True)  # noqa: TRY301
             piece = await _first_piece(response)
             attempt.prefill_done()
-            await _stream(response, continued, piece)
+            if job.call.limits is not None:
+                attempt.output = OutputTokens()
+            await _stream(response, _counted(attempt, continued), piece)
         except UpstreamGone as error:
             if not error.answered:  # a refusal of what it was sent is no fault of the worker
                 job.pool.outliers.failed(decision)
@@ -226,6 +232,10 @@ async def _read(response: EngineResponse) -> tuple[bytes, bool]:
     except UpstreamGone as error:  # the engine's answer had begun: another worker would do the same work again
         raise UpstreamError(error.message) from error
     return b"".join(pieces), response.at_eof
+
+
+def _counted(attempt: Attempt, client: Sink) -> Sink:
+    return client if attempt.output is None else attempt.output.counted(client)
 
 
 async def _stream(response: EngineResponse, client: Sink, piece: bytes) -> None:

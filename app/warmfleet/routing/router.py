@@ -182,7 +182,7 @@ class Router:
         """
         pool = await self.pools.find(model)
         lease = await pool.fleet.lease(reservation)
-        word = await pool.fleet.settle(reservation, ending.outcome)
+        word = await pool.fleet.settle(reservation, ending.outcome, ending.tokens)
         if word in ("STARTED", "SETTLED"):
             self._attempts.gateway_settled(pool, ending.outcome)
         if word == "SETTLED" and lease is not None:

@@ -9,8 +9,10 @@ wait. So every flow that waits gets the same work done, however much it asks for
 
 Guarantee: a ticket is a lease: a replica that does not renew it loses it. An empty queue leaves nothing but the marks
 of displaced tickets, which are leases, too. If one of the keys is lost, its tickets are lost and nothing fails.
-Takes the key `queue`, the time in us, and how long a ticket lives (ms). Returns the functions below and DISPLACED, the
-record of a ticket whose place another request took.
+A ticket of a client with limits counts as one of its requests in flight, and its prompt as used; both are given back
+with the ticket.
+Takes the key `queue`, the time in us, how long a ticket lives (ms), and the key prefix. Returns the functions below and
+DISPLACED, the record of a ticket whose place another request took.
 Keys: queue (lexical: flow, arrival, id), and under its name :tickets (id -> tokens, flow, arrival, ids of workers that
 cannot serve it; empty: displaced), :leases (id -> expiry ms), :flows (arrival of its first ticket, flow -> class *
 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets), :served (flow -> as in :flows, of flows without
@@ -20,9 +22,9 @@ local call, sub, format, unpack_from = redis.call, string.sub, string.format, st
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
 local FLOW_BYTES, ARRIVAL_BYTES, MEMBER_ID_AT = 9, 16, 26 -- of a member of `queue`: flow, arrival, id
 local TICKET_TOKENS, TICKET_FLOW_AT, TICKET_BARRED_AT = ">I4", 5, 30 -- of a ticket: tokens, flow, arrival, barred
-local FIRST_CLASS, PAGE = 65, 8 -- the letter A; tickets of a flow that are read at once
+local FIRST_CLASS, PAGE, CLIENT_AT = 65, 8, 26 -- the letter A; tickets of a flow that are read at once; of an id
 
-return function(queue_key, now_us, ticket_ms)
+return function(queue_key, now_us, ticket_ms, prefix)
   local tickets, leases, flows = queue_key .. ":tickets", queue_key .. ":leases", queue_key .. ":flows"
   local lengths, served, clock = queue_key .. ":lengths", queue_key .. ":served", queue_key .. ":clock"
   local queue, now = { DISPLACED = "" }, now_us / 1000
@@ -36,7 +38,13 @@ return function(queue_key, now_us, ticket_ms)
   function queue.waiting() return call("ZCARD", queue_key) end
   function queue.tokens() return tonumber(call("HGET", clock, "tokens")) or 0 end
   function queue.find(id) return call("HGET", tickets, id) end
-  function queue.renew(id) call("ZADD", leases, "XX", exact(now + ticket_ms), id) end
+  -- The client of a ticket, nil if it has no limits.
+  local function client_of(id) return #id >= CLIENT_AT and (include "shared/client_use")(prefix, id, now) or nil end
+  function queue.renew(id)
+    call("ZADD", leases, "XX", exact(now + ticket_ms), id)
+    local client = client_of(id)
+    if client and client.counts() then client.hold(now + ticket_ms) end
+  end
 
   -- The first ticket of a flow tells its place among flows of the same time.
   local function place_of(flow)
@@ -50,7 +58,7 @@ return function(queue_key, now_us, ticket_ms)
     return after
   end
 
-  function queue.enter(id, flow, tokens, barred, waited_ms)
+  function queue.enter(id, flow, tokens, barred, waited_ms, per_minute)
     local before, member = place_of(flow), flow .. format("%016.0f", now_us - waited_ms * 1000) .. id
     local time = before and call("ZSCORE", flows, before) or call("ZSCORE", served, flow) or 0
     call("ZADD", queue_key, 0, member)
@@ -64,6 +72,11 @@ return function(queue_key, now_us, ticket_ms)
     end
     call("ZINCRBY", lengths, 1, flow)
     move(flow, before, time)
+    local client = client_of(id)
+    if client then
+      client.hold(now + ticket_ms)
+      client.spend(tokens, per_minute)
+    end
   end
 
   -- Take a ticket out. done: the work that it was served with, nil if it was not served.
@@ -72,6 +85,11 @@ return function(queue_key, now_us, ticket_ms)
     call("HDEL", tickets, id)
     call("ZREM", leases, id)
     if not ticket or ticket == queue.DISPLACED then return end
+    local client = client_of(id)
+    if client then
+      client.let_go()
+      client.spend(-unpack_from(TICKET_TOKENS, ticket))
+    end
     local flow = sub(ticket, TICKET_FLOW_AT, TICKET_FLOW_AT + FLOW_BYTES - 1)
     local before, class = place_of(flow), class_of(flow)
     local time, stands = tonumber(before and call("ZSCORE", flows, before)) or class, floor_of(flow)

@@ -1,13 +1,15 @@
 --[[
-shared/release_lease: a lease ends: its load, its speculation and the lease itself are given back.
+shared/release_lease: a lease ends: its load, its speculation, its place among its client's requests and the lease
+itself are given back.
 
 Guarantee: the lease is forgotten first. That frees memory, so that a Redis at its limit allows the writes after it.
-Takes the keys of load, leases and lease, the key prefix, and the server's time in ms. Returns five functions: add (see
+Takes the keys of load, leases and lease, the key prefix, and the server's time in ms. Returns six functions: add (see
 shared/row_load), load(lease), which returns the worker's row as it was, forget(id), speculation(id, lease) (see
-shared/release_speculation), and reap(ids), which does the last three for leases that have expired.
+shared/release_speculation), client(id), which returns what its client uses (shared/client_use) after this request, nil
+if it has no limits, and reap(ids), which does the last four for leases that have expired.
 --]]
 local call = redis.call
-local LEASE, STAGE_STARTED = ">I4I4I4I4I4I4BB", 1
+local LEASE, STAGE_STARTED, CLIENT_AT = ">I4I4I4I4I4I4BB", 1, 26
 
 return function(load_key, leases_key, lease_key, prefix, now)
   local release = { add = (include "shared/row_load")(load_key, now) }
@@ -24,10 +26,18 @@ return function(load_key, leases_key, lease_key, prefix, now)
     call("HDEL", lease_key, id)
   end
 
+  function release.client(id)
+    if #id < CLIENT_AT then return end
+    local client = (include "shared/client_use")(prefix, id, now)
+    client.let_go()
+    return client
+  end
+
   function release.reap(ids)
     for _, id in ipairs(ids) do
       local lease = call("HGET", lease_key, id)
       release.forget(id)
+      release.client(id)
       if lease then
         release.load(lease)
         release.speculation(id, lease)

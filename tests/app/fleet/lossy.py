@@ -73,10 +73,10 @@ class Wire(Fleet):
     async def call(self, name: str, command: bytes, limit_s: float) -> Any:
         return await self._fated(name, partial(super().call, name, command, limit_s))
 
-    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer) -> None:
+    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, tokens: int = 0) -> None:
         async def told() -> None:
             try:
-                answer = await self.settle(reservation, outcome)
+                answer = await self.settle(reservation, outcome, tokens)
             except WarmfleetError as error:
                 on_answer(None, error)
             else:

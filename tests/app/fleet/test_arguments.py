@@ -12,7 +12,19 @@ from tests.lua.world import World
 from tests.packed import arguments_of
 
 from warmfleet.errors import BadArgument
-from warmfleet.fleet import SCRIPT_ARGS, SCRIPT_KEYS, Ask, Fleet, Place, QueueLimits, Renewal, Spans, Weights, constants
+from warmfleet.fleet import (
+    SCRIPT_ARGS,
+    SCRIPT_KEYS,
+    Ask,
+    ClientLimits,
+    Fleet,
+    Place,
+    QueueLimits,
+    Renewal,
+    Spans,
+    Weights,
+    constants,
+)
 from warmfleet.fleet.client import argv, script_text
 from warmfleet.fleet.codes import Mode
 from warmfleet.fleet.connection.packing import SMALL
@@ -79,7 +91,8 @@ def recorder(store: aioredis.Redis, model: str) -> Recorder:
 
 def test_what_decide_is_asked(fleet: Fleet) -> None:
     chain = Chain(5, 16, b"12345678")
-    ask = Ask("wf-1", (chain,), 41, 42, "chwbl", ("a", "b"), 43, 44, ("c", "d"), 4.5)
+    limits = ClientLimits("team-a", 47, 48)
+    ask = Ask("wf-1", (chain,), 41, 42, "chwbl", ("a", "b"), 43, 44, ("c", "d"), 4.5, limits)
     place = Place(b"8 bytes.", -3, 46, ("e",), may_wait=False)
     rest: list[int | bytes] = [5, 16, b"12345678"]
     asked: dict[str, Any] = {
@@ -91,7 +104,7 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
         "decode_tokens": 42,
         "mode": 2,
         "exclude": "a,b",
-        "seed": 43,
+        "seed": "0000000043",
         "prefix_tokens": 44,
         "order": "c,d",
         "objective_s": 4.5,
@@ -100,6 +113,7 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
         "waited_ms": 46,
         "may_wait": 0,
         "barred": "e",
+        "limits": bytes((0, 0, 0, 47, 0, 0, 0, 48)),
     }
     assert fleet.decide_command(ask, Mode.TELL, place) == sent_by_redis_py(
         fleet, "decide", argv("decide", rest, **asked)
@@ -132,7 +146,7 @@ def test_a_packed_decision_is_what_redis_py_would_send(fleet: Fleet, ask: Ask, p
         decode_tokens=ask.decode_tokens,
         mode=int(mode),
         exclude=",".join(ask.exclude),
-        seed=ask.tie_seed,
+        seed=f"{ask.tie_seed:010d}",
         prefix_tokens=ask.prefix_tokens,
         order=",".join(ask.order),
         objective_s=ask.objective_s,
@@ -141,6 +155,7 @@ def test_a_packed_decision_is_what_redis_py_would_send(fleet: Fleet, ask: Ask, p
         waited_ms=place.waited_ms,
         may_wait=int(place.may_wait),
         barred=",".join(place.barred),
+        limits=b"",
     )
     assert fleet.decide_command(ask, mode, place) == sent_by_redis_py(fleet, "decide", asked)
 
@@ -150,6 +165,7 @@ def test_a_packed_outcome_is_what_redis_py_would_send(fleet: Fleet, outcome: Out
     fleet.spans = SPANS
     told = argv("settle", prefix=fleet.keys.prefix, id="wf-é", outcome=outcome, tombstone_ms=13, linger_ms=15)
     assert fleet.settle_command("wf-é", outcome) == sent_by_redis_py(fleet, "settle", told)
+    assert fleet.settle_command("wf-é", outcome, 16) == sent_by_redis_py(fleet, "settle", [*told, 16])
 
 
 def sent_by_redis_py(fleet: Fleet, script: str, args: Sequence[Any]) -> bytes:
@@ -185,13 +201,13 @@ async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
     await call_the_other_scripts(recorder)
     prove = {"worker_id": "w.0", "reason": "", "cause": "", "probed": ""}
     assert recorder.calls == [
-        ("queue", {"constants": recorder.constants(), "leaving": b"1"}, (b"l1", b"w1", b"w2")),
+        ("queue", {"prefix": prefix, "constants": recorder.constants(), "leaving": b"1"}, (b"l1", b"w1", b"w2")),
         (
             "settle",
             {"prefix": prefix, "id": b"wf-1", "outcome": b"failed", "tombstone_ms": b"13", "linger_ms": b"15"},
             (),
         ),
-        ("renew", {"lease_ms": 11}, ("wf-2", "w.0", 51, 52, 1)),
+        ("renew", {"prefix": prefix, "lease_ms": 11}, ("wf-2", "w.0", 51, 52, 1)),
         (
             "tick",
             {"prefix": prefix, "min_gap_ms": 21, "ttl_ms": 22, "forget_ms": 23, "max_streams": 24}
@@ -252,7 +268,7 @@ async def test_constants_of_another_version_are_refused(
     other = packed(Weights(), Spans(), QueueLimits(), {})
     good: dict[str, Any] = dict.fromkeys(SCRIPT_ARGS[script], "1")
     if script == "decide":
-        good |= {"policy": "cost", "tenant": ""}
+        good |= {"policy": "cost", "tenant": "", "limits": ""}
     for record in (other, cut_short, b""):
         with pytest.raises(BadArgument, match="not of version 1"):
             await fleet.run(script, *argv(script, **good | {"constants": record}))

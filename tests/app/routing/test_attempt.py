@@ -37,8 +37,8 @@ class Store:
         self.limits = SimpleNamespace(max_engine_wait_s=1.0)
         self.timeouts = SimpleNamespace(request_s=1.0)
 
-    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer) -> None:
-        assert reservation == NAME
+    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, tokens: int = 0) -> None:
+        assert (reservation, tokens) == (NAME, 0)
         asyncio.get_running_loop().call_soon(self._answer, outcome, on_answer)
 
     def _answer(self, outcome: Outcome, on_answer: OnAnswer) -> None:
@@ -72,7 +72,7 @@ def queued(attempt: Attempt) -> None:
 
 def refused(attempt: Attempt) -> None:
     attempt.asks()
-    attempt.queue_refused()
+    attempt.refused()
 
 
 def booked(attempt: Attempt) -> None:
@@ -188,7 +188,11 @@ async def test_drained_waits_until_redis_has_taken_or_refused_every_outcome() ->
     attempt, attempts, store = begun()
     booked(attempt)
     answers: list[OnAnswer] = []
-    store.tell = lambda _reservation, _outcome, on_answer: answers.append(on_answer)  # type: ignore[method-assign, assignment]
+
+    def tell(_reservation: str, _outcome: Outcome, on_answer: OnAnswer, _tokens: int = 0) -> None:
+        answers.append(on_answer)
+
+    store.tell = tell  # type: ignore[method-assign, assignment]
     attempt.prefill_done()
     attempt.release("finished")
     drained = asyncio.ensure_future(attempts.drained())

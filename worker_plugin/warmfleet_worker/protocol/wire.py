@@ -32,11 +32,12 @@ SERVER_MAXLEN = 64  # entries that a server's stream keeps
 UNACKNOWLEDGED_ENTRIES = 256  # a snapshot runs at most so many entries ahead of the last applied one
 RESERVATION_PREFIX = "wf-"  # a reservation id is this and 22 url-safe characters
 RESERVATION_LENGTH = len(RESERVATION_PREFIX) + 22
+CLIENT_TAG_LENGTH = 11  # url-safe characters that follow if the request's client has limits, and stand for that client
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 # The engine's own id of a request from a router: [child_]kind-<reservation id>.<the client's id>... A request for
 # several answers has several children; vLLM numbers them from 0.
-_ENGINE_REQUEST_ID = re.compile(r"(?:(\d+)_)?(?:[a-z]+-)?(wf-[A-Za-z0-9_-]{22})\.")
+_ENGINE_REQUEST_ID = re.compile(r"(?:(\d+)_)?(?:[a-z]+-)?(wf-[A-Za-z0-9_-]{22}(?:[A-Za-z0-9_-]{11})?)\.")
 
 
 class WireError(ValueError):

@@ -145,4 +145,5 @@ def hedgeable(job: Job) -> bool:
     """Whether the first byte of this request's answer may be late by chance, and a second prefill costs little."""
     request, prompt = job.request, job.prompt
     small = prompt.prompt_tokens <= MAX_PROMPT_TOKENS and prompt.prompt_count == request.samples == 1
-    return small and request.stream and job.call.path.generates and len(job.pool.view.workers) > 1
+    counts_once = job.call.limits is None  # both attempts would count for the client
+    return small and counts_once and request.stream and job.call.path.generates and len(job.pool.view.workers) > 1

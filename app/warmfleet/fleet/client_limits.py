@@ -1,0 +1,82 @@
+"""The limits of a client's key, which all replicas together hold: what scripts take, and what a client is told."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from base64 import urlsafe_b64encode
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.errors import RateLimited, TokensLimited
+from warmfleet.fleet.connection.packing import pack
+from warmfleet.protocol.wire import CLIENT_TAG_LENGTH
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_LIMIT = 4_294_967_295
+RETRY_AFTER_S = 1  # seconds after which a client with too many requests in flight may try again: nobody knows better
+_LIMITS = struct.Struct(">II")
+
+
+@dataclass(frozen=True)
+class ClientLimits:
+    """The limits of one key. name: of the key. concurrency: requests in flight; tokens_per_minute; 0: no such limit."""
+
+    name: str
+    concurrency: int = 0
+    tokens_per_minute: int = 0
+
+    @cached_property
+    def tag(self) -> str:
+        """Stands for the name in the ids of reservations and in keys of Redis, which do not tell it."""
+        digest = hashlib.sha256(b"client:" + self.name.encode()).digest()
+        return urlsafe_b64encode(digest)[:CLIENT_TAG_LENGTH].decode()
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The argument ``limits`` of decide, in the protocol of Redis."""
+        return pack(_LIMITS.pack(self.concurrency, self.tokens_per_minute))
+
+    def refusal(self, answer: Sequence[Any], prompt_tokens: int) -> RateLimited:
+        """The error for the answer LIMITED of decide."""
+        _, which, used, wait_ms = answer
+        if which == b"CONCURRENCY":
+            why = f"{used} requests in flight, of {self.concurrency} that it may have at a time"
+            return self._error(RateLimited, why, RETRY_AFTER_S, ClientUse(used, None))
+        why = f"used {used:,} of the {self.tokens_per_minute:,} tokens that it may use in a minute"
+        why += f", and this request has {prompt_tokens:,} more"
+        return self._error(TokensLimited, why, math.ceil(wait_ms / 1_000), ClientUse(None, used))
+
+    def _error(self, kind: type[RateLimited], why: str, seconds: int, use: ClientUse) -> RateLimited:
+        headers = {name.decode(): value.decode() for name, value in self.headers(use)}
+        error = kind(f"The API key {self.name} has {why}: try again in {seconds} s.", headers)
+        error.retry_after_s = seconds
+        return error
+
+    def headers(self, use: ClientUse | None) -> list[tuple[bytes, bytes]]:
+        """The headers by which OpenAI's API tells limits; requests are those in flight. use: None if not known."""
+        told: list[tuple[bytes, bytes]] = []
+        in_flight, tokens = (use.in_flight, use.tokens) if use else (None, None)
+        for kind, limit, used in (
+            (b"requests", self.concurrency, in_flight),
+            (b"tokens", self.tokens_per_minute, tokens),
+        ):
+            if limit:
+                told.append((b"x-ratelimit-limit-" + kind, b"%d" % limit))
+            if limit and used is not None:
+                told.append((b"x-ratelimit-remaining-" + kind, b"%d" % max(0, limit - used)))
+                if kind == b"tokens":
+                    told.append((b"x-ratelimit-reset-tokens", b"%.3fs" % (used * 60 / limit)))
+        return told
+
+
+@dataclass(frozen=True, slots=True)
+class ClientUse:
+    """What a client has of its limits, the request itself included. None: not known."""
+
+    in_flight: int | None
+    tokens: int | None

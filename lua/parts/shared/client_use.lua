@@ -1,0 +1,43 @@
+--[[
+shared/client_use: what a client whose key has limits uses of them: its requests in flight, and tokens.
+
+Guarantee: a request is in flight while it has an open lease or a ticket in the queue, and for no longer than the
+expiry of these, whatever becomes of its replica. Used tokens are paid back continuously at the rate of the limit; the
+record expires when all are paid back.
+Takes the key prefix, the id of a reservation (the client's tag is at its end), and the server's time in ms. Returns the
+functions below. A caller makes them only for an id that has a tag.
+--]]
+local call, exact = redis.call, function(number) return string.format("%.0f", number) end
+local CLIENT_AT, USED, MINUTE_MS = 26, ">ddI4", 60000 -- of a record of tokens: used, when (ms), rate
+
+return function(prefix, id, now)
+  local tag, client = id:sub(CLIENT_AT), {}
+  local open, tokens = prefix .. "client:" .. tag, prefix .. "tokens:" .. tag
+
+  function client.in_flight()
+    call("ZREMRANGEBYSCORE", open, "-inf", exact(now))
+    return call("ZCARD", open)
+  end
+  function client.counts() return (tonumber(call("ZSCORE", open, id)) or 0) > now end
+  function client.hold(expires_ms) call("ZADD", open, exact(expires_ms), id) end
+  function client.let_go() call("ZREM", open, id) end
+
+  -- Count more tokens as used, or fewer; 0 only reads. per_minute: the rate from now on; nil: as before. Returns the
+  -- tokens that are used and not paid back.
+  function client.spend(more, per_minute)
+    local used, at, rate, record = 0, now, per_minute, call("GET", tokens)
+    if record then used, at, rate = struct.unpack(USED, record) end
+    if not rate then return 0 end
+    used = math.max(0, used - math.max(0, now - at) * rate / MINUTE_MS)
+    if more == 0 then return used end
+    rate, used = per_minute or rate, math.max(0, used + more)
+    if used > 0 then
+      call("SET", tokens, struct.pack(USED, used, now, rate), "PX", exact(math.ceil(used * MINUTE_MS / rate)))
+    else
+      call("UNLINK", tokens)
+    end
+    return used
+  end
+
+  return client
+end

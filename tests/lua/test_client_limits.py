@@ -1,0 +1,462 @@
+"""Limits of clients: decide checks and books in one step, settle and expiry give back, whoever dies in between."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.conftest import PATIENT
+from tests.lua.world import World
+
+from warmfleet.errors import BadArgument, CancelledReservation, RateLimited
+from warmfleet.fleet import (
+    ClientLimits,
+    Decision,
+    Fleet,
+    Place,
+    Queued,
+    QueueLimits,
+    Renewal,
+    Spans,
+    Stage,
+    connect,
+    new_reservation,
+)
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import Ask
+
+LONG = Spans(lease_ms=3_600_000, ticket_ms=3_600_000, linger_ms=0)
+
+
+def asked(world: World, limits: ClientLimits, **fields: Any) -> Ask:
+    """A request of 101 tokens of the client with these limits."""
+    fields = {"prompt_tokens": 101, "decode_tokens": 10} | fields
+    return world.ask(reservation=new_reservation(1, client=limits.tag), limits=limits, **fields)
+
+
+async def in_flight(world: World, limits: ClientLimits) -> set[str]:
+    """The requests that Redis counts for the client."""
+    found = await cast("Any", world.store.zrange(f"{world.keys.prefix}client:{limits.tag}", 0, -1))
+    return {name.decode() for name in found}
+
+
+async def used(world: World, limits: ClientLimits) -> int:
+    """The tokens that the client has used, as a further request finds them."""
+    decision = await world.fleet.decide(asked(world, limits, prompt_tokens=1))
+    await world.fleet.settle(decision.reservation, "failed")
+    assert decision.use is not None
+    assert decision.use.tokens is not None
+    return decision.use.tokens - 1
+
+
+async def test_a_client_has_as_many_requests_in_flight_as_its_limit(world: World) -> None:
+    await world.workers(2)
+    two, other = ClientLimits("team-a", concurrency=2), ClientLimits("team-b", concurrency=1)
+    asks = [asked(world, two) for _ in range(3)]
+    found = [(await world.fleet.decide(ask)).use for ask in asks[:2]]
+    assert [use and use.in_flight for use in found] == [1, 2]
+    with pytest.raises(RateLimited, match="API key team-a has 2 requests in flight, of 2") as refused:
+        await world.fleet.decide_in_turn(asks[2], Place())
+    error = refused.value
+    assert (error.status, error.type, error.code, error.retry_after_s) == (429, "requests", "rate_limit_exceeded", 1)
+    assert error.headers == {"x-ratelimit-limit-requests": "2", "x-ratelimit-remaining-requests": "0"}
+    assert asks[2].reservation not in await world.leases()
+    await world.fleet.decide(asked(world, other))
+    assert (await world.fleet.decide(asks[0])).outcome == "known", "an id that is booked counts once"
+    assert await in_flight(world, two) == {ask.reservation for ask in asks[:2]}
+    await world.fleet.settle(asks[0].reservation, "finished")
+    await world.fleet.decide(asks[2])
+    assert await in_flight(world, two) == {ask.reservation for ask in asks[1:]}
+
+
+@pytest.mark.parametrize("outcome", ["finished", "failed", "cancelled"])
+@pytest.mark.parametrize("started", [False, True])
+async def test_every_end_gives_the_place_back(world: World, outcome: Any, started: bool) -> None:
+    await world.workers(1)
+    limits = ClientLimits("team-a", concurrency=1)
+    for _ in range(3):
+        ask = asked(world, limits)
+        await world.fleet.decide(ask)
+        if started:
+            await world.fleet.settle(ask.reservation, "started")
+            assert await in_flight(world, limits) == {ask.reservation}
+        await world.fleet.settle(ask.reservation, outcome)
+        assert await in_flight(world, limits) == set()
+    assert await keys_of_clients(world) == set()
+
+
+async def keys_of_clients(world: World) -> set[str]:
+    pattern = world.keys.prefix.replace("{", "\\{") + "[ct][lo][ik]e*:*"
+    return {key.decode() async for key in world.store.scan_iter(match=pattern, count=1_000)}
+
+
+async def test_what_a_dead_replica_held_is_free_when_its_lease_expires(world: World) -> None:
+    await world.workers(1)
+    limits = ClientLimits("team-a", concurrency=1)
+    lost = asked(world, limits)
+    await world.fleet.decide(lost)
+    await world.expire(lost.reservation)
+    assert await in_flight(world, limits) == set()
+    await world.fleet.decide(asked(world, limits))
+
+
+async def test_a_place_is_free_at_its_expiry_even_if_nothing_was_reaped(store: Any, model: str) -> None:
+    """decide reaps eight leases; a client may have lost more."""
+    world = World(store, Fleet(store, model, timeouts=PATIENT, spans=Spans(lease_ms=50)))
+    await world.workers(1)
+    await world.ticked(grace_ms=3_600_000)
+    limits = ClientLimits("team-a", concurrency=20)
+    for _ in range(20):
+        await world.fleet.decide(asked(world, limits))
+    await asyncio.sleep(0.1)
+    world.fleet.spans = LONG
+    for number in range(20):
+        assert (await world.fleet.decide(asked(world, limits))).outcome == "booked", number
+
+
+async def test_a_renewed_request_stays_in_flight(store: Any, model: str) -> None:
+    world = World(store, Fleet(store, model, timeouts=PATIENT, spans=Spans(lease_ms=60_000)))
+    await world.workers(1)
+    limits = ClientLimits("team-a", concurrency=1)
+    ask = asked(world, limits)
+    decision = await world.fleet.decide(ask)
+    open_requests = f"{world.keys.prefix}client:{limits.tag}"
+    await store.zadd(open_requests, {ask.reservation: 1})
+    renewal = Renewal(ask.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
+    assert await world.fleet.renew([renewal]) == (1, 0, 0)
+    with pytest.raises(RateLimited):
+        await world.fleet.decide_in_turn(asked(world, limits), Place())
+
+
+async def test_requests_count_again_after_redis_lost_all(world: World) -> None:
+    await world.workers(1)
+    limits = ClientLimits("team-a", concurrency=1)
+    ask = asked(world, limits)
+    decision = await world.fleet.decide(ask)
+    await world.store.delete(world.keys.lease, world.keys.leases, f"{world.keys.prefix}client:{limits.tag}")
+    renewal = Renewal(ask.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
+    assert await world.fleet.renew([renewal]) == (0, 1, 0)
+    assert await in_flight(world, limits) == {ask.reservation}
+    with pytest.raises(RateLimited):
+        await world.fleet.decide_in_turn(asked(world, limits), Place())
+
+
+async def test_a_second_try_counts_once(world: World) -> None:
+    """The first try has failed, the next one is decided under an id of its own."""
+    await world.workers(2)
+    limits = ClientLimits("team-a", concurrency=1, tokens_per_minute=150)
+    first, second = asked(world, limits), asked(world, limits)
+    await world.fleet.decide(first)
+    await world.fleet.settle(first.reservation, "failed")
+    decision = await world.fleet.decide(second)
+    assert decision.use is not None
+    assert (decision.use.in_flight, decision.use.tokens) == (1, 101)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+async def test_tokens_of_prompts_and_answers_count(world: World) -> None:
+    await world.workers(1)
+    limits = ClientLimits("team-a", tokens_per_minute=1_000_000)
+    asks = [asked(world, limits, prompt_tokens=100_000) for _ in range(4)]
+    for ask in asks:
+        await world.fleet.decide(ask)
+    await world.fleet.settle(asks[0].reservation, "finished", 50_000)
+    await world.fleet.settle(asks[0].reservation, "finished", 50_000)
+    await world.fleet.settle(asks[1].reservation, "failed")
+    await world.fleet.settle(asks[2].reservation, "started")
+    await world.fleet.settle(asks[2].reservation, "failed", -100_000)
+    await world.fleet.settle(asks[3].reservation, "cancelled", 10_000)
+    paid_back = 260_000 - await used(world, limits)
+    assert 0 <= paid_back < 90_000, "in five seconds"
+
+
+async def test_a_request_beyond_the_rate_is_told_when_it_may_pass(world: World) -> None:
+    await world.workers(1)
+    limits = ClientLimits("team-a", concurrency=9, tokens_per_minute=6_000)
+    await world.fleet.decide(asked(world, limits, prompt_tokens=6_000))
+    with pytest.raises(RateLimited, match=r"used [56],\d\d\d of the 6,000 tokens .* this request has 3,000") as refused:
+        await world.fleet.decide_in_turn(asked(world, limits, prompt_tokens=3_000), Place())
+    error = refused.value
+    assert (error.type, error.code) == ("tokens", "rate_limit_exceeded")
+    assert 25 <= error.retry_after_s <= 30, "100 tokens are paid back in a second"
+    assert f"try again in {error.retry_after_s} s" in error.message
+    assert error.headers["x-ratelimit-limit-tokens"] == "6000"
+    assert int(error.headers["x-ratelimit-remaining-tokens"]) < 600
+    assert error.headers["x-ratelimit-reset-tokens"].endswith("s")
+    expiry = await world.store.pttl(f"{world.keys.prefix}tokens:{limits.tag}")
+    assert 50_000 < expiry <= 60_001
+
+
+async def test_used_tokens_are_paid_back_at_the_rate(world: World) -> None:
+    await world.workers(1)
+    limits = ClientLimits("team-a", tokens_per_minute=600_000)
+    await world.fleet.decide(asked(world, limits, prompt_tokens=600_000))
+    with pytest.raises(RateLimited):
+        await world.fleet.decide_in_turn(asked(world, limits, prompt_tokens=600_000), Place())
+    await asyncio.sleep(0.2)  # 2,000 tokens
+    await world.fleet.decide(asked(world, limits, prompt_tokens=1_500))
+
+
+async def test_a_prompt_longer_than_the_limit_passes_when_nothing_is_used(world: World) -> None:
+    await world.workers(1)
+    limits = ClientLimits("team-a", tokens_per_minute=100)
+    await world.fleet.decide(asked(world, limits, prompt_tokens=10_000))
+    with pytest.raises(RateLimited) as refused:
+        await world.fleet.decide_in_turn(asked(world, limits, prompt_tokens=1), Place())
+    assert refused.value.retry_after_s == pytest.approx(99 * 60, abs=20)
+
+
+async def test_a_new_limit_counts_from_the_next_request_on(world: World) -> None:
+    await world.workers(1)
+    await world.fleet.decide(asked(world, ClientLimits("team-a", 1, 1_000), prompt_tokens=1_000))
+    more = ClientLimits("team-a", 2, 1_000_000)
+    assert (await world.fleet.decide(asked(world, more, prompt_tokens=1_000))).use is not None
+
+
+async def test_limits_need_a_client(world: World) -> None:
+    await world.workers(1)
+    with pytest.raises(BadArgument):
+        await world.fleet.decide(world.ask(limits=ClientLimits("team-a", 1)))
+
+
+async def test_a_client_without_limits_leaves_nothing(world: World) -> None:
+    await world.workers(1)
+    await world.done(world.ask(reservation=new_reservation(1)))
+    assert await keys_of_clients(world) == set()
+
+
+async def test_explaining_books_nothing(world: World) -> None:
+    await world.workers(1)
+    limits = ClientLimits("team-a", 1, 1_000)
+    await world.fleet.explain(asked(world, limits))
+    assert await keys_of_clients(world) == set()
+    decision = await world.fleet.decide(asked(world, limits), tell=True)
+    assert decision.seen is not None
+    assert [row.worker_id for row in decision.seen.candidates] == ["w1.0"]
+    assert decision.use is not None
+    assert decision.use.in_flight == 1
+
+
+# ---------------------------------------------------------------- the queue
+
+
+async def saturated(world: World) -> None:
+    """The only worker has as much as it may have."""
+    await world.workers(1)
+    await world.ticked(grace_ms=3_600_000)
+    world.fleet.limits = QueueLimits(0.1, 8)  # 1,000 tokens
+    world.fleet.spans = LONG
+    await world.fleet.decide(world.ask(reservation="wf-busy", prompt_tokens=2_000))
+
+
+async def test_a_request_that_waits_is_in_flight(world: World) -> None:
+    await saturated(world)
+    limits = ClientLimits("team-a", 2, 1_000)
+    first, second, third = (asked(world, limits, prompt_tokens=300) for _ in range(3))
+    for ask in (first, second):
+        assert isinstance(await world.fleet.decide_in_turn(ask, Place()), Queued)
+    with pytest.raises(RateLimited):
+        await world.fleet.decide_in_turn(third, Place())
+    await world.fleet.poll([first.reservation], [second.reservation])
+    assert await in_flight(world, limits) == {first.reservation}
+    assert isinstance(await world.fleet.decide_in_turn(third, Place()), Queued)
+    await world.fleet.settle("wf-busy", "cancelled")
+    decision = await world.fleet.decide_in_turn(first, Place())
+    assert isinstance(decision, Decision)
+    assert decision.use is not None
+    assert decision.use.in_flight == 2
+    assert 550 < (decision.use.tokens or 0) <= 600, "the place in the queue was counted, and is counted once"
+    await world.fleet.settle(first.reservation, "cancelled")
+    await world.fleet.poll((), [third.reservation])
+    assert await in_flight(world, limits) == set()
+
+
+async def test_a_ticket_that_expires_or_is_displaced_gives_its_place_back(world: World) -> None:
+    await saturated(world)
+    world.fleet.limits = QueueLimits(0.1, 2)
+    limits = ClientLimits("team-a", 2, 10_000)
+    asks = [asked(world, limits) for _ in range(2)]
+    for ask in asks:
+        await world.fleet.decide_in_turn(ask, Place(b"tenant-a"))
+    await world.fleet.decide_in_turn(world.ask(), Place(b"tenant-b"))  # the newest of the longest flow gives way
+    assert await in_flight(world, limits) == {asks[0].reservation}
+    await world.store.zadd(world.keys.queue + ":leases", {asks[0].reservation: 1})
+    await world.fleet.poll()
+    assert await keys_of_clients(world) == set()
+
+
+# ---------------------------------------------------------------- any order of events
+
+CLIENTS = [
+    ClientLimits("free", 0, 0),
+    ClientLimits("one", 1),
+    ClientLimits("three", 3, 5_000),
+    ClientLimits("rate", 0, 900),
+]
+STEPS = st.one_of(
+    st.tuples(st.just("decide"), st.integers(0, 3), st.integers(0, 2), st.integers(1, 800)),
+    st.tuples(st.just("again"), st.integers(0, 99)),
+    st.tuples(st.just("settle"), st.integers(0, 99), st.sampled_from(["started", "finished", "failed", "cancelled"])),
+    st.tuples(st.just("expire"), st.integers(0, 99)),
+    st.tuples(st.just("renew"), st.integers(0, 2)),
+    st.tuples(st.just("leave"), st.integers(0, 99)),
+    st.tuples(st.just("kill"), st.integers(0, 2)),
+    st.tuples(st.just("rejoin"), st.integers(1, 2)),
+)
+
+
+class History:
+    """What three replicas asked for, and what Redis must hold of it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.asked: dict[str, tuple[Ask, int]] = {}  # id -> the request, its replica
+        self.booked: dict[str, Decision] = {}
+        self.rebuilt: set[str] = set()
+
+    async def step(self, action: str, *what: Any) -> None:
+        names = sorted(self.asked)
+        if action in ("decide", "rejoin", "renew", "kill"):
+            await getattr(self, f"_{action}")(*what)
+        elif names:
+            await getattr(self, f"_{action}")(names[what[0] % len(names)], *what[1:])
+
+    async def _decide(self, client: int, replica: int, tokens: int) -> None:
+        limits = CLIENTS[client] if client else None
+        name = new_reservation(1, client=limits.tag if limits else "")
+        ask = self.world.ask(reservation=name, prompt_tokens=tokens, limits=limits)
+        self.asked[ask.reservation] = ask, replica
+        await self.decide(ask)
+
+    async def _rejoin(self, number: int) -> None:
+        await self.world.change(number, epoch=(await self.world.row(number)).epoch + 1, in_flight=0)
+
+    async def _renew(self, replica: int) -> None:
+        """Its replica renews a lease that expired: the request runs on, whatever Redis has let in meanwhile."""
+        before = await self.world.leases()
+        held = {name: own for name, own in self.booked.items() if self.asked[name][1] == replica}
+        await self.world.fleet.renew(
+            [Renewal(name, own.worker_id, own.prefill_tokens, 10) for name, own in held.items()]
+        )
+        self.rebuilt |= held.keys() - before.keys()
+
+    async def _kill(self, replica: int) -> None:
+        for name, (_, own) in self.asked.items():
+            if own == replica:
+                await self._let_expire(name)
+                self.booked.pop(name, None)
+        await self.world.fleet.reap()
+        await self.world.fleet.poll()
+
+    async def _let_expire(self, name: str) -> None:
+        for key in (self.world.keys.leases, self.world.keys.queue + ":leases"):
+            await self.world.store.zadd(key, {name: 1}, xx=True)
+
+    async def _again(self, name: str) -> None:
+        await self.decide(self.asked[name][0])
+
+    async def _settle(self, name: str, outcome: Any) -> None:
+        await self.world.fleet.settle(name, outcome, 7)
+        if outcome != "started":
+            self.booked.pop(name, None)
+
+    async def _expire(self, name: str) -> None:
+        await self._let_expire(name)
+        await self.world.fleet.reap()
+        await self.world.fleet.poll()
+
+    async def _leave(self, name: str) -> None:
+        await self.world.fleet.poll((), [name])
+
+    async def decide(self, ask: Ask) -> None:
+        try:
+            answer = await self.world.fleet.decide_in_turn(ask, Place())
+        except RateLimited:
+            limits = ask.limits
+            assert limits is not None
+            full = 0 < limits.concurrency <= len(await self.open(limits.tag))
+            assert full or limits.tokens_per_minute
+            return
+        except CancelledReservation:
+            return
+        if isinstance(answer, Decision):
+            self.booked[ask.reservation] = answer
+
+    async def open(self, tag: str) -> set[str]:
+        """The open leases and the tickets of a client."""
+        leases = {name for name, lease in (await self.world.leases()).items() if lease.stage <= Stage.STARTED}
+        tickets = await cast("Any", self.world.store.hgetall(self.world.keys.queue + ":tickets"))
+        waiting = {name.decode() for name, record in tickets.items() if record}
+        return {name for name in leases | waiting if name[25:] == tag}
+
+    async def check(self) -> None:
+        for limits in CLIENTS[1:]:
+            counted, open_now = await in_flight(self.world, limits), await self.open(limits.tag)
+            assert counted == open_now, limits.name
+            assert not limits.concurrency or len(counted - self.rebuilt) <= limits.concurrency
+
+
+async def run(url: str, steps: list[Any]) -> None:
+    client = connect(url, timeout_s=10)
+    try:
+        world = World(client, Fleet(client, f"limits/{uuid.uuid4().hex}", timeouts=PATIENT, spans=LONG))
+        await world.workers(2)
+        await world.ticked(grace_ms=3_600_000)
+        world.fleet.limits = QueueLimits(0.1, 6)
+        history = History(world)
+        for one in steps:
+            await history.step(*one)
+            await history.check()
+        for name in history.asked:
+            await world.fleet.poll((), [name])
+            await world.fleet.settle(name, "cancelled")
+        await history.check()
+        assert not any([await in_flight(world, limits) for limits in CLIENTS])
+    finally:
+        await client.aclose()
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(steps=st.lists(STEPS, min_size=10, max_size=40))
+@pytest.mark.parametrize("which", ["valkey_url", "redis7_url"])
+async def test_in_flight_is_what_is_live_in_any_order_of_events(request: Any, which: str, steps: list[Any]) -> None:
+    await run(request.getfixturevalue(which), steps)
+
+
+async def test_replicas_at_the_same_time_stay_within_the_limit(redis_url: str, model: str) -> None:
+    """Four clients of Redis race for three places, again and again."""
+    clients = [connect(redis_url, timeout_s=10) for _ in range(4)]
+    try:
+        fleets = [Fleet(client, model, timeouts=PATIENT) for client in clients]
+        world, rng, limits = World(clients[0], fleets[0]), random.Random(5), ClientLimits("team-a", 3)
+        await world.workers(2)
+        await world.ticked(grace_ms=3_600_000)
+        most, served = 0, 0
+
+        async def requests(fleet: Fleet) -> None:
+            nonlocal most, served
+            for _ in range(40):
+                ask = asked(world, limits)
+                try:
+                    await fleet.decide_in_turn(ask, Place())
+                except RateLimited:
+                    continue
+                most = max(most, len([one for one in (await world.leases()).values() if one.stage <= Stage.STARTED]))
+                await asyncio.sleep(rng.random() * 0.002)
+                await fleet.settle(ask.reservation, "finished")
+                served += 1
+
+        await asyncio.gather(*(requests(fleet) for fleet in fleets for _ in range(3)))
+        assert most == 3
+        assert served > 20
+    finally:
+        for client in clients:
+            await client.aclose()
