@@ -136,7 +136,8 @@ def _ending(data: dict[str, Any]) -> Ending:
     status = data.get("status")
     if status is not None and (type(status) is not int or not 100 <= status < 600):
         raise BadRequest("status must be the status of the engine's answer, 100 to 599.", "status")
-    failed = data.get("failed_workers") or []
+    failed = data.get("failed_workers")
+    failed = [] if failed is None else failed
     if not isinstance(failed, list) or len(failed) > MAX_EXCLUDED or {*map(type, failed)} - {str}:
         raise BadRequest(f"failed_workers must be a list of up to {MAX_EXCLUDED} ids of workers.", "failed_workers")
     tokens = data.get("output_tokens", 0)

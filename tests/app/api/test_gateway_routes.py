@@ -289,7 +289,7 @@ async def test_what_a_gateway_tells_is_checked(well: tuple[Replica, Engine], mod
     told_well = {"model": model, "reservation": "wf-0" + "a" * 21, "outcome": "failed"}
     wrong: dict[str, list[Any]] = {
         "status": ["200", 99, 600, True, 2.5],
-        "failed_workers": ["w", {"w": 1}, [1], [["w"]], ["w"] * 65],
+        "failed_workers": ["w", "", 0, {"w": 1}, [1], [["w"]], ["w"] * 65],
     }
     for field, values in wrong.items():
         for value in values:

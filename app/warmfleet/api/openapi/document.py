@@ -43,7 +43,10 @@ KEYED = frozenset({"/v1/models", "/v1/models/{model}"})  # besides the paths of 
 #: Errors of any request, of one with a body, and of one that is placed at a worker.
 ANY_FAULT = (errors.BadRequest, errors.NotFound, errors.MethodNotAllowed, errors.HeadersTooLarge)
 BODY_FAULTS = (errors.TooLarge, errors.UploadsFull)
-PLACING = (errors.ModelNotFound, errors.Overloaded, errors.NoWorker, errors.QueueTimeout, errors.FleetUnavailable)
+PLACING = (
+    *(errors.ModelNotFound, errors.Overloaded, errors.RateLimited, errors.NoWorker, errors.QueueTimeout),
+    errors.FleetUnavailable,
+)
 ENGINE_FAULTS = (errors.UpstreamGone, errors.EngineTimeout, errors.TooManyConnections, errors.Stopping)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.api.client_hints import MAX_PREFIX_TOKENS
-from warmfleet.api.gateway_routes import MAX_KEY_BYTES, OUTCOMES, RESERVATION
+from warmfleet.api.gateway_routes import MAX_EXCLUDED, MAX_KEY_BYTES, OUTCOMES, RESERVATION
 from warmfleet.prompt.engine_paths import KNOWN, SEGMENT
 from warmfleet.prompt.request import MAX_MESSAGES, MAX_PROMPTS, MAX_SALT, MAX_SAMPLES, REFUSED
 
@@ -97,6 +97,11 @@ PARAMETERS = [
         {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_PREFIX_TOKENS}, {"const": ""}]},
         "Tokens of the prompt that other requests share; 0: all",
     ),
+    _header(
+        "X-Warmfleet-Continue",
+        {"enum": ["1", "0", "true", "false", "yes", "no", ""]},
+        "1: another engine goes on with this stream if its own dies",
+    ),
 ]
 HINTS = [{"$ref": f"#/components/parameters/{one['name']}"} for one in PARAMETERS]
 READ_PATHS = [path.path for path in KNOWN.values() if path.form not in ("unknown", "none")]
@@ -109,7 +114,12 @@ BODIES: dict[str, Json] = {
     "/settle": {
         "type": "object",
         "required": ["reservation", "outcome"],
-        "properties": BOOKED | {"outcome": {"enum": [*OUTCOMES]}},
+        "properties": BOOKED
+        | {
+            "outcome": {"enum": [*OUTCOMES]},
+            "status": {"type": ["integer", "null"], "minimum": 100, "maximum": 599},
+            "failed_workers": {"type": ["array", "null"], "maxItems": MAX_EXCLUDED, "items": TEXT},
+        },
     },
 }
 OWN_PARAMETERS: dict[str, list[Json]] = {
