@@ -36,7 +36,7 @@ local expiry = now + lease_ms
 -- A request that lives on stays in flight for its client.
 local function keep(id)
   call("ZADD", leases_key, expiry, id)
-  if #id >= CLIENT_AT then (include "shared/client_use")(prefix, id, now).hold(expiry) end
+  if #id >= CLIENT_AT then (include "shared/client_use")(prefix, id, now).renew(expiry) end
 end
 
 local add_load = (include "shared/row_load")(load_key, now)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.api.client_keys import NAME
 from warmfleet.cli.command_error import CommandError
-from warmfleet.fleet import MAX_LIMIT
 
 if TYPE_CHECKING:
     import argparse
@@ -31,11 +30,8 @@ def run(options: argparse.Namespace) -> int:
             raise CommandError("--models names no model")
     if options.days:
         entry["expires"] = (datetime.now(UTC) + timedelta(days=options.days)).isoformat(timespec="seconds")
-    for field, limit in (("concurrency", options.concurrency), ("tokens_per_minute", options.tokens_per_minute)):
-        if limit is not None:
-            if limit > MAX_LIMIT:
-                raise CommandError(f"--{field.replace('_', '-')} may be {MAX_LIMIT} at most")
-            entry[field] = limit
+    limits = {"concurrency": options.concurrency, "tokens_per_minute": options.tokens_per_minute}
+    entry |= {field: limit for field, limit in limits.items() if limit is not None}
     print(json.dumps(entry), flush=True)
     print(f"key (it is stored nowhere, the line has its hash): {key}", file=sys.stderr)
     return 0

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from importlib import metadata
 
 from warmfleet.settings import POLICIES
+
+MAX_DAYS = 36_500
+MAX_LIMIT = 4_294_967_295  # of a client's key, as in ``warmfleet.fleet``
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 
@@ -323,12 +327,20 @@ def _store(parser: argparse.ArgumentParser) -> None:
 def _key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="the client; keys with one name are one tenant")
     parser.add_argument("--models", metavar="A,B", help="names of models that the key is for (default: all)")
-    parser.add_argument("--days", type=_count, metavar="N", help="days until the key expires (default: never)")
     parser.add_argument(
-        "--concurrency", type=_count, metavar="N", help="requests that it may have in flight (default: any number)"
+        "--days", type=partial(_count, most=MAX_DAYS), metavar="N", help="days until the key expires (default: never)"
     )
     parser.add_argument(
-        "--tokens-per-minute", type=_count, metavar="N", help="tokens that it may use in a minute (default: any number)"
+        "--concurrency",
+        type=partial(_count, most=MAX_LIMIT),
+        metavar="N",
+        help="requests that it may have in flight (default: any number)",
+    )
+    parser.add_argument(
+        "--tokens-per-minute",
+        type=partial(_count, most=MAX_LIMIT),
+        metavar="N",
+        help="tokens that it may use in a minute (default: any number)",
     )
 
 
@@ -375,8 +387,8 @@ def _port(text: str) -> int:
     return value
 
 
-def _count(text: str) -> int:
+def _count(text: str, most: int = 64) -> int:
     value = int(text)
-    if not 1 <= value <= 64:
-        raise argparse.ArgumentTypeError("1 to 64")
+    if not 1 <= value <= most:
+        raise argparse.ArgumentTypeError(f"1 to {most}")
     return value

@@ -3,12 +3,13 @@ shared/client_use: what a client whose key has limits uses of them: its requests
 
 Guarantee: a request is in flight while it has an open lease or a ticket in the queue, and for no longer than the
 expiry of these, whatever becomes of its replica. Used tokens are paid back continuously at the rate of the limit; the
-record expires when all are paid back.
+record expires when all are paid back and no request of the client was decided, renewed or ended for two minutes.
 Takes the key prefix, the id of a reservation (the client's tag is at its end), and the server's time in ms. Returns the
 functions below. A caller makes them only for an id that has a tag.
 --]]
 local call, exact = redis.call, function(number) return string.format("%.0f", number) end
 local CLIENT_AT, USED, MINUTE_MS = 26, ">ddI4", 60000 -- of a record of tokens: used, when (ms), rate
+local KEPT_MS = 120000 -- a record tells the rate to the ends of requests, which are renewed every 10 s
 
 return function(prefix, id, now)
   local tag, client = id:sub(CLIENT_AT), {}
@@ -22,6 +23,11 @@ return function(prefix, id, now)
   function client.hold(expires_ms) call("ZADD", open, exact(expires_ms), id) end
   function client.let_go() call("ZREM", open, id) end
 
+  local function write(used, at, rate)
+    local life_ms = math.max(KEPT_MS, math.ceil(used * MINUTE_MS / rate))
+    call("SET", tokens, struct.pack(USED, used, at, rate), "PX", exact(life_ms))
+  end
+
   -- Count more tokens as used, or fewer; 0 only reads. per_minute: the rate from now on; nil: as before. Returns the
   -- tokens that are used and not paid back.
   function client.spend(more, per_minute)
@@ -30,13 +36,19 @@ return function(prefix, id, now)
     if not rate then return 0 end
     used = math.max(0, used - math.max(0, now - at) * rate / MINUTE_MS)
     if more == 0 then return used end
-    rate, used = per_minute or rate, math.max(0, used + more)
-    if used > 0 then
-      call("SET", tokens, struct.pack(USED, used, now, rate), "PX", exact(math.ceil(used * MINUTE_MS / rate)))
-    else
-      call("UNLINK", tokens)
-    end
+    used = math.max(0, used + more)
+    write(used, now, per_minute or rate)
     return used
+  end
+
+  -- The request lives on: it stays in flight, and the record that knows the rate stays for its end.
+  function client.renew(expires_ms)
+    client.hold(expires_ms)
+    local record = call("GET", tokens)
+    if record then
+      local used, at, rate = struct.unpack(USED, record)
+      write(used, at, rate)
+    end
   end
 
   return client

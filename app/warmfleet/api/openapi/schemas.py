@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.api.client_hints import MAX_PREFIX_TOKENS
-from warmfleet.api.gateway_routes import MAX_EXCLUDED, MAX_KEY_BYTES, OUTCOMES, RESERVATION
+from warmfleet.api.gateway_routes import MAX_EXCLUDED, MAX_KEY_BYTES, MAX_OUTPUT_TOKENS, OUTCOMES, RESERVATION
 from warmfleet.prompt.engine_paths import KNOWN, SEGMENT
 from warmfleet.prompt.request import MAX_MESSAGES, MAX_PROMPTS, MAX_SALT, MAX_SAMPLES, REFUSED
 
@@ -119,6 +119,7 @@ BODIES: dict[str, Json] = {
             "outcome": {"enum": [*OUTCOMES]},
             "status": {"type": ["integer", "null"], "minimum": 100, "maximum": 599},
             "failed_workers": {"type": ["array", "null"], "maxItems": MAX_EXCLUDED, "items": TEXT},
+            "output_tokens": {"type": "integer", "minimum": 0, "maximum": MAX_OUTPUT_TOKENS},
         },
     },
 }
