@@ -21,8 +21,7 @@ local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 
 local LEASE, ROW_SLOT_TO_CAPACITY_BLOCKS, SLOT_AT = ">I4I4I4I4I4I4BB", ">I4I2I4I4I4I4I4I4", 17
 local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING, STAGE_TOMBSTONE = 0, 1, 2, 3
-local FLAG_APPROXIMATE, MARK_MAKER, MARK_TRAIL = 16, "+", "="
-local MAX_REAPED, MIRROR_EVICTIONS, CLIENT_TOKENS = 8, 64, 6
+local FLAG_APPROXIMATE, MAX_REAPED, CLIENT_TOKENS = 16, 8, 6
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then
@@ -35,41 +34,6 @@ local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local release = (include "shared/release_lease")(load_key, leases_key, lease_key, prefix, now)
-
--- The mirror of an approximate worker: the index cannot know what it holds, so it notes what it was sent. The oldest
--- prompt and its deepest block are given up first. Each checkpoint keeps a trail, the hashes up to the next
--- checkpoint; a longer chain lengthens it. row: of the worker; nil if it is gone or has joined anew.
-local function mirror(lease, row)
-  if not row then return end
-  local _, slot, _, _, _, _, _, length, at = struct.unpack(LEASE, lease)
-  local row_slot, flags, _, _, _, _, _, capacity = struct.unpack(ROW_SLOT_TO_CAPACITY_BLOCKS, row, SLOT_AT)
-  if row_slot ~= slot or bit.band(flags, FLAG_APPROXIMATE) == 0 then return end
-  slot = string.format("%d", slot)
-  local lru, added, depth, here = prefix .. "lru:" .. slot, 0, 0, 1
-  local chain = call("GET", prefix .. "c:" .. slot .. ":" .. id) or ""
-  for from = at + length, #lease, 8 do
-    local hash, there = lease:sub(from, from + 7), chain:find(lease:sub(from + 8, from + 15), here + 8, true)
-    local key, trail = prefix .. "x:" .. hash, chain:sub(here + 8, (there or 0) + 7)
-    depth = depth + 1
-    if call("ZADD", lru, string.format("%.0f", time[1] * 1000000 + time[2] - depth), hash) == 1 then
-      added = added + 1
-      call("HINCRBY", key, slot, 1)
-      call("HSET", key, slot .. MARK_TRAIL, trail)
-    elseif #trail > call("HSTRLEN", key, slot .. MARK_TRAIL) then
-      local kept = call("HGET", key, slot .. MARK_TRAIL) or ""
-      if trail:sub(1, #kept) == kept then call("HSET", key, slot .. MARK_TRAIL, trail) end
-    end
-    here = there or here
-  end
-  local over = math.min(call("ZCARD", lru) - capacity, added + MIRROR_EVICTIONS)
-  if over <= 0 then return end
-  local evicted = call("ZPOPMIN", lru, over)
-  for i = 1, #evicted, 2 do
-    local key = prefix .. "x:" .. evicted[i]
-    call("HDEL", key, slot .. MARK_TRAIL)
-    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
-  end
-end
 
 local lease = call("HGET", lease_key, id)
 if not lease then
@@ -99,11 +63,17 @@ else
   local client = release.client(id)
   if client then client.spend(tonumber(ARGV[CLIENT_TOKENS]) or outcome == "failed" and -prompt or 0) end
 end
-if stage == STAGE_BOOKED and (outcome == "started" or outcome == "finished") then mirror(lease, row) end
+if row and stage == STAGE_BOOKED and (outcome == "started" or outcome == "finished") then
+  local row_slot, flags, _, _, _, _, _, capacity = struct.unpack(ROW_SLOT_TO_CAPACITY_BLOCKS, row, SLOT_AT)
+  local mirrors = row_slot == slot and bit.band(flags, FLAG_APPROXIMATE) ~= 0
+  if mirrors then (include "settle/mirror")(prefix, id, lease, capacity, time) end
+end
 if kept_stage then
   local head = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, kept_stage, length)
   call("HSET", lease_key, id, head .. lease:sub(at))
-  if kept_stage == STAGE_LINGERING then call("ZADD", leases_key, now + linger_ms, id) end
+  if kept_stage == STAGE_LINGERING then
+    call("ZADD", leases_key, string.format("%d", now + linger_ms), id)
+  end
 else
   call("ZREM", leases_key, id)
   if deepest then release.speculation(id, lease) end
