@@ -217,6 +217,7 @@ class Reservations(ScriptClient):
         self._constants: tuple[tuple[object, ...], bytes, bytes] = ((), b"", b"")
         self._packed_prefix = pack(self._prefix)
         self._decide, self._settle = self.packed["decide"], self.packed["settle"]
+        self._decide_heads: dict[int, bytes] = {}  # up to the second argument, by the number of chains
         self._outcomes_spans: Spans | None = None  # with which ``_outcomes`` were packed
         self._outcomes: dict[Outcome, bytes] = {}  # what follows the reservation in a call of settle
         self._settle_head = self._settle.head(len(SCRIPT_ARGS["settle"])) + self._packed_prefix
@@ -331,9 +332,12 @@ class Reservations(ScriptClient):
         if not ask.reservation:
             raise BadArgument("a reservation needs an id")
         chains = ask.chains
+        head = self._decide_heads.get(len(chains))
+        if head is None:
+            head = self._decide.head(DECIDE_ARGS + CHAIN_ARGS * len(chains)) + self._packed_prefix
+            self._decide_heads[len(chains)] = head
         pieces = [
-            self._decide.head(DECIDE_ARGS + CHAIN_ARGS * len(chains)),
-            self._packed_prefix,
+            head,
             pack_text(ask.reservation),
             self._packed_constants()[2],
             pack_text(ask.policy),
