@@ -9,6 +9,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -46,6 +47,7 @@ from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fleet import Fleet, QueueLimits, Timeouts, connect
+from warmfleet.fleet.first_contact import first_contact
 from warmfleet.metrics import Metrics
 from warmfleet.pools import degraded
 from warmfleet.pools.degraded import DegradedMode
@@ -160,6 +162,8 @@ def _check_models(settings: Settings) -> None:
     """Raises BadArgument."""
     if not settings.models:
         raise BadArgument("WARMFLEET_MODELS is empty: name the models to serve")
+    if settings.tokenizer.startswith(("/", ".")) and not Path(settings.tokenizer).exists():
+        raise BadArgument(f"WARMFLEET_TOKENIZER={settings.tokenizer!r}: there is no such file or folder")
     names = [tag.partition("#")[0] for tag in settings.models]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise BadArgument(
@@ -242,7 +246,10 @@ async def _background(
     if settings.static_workers:
         static = StockEngines(pools, engine_client, settings)
         rounds.append(("health", stock_engines.HEALTH_INTERVAL_S, static.round))
-    tasks = [_task(name, seconds, call, metrics) for name, seconds, call in rounds]
+
+    contact = asyncio.Event()
+    tasks = [_task(name, seconds, call, metrics, contact) for name, seconds, call in rounds]
+    tasks.append(asyncio.create_task(_meet(pools.all[0], settings.redis_url, contact)))
     try:
         yield
     finally:
@@ -251,8 +258,27 @@ async def _background(
         await reader.close()
 
 
-def _task(name: str, seconds: float, work: Callable[[], Awaitable[object]], metrics: Metrics) -> asyncio.Task[None]:
-    return asyncio.create_task(supervise(name, seconds, work, metrics), name=name)
+def _task(
+    name: str,
+    seconds: float,
+    work: Callable[[], Awaitable[object]],
+    metrics: Metrics,
+    after: asyncio.Event | None = None,
+) -> asyncio.Task[None]:
+    async def supervised() -> None:
+        if after is not None:
+            await after.wait()
+        await supervise(name, seconds, work, metrics)
+
+    return asyncio.create_task(supervised(), name=name)
+
+
+async def _meet(pool: Pool, url: str, contact: asyncio.Event) -> None:
+    """Wait for Redis before any round begins: else each of them would tell that it is away, every one in its words."""
+    try:
+        await first_contact(pool.fleet.redis, url)
+    finally:
+        contact.set()
 
 
 async def _alarm(pool: Pool, reader: ViewReader, prober: Prober) -> None:

@@ -1,0 +1,104 @@
+"""The first answer of Redis to a new replica: waited for, and explained in one sentence while it does not come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from redis.exceptions import AuthenticationError, InvalidResponse, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from warmfleet.protocol.redis_address import parse
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+    from warmfleet.protocol.redis_address import RedisAddress
+
+logger = logging.getLogger("warmfleet.fleet")
+
+OLDEST = (7, 0)  # selectors of users and EVAL_RO came with it
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
+LOG_EVERY_S = 30.0
+_CONNECTING = re.compile(r"Error (-?\d+) connecting to \S+\. ")  # redis-py names the address once more
+THEN = "No request can be served before it does; trying again at least every 2 s."
+
+
+async def first_contact(redis: aioredis.Redis, url: str) -> None:
+    """Return when Redis has answered, and is new enough. Until then one line in LOG_EVERY_S says what is wrong.
+
+    The line also comes whenever the reason changes.
+    """
+    where, pause_s, told, told_at = parse(url), FIRST_PAUSE_S, "", 0.0
+    name = in_words(where, url)
+    while why := await _why_not(redis, where):
+        if why != told or time.monotonic() - told_at >= LOG_EVERY_S:
+            told, told_at = why, time.monotonic()
+            logger.error("%s %s. %s", name, why, THEN)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    if told:
+        logger.info("%s answers now", name)
+
+
+def in_words(where: RedisAddress, url: str) -> str:
+    """The address as an operator knows it, without user and password."""
+    nodes = ", ".join(f"{host}:{port}" for host, port in where.nodes) or urlsplit(url).path
+    return {
+        "single": f"Redis at {nodes}",
+        "sentinel": f"The Redis master {where.service!r} of the Sentinels at {nodes}",
+        "cluster": f"The Redis Cluster at {nodes}",
+    }[where.kind]
+
+
+async def _why_not(redis: aioredis.Redis, where: RedisAddress) -> str:
+    """What is wrong with Redis, as the rest of a sentence; empty if nothing is."""
+    try:
+        info: dict[str, Any] = await redis.info("server")
+    except AuthenticationError as error:
+        return f"refuses the user or the password of WARMFLEET_REDIS_URL ({error})"
+    except InvalidResponse:
+        return f"is no Redis: what answers there speaks another protocol{_perhaps(where)}"
+    except ResponseError as error:
+        if "HELLO" in str(error).upper() and "UNKNOWN COMMAND" in str(error).upper():
+            return "is older than version 6, or no Redis: 7.0 or newer is needed"
+        return ""  # it answers; what it refuses is told by the call that needs it
+    except (TimeoutError, RedisTimeoutError):
+        return f"does not answer in time{_perhaps(where)}"
+    except (RedisError, OSError) as error:
+        return _of_connection(error, where)
+    version = str(info.get("redis_version", ""))
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers and numbers < OLDEST:
+        return f"is version {version}, but routers need 7.0 or newer (or Valkey)"
+    return ""
+
+
+def _of_connection(error: Exception, where: RedisAddress) -> str:
+    text = str(error).rstrip(".")
+    if isinstance(error.__cause__, AuthenticationError):
+        return f"refuses the user or the password of WARMFLEET_REDIS_URL ({error.__cause__})"
+    if "CERTIFICATE" in text.upper():
+        return f"shows a certificate that is not trusted, see WARMFLEET_REDIS_CA ({text})"
+    if "SSL" in text.upper():
+        return f"does not speak TLS, though WARMFLEET_REDIS_URL begins with rediss ({text})"
+    if "loading" in text.lower():
+        return "is loading its data"
+    if "closed" in text.lower() or "reset" in text.lower():
+        return f"ends the connection{_perhaps(where)} ({text})"
+    if connecting := _CONNECTING.match(text):
+        number = int(connecting[1])
+        text = os.strerror(number) if number > 0 else text[connecting.end() :]  # each event loop has texts of its own
+    return f"cannot be reached ({text})"
+
+
+def _perhaps(where: RedisAddress) -> str:
+    """A guess about TLS, the most frequent reason for such failures."""
+    if where.tls:
+        return "; perhaps it has no TLS there, then WARMFLEET_REDIS_URL begins with redis://"
+    return "; if it wants TLS there, WARMFLEET_REDIS_URL begins with rediss://"
