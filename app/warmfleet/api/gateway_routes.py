@@ -134,6 +134,8 @@ def _ending(data: dict[str, Any]) -> Ending:
     if outcome not in OUTCOMES:
         raise BadRequest(f"outcome must be one of {', '.join(OUTCOMES)}.", "outcome")
     status = data.get("status")
+    if type(status) is float and status.is_integer():  # for JSON 200.0 is a whole number
+        status = int(status)
     if status is not None and (type(status) is not int or not 100 <= status < 600):
         raise BadRequest("status must be the status of the engine's answer, 100 to 599.", "status")
     failed = data.get("failed_workers")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-MAX_INTEGER = 2**63 - 1  # a larger number in JSON is read as one with a fraction
+MAX_INTEGER = 2**64 - 1  # a larger number in JSON is read as one with a fraction
 MAX_TOKEN_ID = 2**32 - 1
 
 TEXT: Json = {"type": "string"}
