@@ -21,6 +21,7 @@ COMBINATIONS: dict[str, str | list[str]] = {
     "overlay-workers": "overlays/workers",
     "overlay-redis-external": "overlays/redis-external",
     "workers-and-redis-external": ["worker", "redis-external"],
+    "keys": ["worker", "redis", "client-keys", "engine-key"],
 }
 
 
@@ -58,8 +59,12 @@ def render(name: str, scratch: Path) -> str:
                 "namespace": "warmfleet",
                 "resources": [f"{reach}/base"],
                 "components": [f"{reach}/components/{part}" for part in parts],
-                # The Secret that an operator brings, as k8s/README.md asks for.
-                "secretGenerator": [{"name": "redis", "literals": ["url=rediss://router:x@redis.example.com:6380/0"]}],
+                # The Secrets that an operator brings, as k8s/README.md asks for.
+                "secretGenerator": [
+                    {"name": "redis", "literals": ["url=rediss://router:x@redis.example.com:6380/0"]},
+                    {"name": "client-keys", "literals": ["keys.jsonl=# no key yet"]},
+                    {"name": "engine-key", "literals": ["key=x"]},
+                ],
             }
         )
     )

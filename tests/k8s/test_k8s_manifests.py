@@ -35,6 +35,21 @@ def test_redis_is_bounded_and_never_evicts(rendered: dict[str, str]) -> None:
     assert "maxmemory-policy noeviction" in lines
 
 
+def test_routers_follow_the_keys_of_clients_and_send_engines_theirs(rendered: dict[str, str]) -> None:
+    objects = {name_of(item): item for item in parse(rendered["keys"])}
+    pod, router = _pod(objects), _container(objects)
+    given = {one["name"]: one for one in router["env"]}
+    (mount,) = [one for one in router["volumeMounts"] if one["name"] == "client-keys"]
+
+    assert given["WARMFLEET_CLIENT_KEYS_FILE"]["value"] == f"{mount['mountPath']}/keys.jsonl"
+    assert "subPath" not in mount, "a file that is mounted so never changes"
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "client-keys"]
+    assert volume["secret"]["secretName"].startswith("client-keys")
+    assert given["WARMFLEET_WORKER_ADDRESSES"]["value"], "engines are listed, or the key is not sent for a probe"
+    (engine,) = [one for one in _container(objects, "Deployment/worker")["env"] if one["name"] == "VLLM_API_KEY"]
+    assert engine["valueFrom"] == given["WARMFLEET_WORKER_API_KEY"]["valueFrom"]
+
+
 def test_every_kustomization_says_what_you_get() -> None:
     found = sorted(K8S.rglob("kustomization.yaml"))
 

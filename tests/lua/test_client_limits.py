@@ -107,17 +107,21 @@ async def test_what_a_dead_replica_held_is_free_when_its_lease_expires(world: Wo
 
 
 async def test_a_place_is_free_at_its_expiry_even_if_nothing_was_reaped(store: Any, model: str) -> None:
-    """decide reaps eight leases; a client may have lost more."""
+    """decide reaps eight leases; a replica that died may have had more, and older ones."""
     world = World(store, Fleet(store, model, timeouts=PATIENT, spans=Spans(lease_ms=50)))
     await world.workers(1)
     await world.ticked(grace_ms=3_600_000)
-    limits = ClientLimits("team-a", concurrency=20)
-    for _ in range(20):
-        await world.fleet.decide(asked(world, limits))
+    limits = ClientLimits("team-a", concurrency=2)
+    lost = [world.ask() for _ in range(30)] + [asked(world, limits) for _ in range(2)]
+    for ask in lost:
+        await world.fleet.decide(ask)
+    for at, ask in enumerate(lost):
+        await store.zadd(world.keys.leases, {ask.reservation: at + 1}, xx=True)
     await asyncio.sleep(0.1)
     world.fleet.spans = LONG
-    for number in range(20):
-        assert (await world.fleet.decide(asked(world, limits))).outcome == "booked", number
+    for _ in range(2):
+        assert (await world.fleet.decide(asked(world, limits))).outcome == "booked"
+    assert lost[-1].reservation in await world.leases()
 
 
 async def test_a_renewed_request_stays_in_flight(store: Any, model: str) -> None:

@@ -24,7 +24,7 @@ from warmfleet.fleet import ClientLimits, constants, new_reservation
 from warmfleet.fleet.client import script_source
 from warmfleet.fleet.codes import Mark, Mode, Next, Standing
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
-from warmfleet_worker.protocol.wire import CLIENT_TAG_LENGTH
+from warmfleet_worker.protocol.wire import CLIENT_TAG_LENGTH, reservation_of
 
 if TYPE_CHECKING:
     from enum import Enum
@@ -177,6 +177,8 @@ def test_the_clients_tag_is_at_the_end_of_an_id() -> None:
     limits = ClientLimits("team-a")
     assert new_reservation(1, client=limits.tag)[found[0] - 1 :] == limits.tag
     assert len(limits.tag) == CLIENT_TAG_LENGTH
+    name = new_reservation(1, client=limits.tag)
+    assert reservation_of(f"cmpl-{name}.client-0") == (name, 0), "its load is no foreign load"
 
 
 def test_formats_are_those_of_the_packed_records() -> None:

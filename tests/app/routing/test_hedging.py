@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.app.api.test_client_keys import line
 from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, reply, reset
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
@@ -16,6 +17,7 @@ from warmfleet.routing.rescue import hedging, retry_budget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 STREAM = {"prompt": "hello", "stream": True, "max_tokens": 3}
 WHOLE = b"".join(b'data: {"choices": [{"index": 0, "text": " %d"}]}\n\n' % number for number in range(3))
@@ -106,6 +108,19 @@ async def test_the_first_worker_may_still_win(valkey_url: str, model: str) -> No
         assert await results(router) == {"lost": 1}
         await router.unloaded()
         await poll(lambda: plan.hung_up == 1, 20, "the second engine is left")
+
+
+async def test_a_request_of_a_key_with_limits_is_not_hedged(valkey_url: str, model: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(line("team-a", "wf-good", concurrency=9))
+    settings = {"client_keys_file": str(tmp_path / "keys"), "admin_port": 1, "hedge_after_s": 0.01}
+    async with pair(valkey_url, model, "waits", **settings) as (router, plan):
+        asked = asyncio.create_task(router.post(STREAM, authorization="Bearer wf-good"))
+        await poll(lambda: len(plan.asked) == 1, 20, "a worker is asked")
+        await asyncio.sleep(0.1)
+        assert len(plan.asked) == 1
+        plan.go.set()
+        status, headers, _ = await asked
+        assert (status, headers["x-ratelimit-remaining-requests"]) == (200, "8")
 
 
 async def test_a_second_worker_that_fails_is_no_failure(valkey_url: str, model: str) -> None:
