@@ -102,11 +102,11 @@ class AdmissionQueue:
 
     def _give_room_back(self, flow: bytes, size: int) -> None:
         self._bytes -= size
-        held = self._tenant_bytes[flow] - size
+        held = self._tenant_bytes.get(flow, 0) - size  # several requests without a body hold nothing
         if held:
             self._tenant_bytes[flow] = held
         else:
-            del self._tenant_bytes[flow]
+            self._tenant_bytes.pop(flow, None)
 
     @contextmanager
     def _counted(self, pool: Pool) -> Iterator[None]:

@@ -73,6 +73,12 @@ async def test_a_request_without_a_model_goes_to_the_only_one(well: tuple[Replic
     assert (status, json.loads(body)["error"]["param"]) == (400, "chat_template")
 
 
+async def test_many_requests_without_a_body_pass_at_once(valkey_url: str, model: str) -> None:
+    async with engine(model, answer_any) as upstream, replica(valkey_url, model, upstream.url) as router:
+        answers = await asyncio.gather(*(router.post(b"", "/rerank") for _ in range(20)))
+    assert [status for status, _, _ in answers] == [200] * 20
+
+
 @pytest.mark.parametrize("patterns", [(), ("/*",)])
 async def test_paths_that_steer_an_engine_never_pass(valkey_url: str, model: str, patterns: tuple[str, ...]) -> None:
     below = ["/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/adapters/a", "/v1/models/x/y", "/static/a.js"]
