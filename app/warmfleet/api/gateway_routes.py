@@ -101,7 +101,9 @@ class GatewayRoutes:
         """The model, the reservation and the whole body. Raises BadRequest, Unauthorized."""
         self._gateways_only(request.headers.raw)
         data = requests.decoded(await request.body())
-        model, reservation = data.get("model") or "", data.get("reservation")
+        model, reservation = data.get("model"), data.get("reservation")
+        if model is None:
+            model = ""
         if not isinstance(model, str):
             raise BadRequest("model must be a string.", "model")
         if not isinstance(reservation, str) or not _RESERVATION.fullmatch(reservation):
@@ -143,6 +145,8 @@ def _ending(data: dict[str, Any]) -> Ending:
     if not isinstance(failed, list) or len(failed) > MAX_EXCLUDED or {*map(type, failed)} - {str}:
         raise BadRequest(f"failed_workers must be a list of up to {MAX_EXCLUDED} ids of workers.", "failed_workers")
     tokens = data.get("output_tokens", 0)
+    if type(tokens) is float and tokens.is_integer():
+        tokens = int(tokens)
     if type(tokens) is not int or not 0 <= tokens <= MAX_OUTPUT_TOKENS:
         raise BadRequest(f"output_tokens must be an integer from 0 to {MAX_OUTPUT_TOKENS}.", "output_tokens")
     return Ending(outcome, status, tuple(failed), tokens)
