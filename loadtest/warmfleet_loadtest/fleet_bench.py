@@ -69,6 +69,9 @@ class Bench:
     texts: bool
 
 
+ENDING_S = 2.0  # from a refused connection until the end of its process is known
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The outcome of one fleet with one seed. ttft: sorted, in trace seconds, without the warm-up."""
@@ -89,7 +92,7 @@ def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Out
         try:
             replies, watch, samples = uvloop.run(_drive(trace, target, up.engines, progress))
         except StackError:
-            up.processes.check()  # raises a better error if a process has ended
+            up.processes.check(within_s=ENDING_S)  # raises a better error if a process has ended
             raise
         wall_s = time.monotonic() - began
         cpu_s = {kind: seconds - before.get(kind, 0.0) for kind, seconds in _cpu_s(up).items()}

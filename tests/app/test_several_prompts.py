@@ -51,11 +51,11 @@ async def test_the_first_byte_speaks_for_one_prompt(
         assert isinstance(decision, Decision)
         return replace(decision, approximate=approximate)
 
-    def tells(self: Fleet, reservation: str, outcome: Outcome, on_answer: OnAnswer) -> None:
+    def tells(self: Fleet, reservation: str, outcome: Outcome, on_answer: OnAnswer, tokens: int = 0) -> None:
         several = reservation[3] == "-"
         assert several == isinstance(prompt, list)
         seen.append(outcome)
-        tell(self, reservation, outcome, on_answer)
+        tell(self, reservation, outcome, on_answer, tokens)
 
     monkeypatch.setattr(Fleet, "decide_in_turn", decides)
     monkeypatch.setattr(Fleet, "tell", tells)

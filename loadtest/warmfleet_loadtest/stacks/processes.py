@@ -104,12 +104,20 @@ class Processes:
                 raise StackError(f"{name} is not ready after {READY_S:.0f} s:\n{self.tail(name)}")
             time.sleep(POLL_S)  # another process gives no signal when it is ready
 
-    def check(self, *names: str) -> None:
-        """Raise StackError, with the end of the log, if one of these processes has ended. Without names: any of all."""
-        for name in names or self._running:
-            status = self._running[name][1].poll()
-            if status is not None:
-                raise StackError(f"{name} ended with {status}:\n{self.tail(name)}")
+    def check(self, *names: str, within_s: float = 0.0) -> None:
+        """Raise StackError, with the end of the log, if one of these processes has ended. Without names: any of all.
+
+        within_s: look for so long. A killed process closes its sockets a moment before its end is known.
+        """
+        until = time.monotonic() + within_s
+        while True:
+            for name in names or self._running:
+                status = self._running[name][1].poll()
+                if status is not None:
+                    raise StackError(f"{name} ended with {status}:\n{self.tail(name)}")
+            if time.monotonic() >= until:
+                return
+            time.sleep(POLL_S)
 
     def pid(self, name: str) -> int:
         return self._running[name][1].pid

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
+from tests.topology import Servers, free_ports, until
 from tests.worker_plugin.publishing import WORKER, churn, equal, hashes, publishing, upkeep
 
 from warmfleet_worker.protocol import wire
@@ -95,11 +96,35 @@ async def _older(router: Replica, seconds: float) -> bool:
 
 
 async def test_while_redis_is_away_nothing_is_claimed(model: str) -> None:
+    with Servers() as servers:
+        node = servers.start(free_ports(1)[0])
+        until(node.client().ping, "the server answers")
+        async with replica(f"redis://127.0.0.1:{node.port}", model) as router:
+            await poll(lambda: _fresh(router), what="the fleet is read")
+            node.kill()
+            await poll(
+                lambda: router.metric('warmfleet_task_failures_total{task="truth"}'), what="failures are counted"
+            )
+            (found,) = await _models(router)
+            assert (found["fresh"], found["workers"]) == (False, [])
+            assert found["index"]["entries"] == 0
+
+
+async def test_before_redis_was_ever_there_nothing_is_claimed(model: str) -> None:
     async with replica("unix:///nowhere/s", model) as router:
-        (found,) = json.loads((await router.get("/workers"))[1])["models"]
+        (found,) = await _models(router)
         assert (found["fresh"], found["workers"]) == (False, [])
         assert found["index"]["entries"] == 0
-        await poll(lambda: router.metric('warmfleet_task_failures_total{task="truth"}'), what="failures are counted")
+
+
+async def _models(router: Replica) -> list[dict[str, Any]]:
+    models: list[dict[str, Any]] = json.loads((await router.get("/workers"))[1])["models"]
+    return models
+
+
+async def _fresh(router: Replica) -> bool:
+    (found,) = await _models(router)
+    return bool(found["fresh"])
 
 
 async def test_the_figures_of_a_worker_are_kept_by_its_name(fleet: Fleet, redis_url: str, model: str) -> None:
