@@ -140,8 +140,8 @@ def create_app(settings: Settings) -> Doors:
     public = Application(_starlette(outside, lifespan), proxies, Cors(settings.cors_origins))
     clients = Connections(public, health, settings, metrics)
     operators = Connections(ServiceApplication(_starlette(inside)), health, settings, metrics)
-    metrics.connections.set_function(lambda: clients.open)
-    metrics.body_bytes.set_function(lambda: clients.body_bytes)
+    metrics.connections.set_function(lambda: clients.open + operators.open)
+    metrics.body_bytes.set_function(lambda: clients.body_bytes + operators.body_bytes)
     return Doors(
         public,
         health,

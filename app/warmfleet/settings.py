@@ -311,7 +311,7 @@ class Settings:
         Empty: none is needed. None: nobody is told, because clients must not know of workers and no operator's key is
         set.
         """
-        hidden = self.answer_headers == "request_id" or self.tenant_key
+        hidden = self.answer_headers == "request_id" or self.tenant_key or self.client_keys_file
         return None if hidden and not self.admin_key else self.admin_key
 
     @classmethod

@@ -218,11 +218,13 @@ def looks_until(standstill: Standstill, load: Load, begin: float, seconds: float
 
 def test_an_engine_with_work_and_no_step_stands_still() -> None:
     standstill, works = Standstill(), Load(running=1, steps=7)
-    assert looks_until(standstill, works, 0.0, 60.0) == STANDSTILL_SECONDS
-    assert not standstill.look(Load(running=1, steps=8), 60.25), "it stepped"
-    assert looks_until(standstill, Load(running=1, steps=8), 60.5, STANDSTILL_SECONDS - 1) is None
-    assert not standstill.look(Load(), 90.0), "it has no work"
-    assert looks_until(standstill, Load(running=1, steps=8), 90.25, STANDSTILL_SECONDS - 1) is None
+    assert looks_until(standstill, works, 0.0, 2 * STANDSTILL_SECONDS) == STANDSTILL_SECONDS
+    now = 2 * STANDSTILL_SECONDS + LOAD_CHECK_SECONDS
+    assert not standstill.look(Load(running=1, steps=8), now), "it stepped"
+    assert looks_until(standstill, Load(running=1, steps=8), now + LOAD_CHECK_SECONDS, STANDSTILL_SECONDS - 1) is None
+    now += STANDSTILL_SECONDS
+    assert not standstill.look(Load(), now), "it has no work"
+    assert looks_until(standstill, Load(running=1, steps=8), now + LOAD_CHECK_SECONDS, STANDSTILL_SECONDS - 1) is None
 
 
 @pytest.mark.parametrize("load", [Load(), Load(running=3)], ids=["idle or paused", "nobody counts steps"])

@@ -11,7 +11,9 @@ MEAN_SECONDS = 2.0  # the time constant of the mean; 1 and 4 s were measured and
 REMEMBERED_WORK_SECONDS = 1.0  # the mean is at most this much of the engine's work, or an idle engine looks saturated
 ASSUMED_TPS = 10_000  # tokens per second of an engine that has not been measured yet
 LEAST_TOKENS = 32  # a smaller mean counts as nothing
-STANDSTILL_SECONDS = 30.0  # an engine that computes large prompts slowly, or compiles a kernel, steps within this time
+#: A core that has work makes no step for long also while it compiles a kernel, loads an adapter, exports a profile, or
+#: computes a large prompt on a CPU. To leave it too early costs its requests; to leave it late costs only waiting.
+STANDSTILL_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)

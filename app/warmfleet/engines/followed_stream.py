@@ -74,7 +74,7 @@ class EventReader:
             self.ends()
         if self.cut is not None:
             if events:
-                self.client.pass_on(events)
+                await self.client.body(events, more=True)  # which also sends the head, if this is the first piece
             raise self.cut
         if not more:
             events, self._rest = events + self._rest, b""

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from warmfleet.engines import followed_stream
 from warmfleet.engines.followed_stream import FollowedStream, KeptIds
+from warmfleet.errors import UpstreamGone
 from warmfleet.pools import outliers
 from warmfleet.routing.rescue import continuation, retry_budget
 from warmfleet.routing.rescue.continuation import continuable, takes
@@ -460,6 +461,24 @@ async def test_however_a_stream_is_cut_into_pieces_it_is_read_the_same() -> None
         assert (followed.safe, followed.beyond, followed.finished) == (4, "", True)
     assert wanted.count(b"\n\n") == whole.count(b"\n\n")
     assert b'"token_ids":[' not in wanted
+
+
+async def test_the_head_goes_before_the_events_of_a_piece_that_also_brings_the_error() -> None:
+    """The head waits for the first ``body``: events that are passed on before it would come before the status line."""
+
+    class HeadFirst(Client):
+        def pass_on(self, data: bytes) -> bool:
+            raise AssertionError("no piece was awaited yet, so the head is not sent")
+
+    client = HeadFirst()
+    followed = FollowedStream(client, KeptIds(), "key")
+    events = Events("n", True, {"return_token_ids": True, "max_completion_tokens": 4, **USAGE}, [5, 6, 7])
+    piece = b"".join(
+        [*events.begin(), events.tokens([(8, "a")], last=False), b'data: {"error":{"message":"gone"}}\n\n']
+    )
+    with pytest.raises(UpstreamGone):
+        await followed.body(piece, more=True)
+    assert client.got.count(b"data: ") == piece.count(b"data: ") - 1
 
 
 def test_the_kept_ids_are_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

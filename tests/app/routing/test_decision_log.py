@@ -242,7 +242,8 @@ def test_explaining_is_the_operators_where_a_key_guards() -> None:
 
 def test_without_an_operators_key_no_client_gets_an_explanation() -> None:
     tenants = {"WARMFLEET_TENANT_KEY": "t" * 32}
-    for guarded in (tenants, {"WARMFLEET_ANSWER_HEADERS": "request_id"}):
+    clients = {"WARMFLEET_CLIENT_KEYS_FILE": "/some/keys"}
+    for guarded in (tenants, clients, {"WARMFLEET_ANSWER_HEADERS": "request_id"}):
         apart = Settings.from_environment(guarded | {"WARMFLEET_ADMIN_PORT": "9090"})
         with pytest.raises(Unauthorized):
             hints.read_hints({hints.EXPLAIN: b"1"}, b"", apart.explain_key)

@@ -175,8 +175,22 @@ class Replicas:
             *(replica.place, replica.process.pid, lived_s, _in_words(status), pause_s, failures),
         )
         await asyncio.sleep(pause_s)
-        if self._places[replica.place] is None and not self._stopping.is_set():
-            self._places[replica.place] = await self._start(replica.place, failures)
+        await self._start_again(replica.place, failures)
+
+    async def _start_again(self, place: int, failures: int) -> None:
+        """Fill this place, unless a reload has done so. A machine that starts no process now is asked again."""
+        while self._places[place] is None and not self._stopping.is_set():
+            try:
+                new = await self._start(place, failures)
+            except OSError as error:
+                logger.error("replica %d cannot be started (%s); again in %.1f s", place, error, LONGEST_PAUSE_S)  # noqa: TRY400
+                await asyncio.sleep(LONGEST_PAUSE_S)
+                continue
+            if self._places[place] is not None:  # a reload was faster
+                new.tell(RETIRED)
+                self._spawn(self._ended(new))
+                return
+            self._places[place] = new
             self._share()
 
     def _share(self) -> None:
@@ -208,7 +222,11 @@ class Replicas:
 
     async def _replace(self, place: int) -> bool:
         """Start a replica, and once it is ready drain the one at its place. False if it does not become ready."""
-        new = await self._start(place)
+        try:
+            new = await self._start(place)
+        except OSError as error:
+            logger.error("reload given up: replica %d cannot be started (%s); the others go on as before", place, error)  # noqa: TRY400
+            return False
         ended, ready = asyncio.create_task(new.process.wait()), asyncio.create_task(new.ready.wait())
         await asyncio.wait({ended, ready}, timeout=READY_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()

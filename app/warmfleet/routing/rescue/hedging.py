@@ -109,7 +109,8 @@ class Hedging:
         await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
         failed = race.winner is None and first.done()
         if failed:
-            attempt.worker_failed()
+            if _blames_worker(first.exception()):
+                attempt.worker_failed()
             attempt.release("failed")
         if race.winner is None:
             await asyncio.wait((first, second))  # one of them failed, so the other one goes on alone
@@ -133,12 +134,18 @@ class Hedging:
         except asyncio.CancelledError:
             outcome = "cancelled"
             raise
-        except UpstreamGone:
-            attempt.worker_failed()
+        except UpstreamGone as error:
+            if _blames_worker(error):
+                attempt.worker_failed()
             raise
         finally:
             attempt.release(outcome)
         return outcome
+
+
+def _blames_worker(error: BaseException | None) -> bool:
+    """Whether other requests should avoid the worker, too. An answer of 500 may be the request's own fault."""
+    return isinstance(error, UpstreamGone) and (error.refused or not error.answered)
 
 
 def hedgeable(job: Job) -> bool:
