@@ -144,6 +144,12 @@ def test_fleets_by_name() -> None:
     assert (affinity.kind, affinity.policy, affinity.balance) == ("warmfleet", "cost", "session")
     assert (sticky.replicas, sticky.balance) == (0, "session")
     assert not others("smg")[0].takes_ids
+    bridged, approximate = others("bridge:4,approximate:1")
+    assert (bridged.name, bridged.kind, bridged.policy, bridged.connection) == (
+        *("bridge x 4", "warmfleet"),
+        *("cost", "bridge"),
+    )
+    assert (approximate.connection, approximate.replicas) == ("approximate", 1)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from warmfleet_loadtest.stacks.peers import MODEL
 from warmfleet_loadtest.stacks.processes import (
     HAPROXY_CONFIG,
     Processes,
+    StackError,
     free_ports,
     get_json,
     haproxy_binary,
@@ -46,6 +47,9 @@ POLICIES = (
 #: Fleets without a router: the client itself chooses the engine, by this balance (see ``replay.Balance``).
 DIRECT = {"session-sticky": "session", "least-loaded": "least"}
 AFFINITY = "session-affinity"  # Warmfleet with policy cost; the client sends a session always to the same replica
+#: Fleets whose engines have no plugin. Warmfleet learns what they hold from their KV events, through
+#: `warmfleet bridge`; or from the requests that it sent to them.
+CONNECTIONS = ("bridge", "approximate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Fleet:
     """One fleet under comparison.
 
     kind: ``warmfleet``, a name in ``peers.PEERS`` or in DIRECT. balance: how the client chooses among several URLs.
+    connection: how the engines of a Warmfleet fleet are connected: ``plugin`` or one of CONNECTIONS.
     """
 
     name: str
@@ -60,6 +65,7 @@ class Fleet:
     policy: str
     replicas: int
     balance: str = "random"
+    connection: str = "plugin"
 
     @property
     def takes_ids(self) -> bool:
@@ -109,7 +115,7 @@ def ours(policies: str, replicas: str) -> list[Fleet]:
 
 
 def others(names: str) -> list[Fleet]:
-    """The other fleets by their names, such as ``vllm-router-kv:4,smg:1,session-sticky``. Raises ValueError."""
+    """The other fleets by their names, such as ``bridge:4,vllm-router-kv:4,session-sticky``. Raises ValueError."""
     return [_other(name) for name in names.split(",") if name]
 
 
@@ -120,9 +126,11 @@ def _other(text: str) -> Fleet:
         return Fleet(kind, kind, "", 0, DIRECT[kind])
     if kind == AFFINITY and replicas:
         return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, "session")
+    if kind in CONNECTIONS and replicas:
+        return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, connection=kind)
     if kind in peers.PEERS and replicas:
         return Fleet(f"{kind} x {replicas}", kind, "", replicas)
-    known = [*(f"{name}:N" for name in (*peers.PEERS, AFFINITY)), *DIRECT]
+    known = [*(f"{name}:N" for name in (*peers.PEERS, AFFINITY, *CONNECTIONS)), *DIRECT]
     raise ValueError(f"no fleet {text!r}; known are {', '.join(known)}")
 
 
@@ -135,8 +143,8 @@ def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
     with tempfile.TemporaryDirectory(prefix="wf-bench-") as name, Processes(Path(name)) as processes:
         if fleet.kind == "warmfleet":
             store = start_store(processes)
-            engines, _events = _start_engines(processes, setup, ["--redis", store])
-            ports = _start_replicas(processes, fleet, store, setup.engines)
+            engines, static = _start_connected(processes, fleet.connection, setup, store)
+            ports = _start_replicas(processes, fleet, store, setup.engines, static)
         elif fleet.kind in peers.PEERS:
             engines, events = _start_engines(processes, setup, ["--kv-events"])
             ports = _start_peers(processes, fleet, engines, events)
@@ -147,6 +155,19 @@ def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
         if balanced:
             ports = [_balanced(processes, ports, readyz=fleet.kind == "warmfleet")]
         yield Running(tuple(f"http://127.0.0.1:{port}" for port in ports), engines, fleet.balance, processes)
+
+
+def _start_connected(
+    processes: Processes, connection: str, setup: Setup, store: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Start engines and connect them to the store. Returns their URLs, and those that replicas must be told."""
+    if connection == "approximate":
+        engines, _events = _start_engines(processes, setup, [])
+        return engines, engines
+    if connection == "bridge":
+        raise StackError("a fleet of bridged engines cannot be started yet")
+    engines, _events = _start_engines(processes, setup, ["--redis", store])
+    return engines, ()
 
 
 def _start_engines(processes: Processes, setup: Setup, more: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
@@ -163,9 +184,13 @@ def _start_engines(processes: Processes, setup: Setup, more: Sequence[str]) -> t
     return tuple(urls()), [int(port) for port in re.findall(r"events on port (\d+)\n", processes.log("engines"))]
 
 
-def _start_replicas(processes: Processes, fleet: Fleet, store: str, engines: int) -> list[int]:
+def _start_replicas(
+    processes: Processes, fleet: Fleet, store: str, engines: int, static_workers: Sequence[str]
+) -> list[int]:
     ports = free_ports(fleet.replicas)
     environment = {"WARMFLEET_TRUST_TEMPLATES": "1"}  # the templates are those of our own engines
+    if static_workers:
+        environment["WARMFLEET_STATIC_WORKERS"] = ",".join(static_workers)
     for number, port in enumerate(ports):
         argv = [sys.executable, "-m", "warmfleet", "serve", "--port", str(port), "--policy", fleet.policy]
         processes.spawn("replicas", f"replica-{number}", [*argv, "--redis", store, "--models", MODEL], environment)

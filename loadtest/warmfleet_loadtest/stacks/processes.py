@@ -192,10 +192,13 @@ def haproxy_binary() -> str:
 
 
 def replica_ready(url: str, workers: int) -> bool:
-    """True if a replica can use so many proven workers and is ready; else haproxy would take it for down."""
+    """True if a replica can use so many workers, and is ready; else haproxy would take it for down.
+
+    All must be proven, but for engines that join by their URL alone, which are never more than approximate.
+    """
     found = get_json(f"{url}/workers") or {"models": []}
     seen = [worker for model in found["models"] for worker in model["workers"]]
-    usable = [worker for worker in seen if worker["routable"] and worker["proof"] == "proven"]
+    usable = [worker for worker in seen if worker["routable"] and worker["proof"] in ("proven", "approximate")]
     return len(usable) == workers and answers(f"{url}/readyz")
 
 
