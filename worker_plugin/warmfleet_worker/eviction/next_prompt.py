@@ -1,0 +1,87 @@
+"""How much longer the next prompt of a conversation is than the conversation so far, and how long it is waited for.
+
+A request continues a conversation if its prompt begins with the whole prompt of an earlier request. That is looked up
+by the hash of the earlier prompt's last block, so an answer that comes back changed (a chat template drops its
+reasoning, say) does not matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ASSUMED_TOKENS = 200  # the mean prompt of chats in the T-LRU paper; used until enough is measured
+MIN_SAMPLES = 16
+MEMORY_SAMPLES = 256  # a mean over about so many of the latest turns
+MAX_WAITING = 16_384  # conversations whose next prompt is waited for; the oldest is forgotten
+MAX_LOOKUPS = 1_024  # blocks of a prompt that are looked up, from its end: a few ten microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A finished request that may be continued. tokens: of its prompt and its answer. at: monotonic seconds."""
+
+    tokens: int
+    at: float
+
+
+class Mean:
+    """The mean of all samples at first, and later of about the last MEMORY_SAMPLES, older ones counting less."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.value = 0.0
+
+    def add(self, sample: float) -> None:
+        self.samples = min(self.samples + 1, MEMORY_SAMPLES)
+        self.value += (sample - self.value) / self.samples
+
+
+class NextPrompt:
+    """Learns from the turns of all conversations; each is noted when it is finished."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._waiting: dict[bytes, _Turn] = {}  # by the hash of the prompt's last full block, oldest first
+        self._growth, self._gap_s = Mean(), Mean()
+
+    @property
+    def growth_tokens(self) -> int:
+        """Q̂: tokens by which the next prompt is expected to be longer than the conversation is now."""
+        return round(self._growth.value) if self._growth.samples >= MIN_SAMPLES else ASSUMED_TOKENS
+
+    @property
+    def gap_s(self) -> float | None:
+        """Mean seconds between the ends of two turns of a conversation; None: not measured yet."""
+        return self._gap_s.value if self._gap_s.samples >= MIN_SAMPLES else None
+
+    def finished(
+        self,
+        hashes: Sequence[bytes],
+        prompt_tokens: int,
+        tokens: int,
+        now: float,
+        shared: Callable[[bytes], bool] = lambda _hash: False,
+    ) -> None:
+        """A request is finished. hashes: of its full blocks. tokens: of prompt and answer.
+
+        shared: whether other conversations pass through a block too, so that it says nothing about this one.
+        """
+        last = min(prompt_tokens // self._block_tokens, len(hashes)) - 1
+        waiting = self._waiting
+        # The prompt's own last block is left out: whoever waits there sent this very prompt before.
+        for index in range(last - 1, max(-1, last - 1 - MAX_LOOKUPS), -1):
+            turn = waiting.get(hashes[index])
+            if turn is not None and not shared(hashes[index]):
+                del waiting[hashes[index]]
+                self._growth.add(max(0, prompt_tokens - turn.tokens))
+                self._gap_s.add(now - turn.at)
+                break
+        if last >= 0:
+            waiting.pop(hashes[last], None)
+            waiting[hashes[last]] = _Turn(tokens, now)
+            if len(waiting) > MAX_WAITING:
+                del waiting[next(iter(waiting))]

@@ -1,0 +1,108 @@
+"""T-LRU ("Tail-Optimized Caching for LLM Inference", arXiv 2510.15152), in a lazy form.
+
+The next request of a conversation is L + Q̂ tokens long: the conversation so far, and what its next prompt adds. If all
+but ξ of them are cached, its first token comes in time. So when a request is finished, its blocks beyond L + Q̂ - ξ
+tokens are tagged, those at the end first. Tagged blocks stay in the cache; only when an allocation would evict a block
+are tagged ones given up in its place. Everything else stays LRU.
+
+Three things are added to the paper's rule:
+
+- A prefix that several conversations share is never tagged: the next request that needs it may be another's.
+- The oldest blocks go before any tagged one if nobody has used them for three turn gaps: their conversation has
+  probably ended. With a fixed ξ in a roomy cache this takes most of the harm away.
+- A conversation that is known to have ended is tagged as a whole, and goes first of all.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from warmfleet_worker.eviction.next_prompt import NextPrompt
+from warmfleet_worker.eviction.shared_prefixes import SharedPrefixes
+from warmfleet_worker.eviction.tags import Tags
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from warmfleet_worker.eviction.objective import Objective
+
+SILENT_GAPS = 3  # a conversation that is silent for so many mean turn gaps counts as ended
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that is finished.
+
+    numbers, hashes: of its full blocks, from the prompt's begin. tokens: of prompt and answer. ended: its conversation
+    will not go on.
+    """
+
+    numbers: Sequence[int]
+    hashes: Sequence[bytes]
+    prompt_tokens: int
+    tokens: int
+    ended: bool = False
+
+
+class TailEviction:
+    """What one engine gives up first. Every method runs on the engine's thread, and none waits.
+
+    Blocks have numbers; a number may get new content, and then it has another hash. What is kept is bounded by the
+    engine's blocks and by the constants of the parts. tagged, given_up: blocks, since the start.
+    """
+
+    def __init__(self, block_tokens: int, objective: Objective) -> None:
+        self._block_tokens = block_tokens
+        self.objective = objective
+        self.next_prompt = NextPrompt(block_tokens)
+        self.tags = Tags()
+        self.tagged = self.given_up = 0
+        self._shared = SharedPrefixes()
+        self._used_at: dict[int, float] = {}  # monotonic seconds at which the last user of a block was finished
+        self._known: dict[int, bytes] = {}  # the hashes of the blocks of all finished requests
+
+    def finished(self, request: Finished, now: float) -> None:
+        """Decide about the blocks of a request that is finished; ``now`` in monotonic seconds."""
+        numbers, hashes = request.numbers, request.hashes
+        known = len(numbers)
+        while known and self._known.get(numbers[known - 1]) != hashes[known - 1]:
+            known -= 1
+        if known < len(numbers):
+            self._known.update(zip(numbers[known:], hashes[known:], strict=True))
+            if known:
+                self._shared.note(hashes[known - 1], hashes[known])
+        self._used_at.update(dict.fromkeys(numbers, now))
+        self.next_prompt.finished(hashes, request.prompt_tokens, request.tokens, now, self._shared.ends_at)
+        kept = 0 if request.ended else min(len(numbers), self.budget_blocks(request.tokens, now))
+        beyond = []
+        for index in range(len(numbers) - 1, kept - 1, -1):
+            if self._shared.ends_at(hashes[index]):
+                kept = index + 1
+                break
+            beyond.append((numbers[index], hashes[index]))
+        self.tags.keep(numbers[:kept])
+        self.tags.tag(beyond, ended=request.ended)
+        self.tagged += len(beyond)
+
+    def budget_blocks(self, tokens: int, now: float) -> int:
+        """How many blocks of a conversation of so many tokens must stay for its next request to meet the objective."""
+        xi = self.objective.xi_tokens(now)
+        if not xi:
+            return sys.maxsize
+        return max(0, -((xi - tokens - self.next_prompt.growth_tokens) // self._block_tokens))
+
+    def is_silent(self, number: int, now: float) -> bool:
+        """Whether this free block belongs to nobody who is likely to come back: it may go before tagged ones."""
+        gap = self.next_prompt.gap_s
+        return gap is not None and now - self._used_at.get(number, now) > SILENT_GAPS * gap
+
+    def give_up(self, count: int, valid: Callable[[int, bytes], bool]) -> list[int]:
+        """The numbers of up to ``count`` tagged blocks that go in place of others, in their order.
+
+        valid: whether the block of this number is free and still has this hash.
+        """
+        taken = self.tags.take(count, valid)
+        self.given_up += len(taken)
+        return taken
