@@ -41,7 +41,7 @@ from tests.bench.proxy_requests import (
     known_large,
     known_talk,
 )
-from tests.bench.proxy_routers import Cores, Fleet, Router, cpu_s, on_core
+from tests.bench.proxy_routers import Cores, Fleet, Router, cpu_s, on_core, sources
 
 from warmfleet_loadtest.stacks import peers
 from warmfleet_loadtest.stacks.processes import Processes, StackError, end_on_signals
@@ -292,8 +292,7 @@ def starters(options: argparse.Namespace) -> dict[str, Callable[[Fleet], Router]
     if not options.quick:
         made[NO_HANDOFF] = partial(Fleet.replica, name=NO_HANDOFF, more={"WARMFLEET_TOKEN_HANDOFF": "0"})
     for folder in options.beside:
-        sources = os.pathsep.join(str(folder.resolve() / part) for part in ("app", "worker_plugin", "loadtest"))
-        made[folder.name] = partial(Fleet.replica, name=folder.name, more={"PYTHONPATH": sources})
+        made[folder.name] = partial(Fleet.replica, name=folder.name, more=sources(folder))
     wanted = [name for name in options.peers.split(",") if name]
     missing = peers.missing(wanted, options.peers_folder)
     if missing:

@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -19,7 +20,6 @@ from warmfleet_loadtest.stacks.processes import Processes, free_ports, get_json,
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
 #: The store shares its core with engines and client, so it may answer late; and no request may have to queue, for
 #: the stubs report no progress, and booked work would seem to pile up.
@@ -31,6 +31,14 @@ REPLICA = {
 }
 ONE_THREAD = {"TOKIO_WORKER_THREADS": "1", "PYTHONPATH": ""}
 BOOKED = b"x-warmfleet-reservation: booked"
+ROOT = Path(__file__).parents[2]
+PARTS = ("app", "worker_plugin", "loadtest")
+
+
+def sources(checkout: Path = ROOT) -> dict[str, str]:
+    """The variable by which any interpreter finds the code of a checkout, whether or not it has it installed."""
+    folder = checkout.resolve()
+    return {"PYTHONPATH": os.pathsep.join(map(str, (*(folder / part for part in PARTS), ROOT)))}
 
 
 def cpu_s(pids: tuple[int, ...]) -> float:
@@ -113,7 +121,7 @@ class Fleet:
         [port] = free_ports(1)
         argv = [self._python, *program, "serve", "--port", str(port), "--redis", self.store_url, "--models", MODEL]
         ready = partial(replica_ready, f"http://127.0.0.1:{port}", len(self.engines.stubs))
-        return Router(name, port, self._start(name, argv, {**REPLICA, **more}, ready), BOOKED)
+        return Router(name, port, self._start(name, argv, {**sources(), **REPLICA, **more}, ready), BOOKED)
 
     def peer(self, name: str, folder: Path) -> Router:
         """Start a router of another project, whose commands are in ``folder``, and wait until it knows its workers."""

@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.bench.proxy_client import AnswerError, at_rate, burst_of, connected, in_turn, request
 from tests.bench.proxy_profile import shares
 from tests.bench.proxy_requests import KINDS, PLAIN, SMALL_BYTES, body, small
+from tests.bench.proxy_routers import ROOT, Cores, Engines, Fleet
 from tests.bench.sampled_replica import place
 from tests.bench.stub_engines import TOKEN_BYTES, Stub, tokenised
 
@@ -38,6 +40,28 @@ def test_a_small_run_reports_every_figure() -> None:
     assert "smg" not in found
     assert "not installed, and left out: smg; `" in done.stderr
     assert "-m warmfleet_loadtest.stacks.peers` installs" in done.stderr
+
+
+def test_replicas_find_their_code_under_any_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--python`` may name one that has only the packages of a lock installed."""
+    monkeypatch.setenv("PYTHONPATH", "")
+    started: dict[str, str] = {}
+
+    class Started:
+        def spawn(self, _kind: str, _name: str, _argv: list[str], more: dict[str, str]) -> Any:
+            started.update(more)
+            return SimpleNamespace(pid=os.getpid())
+
+        def wait(self, _name: str, _ready: object) -> None: ...
+
+    fleet = object.__new__(Fleet)
+    fleet.processes, fleet.store_url, fleet.engines = cast("Any", Started()), "", Engines((), ())
+    fleet._python, fleet._cores = sys.executable, Cores.of_this_machine()
+    fleet.replica("ours", {})
+    find = "import warmfleet, sys; sys.stdout.write(warmfleet.__path__[0])"
+    bare = [sys.executable, "-S", "-c", find]
+    done = subprocess.run(bare, capture_output=True, text=True, check=True, env=started)
+    assert done.stdout == str(ROOT / "app" / "warmfleet")
 
 
 def test_requests_have_the_size_that_their_name_says() -> None:
