@@ -19,7 +19,7 @@ ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy,
       0: none), tenant (8 bytes; empty: this request neither waits nor gives way to others), priority (0 first, 15
       last), waited_ms (so far), may_wait (0: it gets no ticket), barred (those of exclude that can never serve
       it, kept with its ticket: not a worker that only failed a moment ago), limits (of the client's key, packed; empty:
-      it has none),
+      it has none; one byte more: they have let the request in before),
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why}, in mode 2 then what DRY tells after why;
@@ -42,6 +42,7 @@ local waited_ms, may_wait, barred, limits = tonumber(ARGV[15]), ARGV[16], ARGV[1
 local FIRST_CHAIN, MAX_CHAINS, MAX_REAPED, MAX_TOKENS = 19, 4, 8, 2147483647
 local MODE_DRY, MODE_TELL, STAGE_TOMBSTONE, CLIENT_AT, LIMITS_BYTES = 1, 2, 3, 26, 8
 local LEASE, ROW_FLAGS, ROW_BYTES, FLAGS_AT, WORKER_ID_AT, FLAG_APPROXIMATE = ">I4I4I4I4I4I4BB", ">I2", 58, 21, 59, 16
+local JUDGED = 2147483648 -- on top of a lease's matched_tokens
 local POLICIES = { cost = 1, least_loaded = 1, round_robin = 1, random = 1, power_of_two = 1, session = 1, sticky = 1,
   two_state = 1, prefix_affinity = 1, chwbl = 1 }
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
@@ -51,7 +52,7 @@ if id == "" or not POLICIES[policy] or not (prompt_tokens and decode_tokens and 
     and order and objective_s and tenant and priority and waited_ms and may_wait and barred and limits)
     or tenant ~= "" and (#tenant ~= 8 or priority < 0 or priority > 15)
     or #ARGV > FIRST_CHAIN + MAX_CHAINS * 3 - 1
-    or limits ~= "" and (#limits ~= LIMITS_BYTES or #id < CLIENT_AT)
+    or limits ~= "" and (#limits < LIMITS_BYTES or #limits > LIMITS_BYTES + 1 or #id < CLIENT_AT)
     or not (prompt_tokens >= 1 and prompt_tokens <= MAX_TOKENS and decode_tokens >= 0 and decode_tokens <= MAX_TOKENS)
 then
   return redis.error_reply("BAD_ARGUMENT decide: an id, a known policy, its numbers, and at most four chains")
@@ -79,7 +80,7 @@ if known then
   if stage == STAGE_TOMBSTONE then return redis.error_reply("CANCELLED " .. id .. " ended before it was booked") end
   local worker = sub(known, worker_at, worker_at + length - 1)
   local flags = unpack_from(ROW_FLAGS, call("HGET", load_key, worker) or ("\0"):rep(ROW_BYTES), FLAGS_AT)
-  return { "KNOWN", worker, own, 0, 0, "0", url_of(worker, flags), 0, tokens, prefill, decode, flags, "known" }
+  return { "KNOWN", worker, own % JUDGED, 0, 0, "0", url_of(worker, flags), 0, tokens, prefill, decode, flags, "known" }
 end
 local time = call("TIME")
 local now = time[1] * 1000 + floor(time[2] / 1000)

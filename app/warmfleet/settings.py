@@ -228,10 +228,12 @@ class Settings:
     uploads_max_bytes: int = _setting(
         1_073_741_824,
         "request bodies that one replica holds in memory, no less than `WARMFLEET_BODY_MAX_BYTES`; beyond, the largest "
-        "unfinished one is answered with 503",
+        "unfinished one is answered with 503. The operators' port has as much again for itself",
     )
     max_connections: int = _setting(
-        4_096, "client connections that one replica holds open; at the limit a new one takes the place of an idle one"
+        4_096,
+        "connections that one replica holds open on each of its ports (clients', operators'); at the limit a new one "
+        "takes the place of an idle one",
     )
     keepalive_s: float = _setting(
         75.0, "a client's connection without a request is closed after this time; a proxy in front must close earlier"

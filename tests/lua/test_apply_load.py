@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.lua.stream import SCHEME, Core, block, blocks, digest_of, with_load
 
-from warmfleet.fleet import Ask, Flag, Fleet, Lease, Stage
+from warmfleet.fleet import Ask, ClientLimits, Flag, Fleet, Lease, Stage, new_reservation
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
@@ -136,6 +136,53 @@ async def test_of_several_prompts_each_gives_back_its_share(core: Core, fleet: F
     assert await fleet.counts() == {}  # predictions are of the whole, outcomes of the parts
 
 
+@pytest.mark.parametrize("told", ["before", "after", "never"])
+@pytest.mark.parametrize("prompts", [1, 2])
+async def test_a_failure_after_the_prefill_gives_the_prompt_back(
+    core: Core, fleet: Fleet, told: str, prompts: int
+) -> None:
+    """A gateway's ``failed`` tells no tokens: those of the prompt stay in the lease, also once they were compared."""
+    await core.heartbeat(digest_of())
+    await core.applied()
+    await routable(core)
+    limits = ClientLimits("team-a", tokens_per_minute=1_000_000)
+    ask = Ask(new_reservation(prompts, client=limits.tag), (), 100_000, 100_000, limits=limits)
+    await fleet.decide(ask)
+    if told == "before":
+        await fleet.settle(ask.reservation, "started")
+    for _ in range(prompts):
+        await core.send("progress", wire.dumps([[ask.reservation, 0, 100_000 // prompts]]))
+    await core.applied()
+    if told == "after":
+        await fleet.settle(ask.reservation, "started")
+    held = await leased(core, ask.reservation)
+    assert (held.stage, held.judged, held.prompt_tokens) == (Stage.STARTED, prompts == 1, 100_000)
+    known = await fleet.decide(ask)
+    assert (known.outcome, known.matched_tokens, known.prompt_tokens) == ("known", 0, 100_000)
+    await fleet.settle(ask.reservation, "failed")
+    after = await fleet.decide(replace(ask, reservation=new_reservation(1, client=limits.tag), prompt_tokens=1))
+    assert after.use is not None
+    assert after.use.tokens == 1
+
+
+async def test_with_the_last_request_everything_booked_ends(core: Core, fleet: Fleet) -> None:
+    """Scripts of an older version booked, and scripts of this version give back: their sums may differ."""
+    await core.heartbeat(digest_of())
+    await core.applied()
+    await routable(core)
+    for name in ("wf-one", "wf-two"):
+        await fleet.decide(Ask(name, (), 100, 200))
+    skewed = replace(await core.row(), prefill_tokens=-70, decode_tokens=470).pack("s.0")
+    await cast("Any", core.store.hset(core.keys.load, "s.0", skewed))
+    await fleet.settle("wf-one", "started")
+    await fleet.settle("wf-one", "finished")
+    row = await core.row()
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (-170, 270, 1)
+    await fleet.settle("wf-two", "finished")
+    row = await core.row()
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
+
+
 async def test_progress_cannot_touch_what_is_not_the_workers(core: Core, fleet: Fleet) -> None:
     await lease(core, "wf-other", worker_id="t.0")
     await lease(core, "wf-dead", stage=Stage.TOMBSTONE)
@@ -190,7 +237,8 @@ async def test_blocks_that_were_reported_are_credited_no_longer(core: Core, flee
     await core.send("progress", wire.dumps([["wf-real", 0, 60]]))
     await core.applied()
     told = await leased(core, "wf-real")
-    assert (told.stage, told.prompt_tokens, told.checkpoints, await credit(core)) == (Stage.STARTED, 0, (), [])
+    assert (told.stage, told.judged, told.prompt_tokens) == (Stage.STARTED, True, 60)
+    assert (told.checkpoints, await credit(core)) == ((), [])
     assert await matched(fleet, 1, 2, 3) == 3
     await core.send("removed", block(3))
     await core.applied()

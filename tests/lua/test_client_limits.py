@@ -163,6 +163,24 @@ async def test_a_second_try_counts_once(world: World) -> None:
     assert (decision.use.in_flight, decision.use.tokens) == (1, 101)
 
 
+async def test_another_attempt_at_an_admitted_request_counts_and_is_not_refused(world: World) -> None:
+    """Its first worker failed, and its place was taken before the next one was asked for."""
+    await world.workers(2)
+    limits = ClientLimits("team-a", concurrency=1, tokens_per_minute=150)
+    first, other, again = asked(world, limits), asked(world, limits), asked(world, limits.of_admitted)
+    await world.fleet.decide(first)
+    await world.fleet.settle(first.reservation, "failed")
+    await world.fleet.decide(other)
+    decision = await world.fleet.decide_in_turn(again, Place())
+    assert isinstance(decision, Decision)
+    assert decision.use is not None
+    assert (decision.use.in_flight, decision.use.tokens) == (2, 202)
+    with pytest.raises(RateLimited):
+        await world.fleet.decide_in_turn(asked(world, limits), Place())
+    await world.fleet.settle(again.reservation, "failed")
+    assert await in_flight(world, limits) == {other.reservation}
+
+
 # ---------------------------------------------------------------- tokens
 
 
@@ -299,6 +317,19 @@ async def test_a_request_that_waits_is_in_flight(world: World) -> None:
     await world.fleet.settle(first.reservation, "cancelled")
     await world.fleet.poll((), [third.reservation])
     assert await in_flight(world, limits) == set()
+
+
+async def test_a_ticket_that_is_asked_about_keeps_its_clients_place(world: World) -> None:
+    """Also if the place expired a moment before: other requests of the client find it taken again."""
+    await saturated(world)
+    limits = ClientLimits("team-a", 1)
+    ask = asked(world, limits)
+    assert isinstance(await world.fleet.decide_in_turn(ask, Place()), Queued)
+    await world.store.zadd(f"{world.keys.prefix}client:{limits.tag}", {ask.reservation: 1})
+    await world.fleet.poll([ask.reservation])
+    with pytest.raises(RateLimited):
+        await world.fleet.decide_in_turn(asked(world, limits), Place())
+    assert await in_flight(world, limits) == {ask.reservation}
 
 
 async def test_a_ticket_that_expires_or_is_displaced_gives_its_place_back(world: World) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +23,7 @@ import pytest
 from warmfleet.fleet import ClientLimits, constants, new_reservation
 from warmfleet.fleet.client import script_source
 from warmfleet.fleet.codes import Mark, Mode, Next, Standing
-from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
+from warmfleet.fleet.rows import JUDGED, Flag, Lease, LoadRow, Stage
 from warmfleet_worker.protocol.wire import CLIENT_TAG_LENGTH, reservation_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ ROW_BYTES = len(LoadRow().pack(""))
 
 def lease_positions() -> dict[str, int]:
     """The first byte (from 1) of each number of a packed lease, and of the worker id behind them."""
-    numbers = [name for name in LEASE_FIELDS if name not in ("WORKER_ID", "CHECKPOINTS")]
+    numbers = [name for name in LEASE_FIELDS if name not in ("WORKER_ID", "CHECKPOINTS", "JUDGED")]
     zero = dict.fromkeys((name.lower() for name in numbers), 0)
     plain = Lease(**cast("dict[str, Any]", zero), worker_id="").pack()
     found = {"WORKER_ID": len(plain) + 1}
@@ -168,6 +168,15 @@ def test_positions_are_those_of_the_packed_records() -> None:
             assert int(value) == ROW_FIELDS.index(name.removesuffix("_FIELD")) + 1, f"{file}: {name}"
             count += 1
     assert count > 40
+
+
+def test_the_mark_of_a_judged_lease_is_that_of_python() -> None:
+    assert {file: int(value) for file, name, value in ALL if name == "JUDGED"} == dict.fromkeys(
+        ("decide.lua", "parts/apply/progress.lua"), JUDGED
+    )
+    lease = Lease(1, 2, 3, 4, 2**31 - 1, 6, 1, "w.0", (b"12345678",), judged=True)
+    assert Lease.unpack(lease.pack()) == lease
+    assert not Lease.unpack(replace(lease, judged=False).pack()).judged
 
 
 def test_the_clients_tag_is_at_the_end_of_an_id() -> None:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import struct
 from base64 import urlsafe_b64encode
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +20,25 @@ if TYPE_CHECKING:
 MAX_LIMIT = 4_294_967_295
 RETRY_AFTER_S = 1  # seconds after which a client with too many requests in flight may try again: nobody knows better
 _LIMITS = struct.Struct(">II")
+_ADMITTED = b"+"  # behind the limits: lua/parts/decide/client_limits.lua refuses no such request
 
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """The limits of one key. name: of the key. concurrency: requests in flight; tokens_per_minute; 0: no such limit."""
+    """The limits of one key. name: of the key. concurrency: requests in flight; tokens_per_minute; 0: no such limit.
+
+    admitted: they have let this request in before. It counts, and is not refused.
+    """
 
     name: str
     concurrency: int = 0
     tokens_per_minute: int = 0
+    admitted: bool = False
+
+    @cached_property
+    def of_admitted(self) -> ClientLimits:
+        """These limits for a further attempt at a request that they have let in."""
+        return replace(self, admitted=True)
 
     @cached_property
     def tag(self) -> str:
@@ -39,7 +49,7 @@ class ClientLimits:
     @cached_property
     def packed(self) -> bytes:
         """The argument ``limits`` of decide, in the protocol of Redis."""
-        return pack(_LIMITS.pack(self.concurrency, self.tokens_per_minute))
+        return pack(_LIMITS.pack(self.concurrency, self.tokens_per_minute) + _ADMITTED * self.admitted)
 
     def refusal(self, answer: Sequence[Any], prompt_tokens: int) -> RateLimited:
         """The error for the answer LIMITED of decide."""

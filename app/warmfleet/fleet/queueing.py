@@ -50,7 +50,8 @@ class Queue(Reservations):
         """As ``decide``, but a request that must wait gets a ticket, under its reservation's id.
 
         When its turn comes, the caller calls this again with the same id. Raises what ``decide`` raises, and
-        RateLimited if the request's client is at a limit; then Redis holds nothing for this id.
+        RateLimited if the request's client is at a limit; then Redis holds for this id what it held before, which may
+        be a ticket that was asked about too late.
         """
         command = self.decide_command(ask, Mode.TELL if tell else Mode.BOOK, place)
         answer = await self.call("decide", command, self.timeouts.request_s)

@@ -12,6 +12,7 @@ from enum import IntEnum
 
 _ROW = struct.Struct(">IiiiIHIIIIIIIII")
 _LEASE = struct.Struct(">6I2B")
+JUDGED = 2**31  # added to the matched_tokens of a packed lease whose match was compared; no prompt is as long
 
 
 class Flag(IntEnum):
@@ -72,7 +73,10 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One reservation: its share of its worker's load, and the checkpoints at which it counts in ``x:``."""
+    """One reservation: its share of its worker's load, and the checkpoints at which it counts in ``x:``.
+
+    judged: its match was compared with what the engine had cached.
+    """
 
     epoch: int
     slot: int
@@ -83,10 +87,12 @@ class Lease:
     stage: int
     worker_id: str
     checkpoints: tuple[bytes, ...] = ()
+    judged: bool = False
 
     def pack(self) -> bytes:
         worker_id = self.worker_id.encode()
-        numbers = (self.epoch, self.slot, self.prefill_tokens, self.decode_tokens, self.matched_tokens)
+        matched = self.matched_tokens + JUDGED * self.judged
+        numbers = (self.epoch, self.slot, self.prefill_tokens, self.decode_tokens, matched)
         head = _LEASE.pack(*numbers, self.prompt_tokens, self.stage, len(worker_id))
         return head + worker_id + b"".join(self.checkpoints)
 
@@ -96,4 +102,5 @@ class Lease:
         end = _LEASE.size + length
         checkpoints = tuple(packed[at : at + 8] for at in range(end, len(packed), 8))
         worker_id = packed[_LEASE.size : end].decode()
-        return cls(epoch, slot, prefill, decode, matched, prompt, stage, worker_id, checkpoints)
+        judged, matched = divmod(matched, JUDGED)
+        return cls(epoch, slot, prefill, decode, matched, prompt, stage, worker_id, checkpoints, bool(judged))

@@ -47,7 +47,8 @@ class AttemptState(Enum):
     ``asks``           NEW, QUEUED → ASKED                a decision is asked for, first or when its turn came
     ``booked``         ASKED → BOOKED                     a worker was chosen and its load was booked
     ``queued``         ASKED → QUEUED                     all workers are saturated; the request got a ticket
-    ``refused``        ASKED → NEW                        the queue is full, or the client's key is at a limit
+    ``refused``        ASKED → NEW                        the queue is full
+    ``limited``        ASKED → as it was before           the client's key is at a limit; an earlier ticket may be left
     ``not_booked``     ASKED → QUEUED                     no worker can be chosen; an earlier ticket may be left
     ``unanswered``     ASKED → QUEUED                     Redis failed; the reservation is cancelled besides
     ``hand_over``      BOOKED → RELEASED                  a gateway keeps the lease, and settles it by itself
@@ -132,8 +133,8 @@ class Attempt:
     """
 
     __slots__ = (
-        "_attempts", "_avoids_failing", "avoided", "decision", "explanation", "never", "on_first_byte", "output",
-        "pool", "reservation", "state",
+        "_attempts", "_avoids_failing", "_before", "avoided", "decision", "explanation", "never", "on_first_byte",
+        "output", "pool", "reservation", "state",
     )  # fmt: skip
 
     def __init__(
@@ -151,7 +152,7 @@ class Attempt:
         self.reservation = reservation
         self.never = never
         self.avoided: tuple[str, ...] = ()
-        self.state = AttemptState.NEW
+        self._before = self.state = AttemptState.NEW
         self.decision: Decision | None = None
         self.explanation = b""
         self.on_first_byte: Callable[[Attempt], None] | None = None
@@ -173,15 +174,19 @@ class Attempt:
 
     def asks(self) -> None:
         """A decision is asked for: until Redis answers, it may have booked the request or given it a ticket."""
-        self.state = AttemptState.ASKED
+        self._before, self.state = self.state, AttemptState.ASKED
 
     def queued(self) -> None:
         """Redis' answer to the decision was a ticket: all workers are saturated, and the request waits."""
         self.state = AttemptState.QUEUED
 
     def refused(self) -> None:
-        """Redis' answer was that the queue is full, or the client's key at a limit: the request got no ticket."""
+        """Redis' answer was that the queue is full: the request got no ticket, and has none."""
         self.state = AttemptState.NEW
+
+    def limited(self) -> None:
+        """Redis' answer was that the client's key is at a limit. A ticket from before is left at the end."""
+        self.state = self._before
 
     def not_booked(self) -> None:
         """Redis' answer to the decision was that no worker can be chosen."""

@@ -141,3 +141,8 @@ class Job(NamedTuple):
     priority: int = 0
     logged: bool = False
     continuable: Continuable | None = None
+
+    def admitted(self) -> Job:
+        """The job for another attempt: the limits of its client have let it in, and do not refuse it half-way."""
+        limits = self.call.limits
+        return self if limits is None else self._replace(call=self.call._replace(limits=limits.of_admitted))

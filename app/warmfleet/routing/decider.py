@@ -57,7 +57,7 @@ class Decider:
             raise
         except RateLimited as error:
             pool.degraded.succeeded()
-            attempt.refused()
+            attempt.limited()
             if call.limits is not None:
                 self._metrics.client_limits.labels(call.limits.name, error.type).inc()
             raise

@@ -100,7 +100,7 @@ class Router:
             except StreamCut as cut:
                 outcome = "failed"
                 attempt.release(outcome)  # before another worker is chosen
-                await self._continuation.go_on(job, cut, answer)
+                await self._continuation.go_on(job.admitted(), cut, answer)
                 return
             except UpstreamGone as error:
                 outcome = "failed"
@@ -110,6 +110,7 @@ class Router:
                     attempt.worker_failed()
                 retries.worker_failed(decision, error)  # raises the error if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
+                job = job.admitted()
             except NoWorker as error:
                 retries.no_worker(
                     error, avoided_some=bool(attempt.avoided)

@@ -8,8 +8,8 @@ one more, the key of the leases, and three functions: count(counter), parse_list
 --]]
 local call = redis.call
 local LEASE_HEAD, LEASE_BYTES = ">I4I4I4I4I4I4BB", 26
-local LEASE_PROMPT_TOKENS_AT, LEASE_STAGE_AT, LEASE_WORKER_ID_AT = 21, 25, 27 -- of a packed lease
-local NO_LEASE, NO_PROMPT_TOKENS = ("\0"):rep(LEASE_BYTES), "\0\0\0\0"
+local LEASE_WORKER_ID_AT, JUDGED = 27, 2147483648 -- of a packed lease; added to its matched_tokens: lua/README.md
+local NO_LEASE = ("\0"):rep(LEASE_BYTES)
 local EPOCH_FIELD, PREFILL_TOKENS_FIELD, SLOT_FIELD, FLAGS_FIELD = 1, 2, 5, 6
 local UNDER_WAY_TOKENS_FIELD, SINCE_MS_FIELD = 14, 15 -- of an unpacked row
 local FLAG_PROVEN, FLAG_PARTIAL = 4, 64
@@ -37,39 +37,41 @@ return function(state, operation, LEASE, count, parse_list, integers)
     return held == 1
   end
 
-  -- The prefill of one prompt of a reservation is done. Of several prompts each gives back its share of what is booked;
-  -- the lease keeps what is left.
+  -- The prefill of one prompt of a reservation is done. Of several prompts each gives back its share of what was
+  -- booked; the lease keeps what is left. Shares are rounded up, so that nothing is left behind the last one.
   local function started(id, cached, prompt_tokens, time)
     local lease = call("HGET", LEASE, id)
     local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE_HEAD, lease or NO_LEASE)
     if not lease or stage == STAGE_TOMBSTONE then return count("late") end
     if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= WORKER then return count("foreign") end
-    local mark, expected = id:sub(MARK_AT, MARK_AT), prompt
+    local mark = id:sub(MARK_AT, MARK_AT)
     local several = mark == MARK_SEVERAL_PROMPTS
-    -- Not compared: a lease that renew has rebuilt (no prompt is known), and a prompt whose token ids nobody knew.
-    if prompt > 0 and not several and mark ~= MARK_ESTIMATED then
+    -- Compared once: a beam search goes on with longer prompts under the same id. Never compared: a lease that renew
+    -- has rebuilt (no prompt is known), and a prompt whose token ids nobody knew.
+    local compares = prompt > 0 and matched < JUDGED and not several and mark ~= MARK_ESTIMATED
+    if compares then
       count(cached == matched and "exact" or cached > matched and "over" or "short")
       if prompt_tokens ~= prompt then count("prompt") end
       if judge(prompt_tokens == prompt, call("GETRANGE", ("%sc:%d:%s"):format(PREFIX, slot, id), -8, -1)) then
         (include "shared/release_speculation")(PREFIX)(id, lease)
         lease = lease:sub(1, LEASE_BYTES + length) -- without checkpoints
       end
-      prompt = 0 -- judged once: a beam search goes on with longer prompts under the same id
+      matched = matched + JUDGED
     end
     if stage > STAGE_BOOKED then -- settle has told the first byte before
-      if prompt == expected then return end
-      local head = lease:sub(1, LEASE_PROMPT_TOKENS_AT - 1)
-      return call("HSET", LEASE, id, head .. NO_PROMPT_TOKENS .. lease:sub(LEASE_STAGE_AT))
+      if not compares then return end
+      local head = struct.pack(LEASE_HEAD, epoch, slot, prefill, decode, matched, prompt, stage, length)
+      return call("HSET", LEASE, id, head .. lease:sub(LEASE_WORKER_ID_AT))
     end
-    local left = several and math.max(0, prompt - prompt_tokens) or 0
-    local kept = math.floor(prefill * left / math.max(1, prompt))
+    local share = several and prompt > 0 and math.ceil((prompt - matched) * prompt_tokens / prompt) or prefill
+    local kept = math.max(0, prefill - share)
     if epoch == row[EPOCH_FIELD] then
       local row_prefill = row[PREFILL_TOKENS_FIELD] - prefill + kept
       row[PREFILL_TOKENS_FIELD], changed.row = row_prefill, true
       row[UNDER_WAY_TOKENS_FIELD], row[SINCE_MS_FIELD] = math.max(0, math.min(prefill, row_prefill)), time % U32
     end
-    local new_stage, new_prompt = left == 0 and STAGE_STARTED or STAGE_BOOKED, several and left or prompt
-    local head = struct.pack(LEASE_HEAD, epoch, slot, kept, decode, matched, new_prompt, new_stage, length)
+    local new_stage = kept == 0 and STAGE_STARTED or STAGE_BOOKED
+    local head = struct.pack(LEASE_HEAD, epoch, slot, kept, decode, matched, prompt, new_stage, length)
     call("HSET", LEASE, id, head .. lease:sub(LEASE_WORKER_ID_AT))
   end
 

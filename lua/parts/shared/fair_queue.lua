@@ -43,7 +43,7 @@ return function(queue_key, now_us, ticket_ms, prefix)
   function queue.renew(id)
     call("ZADD", leases, "XX", exact(now + ticket_ms), id)
     local client = client_of(id)
-    if client and client.counts() then client.hold(now + ticket_ms) end
+    if client then client.hold(now + ticket_ms) end
   end
 
   -- The first ticket of a flow tells its place among flows of the same time.

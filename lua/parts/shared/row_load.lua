@@ -4,6 +4,7 @@ shared/row_load: what a lease books on its worker's load row, or gives back.
 Takes the key of load and the server's time in ms. Returns add(worker, epoch, prefill, decode, count), which adds these
 to the row and returns the epoch and the slot of the row, and the row as it was. It does nothing and returns nothing if
 the worker is gone or has joined anew, which shows in another epoch (epoch nil: any will do). It never makes a row.
+When no request is in flight any more, nothing is booked: whatever an older script left on the row ends then.
 The row also says since when a prefill may be under way, and of how many tokens at most: of what is booked on an idle
 worker; later of no more than the prefill that ended last, nor than what is left.
 --]]
@@ -19,7 +20,9 @@ return function(load_key, now)
     local row_epoch, row_prefill, row_decode, row_count, slot = struct.unpack(ROW_EPOCH_TO_SLOT, row)
     if epoch and epoch ~= row_epoch then return end
     local left, under_way = row_prefill + prefill, row:sub(UNDER_WAY_TOKENS_AT, WORKER_ID_AT - 1)
-    local head = struct.pack(ROW_EPOCH_TO_IN_FLIGHT, row_epoch, left, row_decode + decode, row_count + count)
+    decode, count = row_decode + decode, row_count + count
+    if count == 0 then left, decode = 0, 0 end
+    local head = struct.pack(ROW_EPOCH_TO_IN_FLIGHT, row_epoch, left, decode, count)
     if prefill < 0 or row_prefill <= 0 then
       local tokens = math.max(0, math.min(math.abs(prefill), left))
       under_way = struct.pack(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, tokens, now % U32)

@@ -75,6 +75,16 @@ def refused(attempt: Attempt) -> None:
     attempt.refused()
 
 
+def limited(attempt: Attempt) -> None:
+    attempt.asks()
+    attempt.limited()
+
+
+def limited_at_its_turn(attempt: Attempt) -> None:
+    queued(attempt)
+    limited(attempt)
+
+
 def booked(attempt: Attempt) -> None:
     queued(attempt)
     attempt.asks()
@@ -104,6 +114,8 @@ def never_asked(attempt: Attempt) -> None:
         (asked, AttemptState.ASKED, ["finished"], True),
         (queued, AttemptState.QUEUED, [], True),
         (refused, AttemptState.NEW, [], False),
+        (limited, AttemptState.NEW, [], False),
+        (limited_at_its_turn, AttemptState.QUEUED, [], True),
         (booked, AttemptState.BOOKED, ["finished"], False),
         (unanswered, AttemptState.QUEUED, ["cancelled"], True),
         (not_booked, AttemptState.QUEUED, [], True),

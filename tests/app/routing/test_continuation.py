@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 import zlib
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.app.api.test_key_limits import KEY, limited
 from tests.app.background.test_prober import SMALL, caching, worker
 from tests.app.engine import STREAM_HEAD, Engine, Seen, chunk, engine, reset
 from tests.app.replica import Replica, replica
@@ -30,6 +32,7 @@ from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENS = 20
@@ -305,6 +308,28 @@ async def test_an_error_of_the_engine_in_its_stream_is_a_break(valkey_url: str, 
         plan.says = b'data: {"error":{"message":"EngineCore encountered an issue","code":500}}\n\ndata: [DONE]\n\n'
         heard = await hear(router, CHAT)
         assert (heard.text, heard.error, heard.done) == (whole.text, "", 1)
+
+
+async def test_the_limits_of_its_client_do_not_end_a_stream_that_goes_on(
+    valkey_url: str, model: str, tmp_path: Path
+) -> None:
+    """It is the request that they have let in: counted once, and not refused although its prompt has grown."""
+    prompt = len(BODIES[COMPLETIONS]["prompt"])  # a token is a byte
+    rate = 2 * prompt + TOKENS + 3  # both prompts and the first answer: the first tokens of the second one are over it
+    settings = limited(tmp_path, concurrency=1, tokens_per_minute=rate)
+    async with pair(valkey_url, model, **settings) as (router, plan):
+        whole = await hear(router, COMPLETIONS, ASKS | KEY)
+        await router.unloaded()
+        plan.dies(TOKENS - 2)
+        heard = await hear(router, COMPLETIONS, ASKS | KEY)
+        assert (heard.text, heard.error) == (whole.text, "")
+        assert await results(router) == {"continued": 1}
+        await router.unloaded()
+        status, _, said = await router.post(BODIES[COMPLETIONS], COMPLETIONS, **KEY)
+        assert status == 429
+        told = json.loads(said)["error"]["message"]
+        used = int(re.search(r"used ([\d,]+) of", told)[1].replace(",", ""))  # type: ignore[index]
+        assert 2 * (prompt + TOKENS) - 30 < used <= 2 * (prompt + TOKENS), "what the client got, once"
 
 
 async def test_a_silent_engine_is_left(valkey_url: str, model: str) -> None:
