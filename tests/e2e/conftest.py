@@ -18,6 +18,7 @@ from warmfleet.cli.local.stack import Plan, Stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from warmfleet.cli.local.stack import Member
 
@@ -37,8 +38,9 @@ def patient() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def patience() -> Iterator[None]:
-    """Replicas that these tests start wait longer for their decisions."""
+def patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Replicas that these tests start wait longer for their decisions; commands find the stacks of their test alone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with patient():
         yield
 

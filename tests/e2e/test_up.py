@@ -88,11 +88,15 @@ def up(*options: str) -> Iterator[Up]:
 
 def test_what_it_prints_works_as_printed_and_ctrl_c_stops_everything() -> None:
     with up() as command:
-        address = command.wait_ready()
-        curl = re.search(r"^  curl .*\\\n.*'$", command.output, re.MULTILINE)
+        command.wait_ready()
+        curl = re.search(r"^  curl .*?content'$", command.output, re.MULTILINE | re.DOTALL)
         assert curl is not None
-        done = subprocess.run(["bash", "-c", curl[0]], capture_output=True, text=True, timeout=60)
-        assert '"finish_reason":' in done.stdout, done
+        asked = [subprocess.run(["bash", "-c", curl[0]], capture_output=True, text=True, timeout=60) for _ in range(2)]
+        first, second = (dict(re.findall(r"^x-warmfleet-(\w+)\S*: (\S+)", one.stdout, re.MULTILINE)) for one in asked)
+        assert first["matched"] == "0"
+        assert int(second["matched"]) > int(second["prompt"]) / 2
+        assert second["worker"] == first["worker"]
+        assert '"finish_reason":' in asked[1].stdout, asked
         snippet = re.search(r"^  from openai .*?\n  print\(.*?\n", command.output, re.MULTILINE | re.DOTALL)
         assert snippet is not None
         code = textwrap.dedent(snippet[0])
@@ -100,7 +104,7 @@ def test_what_it_prints_works_as_printed_and_ctrl_c_stops_everything() -> None:
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.split()) > 5
         listed = subprocess.run(
-            [sys.executable, "-m", "warmfleet", "workers", "--url", address],
+            [sys.executable, "-m", "warmfleet", "workers"],  # it finds the stack
             env=environment(),
             capture_output=True,
             text=True,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.client import table
 from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.local.running_stack import models_of
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Fleet, connect
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
@@ -55,9 +56,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"{wrong[0]!r} is neither a sha256 nor its first 12 or more hex digits")
     if (options.action == "list") == bool(wanted):
         raise CommandError("list takes no SHA256; show, approve and revoke take at least one")
-    models = options.model or [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
-    if not models:
-        raise CommandError("name the model with --model, or all of a router in WARMFLEET_MODELS")
+    models = models_of(options)
     asyncio.run(_run(options.action, wanted, options.redis, models))
     return 0
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.local.running_stack import models_of
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, WorkerState, connect
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
@@ -28,9 +29,7 @@ QUIET_S = 3.0
 
 def run(options: argparse.Namespace) -> int:
     """Drain, or undo it; 0. Raises CommandError with a sentence for the operator."""
-    models = options.model or [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
-    if not models:
-        raise CommandError("name the model with --model, or all of a router in WARMFLEET_MODELS")
+    models = models_of(options)
     if options.undo and options.wait:
         raise CommandError("--wait waits for requests to finish, --undo sends new ones: choose one of them")
     asyncio.run(_run(options.workers, options.redis, models, undo=options.undo, wait=options.wait))

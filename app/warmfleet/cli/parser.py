@@ -7,12 +7,14 @@ import os
 from functools import partial
 from importlib import metadata
 
+from warmfleet.cli.local import running_stack
 from warmfleet.settings import POLICIES
 
 MAX_DAYS = 36_500
 MAX_LIMIT = 4_294_967_295  # of a client's key, as in ``warmfleet.fleet``
 
 DEFAULT_URL = "http://127.0.0.1:8080"
+DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
 
 MAIN = """\
 Warmfleet sends each request to the vLLM engine whose KV cache already holds its prefix.
@@ -41,6 +43,8 @@ examples:
                                                    your own vLLM engines, without the plugin: their cached
                                                    blocks are inferred from the requests sent to them
   warmfleet up --engine vllm --engines 2           real vLLM on the CPU with a tiny model (after `make vllm`)
+  warmfleet up --engine vllm -- --max-model-len 8192 --block-size 64
+                                                   the same with flags for vLLM
   warmfleet up --redis redis://127.0.0.1:6379/0    your store instead of the embedded one
 """
 
@@ -199,8 +203,13 @@ def build_parser() -> argparse.ArgumentParser:
     _store(replay)
     _key(_command(commands, "key", "make an API key for a client", KEY))
     _acl(_command(commands, "acl", "print Redis users with least rights", ACL))
+    local = running_stack.found()
     for client in (workers, explain):
-        client.add_argument("--url", default=DEFAULT_URL, help="address of a replica (default %(default)s)")
+        client.add_argument(
+            "--url",
+            default=local.address if local else DEFAULT_URL,
+            help=f"address of a replica (default: that of `warmfleet up`, else {DEFAULT_URL})",
+        )
     return parser
 
 
@@ -228,6 +237,9 @@ def _up(parser: argparse.ArgumentParser) -> None:
     engines.add_argument("--step-time", metavar="PRESET", help="speed of simulated engines: preset or scale factor")
     engines.add_argument(
         "--vllm-python", metavar="PATH", help="interpreter that has vLLM (default .venv-vllm/bin/python)"
+    )
+    engines.add_argument(
+        "engine_flags", nargs="*", metavar="-- FLAG ...", help="flags for vLLM, which win over those of this command"
     )
     own = parser.add_argument_group("engines that you already run")
     own.add_argument(
@@ -285,42 +297,40 @@ def _artifacts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "sha256", nargs="*", metavar="SHA256", help="digest of a template, or its first 12 or more hex digits"
     )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        action="append",
-        default=[],
-        help="model tag; repeatable (default: WARMFLEET_MODELS)",
-    )
-    _store(parser)
+    _store_of_models(parser)
 
 
 def _drain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workers", nargs="+", metavar="WORKER", help="name of an engine core, or of its server for all")
     parser.add_argument("--undo", action="store_true", help="send them requests again")
     parser.add_argument("--wait", action="store_true", help="return when no request runs there any more")
+    _store_of_models(parser)
+
+
+def _policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help=f"{', '.join(POLICIES)}, or default")
+    _store_of_models(parser)
+
+
+def _store_of_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
         action="append",
         default=[],
-        help="model tag; repeatable (default: WARMFLEET_MODELS)",
+        help="model tag; repeatable (default: WARMFLEET_MODELS, else those of `warmfleet up`)",
     )
     _store(parser)
 
 
-def _policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help=f"{', '.join(POLICIES)}, or default")
-    parser.add_argument("--model", metavar="MODEL", action="append", default=[], help="model tag; repeatable")
-    _store(parser)
-
-
 def _store(parser: argparse.ArgumentParser) -> None:
+    local = running_stack.found()
     parser.add_argument(
         "--redis",
         metavar="URL",
-        default=os.environ.get("WARMFLEET_REDIS_URL", "redis://127.0.0.1:6379/0"),
-        help="address of the store (default: WARMFLEET_REDIS_URL, which keeps a password out of process lists)",
+        default=os.environ.get("WARMFLEET_REDIS_URL") or (local.redis_url if local else DEFAULT_REDIS),
+        help="address of the store (default: WARMFLEET_REDIS_URL, which keeps a password out of process lists, else "
+        f"that of `warmfleet up`, else {DEFAULT_REDIS})",
     )
 
 

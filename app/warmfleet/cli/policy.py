@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.local.running_stack import models_of
 from warmfleet.fleet import Fleet, connect
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
@@ -25,9 +26,7 @@ def run(options: argparse.Namespace) -> int:
     """Show or switch the policy of each named model; returns 0. Raises CommandError."""
     if options.name not in (None, DEFAULT, *POLICIES):
         raise CommandError(f"{options.name!r} is no policy; known are {', '.join(POLICIES)}, and {DEFAULT}")
-    models = options.model or [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
-    if not models:
-        raise CommandError("name the model with --model, or all of a router in WARMFLEET_MODELS")
+    models = models_of(options)
     asyncio.run(_run(options.name, options.redis, models))
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.engines import EngineOptions
+from warmfleet.cli.local.running_stack import RunningStack, announced
 from warmfleet.cli.local.stack import Plan, Stack
 from warmfleet.cli.local.watch import AnswerWatch
 from warmfleet.settings import engine_url
@@ -20,15 +22,25 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5  # between two looks for dead processes and first answers, both of which are read from files
 
+#: Long enough for several blocks of any engine, so that the second request visibly finds them.
+RULES = (
+    "You answer questions about a library. It opens at nine and closes at six, on Saturdays at one. A card costs "
+    "nothing and lasts for two years. Ten books may be borrowed at a time, for four weeks each, and renewed twice. A "
+    "late book costs ten cents a day, five euros at most. Films are lent for a week. Rooms for groups are booked at "
+    "the desk a day before. Children under twelve need a card of their own, which a parent signs."
+)
+
 READY = """
 Warmfleet is ready: {address}   (Ctrl-C stops everything)
 
-Try it with curl:
+Run this twice. x-warmfleet-matched-tokens says how many tokens of the prompt were in the engine's cache: 0 at first,
+and then most of them, because the second request goes to the engine that has computed them.
 
-  curl -s {address}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a KV cache?"}}], "max_tokens": 32}}'
+  curl -s -D- {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{{"model": "{model}",
+    "max_tokens": 32, "messages": [{{"role": "system", "content": "{rules}"}},
+    {{"role": "user", "content": "When do you open?"}}]}}' | grep -iE 'x-warmfleet-(worker|matched|prompt)|content'
 
-or with Python and the openai package{openai_hint}:
+With Python and the openai package{openai_hint}:
 
   from openai import OpenAI
   client = OpenAI(base_url="{address}/v1", api_key="none")
@@ -37,8 +49,8 @@ or with Python and the openai package{openai_hint}:
   )
   print(answer.choices[0].message.content)
 
-See the fleet:  {command} workers --url {address}
-Why there:      {command} explain --url {address} --message "What is a KV cache?"
+See the fleet:  {command} workers
+Why there:      {command} explain --message "What is a KV cache?"
 """
 
 
@@ -46,12 +58,15 @@ def plan_of(options: argparse.Namespace) -> Plan:
     """The command line as a Plan. Raises CommandError if it needs a package that is not installed."""
     if options.tokenizer and find_spec("transformers") is None:
         raise CommandError("--tokenizer needs the package transformers: pip install 'transformers>=5'")
+    if options.engine_flags and options.engine != "vllm":
+        raise CommandError(f"{options.engine_flags[0]!r} is for vLLM: add --engine vllm")
     engines = EngineOptions(
         count=options.engines or (2 if options.engine == "vllm" else 4),
         kind=options.engine,
         model=options.model or "",
         step_time=options.step_time or "",
         vllm_python=options.vllm_python or "",
+        flags=tuple(options.engine_flags),
     )
     return Plan(
         engines=engines,
@@ -74,10 +89,12 @@ def run(options: argparse.Namespace) -> int:
     plan = plan_of(options)
     try:
         with Stack(plan, say) as stack:
-            say(usage(stack.address, stack.names[0]))
-            if plan.workers:
-                say(_stock_note())
-            return serve(stack)
+            local = RunningStack(stack.address, stack.redis_url, stack.models, os.getpid())
+            with announced(local):
+                say(usage(stack.address, stack.names[0]))
+                if plan.workers:
+                    say(_stock_note())
+                return serve(stack)
     except KeyboardInterrupt:
         say("\nstopped: every process that was started is gone")
         return 0
@@ -105,7 +122,7 @@ def usage(address: str, model: str) -> str:
     """The commands to type next, which work as printed."""
     command = sys.argv[0] if Path(sys.argv[0]).name == "warmfleet" else f"{sys.executable} -m warmfleet"
     hint = f" (installed for {sys.executable})" if find_spec("openai") else " (pip install openai)"
-    return READY.format(address=address, model=model, command=command, openai_hint=hint)
+    return READY.format(address=address, model=model, command=command, openai_hint=hint, rules=RULES)
 
 
 def say(line: str) -> None:

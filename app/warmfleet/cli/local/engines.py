@@ -29,7 +29,7 @@ class EngineOptions:
 
     ``kind`` is ``sim`` or ``vllm``. ``model`` is the served name of simulated engines, or the folder of vLLM's model.
     ``step_time``, for simulated engines, names a preset or is a factor. ``blocks`` is the size of the cache; 0 leaves
-    the engine's default.
+    the engine's default. ``flags`` are for vLLM, behind those of this module.
     """
 
     count: int = 4
@@ -38,6 +38,7 @@ class EngineOptions:
     step_time: str = ""
     blocks: int = 0
     vllm_python: str = ""
+    flags: tuple[str, ...] = ()
 
     @property
     def served_name(self) -> str:
@@ -81,6 +82,7 @@ def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple
     argv += ["--max-model-len", "4096", "--max-num-seqs", "16", "--block-size", "32"]
     argv += ["--num-gpu-blocks-override", str(options.blocks or 1_024), "--enable-prefix-caching"]
     argv += ["--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details"]
+    argv += options.flags  # vLLM takes the last of two flags
     environment = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

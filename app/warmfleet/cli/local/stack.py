@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ POLL_SECONDS = 0.1  # between two HTTP requests to a replica that is not ready y
 SAY_SECONDS = 10.0  # while the user waits, a line of progress at least this often
 REPLICA_SECONDS = 30.0
 WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # real engines load a model first
+#: What stands before the message in a line of vLLM's log: the process, level, time and place.
+_ENGINE_LINE = re.compile(r"^(\(\S+[^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
 SHUTDOWN_GRACE_SECONDS = "2"  # a local stack ends quickly, and cuts answers that take longer
 
 
@@ -136,8 +139,8 @@ class Stack:
         for _ in range(plan.replicas):
             self.add_replica()
         self._say(f"replicas  {_list(self.replicas)}")
-        self._wait(self.replicas, "/readyz", REPLICA_SECONDS)
         self.wait_routable(len(self.engines))
+        self.wait_ready(self.replicas)
 
     def _start_engines(self) -> None:
         options = self.plan.engines
@@ -205,13 +208,23 @@ class Stack:
             ready = min((sum(map(usable, _workers(models))) for models in states), default=0)
             if ready != said or time.monotonic() - said_at > SAY_SECONDS:
                 said, said_at = ready, time.monotonic()
-                self._say(f"workers   {ready} of {count} ready ({said_at - started:.1f} s)")
+                self._say(f"workers   {ready} of {count} ready ({said_at - started:.1f} s){self._still_busy(states)}")
             if ready >= count and all(model["identity"] != "none" for models in states for model in models):
                 return
             self._check_alive([*self.engines, *self.replicas])
             if time.monotonic() > deadline:
                 raise CommandError(f"only {ready} of {count} workers ready after {limit:.0f} s:\n{_reasons(states)}")
             time.sleep(POLL_SECONDS)
+
+    def _still_busy(self, states: Sequence[Sequence[dict[str, Any]]]) -> str:
+        """The last line of a real engine that no replica knows yet, as the user wants to know why it takes so long."""
+        if self.plan.engines.kind != "vllm":
+            return ""
+        known = {worker["worker_id"].rpartition(".")[0] for models in states for worker in _workers(models)}
+        for engine in self.engines:
+            if engine.child is not None and engine.name not in known and (line := engine.child.tail(1).strip()):
+                return f"; {engine.name}: {_ENGINE_LINE.sub('', line)[:80]}"
+        return ""
 
     def workers(self, replica: Member | None = None) -> list[dict[str, Any]]:
         """The workers of ``GET /workers`` at a replica, or at the shared address; none if nothing answers."""
@@ -227,19 +240,22 @@ class Stack:
             return []
 
     def _wait(self, members: Sequence[Member], path: str, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for member in members:
-            left_s = max(0.0, deadline - time.monotonic())
-            until_it_answers = Retrying(
-                retry=retry_if_result(lambda answers: not answers),
-                wait=wait_fixed(POLL_SECONDS),
-                stop=stop_after_delay(left_s),
-            )
-            try:
-                until_it_answers(self._answers, member, path)
-            except RetryError as error:
-                tail = member.child.tail() if member.child else ""
-                raise CommandError(f"{member.name} does not answer {path} after {seconds:.0f} s:\n{tail}") from error
+        """Return once all answer 200. Every round asks each that has not answered yet."""
+        missing = list(members)
+        until_all_answer = Retrying(
+            retry=retry_if_result(bool), wait=wait_fixed(POLL_SECONDS), stop=stop_after_delay(seconds)
+        )
+
+        def ask() -> list[Member]:
+            missing[:] = [member for member in missing if not self._answers(member, path)]
+            return missing
+
+        try:
+            until_all_answer(ask)
+        except RetryError as error:
+            late = missing[0]
+            tail = late.child.tail() if late.child else ""
+            raise CommandError(f"{late.name} does not answer {path} after {seconds:.0f} s:\n{tail}") from error
 
     def _answers(self, member: Member, path: str) -> bool:
         """The member answers 200 at ``path``. Raises CommandError if its process has ended."""

@@ -1,0 +1,81 @@
+"""The stack that ``warmfleet up`` runs on this machine, found by the other commands through a file of its user.
+
+The file holds the address of the store, which may have a password, so only its owner may read it. It counts for as long
+as the process that wrote it lives. Of two stacks at a time the later one is found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from warmfleet.cli.command_error import CommandError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Mapping
+
+
+@dataclass(frozen=True)
+class RunningStack:
+    """address: of all its replicas. pid: of ``warmfleet up``. models: tags, as in WARMFLEET_MODELS."""
+
+    address: str
+    redis_url: str
+    models: tuple[str, ...]
+    pid: int
+
+
+def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
+    """The stack that runs now, or None."""
+    try:
+        given = json.loads(_file(environment).read_text())
+        stack = RunningStack(
+            str(given["address"]), str(given["redis_url"]), tuple(map(str, given["models"])), int(given["pid"])
+        )
+        os.kill(stack.pid, 0)  # it lives, and is ours: else this raises
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return stack
+
+
+def models_of(options: argparse.Namespace) -> list[str]:
+    """The tags of the models that a command with ``--model`` and ``--redis`` is about.
+
+    They are the named ones, else those of WARMFLEET_MODELS, else those of the running stack, if ``--redis`` is its
+    store. Raises CommandError if there are none.
+    """
+    models = options.model or [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
+    local = found()
+    if not models and local is not None and local.redis_url == options.redis:
+        models = list(local.models)
+    if not models:
+        raise CommandError("name the model with --model, or all of a router in WARMFLEET_MODELS")
+    return models
+
+
+@contextmanager
+def announced(stack: RunningStack, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Let other commands find this stack meanwhile. A file that cannot be written leaves them to their options."""
+    file = _file(environment)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f"{file.name}.{stack.pid}")
+        new.touch(mode=0o600)
+        new.write_text(json.dumps(asdict(stack)))
+        new.replace(file)
+    try:
+        yield
+    finally:
+        last = found(environment)
+        if last is not None and last.pid == stack.pid:
+            file.unlink(missing_ok=True)
+
+
+def _file(environment: Mapping[str, str]) -> Path:
+    base = environment.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "warmfleet" / "local-stack.json"

@@ -1,0 +1,87 @@
+"""Other commands find the stack of ``warmfleet up``, for as long as it runs."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.local.running_stack import RunningStack, announced, found, models_of
+from warmfleet.cli.parser import build_parser
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STACK = RunningStack("http://127.0.0.1:18080", "unix:///run/store.sock", ("demo",), os.getpid())
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("WARMFLEET_REDIS_URL", "WARMFLEET_MODELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_it_is_found_while_it_runs(home: Path) -> None:
+    assert found() is None
+    with announced(STACK):
+        assert found() == STACK
+        [file] = home.rglob("*.json")
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, "the store's URL may hold a password"
+    assert found() is None
+    assert not list(home.rglob("*.json*"))
+
+
+def test_the_later_of_two_is_found_also_when_the_earlier_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        later = RunningStack("http://127.0.0.1:2", "redis://b", ("b",), other.pid)
+        with ExitStack() as ends:
+            with announced(STACK):
+                ends.enter_context(announced(later))
+                assert found() == later
+            assert found() == later
+        assert found() is None
+        other.kill()
+
+
+def test_a_dead_process_and_a_torn_file_count_for_nothing(home: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    with announced(RunningStack("http://127.0.0.1:2", "redis://b", ("b",), dead.pid)):
+        assert found() is None
+    folder = home / "warmfleet"
+    for text in ("{", "[]", '{"address": "x"}', '{"address": "", "redis_url": "", "models": 1, "pid": "x"}'):
+        (folder / "local-stack.json").write_text(text)
+        assert found() is None
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "file"))
+    with announced(STACK):
+        assert found() is None
+
+
+def test_commands_take_address_store_and_models_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with announced(STACK):
+        parser = build_parser()
+        assert parser.parse_args(["workers"]).url == STACK.address
+        assert parser.parse_args(["workers", "--url", "http://b"]).url == "http://b"
+        policy = parser.parse_args(["policy"])
+        assert policy.redis == STACK.redis_url
+        assert models_of(policy) == ["demo"]
+        assert models_of(parser.parse_args(["policy", "--model", "b"])) == ["b"]
+        elsewhere = parser.parse_args(["drain", "gpu1", "--redis", "redis://elsewhere"])
+        with pytest.raises(CommandError, match="--model"):
+            models_of(elsewhere)
+        monkeypatch.setenv("WARMFLEET_REDIS_URL", "redis://c")
+        monkeypatch.setenv("WARMFLEET_MODELS", "c, d")
+        policy = build_parser().parse_args(["policy"])
+        assert (policy.redis, models_of(policy)) == ("redis://c", ["c", "d"])
