@@ -14,11 +14,19 @@ import pytest
 from tests.conftest import poll
 
 from warmfleet_worker.protocol import artifacts, wire
-from warmfleet_worker.server_address import UrlRefusedError, default_server_id, listens, redis_is_local, worker_url
+from warmfleet_worker.server_address import (
+    Bound,
+    UrlRefusedError,
+    default_server_id,
+    healthy,
+    redis_is_local,
+    worker_url,
+)
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     import redis.asyncio as aioredis
 
@@ -87,13 +95,26 @@ def test_a_server_id_survives_a_restart_and_differs_between_servers_of_a_host() 
     assert wire.worker_id_of(first, 65_535)
 
 
-def test_listens_tells_an_open_port_from_a_closed_one() -> None:
+@pytest.mark.parametrize("status", [200, 503])
+async def test_a_server_is_ready_when_its_health_is_fine(status: int, tmp_path: Path) -> None:
+    """A port that is bound and not listened on, one that is silent, and one that answers; by TCP and by unix socket."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /health HTTP/1.1\r\n")
+        writer.write(b"HTTP/1.1 %d x\r\ncontent-length: 0\r\n\r\n" % status)
+        await writer.drain()
+        writer.close()
+
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        assert not listens("127.0.0.1", port)
-        listener.listen()
-        assert listens("0.0.0.0", port)
+        assert not await asyncio.to_thread(healthy, Bound("127.0.0.1", port))
+        async with await asyncio.start_server(answer, sock=listener):
+            assert await asyncio.to_thread(healthy, Bound("0.0.0.0", port)) is (status == 200)
+    path = str(tmp_path / "socket")
+    assert not healthy(Bound(None, 0, path))
+    async with await asyncio.start_unix_server(answer, path):
+        assert await asyncio.to_thread(healthy, Bound(None, 0, path)) is (status == 200)
 
 
 class TestPublisher:

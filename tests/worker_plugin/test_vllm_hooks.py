@@ -55,6 +55,7 @@ def test_steps_are_counted_while_the_scheduler_has_work(monkeypatch: pytest.Monk
     """A paused engine keeps its requests and makes no step: nothing is wrong with it."""
     monkeypatch.setattr(engine_core, "full_attention_group", lambda _scheduler: (0, 16, True))
     monkeypatch.setattr(engine_core, "track", lambda *_: None)
+    monkeypatch.setattr(engine_core, "missing", lambda _part: "")
     unfinished = [1]
     scheduler = SimpleNamespace(
         vllm_config=None,

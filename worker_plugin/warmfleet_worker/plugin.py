@@ -2,15 +2,17 @@
 
 vLLM calls ``register`` in the API server, in every engine core, in every GPU worker and in the subprocess that
 inspects the model. ``register`` therefore only replaces functions; the work begins when a Scheduler is made (in an
-engine core) and when the OpenAI server has its state (in the API server). Replaced are, all present in vLLM 0.28 to
-0.33:
+engine core) and when the OpenAI server has its state (in the API server). Replaced are:
 
 - ``insert`` and ``pop`` of the block pool's ``BlockHashToBlockMap``: they show which block hashes appear and disappear;
 - ``BlockPool.reset_prefix_cache``: it makes a new map;
 - ``Scheduler.__init__``, ``schedule``, ``update_from_output`` and ``shutdown``;
-- ``init_app_state`` of the API server.
+- ``init_app_state`` of the API server, and ``shutdown`` of its engine client.
 
+Before that, ``vllm_hooks/compatibility`` checks that this vLLM has the internals that are used, as they are known.
 Every replacement hands on the result of the original, and an error of ours ends in the log (``swallow_errors``).
+All loggers of this distribution are called ``vllm.warmfleet``: below vLLM's logger, so that the lines appear wherever
+vLLM's own do, also when vLLM sets up its log after its plugins.
 """
 
 from __future__ import annotations
@@ -22,11 +24,10 @@ import sys
 from warmfleet_worker.protocol.redis_address import with_ca
 from warmfleet_worker.server_address import default_server_id
 from warmfleet_worker.vllm_hooks.api_server import hook_api_server
-from warmfleet_worker.vllm_hooks.block_table import hook_prefix_cache_reset
 from warmfleet_worker.vllm_hooks.engine_core import hook_scheduler
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 
-logger = logging.getLogger("vllm.warmfleet")  # below vLLM's logger: its handlers and its format apply
+logger = logging.getLogger("vllm.warmfleet")
 
 
 def register() -> None:
@@ -36,19 +37,8 @@ def register() -> None:
         if not redis_url:
             logger.info("warmfleet: inactive: WARMFLEET_REDIS_URL is not set")
             return
-        log_with_vllm()
         redis_url = with_ca(redis_url, os.environ.get("WARMFLEET_REDIS_CA", ""))
         # The engine core inherits the environment of the API server, so both halves have the same name.
         os.environ.setdefault("WARMFLEET_WORKER_ID", default_server_id(sys.argv))
-        hook_prefix_cache_reset()
         hook_scheduler(redis_url)
         hook_api_server(redis_url)
-
-
-def log_with_vllm() -> None:
-    """Let the publishers' lines appear where vLLM's own lines do, in vLLM's format."""
-    ours = logging.getLogger("warmfleet")
-    if not ours.handlers:
-        ours.handlers = list(logging.getLogger("vllm").handlers)
-        ours.setLevel(logging.INFO)
-        ours.propagate = False

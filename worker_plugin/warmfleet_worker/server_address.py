@@ -6,6 +6,8 @@ import hashlib
 import ipaddress
 import os
 import socket
+import ssl
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from warmfleet_worker.protocol import wire
@@ -59,14 +61,54 @@ def outgoing_address(redis_url: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def listens(host: str | None, port: int) -> bool:
-    """True if something accepts connections at that bound address."""
-    address = "127.0.0.1" if not host or _is_unspecified(host) else host
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Where an API server listens. uds: the path of its unix socket, which it has in place of host and port."""
+
+    host: str | None
+    port: int
+    uds: str | None = None
+    tls: bool = False
+
+    def connect(self) -> socket.socket:
+        """A connection from this machine, within a second; raises OSError if there is none."""
+        if self.uds:
+            plain = socket.socket(socket.AF_UNIX)
+            try:
+                plain.settimeout(1)
+                plain.connect(self.uds)
+            except OSError:
+                plain.close()
+                raise
+        else:
+            host = "127.0.0.1" if not self.host or _is_unspecified(self.host) else self.host
+            plain = socket.create_connection((host, self.port), timeout=1)
+        if not self.tls:
+            return plain
+        unchecked = ssl.create_default_context()  # the name in its certificate is not that of this address
+        unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
+        try:
+            return unchecked.wrap_socket(plain)
+        except OSError:
+            plain.close()
+            raise
+
+
+def healthy(bound: Bound) -> bool:
+    """True if the API server there answers ``GET /health`` with 200: it accepts requests and its engine is well.
+
+    A server that wants a certificate of its clients cannot be asked: then it is enough that it listens.
+    """
     try:
-        socket.create_connection((address, port), timeout=1).close()
+        with bound.connect() as connection:
+            connection.settimeout(5)
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            with connection.makefile("rb") as answer:
+                return answer.readline(64).split()[1:2] == [b"200"]
+    except ssl.SSLError:
+        return True
     except OSError:
         return False
-    return True
 
 
 def _is_unspecified(host: str) -> bool:

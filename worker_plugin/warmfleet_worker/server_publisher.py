@@ -16,7 +16,7 @@ from warmfleet_worker.stream import Outage, Refused, StreamGone, StreamWriter, c
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-logger = logging.getLogger("warmfleet")
+logger = logging.getLogger("vllm.warmfleet")
 
 YOUNG_SECONDS = 60.0  # a failover of Redis may lose a join or an artifact this young, and no router would ask for it
 READY_SECONDS = 120.0  # a server that does not listen by then joins all the same; the routers' probe then fails

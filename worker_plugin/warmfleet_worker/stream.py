@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
 
-logger = logging.getLogger("warmfleet")
+logger = logging.getLogger("vllm.warmfleet")
 
 BACKOFF_SECONDS = (0.1, 3.0)  # first and longest wait; with jitter and a resync shorter than a heartbeat period
 SOCKET_TIMEOUT_SECONDS = 2.0

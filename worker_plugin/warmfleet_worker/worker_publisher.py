@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from warmfleet_worker.tracker import Run, Transitions
 
-logger = logging.getLogger("warmfleet")
+logger = logging.getLogger("vllm.warmfleet")
 
 DRAIN_RECORDS = 4_096  # changes that become entries between two round trips
 BURST_CHUNKS = 32  # snapshot chunks (36 kB) in one round trip

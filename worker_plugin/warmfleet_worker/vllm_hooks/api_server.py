@@ -12,8 +12,16 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.server_address import listens, worker_url
+from warmfleet_worker.server_address import Bound, healthy, worker_url
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
+from warmfleet_worker.vllm_hooks.compatibility import (
+    Part,
+    missing,
+    missing_state,
+    parameters_differ,
+    refuse,
+    version,
+)
 from warmfleet_worker.vllm_hooks.engine_core import model_tag
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
@@ -21,14 +29,21 @@ from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: The modules that call ``init_app_state`` by their own name for it: that of vLLM 0.32, and that of earlier versions.
-SERVER_MODULES = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
+#: The modules that call ``init_app_state`` by their own name for it: since vLLM 0.29, in 0.28, and in 0.28 started with
+#: ``python -m``.
+SERVER_MODULES = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server", "__main__")
 
 
 def hook_api_server(redis_url: str) -> None:
     """Announce this process's API server, if it is one, when its state has been made."""
+    if missing(Part.BLOCKS):
+        return  # the engine core says so; a server whose cores report nothing gets no requests
     for module in loaded_server_modules():
         if not first_time(module):
+            continue
+        differs = parameters_differ(module.init_app_state, "engine_client, state, ...")
+        if differs:
+            refuse(Part.SERVER, f"{module.__name__}.init_app_state takes {differs}")
             continue
 
         async def init_app_state(original: Any, engine_client: Any, state: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,16 +58,26 @@ def hook_api_server(redis_url: str) -> None:
 
 def loaded_server_modules() -> Iterator[Any]:
     """The server modules that this process has loaded. Only an API server has any, and it loads them before plugins."""
+    found = False
     for name in SERVER_MODULES:
         module = sys.modules.get(name)
-        if module is not None and hasattr(module, "build_and_serve"):
+        if hasattr(module, "build_and_serve") and hasattr(module, "init_app_state"):
+            found = True
             yield module
+    loaded = [name for name in list(sys.modules) if name.startswith("vllm.entrypoints.") and "api_server" in name]
+    if loaded and not found and first_time(sys.modules[loaded[0]]):
+        refuse(Part.SERVER, f"no module has build_and_serve and init_app_state, not {loaded[0]} either")
 
 
 def announce(engine_client: Any, state: Any, redis_url: str) -> ServerPublisher | None:
-    """Start the publisher of this API server. Of several API server processes of one server only the first has one."""
-    from vllm.version import __version__
+    """Start the publisher of this API server. Of several API server processes of one server only the first has one.
 
+    Returns None without one: also where this vLLM differs, which the log then says.
+    """
+    differs = missing(Part.SERVER) or missing_state(state)
+    if differs:
+        refuse(Part.SERVER, differs)
+        return None
     args, vllm_config = state.args, engine_client.vllm_config
     if getattr(vllm_config.parallel_config, "_api_process_rank", 0) > 0:
         return None
@@ -63,16 +88,32 @@ def announce(engine_client: Any, state: Any, redis_url: str) -> ServerPublisher 
         server_id=os.environ["WARMFLEET_WORKER_ID"],
         url=worker_url(redis_url, args.host, 0 if args.uds else args.port, tls=bool(args.ssl_certfile)),
         models=tuple(path.name for path in state.openai_serving_models.base_model_paths),
-        version=f"vllm-{__version__}",
+        version=f"vllm-{version()}",
         artifacts=artifacts(tokenizer, state, vllm_config.model_config),
         facts=facts(tokenizer, state, vllm_config),
-        ready=functools.partial(listens, args.host, args.port),
+        ready=functools.partial(healthy, Bound(args.host, args.port, args.uds, tls=bool(args.ssl_certfile))),
         adapters=functools.partial(adapters, state),
     )
     publisher = ServerPublisher(config)
     publisher.start()
-    atexit.register(publisher.stop)
+    leave_first(engine_client, publisher)
+    atexit.register(publisher.stop)  # a server that ends in another way
     return publisher
+
+
+def leave_first(engine_client: Any, publisher: ServerPublisher) -> None:
+    """Say goodbye before the engine core is told to end.
+
+    On SIGTERM and SIGINT vLLM shuts its engine client down before anything else: without ``--shutdown-timeout`` that
+    kills the core, with it the core finishes its requests and refuses new ones. From the goodbye on routers send none.
+    """
+
+    def shutdown(original: Any, *args: Any, **kwargs: Any) -> Any:
+        with swallow_errors("could not say goodbye"):
+            publisher.stop()
+        return original(*args, **kwargs)
+
+    wrap(engine_client, "shutdown", shutdown)
 
 
 def artifacts(tokenizer: Any, state: Any, model_config: Any) -> dict[str, bytes]:

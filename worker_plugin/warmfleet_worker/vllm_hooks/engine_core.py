@@ -14,7 +14,8 @@ from warmfleet_worker.load import Load
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.speed_meter import SpeedMeter
 from warmfleet_worker.tracker import Transitions
-from warmfleet_worker.vllm_hooks.block_table import hash_of_key, track
+from warmfleet_worker.vllm_hooks.block_table import hash_of_key, hook_prefix_cache_reset, track
+from warmfleet_worker.vllm_hooks.compatibility import Part, extra_keys_form, missing, refuse, version
 from warmfleet_worker.vllm_hooks.scheduler_work import finished_prefills, foreign_load, step_tokens
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
@@ -24,11 +25,22 @@ logger = logging.getLogger("vllm.warmfleet")
 
 
 def hook_scheduler(redis_url: str) -> None:
-    """Give every Scheduler of this process a ``SchedulerReporter``, and let its steps pass by the reporter."""
-    from vllm.v1.core.sched.scheduler import Scheduler
+    """Give every Scheduler of this process a ``SchedulerReporter``, and let its steps pass by the reporter.
 
+    If this vLLM differs where blocks are concerned, nothing is hooked but a line in the log of each engine core.
+    """
+    reason = missing(Part.BLOCKS)
+    try:
+        from vllm.v1.core.sched.scheduler import Scheduler
+    except ImportError:
+        refuse(Part.BLOCKS, reason)  # in every process: without a Scheduler none is known to be an engine core
+        return
     if not first_time(Scheduler):
         return
+    if reason:
+        wrap(Scheduler, "__init__", functools.partial(_refused, reason))
+        return
+    hook_prefix_cache_reset()
     # By id of the scheduler. Normally a process has one scheduler, which lives as long as the process.
     reporters: dict[int, SchedulerReporter] = {}
 
@@ -65,6 +77,11 @@ def hook_scheduler(redis_url: str) -> None:
     wrap(Scheduler, "shutdown", shutdown)
 
 
+def _refused(reason: str, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    original(scheduler, *args, **kwargs)
+    refuse(Part.BLOCKS, reason)
+
+
 class SchedulerReporter:
     """Reports one Scheduler. ``scheduled`` and ``done`` run on the engine's thread, ``load`` on the publisher's."""
 
@@ -72,7 +89,7 @@ class SchedulerReporter:
         self._scheduler = scheduler
         self._speed = SpeedMeter()
         self._steps = 0  # begun and ended ones
-        self._steps_unreadable = self._load_unreadable = False
+        self._steps_unreadable, self._load_unreadable = _lacks(Part.STEPS), _lacks(Part.LOAD)
         group, block_tokens, closed = full_attention_group(scheduler)
         self.transitions = Transitions(hash_of_key(group))
         track(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block, self.transitions)
@@ -140,6 +157,14 @@ class SchedulerReporter:
         return Load()
 
 
+def _lacks(part: Part) -> bool:
+    """Whether this vLLM lacks an internal of this part; then the log says so."""
+    reason = missing(part)
+    if reason:
+        refuse(part, reason)
+    return bool(reason)
+
+
 def full_attention_group(scheduler: Any) -> tuple[int, int, bool]:
     """(group number, tokens in a block, prefix-closed?) of the KV cache group that routers match prompts with.
 
@@ -168,8 +193,6 @@ def is_full_attention(spec: Any) -> bool:
 
 def publisher_config(vllm_config: Any, redis_url: str, block_tokens: int, closed: bool) -> PublisherConfig:
     """What this engine core announces; ``register`` has seen to it that WARMFLEET_WORKER_ID is set."""
-    from vllm.version import __version__
-
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     server_id, rank = os.environ["WARMFLEET_WORKER_ID"], parallel.data_parallel_index
     return PublisherConfig(
@@ -181,7 +204,7 @@ def publisher_config(vllm_config: Any, redis_url: str, block_tokens: int, closed
         scheme=scheme_of(vllm_config, block_tokens),
         capacity_blocks=cache.num_gpu_blocks,
         max_model_len=vllm_config.model_config.max_model_len,
-        version=f"vllm-{__version__}",
+        version=f"vllm-{version()}",
         closed=closed,
     )
 
@@ -190,13 +213,18 @@ def scheme_of(vllm_config: Any, block_tokens: int) -> wire.Scheme:
     """How this engine hashes. Without prefix caching it has no NONE_HASH, and never stores a block."""
     from vllm.v1.core import kv_cache_utils
 
-    tagged = hasattr(kv_cache_utils, "to_event_extra_keys")  # came together with tagged extra keys, in vLLM 0.31
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    none_hash = bytes(getattr(kv_cache_utils, "NONE_HASH", b""))
     lookahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)  # 0.33 with EAGLE: routers cannot compute it
+    if lookahead:
+        extra_keys = f"lookahead_{lookahead}"
+    else:
+        extra_keys = extra_keys_form(algorithm, block_tokens, none_hash) if none_hash else "tagged"
     return wire.Scheme(
-        algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
-        none_hash=bytes(getattr(kv_cache_utils, "NONE_HASH", bytes(32))),
+        algorithm=algorithm,
+        none_hash=none_hash or bytes(32),
         block_tokens=block_tokens,
-        extra_keys=f"lookahead_{lookahead}" if lookahead else "tagged" if tagged else "plain",
+        extra_keys=extra_keys,
     )
 
 

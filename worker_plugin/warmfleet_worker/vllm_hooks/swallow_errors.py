@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-logger = logging.getLogger("vllm.warmfleet")  # below vLLM's logger: its handlers and its format apply
+logger = logging.getLogger("vllm.warmfleet")
 
 
 def swallow_errors(failure: str) -> AbstractContextManager[None]:

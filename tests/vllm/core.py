@@ -1,0 +1,223 @@
+"""One version's own core without a model: Scheduler, KV cache manager, block pool and hasher, hooked by the plugin.
+
+It runs in the interpreter of ``.venv-vllm`` (see ``trees.py``) and answers each line of JSON on standard input by one
+line of JSON, always with what the core itself says. What the plugin reports goes to Redis, as from any engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from typing import Any
+
+BLOCK_TOKENS = 32
+BLOCKS = 128
+MAX_TOKENS = 2_048
+
+
+class Core:
+    """A Scheduler that takes its sampled tokens from a random number generator."""
+
+    def __init__(self, model: str, blocks: int = BLOCKS, budget: int = MAX_TOKENS) -> None:
+        import torch
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core import kv_cache_utils
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        self.config = EngineArgs(
+            model=model,
+            served_model_name="tiny",
+            block_size=BLOCK_TOKENS,
+            max_model_len=max(MAX_TOKENS, budget),
+            max_num_batched_tokens=budget,
+            max_num_seqs=16,
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256_cbor",
+        ).create_engine_config()
+        self.config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=16, dtype=torch.float32)
+        groups = [KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=spec)]
+        self.scheduler = Scheduler(
+            vllm_config=self.config,
+            kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
+            log_stats=True,
+        )
+        function = get_hash_fn_by_name("sha256_cbor")
+        kv_cache_utils.init_none_hash(function)  # as the engine core does, after its Scheduler
+        self.hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, function)
+        self.rng = random.Random(1)
+        self.prompts: dict[str, list[int]] = {}
+
+    def add(self, request_id: str, tokens: list[int], max_tokens: int) -> None:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+        self.scheduler.add_request(request)
+
+    def step(self) -> dict[int, Any]:
+        """Schedule and take a made-up result; returns the outputs."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        scheduled = self.scheduler.schedule()
+        ids = list(scheduled.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        sampled = [
+            [self.rng.randrange(3, 8_000)] if requests[one].num_computed_tokens >= requests[one].num_tokens else []
+            for one in ids
+        ]
+        made = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={one: number for number, one in enumerate(ids)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+        return dict(self.scheduler.update_from_output(scheduled, made))
+
+    def table(self) -> list[str]:
+        return [
+            bytes(key).hex()
+            for key in list(self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache)
+        ]
+
+
+class Answers:
+    """What each line on standard input may ask for; the names are the words of the protocol."""
+
+    def __init__(self, core: Core, said: list[str]) -> None:
+        self.core = core
+        self.said = said
+
+    def run(self, requests: int, tokens: int) -> dict[str, Any]:
+        """Run so many requests to their end, four at a time; every second one continues an earlier prompt.
+
+        Returns (prompt tokens, cached tokens) by id as vLLM itself counts them, and the table.
+        """
+        core, counted = self.core, {}
+        prompts: list[list[int]] = []
+        for number in range(requests):
+            head = core.rng.choice(prompts) if prompts and number % 2 else []
+            prompt = head[: tokens // 2] + [
+                core.rng.randrange(3, 8_000) for _ in range(tokens - len(head[: tokens // 2]))
+            ]
+            prompts.append(prompt)
+            core.add(f"cmpl-wf-{number:022}.x-0", prompt, 1 + number % 40)
+            while len(core.scheduler.requests) >= 4 or (number == requests - 1 and core.scheduler.requests):
+                for batch in core.step().values():
+                    for output in batch.outputs:
+                        if output.prefill_stats is not None:
+                            stats = output.prefill_stats
+                            counted[f"wf-{int(output.request_id[8:30]):022}"] = [
+                                stats.num_cached_tokens,
+                                stats.num_prompt_tokens,
+                            ]
+        return {"counted": counted, "table": core.table()}
+
+    def reset(self) -> dict[str, Any]:
+        return {"reset": self.core.scheduler.reset_prefix_cache(), "table": self.core.table()}
+
+    def hold(self) -> dict[str, Any]:
+        """Leave requests in the middle: a foreign one that decodes, a foreign one that waits, and one of the fleet."""
+        core = self.core
+        core.add("cmpl-foreign-decodes", [5] * 100, 500)
+        core.add(f"cmpl-wf-{999:022}.x-0", [6] * 64, 500)
+        core.step()
+        core.step()
+        core.add("cmpl-foreign-prefills", [7] * 1_500, 500)
+        waiting = core.scheduler.get_request_counts()[1]
+        requests = core.scheduler.requests
+        decodes = requests["cmpl-foreign-decodes"].num_tokens
+        return {"running": len(core.scheduler.running), "waiting": waiting, "prefill": 1_500, "decode": decodes}
+
+    def finish(self) -> dict[str, Any]:
+        while self.core.scheduler.requests:
+            self.core.step()
+        return {"table": self.core.table()}
+
+    def hashes(self, algorithms: list[str], cases: list[dict[str, Any]]) -> dict[str, Any]:
+        """Per algorithm the announced scheme, and for each case the hashes that vLLM's own hasher computes."""
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core import kv_cache_utils
+        from vllm.v1.request import Request
+
+        from warmfleet_worker.vllm_hooks.engine_core import scheme_of
+
+        found: dict[str, Any] = {}
+        for algorithm in algorithms:
+            function = get_hash_fn_by_name(algorithm)
+            kv_cache_utils.init_none_hash(function)
+            self.core.config.cache_config.prefix_caching_hash_algo = algorithm
+            hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, function)
+            made = []
+            for case in cases:
+                lora = case["lora"]
+                request = Request(
+                    request_id="r",
+                    prompt_token_ids=case["tokens"],
+                    sampling_params=SamplingParams(max_tokens=1),
+                    pooling_params=None,
+                    cache_salt=case["salt"],
+                    lora_request=LoRARequest(lora[0], 1, lora[1]) if lora else None,
+                    block_hasher=hasher,
+                )
+                made.append([bytes(one)[-8:].hex() for one in request.block_hashes])
+            scheme = scheme_of(self.core.config, BLOCK_TOKENS).as_dict()
+            found[algorithm] = {"scheme": scheme, "hashes": made}
+        return found
+
+    def lacks(self) -> dict[str, str]:
+        """What this vLLM lacks, by part of the report; empty where all is as expected."""
+        from warmfleet_worker.vllm_hooks.compatibility import Part, missing
+
+        return {part.name: missing(part) for part in Part}
+
+    def log(self) -> list[str]:
+        return self.said
+
+
+def main() -> None:
+    import logging
+
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("vllm.warmfleet").addHandler(Keep())
+    answers, sys.stdout = sys.stdout, sys.stderr  # vLLM may print
+    from warmfleet_worker.plugin import register
+
+    register()
+    import vllm
+
+    asked = Answers(Core(os.environ["CORE_MODEL"]), said)
+    print(json.dumps({"version": vllm.__version__}), file=answers, flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        began = time.monotonic()
+        answer = getattr(asked, question.pop("ask"))(**question)
+        print(json.dumps({"answer": answer, "seconds": time.monotonic() - began}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
