@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SESSION, PREFIX, EXPLAIN = b"x-warmfleet-session", b"x-warmfleet-prefix-len", b"x-warmfleet-explain"
-CONTINUE = b"x-warmfleet-continue"
+CONTINUE, CONVERSATION = b"x-warmfleet-continue", b"x-warmfleet-conversation"
 NO = (b"0", b"false", b"no")
 MAX_PREFIX_TOKENS = 2**22
 MAX_DIGITS = 12
@@ -29,7 +29,13 @@ def read_hints(headers: Mapping[bytes, bytes], session_id: bytes, explain_key: s
     if not headers:
         return Hints(session) if session else NO_HINTS
     explain = _explain(headers.get(EXPLAIN, b""), explain_key)
-    return Hints(session, _prefix_tokens(headers.get(PREFIX, b"")), explain, _continues(headers.get(CONTINUE, b"")))
+    return Hints(
+        session,
+        _prefix_tokens(headers.get(PREFIX, b"")),
+        explain,
+        _continues(headers.get(CONTINUE, b"")),
+        _ended(headers.get(CONVERSATION, b"")),
+    )
 
 
 def operators_hints(raw: list[tuple[bytes, bytes]]) -> Hints:
@@ -76,6 +82,13 @@ def _continues(value: bytes) -> bool | None:
     if word not in (*NO, b"1", b"true", b"yes"):
         raise BadRequest("X-Warmfleet-Continue must be 1 or 0.", "X-Warmfleet-Continue")
     return word not in NO
+
+
+def _ended(value: bytes) -> bool:
+    word = value.strip().lower()
+    if word not in (b"", b"ended"):
+        raise BadRequest("X-Warmfleet-Conversation must be ended, or absent.", "X-Warmfleet-Conversation")
+    return bool(word)
 
 
 def _explain(value: bytes, key: str | None) -> bool:

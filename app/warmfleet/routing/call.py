@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from warmfleet.protocol.wire import ENDED_MARK
+
 if TYPE_CHECKING:
     from warmfleet.engines.followed_stream import Continuable
     from warmfleet.fleet import ClientLimits
@@ -27,13 +29,14 @@ class Hints:
     session: the key of its conversation, empty if it has none. prefix_tokens: how many tokens at the beginning of the
     prompt are shared with other requests; 0: perhaps all of them. explain: the client asks why the worker was chosen.
     continues: another worker shall go on with the stream if its engine dies (``rescue/continuation``); None: as the
-    operator decided.
+    operator decided. ended: the conversation ends with this request, so its blocks may be evicted first.
     """
 
     session: bytes = b""
     prefix_tokens: int = 0
     explain: bool = False
     continues: bool | None = None
+    ended: bool = False
 
 
 NO_HINTS = Hints()
@@ -67,6 +70,10 @@ class Call(NamedTuple):
     def target(self) -> str:
         """The path and the query, as the engine gets them."""
         return f"{self.path.path}?{self.query}" if self.query else self.path.path
+
+    def id_at_engine(self, owner: str) -> str:
+        """The X-Request-Id that an engine gets. owner: the reservation, by which the worker plugin reports on it."""
+        return f"{owner}.{ENDED_MARK if self.hints.ended else ''}{self.request_id}"
 
 
 class Handover(NamedTuple):

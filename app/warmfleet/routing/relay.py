@@ -76,7 +76,7 @@ class Relay:
     def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:
         """Send the request with this body."""
         call, rank = job.call, job.pool.view.ranks.get(decision.worker_id)
-        headers = call.headers + f"X-Request-Id: {attempt.owner}.{call.request_id}\r\n".encode()
+        headers = call.headers + f"X-Request-Id: {call.id_at_engine(attempt.owner)}\r\n".encode()
         if rank is not None:
             headers += f"X-data-parallel-rank: {rank}\r\n".encode()
         response = self._upstream.start(call.method, decision.url, call.target, body, headers)

@@ -159,7 +159,7 @@ class Router:
             self._placing.discard(handover.key)
 
     def _hand_over(self, job: Job, attempt: Attempt, decision: Decision) -> Placement:
-        headers = {"X-Request-Id": f"{attempt.owner}.{job.call.request_id}"}
+        headers = {"X-Request-Id": job.call.id_at_engine(attempt.owner)}
         rank = job.pool.view.ranks.get(decision.worker_id)
         if rank is not None:
             headers["X-data-parallel-rank"] = str(rank)

@@ -32,6 +32,9 @@ SERVER_MAXLEN = 64  # entries that a server's stream keeps
 UNACKNOWLEDGED_ENTRIES = 256  # a snapshot runs at most so many entries ahead of the last applied one
 RESERVATION_PREFIX = "wf-"  # a reservation id is this and 22 url-safe characters
 RESERVATION_LENGTH = len(RESERVATION_PREFIX) + 22
+#: Stands before the client's part of an engine's request id if the client has said that its conversation ends with this
+#: request. No other client's part begins so, because routers take this character out of the ids of clients.
+ENDED_MARK = "~"
 CLIENT_TAG_LENGTH = 11  # url-safe characters that follow if the request's client has limits, and stand for that client
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
@@ -195,6 +198,12 @@ def reservation_of(request_id: str) -> tuple[str, int] | None:
     """
     match = _ENGINE_REQUEST_ID.match(request_id)
     return (match[2], int(match[1] or 0)) if match else None
+
+
+def conversation_ended(request_id: str) -> bool:
+    """Whether a router has marked an engine's own request id as the last of its conversation."""
+    match = _ENGINE_REQUEST_ID.match(request_id)
+    return match is not None and request_id.startswith(ENDED_MARK, match.end())
 
 
 # ---------------------------------------------------------------- schemes and block hashes

@@ -26,6 +26,7 @@ class Part(StrEnum):
     BLOCKS = "this engine reports nothing"
     LOAD = "this engine does not report its load"
     STEPS = "this engine reports neither finished prefills nor its speed"
+    EVICTION = "WARMFLEET_TTFT_TARGET_S has no effect"
     SERVER = "this API server is not announced, so it gets no requests from routers"
 
 
@@ -105,6 +106,36 @@ INTERNALS = (
     Internal(Part.STEPS, "vllm.v1.engine:EngineCoreOutputs", ("outputs",)),
     Internal(Part.STEPS, "vllm.v1.engine:EngineCoreOutput", ("request_id", "prefill_stats")),
     Internal(Part.STEPS, "vllm.v1.metrics.stats:PrefillStats", ("num_cached_tokens", "num_prompt_tokens")),
+    Internal(
+        Part.EVICTION,
+        f"{_CORE}.kv_cache_manager:KVCacheManager",
+        ("enable_caching",),
+        (("free", "self, request"),),
+    ),
+    Internal(Part.EVICTION, f"{_CORE}.single_type_kv_cache_manager:SingleTypeKVCacheManager", ("req_to_blocks",)),
+    Internal(
+        Part.EVICTION,
+        f"{_CORE}.block_pool:BlockPool",
+        ("blocks", "free_block_queue"),
+        (("get_new_blocks", "self, num_blocks"),),
+    ),
+    Internal(
+        Part.EVICTION,
+        f"{_CORE}.kv_cache_utils:FreeKVCacheBlockQueue",
+        ("fake_free_list_head",),
+        (("remove", "self, block"), ("prepend_n", "self, blocks")),
+    ),
+    Internal(
+        Part.EVICTION,
+        f"{_CORE}.kv_cache_utils:KVCacheBlock",
+        ("block_id", "ref_cnt", "block_hash", "prev_free_block", "next_free_block"),
+    ),
+    Internal(
+        Part.EVICTION,
+        "vllm.v1.request:Request",
+        ("request_id", "num_prompt_tokens", "num_tokens", "sampling_params", "arrival_time"),
+        (("is_finished", "self"),),
+    ),
     Internal(
         Part.SERVER, "vllm.v1.engine.async_llm:AsyncLLM", ("vllm_config", "renderer"), (("shutdown", "self, ..."),)
     ),

@@ -14,6 +14,7 @@ from warmfleet_worker.load import Load
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.speed_meter import SpeedMeter
 from warmfleet_worker.tracker import Transitions
+from warmfleet_worker.vllm_hooks import tail_eviction
 from warmfleet_worker.vllm_hooks.block_table import hash_of_key, hook_prefix_cache_reset, track
 from warmfleet_worker.vllm_hooks.compatibility import Part, extra_keys_form, missing, refuse, version
 from warmfleet_worker.vllm_hooks.scheduler_work import finished_prefills, foreign_load, step_tokens
@@ -91,6 +92,10 @@ class SchedulerReporter:
         self._steps = 0  # begun and ended ones
         self._steps_unreadable, self._load_unreadable = _lacks(Part.STEPS), _lacks(Part.LOAD)
         group, block_tokens, closed = full_attention_group(scheduler)
+        target = os.environ.get("WARMFLEET_TTFT_TARGET_S")
+        self._tail_eviction = tail_eviction.install(scheduler, target, lambda: self._speed.speed_tps)
+        # A prefix that two conversations share may be given up for one of them while the other's end stays.
+        closed = closed and self._tail_eviction is None
         self.transitions = Transitions(hash_of_key(group))
         track(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block, self.transitions)
         self._publisher: WorkerPublisher | None = None
@@ -139,6 +144,8 @@ class SchedulerReporter:
             self._speed.done(id(scheduler_output), time.monotonic(), prefill, decode)
             for reservation_id, cached_tokens, prompt_tokens in finished_prefills(outputs):
                 publisher.progress(reservation_id, cached_tokens, prompt_tokens)
+            if self._tail_eviction is not None:
+                self._tail_eviction.first_tokens(outputs, self._scheduler.requests)
             self._steps_unreadable = False
 
     def load(self) -> Load:
@@ -146,6 +153,8 @@ class SchedulerReporter:
 
         It runs beside the engine's thread: ``list`` of a dict is one atomic call.
         """
+        if self._tail_eviction is not None:
+            self._tail_eviction.log()
         if not self._load_unreadable:
             self._load_unreadable = True  # unless the end of this block is reached
             with swallow_errors("could not read the scheduler's load"):

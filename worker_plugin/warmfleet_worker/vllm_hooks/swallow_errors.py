@@ -11,26 +11,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.warmfleet")
 
 
-def swallow_errors(failure: str) -> AbstractContextManager[None]:
-    """A context that logs every exception, as ``failure`` ("could not ..."), and ends it.
+REPORT_LACKS = "this engine is not, or not fully, reported"
+
+
+def swallow_errors(failure: str, consequence: str = REPORT_LACKS) -> AbstractContextManager[None]:
+    """A context that logs every exception, as ``failure`` ("could not ...") and its ``consequence``, and ends it.
 
     It catches so broadly because vLLM calls plugins and the scheduler without a guard: an exception of ours would end
     the engine. An engine that serves and is missing in the fleet is the lesser evil, and the log says so.
     """
-    return _SwallowErrors(failure)
+    return _SwallowErrors(failure, consequence)
 
 
 class _SwallowErrors:
     """A class, because ``contextlib.contextmanager`` costs more and ``done`` enters it at every engine step."""
 
-    def __init__(self, failure: str) -> None:
-        self.failure = failure
+    def __init__(self, failure: str, consequence: str) -> None:
+        self.failure, self.consequence = failure, consequence
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> bool:
         if isinstance(error, Exception):
-            logger.error("warmfleet: %s: this engine is not, or not fully, reported", self.failure, exc_info=error)
+            logger.error("warmfleet: %s: %s", self.failure, self.consequence, exc_info=error)
             return True
         return False

@@ -102,6 +102,11 @@ PARAMETERS = [
         {"enum": ["1", "0", "true", "false", "yes", "no", ""]},
         "1: another engine goes on with this stream if its own dies",
     ),
+    _header(
+        "X-Warmfleet-Conversation",
+        {"enum": ["ended", ""]},
+        "ended: the conversation ends with this request, so an engine may evict its blocks first",
+    ),
 ]
 HINTS = [{"$ref": f"#/components/parameters/{one['name']}"} for one in PARAMETERS]
 READ_PATHS = [path.path for path in KNOWN.values() if path.form not in ("unknown", "none")]

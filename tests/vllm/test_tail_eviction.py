@@ -1,0 +1,170 @@
+"""T-LRU in real vLLM: its core with every invariant of the free queue, and a server that keeps what LRU would lose."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.conftest import poll
+from tests.vllm.engine import BLOCK_TOKENS, ROOT, TRUTH, VENV, EngineOptions, running
+from tests.vllm.test_plugin import reservation
+
+from warmfleet.fleet import Fleet
+from warmfleet.fleet.client import connect
+from warmfleet.fleet.rows import Flag
+from warmfleet_worker.vllm_hooks.tail_eviction import ENDED, XARG
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.vllm.engine import VllmEngine
+
+    from warmfleet.fleet.rows import LoadRow
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(400),
+    pytest.mark.long(
+        minutes=2,
+        shows="T-LRU in vLLM's real core keeps every invariant of the free queue in 4,000 random steps and lowers P90;"
+        " a real server keeps the begin of a conversation that LRU loses, and gives up an ended one first",
+    ),
+]
+
+CORE = Path(__file__).parent / "eviction" / "core_run.py"
+BLOCKS = 64  # 63 of them for requests, of 32 tokens
+
+
+@pytest.fixture(scope="module")
+def core() -> dict[str, Any]:
+    """What happened in vLLM's core, which checks itself after every step."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "worker_plugin"), "VLLM_TARGET_DEVICE": "cpu"}
+    done = subprocess.run(
+        [VENV / "bin/python", CORE, "1"], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    print(done.stdout.splitlines()[-1])
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_the_free_queue_of_the_real_core_is_right_after_every_step(core: dict[str, Any]) -> None:
+    happened = core["random"]
+    assert min(happened[name] for name in ("finished", "preempted", "resets", "given_up")) > 20
+    assert happened["tagged_by_preemption"] == 0
+    assert happened["given_up"] < happened["evicted"]
+
+
+def test_off_means_vllms_own_functions_and_an_error_does_too(core: dict[str, Any]) -> None:
+    assert core["off"] == {"free": True, "get": True}
+    assert core["failing"] == {"free": True}
+
+
+def test_the_tail_is_shorter_than_with_lru(core: dict[str, Any]) -> None:
+    lru, tail = core["turns"]["lru"], core["turns"]["t_lru"]
+    assert tail["p90_uncached"] < 0.8 * lru["p90_uncached"]
+    assert core["turns"]["hint only"] == lru, "with the target 0 nothing changes until a conversation ends"
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300, 1_000) for _ in range(tokens)]
+
+
+class Conversations:
+    """Requests to one engine, as a router would send them."""
+
+    def __init__(self, engine: VllmEngine, fleet: Fleet) -> None:
+        self.engine, self.fleet = engine, fleet
+        self._number = 0
+
+    def cached(self, ids: list[int], *, mark: str = "", **more: Any) -> int:
+        """Send a prompt; returns how many of its tokens were cached."""
+        self._number += 1
+        answer = self.engine.complete(ids, request_id=f"{reservation(self._number)}.{mark}x", **more)
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0)
+
+    async def row(self) -> LoadRow | None:
+        while await self.fleet.step():
+            pass
+        views = await self.fleet.workers()
+        return views[0].load if views else None
+
+    async def measured(self) -> int:
+        """Compute some prompts, and return the engine's speed as its heartbeat tells it."""
+        for seed in range(90, 94):
+            self.cached(prompt(seed, 640))
+
+        async def speed() -> int:
+            row = await self.row()
+            return row.speed_tps if row is not None else 0
+
+        found = await poll(speed, 60, "a measured speed")
+        self.engine.reset_prefix_cache()
+        assert isinstance(found, int)
+        return found
+
+    def first_again(self) -> int:
+        """Four conversations that do not fit; returns what is left of the first one."""
+        a = prompt(1, 640)
+        for ids in (a, prompt(2, 640), prompt(3, 960), prompt(4, 640)):
+            assert self.cached(ids) == 0
+        return self.cached(a)
+
+    def ended(self, **hint: Any) -> int:
+        """The second of two conversations ends, and a third needs room; returns what is left of the first."""
+        self.engine.reset_prefix_cache()
+        a = prompt(1, 640)
+        self.cached(a)
+        self.cached(prompt(2, 640), **hint)
+        self.cached(prompt(3, 960))
+        return self.cached(a)
+
+
+@asynccontextmanager
+async def conversations(store: str, name: str, target: str | None) -> AsyncIterator[Conversations]:
+    """One engine with a fleet of its own. Its plugin is that of this working tree."""
+    environment = {"PYTHONPATH": f"{TRUTH}{os.pathsep}{ROOT / 'worker_plugin'}"}
+    environment |= {} if target is None else {"WARMFLEET_TTFT_TARGET_S": target}
+    tag = f"tail-{name}"
+    options = EngineOptions(store, name, tag, BLOCKS, max_model_len=1_024, environment=environment)
+    with running(options) as [engine]:
+        fleet = Fleet(connect(store, timeout_s=5), tag)
+        try:
+            yield Conversations(engine, fleet)
+        finally:
+            await fleet.close()
+
+
+async def test_a_real_server_keeps_what_lru_would_lose(vllm_store: str) -> None:
+    async with conversations(vllm_store, "lru", None) as lru:
+        speed = await lru.measured()
+        assert lru.first_again() == 0
+        row = await lru.row()
+        assert row is not None
+        assert row.flags & Flag.CLOSED
+        lost = 640 - BLOCK_TOKENS - lru.ended(mark="~")
+        assert lost > 0, "without a target the hint has no effect"
+    async with conversations(vllm_store, "tail", f"{480 / speed:.5f}") as tail:
+        print(f"{speed} tokens/s measured without T-LRU, {await tail.measured()} with it")
+        left = tail.first_again()
+        print(f"left of the first conversation: {left} tokens with T-LRU, 0 with LRU")
+        assert left >= 4 * BLOCK_TOKENS
+        row = await tail.row()
+        assert row is not None
+        assert not row.flags & Flag.CLOSED
+        assert tail.ended(mark="~") == 640 - BLOCK_TOKENS, "the ended conversation's blocks went first"
+        assert tail.ended(vllm_xargs={XARG: ENDED}) == 640 - BLOCK_TOKENS
+
+        async def same() -> bool:
+            await tail.row()
+            view = (await tail.fleet.workers())[0]
+            held = await tail.fleet.redis.smembers(tail.fleet.keys.slot(view.record["slot"]))
+            return held == {key[-12:-4] for key in tail.engine.table()}
+
+        await poll(same, 60, "the index equals the engine's table")

@@ -1,0 +1,294 @@
+"""T-LRU's hook at a small copy of vLLM's block pool; ``tests/vllm/test_tail_eviction.py`` has it at the real one."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from warmfleet_worker.vllm_hooks import tail_eviction
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from warmfleet_worker.eviction.objective import Served
+
+BLOCK = 16
+
+
+class Block:
+    def __init__(self, number: int) -> None:
+        self.block_id, self.ref_cnt, self.block_hash = number, 0, None
+        self.prev_free_block: Block | None = None
+        self.next_free_block: Block | None = None
+        self.is_null = False
+
+    block_hash: bytes | None
+
+
+class Queue:
+    """vLLM's ``FreeKVCacheBlockQueue``: a list that is linked both ways between two ends."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self.fake_free_list_head, self.end = Block(-1), Block(-1)
+        self._relink(blocks)
+
+    def order(self) -> list[Block]:
+        found, block = [], self.fake_free_list_head.next_free_block
+        while block is not None and block is not self.end:
+            found.append(block)
+            block = block.next_free_block
+        return found
+
+    def remove(self, block: Block) -> None:
+        assert block.prev_free_block is not None
+        assert block.next_free_block is not None
+        self._relink([one for one in self.order() if one is not block])
+        block.prev_free_block = block.next_free_block = None
+
+    def prepend_n(self, blocks: list[Block]) -> None:
+        self._relink([*blocks, *self.order()])
+
+    def append_n(self, blocks: list[Block]) -> None:
+        self._relink([*self.order(), *blocks])
+
+    def _relink(self, blocks: list[Block]) -> None:
+        chain = [self.fake_free_list_head, *blocks, self.end]
+        for before, after in pairwise(chain):
+            before.next_free_block, after.prev_free_block = after, before
+
+
+class Pool:
+    def __init__(self, blocks: int) -> None:
+        self.blocks = [Block(number) for number in range(blocks)]
+        self.free_block_queue = Queue(self.blocks)
+
+    def get_new_blocks(self, num_blocks: int) -> list[Block]:
+        taken = self.free_block_queue.order()[:num_blocks]
+        for block in taken:
+            self.free_block_queue.remove(block)
+            block.ref_cnt, block.block_hash = 1, None
+        return taken
+
+    def free_blocks(self, blocks: Iterable[Block]) -> None:
+        blocks = list(blocks)
+        for block in blocks:
+            block.ref_cnt -= 1
+        self.free_block_queue.prepend_n([block for block in blocks if not block.ref_cnt and block.block_hash is None])
+        self.free_block_queue.append_n([block for block in blocks if not block.ref_cnt and block.block_hash])
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            if not block.ref_cnt:
+                self.free_block_queue.remove(block)
+            block.ref_cnt += 1
+
+
+class Manager:
+    enable_caching = True
+
+    def __init__(self, blocks: int) -> None:
+        self.block_pool = Pool(blocks)
+        single = SimpleNamespace(req_to_blocks={}, block_size=BLOCK)
+        self.tables: dict[str, list[Block]] = single.req_to_blocks
+        self.coordinator = SimpleNamespace(single_type_managers=[single])
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[object()])
+
+    def free(self, request: Any) -> None:
+        self.block_pool.free_blocks(reversed(self.tables.pop(request.request_id, [])))
+
+
+class Engine:
+    """Requests on the copy. Their blocks' hashes are the request's name and the place in the chain."""
+
+    def __init__(self, blocks: int = 30, target: str | None = "0.1", speed: int = 480) -> None:
+        self.manager = Manager(blocks)
+        self.scheduler = SimpleNamespace(kv_cache_manager=self.manager, connector=None)
+        self.hook = tail_eviction.install(self.scheduler, target, lambda: speed)
+
+    @property
+    def order(self) -> list[int]:
+        return [block.block_id for block in self.manager.block_pool.free_block_queue.order()]
+
+    def run(self, name: str, blocks: int, request_id: str = "", extra: dict[str, str] | None = None) -> Any:
+        table = self.manager.tables[request_id or name] = self.manager.block_pool.get_new_blocks(blocks)
+        for place, block in enumerate(table):
+            block.block_hash = f"{name}{place}".encode()
+        return SimpleNamespace(
+            request_id=request_id or name,
+            num_prompt_tokens=blocks * BLOCK,
+            num_tokens=blocks * BLOCK,
+            is_finished=lambda: True,
+            sampling_params=SimpleNamespace(extra_args=extra),
+        )
+
+    def finish(self, request: Any) -> None:
+        self.manager.free(request)
+
+
+@pytest.fixture(autouse=True)
+def known_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no vLLM in this environment."""
+    monkeypatch.setattr(tail_eviction, "missing", lambda _part: "")
+
+
+def test_the_end_of_a_prompt_goes_in_place_of_the_oldest_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ξ is 48 tokens, three blocks; nothing is expected to be added."""
+    engine = Engine(12)
+    assert engine.hook is not None
+    monkeypatch.setattr(engine.hook.eviction.next_prompt, "_growth", SimpleNamespace(samples=99, value=0.0))
+    engine.finish(engine.run("a", 5))
+    engine.finish(engine.run("b", 5))
+    assert engine.order == [10, 11, 4, 3, 2, 1, 0, 9, 8, 7, 6, 5]
+    taken = engine.manager.block_pool.get_new_blocks(4)
+    assert [block.block_id for block in taken] == [4, 3, 10, 11], "two without content, and two of the tagged ones"
+    taken = engine.manager.block_pool.get_new_blocks(4)
+    assert [block.block_id for block in taken] == [2, 9, 8, 7], "tagged ones, though 1 and 0 are older"
+    assert engine.order == [1, 0, 6, 5]
+    assert [block.block_id for block in engine.manager.block_pool.get_new_blocks(2)] == [1, 0]
+
+
+def test_a_preempted_request_is_not_judged() -> None:
+    engine = Engine()
+    assert engine.hook is not None
+    request = engine.run("a", 5)
+    request.is_finished = lambda: False
+    engine.finish(request)
+    assert (engine.hook.eviction.tagged, len(engine.hook.eviction.tags)) == (0, 0)
+
+
+@pytest.mark.parametrize("why", ["in use", "other content", "not in the queue"])
+def test_a_tagged_block_that_has_changed_stays_where_it_is(why: str) -> None:
+    engine = Engine(10, "10")
+    pool = engine.manager.block_pool
+    engine.finish(engine.run("a", 5))
+    engine.finish(engine.run("b", 5))
+    block = pool.blocks[4]
+    if why == "in use":
+        pool.touch([block])
+    elif why == "other content":
+        block.block_hash = b"new"
+    else:
+        pool.free_block_queue.remove(block)
+    before = engine.order
+    assert [one.block_id for one in pool.get_new_blocks(1)] == [3]
+    assert engine.order == [number for number in before if number != 3]
+
+
+@pytest.mark.parametrize(
+    ("request_id", "extra", "ended"),
+    [
+        (f"cmpl-wf-{'a' * 22}.~mine-0", None, True),
+        (f"cmpl-wf-{'a' * 22}.mine-0", None, False),
+        ("b", {"x-warmfleet-conversation": "ended"}, True),
+        ("b", {"x-warmfleet-conversation": "open"}, False),
+        ("b", {"other": "ended"}, False),
+    ],
+)
+def test_an_ended_conversation_goes_first_also_under_plain_lru(
+    request_id: str, extra: dict[str, str] | None, *, ended: bool
+) -> None:
+    engine = Engine(10, "0")
+    engine.finish(engine.run("a", 5))
+    engine.finish(engine.run("b", 5, request_id, extra))
+    taken = [block.block_id for block in engine.manager.block_pool.get_new_blocks(5)]
+    assert taken == ([9, 8, 7, 6, 5] if ended else [4, 3, 2, 1, 0])
+
+
+@pytest.mark.parametrize("target", [None, "", "soon", "-1"])
+def test_without_a_target_every_function_is_vllms_own(target: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(target=target)
+    assert engine.hook is None
+    assert "free" not in vars(engine.manager)
+    assert "get_new_blocks" not in vars(engine.manager.block_pool)
+    assert len(caplog.records) == bool(target), "one line says what is wrong"
+
+
+@pytest.mark.parametrize("why", ["a KV connector", "more than one KV cache group", "prefix caching is off"])
+def test_where_it_cannot_work_one_line_says_so(why: str, caplog: pytest.LogCaptureFixture) -> None:
+    manager = Manager(10)
+    if why == "prefix caching is off":
+        manager.enable_caching = False
+    elif "group" in why:
+        manager.kv_cache_config.kv_cache_groups.append(object())
+    scheduler = SimpleNamespace(kv_cache_manager=manager, connector=object() if "connector" in why else None)
+    assert tail_eviction.install(scheduler, "1", lambda: 1) is None
+    assert "free" not in vars(manager)
+    (record,) = caplog.records
+    assert why in record.getMessage()
+
+
+def test_a_vllm_that_differs_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tail_eviction, "missing", lambda part: f"there is no {part.name}")
+    engine = Engine()
+    assert engine.hook is None
+    assert "free" not in vars(engine.manager)
+    (record,) = caplog.records
+    assert "there is no EVICTION: WARMFLEET_TTFT_TARGET_S has no effect" in record.getMessage()
+
+
+@pytest.mark.parametrize("step", ["finished", "give_up"])
+def test_an_error_of_ours_leaves_eviction_to_vllm(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(10, "10")
+    assert engine.hook is not None
+    engine.finish(engine.run("a", 3))
+    monkeypatch.setattr(engine.hook.eviction, step, None)
+    engine.finish(engine.run("b", 5))
+    engine.finish(engine.run("c", 5))
+    assert "free" not in vars(engine.manager)
+    assert "get_new_blocks" not in vars(engine.manager.block_pool)
+    assert sorted(engine.order) == list(range(10))
+
+
+def test_an_objective_that_fails_is_logged_once_and_ends_t_lru(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(10, "10")
+    assert engine.hook is not None
+    caplog.clear()
+    outputs = {0: SimpleNamespace(outputs=[SimpleNamespace(request_id="a", prefill_stats=object())])}
+    for _ in range(3):
+        engine.hook.first_tokens(outputs, {})
+        engine.hook.log()
+    assert len(caplog.records) == 1
+    assert "free" not in vars(engine.manager)
+
+
+def test_the_objective_is_told_of_first_tokens_only() -> None:
+    engine = Engine()
+    assert engine.hook is not None
+    noted: list[Served] = []
+    engine.hook.eviction.objective = SimpleNamespace(note=noted.append, xi_tokens=lambda _now: 1)
+    stats = SimpleNamespace(num_prompt_tokens=100, num_cached_tokens=64)
+    outputs = [
+        SimpleNamespace(request_id="a", prefill_stats=stats),
+        SimpleNamespace(request_id="gone", prefill_stats=stats),
+        SimpleNamespace(request_id="b", prefill_stats=None),
+    ]
+    requests = {name: SimpleNamespace(arrival_time=0.0) for name in "ab"}
+    engine.hook.first_tokens({0: SimpleNamespace(outputs=outputs)}, requests)
+    assert [(one.prompt_tokens, one.uncached_tokens) for one in noted] == [(100, 36), (100, 36)]
+    assert noted[0].ttft_s is not None
+    assert noted[0].ttft_s > 1e9
+    assert noted[1].ttft_s is None
+
+
+def test_a_line_tells_what_was_given_up_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(10, "10")
+    assert engine.hook is not None
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "vllm.warmfleet"):
+        engine.finish(engine.run("a", 10))
+        engine.finish(engine.run("b", 3))
+        engine.hook.log()
+        assert not caplog.records
+        monkeypatch.setattr(engine.hook, "_logged_at", -1e9)
+        engine.hook.log()
+        engine.hook.log()
+    (record,) = caplog.records
+    assert "13 blocks tagged, 3 given up first; objective 4800 tokens, next prompt 200 tokens" in record.getMessage()
