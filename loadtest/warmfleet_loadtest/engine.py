@@ -17,6 +17,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,13 +32,16 @@ from warmfleet_loadtest.simulator.fcfs_scheduler import FcfsScheduler
 from warmfleet_loadtest.simulator.fleet_membership import Halves, Membership
 from warmfleet_loadtest.simulator.scheduler import Limits, Scheduler
 from warmfleet_loadtest.simulator.step_costs import PRESETS, StepCosts, load_costs
+from warmfleet_loadtest.simulator.tail_pool import TailPool
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
+from warmfleet_worker.eviction.objective import objective_of
+from warmfleet_worker.eviction.tail_eviction import TailEviction
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.server_address import default_server_id, worker_url
 from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from warmfleet_loadtest.simulator.kv_events import KvEvents
 
@@ -49,7 +53,7 @@ class EngineConfig:
     """An engine's settings, without its place in a fleet.
 
     mode: ``step`` for vLLM's scheduler, ``fcfs`` for one prefill at a time. fcfs_decode_s: seconds per token of an
-    answer in mode fcfs.
+    answer in mode fcfs. ttft_target: evict for a time to first token, as WARMFLEET_TTFT_TARGET_S makes the plugin do.
     """
 
     scheme: wire.Scheme
@@ -58,12 +62,23 @@ class EngineConfig:
     costs: StepCosts
     mode: str = "step"
     fcfs_decode_s: float = 0.02
+    ttft_target: str = ""
 
-    def scheduler(self, listener: Tracker | None = None) -> Scheduler:
-        pool = BlockPool(self.blocks, listener)
+    def scheduler(self, listener: Tracker | None = None, clock: Callable[[], float] = time.monotonic) -> Scheduler:
+        """A scheduler with an empty cache. clock: monotonic seconds, real or simulated."""
+        tail = self._tail_pool(listener, clock) if self.ttft_target else None
+        pool = tail or BlockPool(self.blocks, listener)
         if self.mode == "fcfs":
-            return FcfsScheduler(pool, self.scheme, self.limits, self.fcfs_decode_s)
-        return Scheduler(pool, self.scheme, self.limits)
+            made: Scheduler = FcfsScheduler(pool, self.scheme, self.limits, self.fcfs_decode_s)
+        else:
+            made = Scheduler(pool, self.scheme, self.limits)
+        made.follower = tail
+        return made
+
+    def _tail_pool(self, listener: Tracker | None, clock: Callable[[], float]) -> TailPool:
+        speed = round(1 / self.costs.prefill_token_s)  # what a real engine would have measured
+        eviction = TailEviction(self.limits.block_tokens, objective_of(self.ttft_target, lambda: speed))
+        return TailPool(self.blocks, eviction, listener, clock)
 
 
 class Engine:

@@ -52,6 +52,8 @@ class FcfsScheduler(Scheduler):
             return []
         request.output_tokens = 1
         self.totals.generation_tokens += 1
+        if self.follower is not None:
+            self.follower.first_token(request)
         heapq.heappush(self._due, (now + self.decode_s * (request.max_tokens - 1), next(self._order), request))
         return [Output(request, request.answer[:1], first=True, finished=request.max_tokens == 1)]
 
@@ -71,8 +73,7 @@ class FcfsScheduler(Scheduler):
             self.totals.generation_tokens += len(rest)
             hash_blocks(self.scheme, request)
             self._grow(request, request.tokens - 1 - request.computed)
-            self.running.remove(request)
-            self._free(request)
+            self._end(request)
             self.totals.finished += 1
             if rest:
                 outputs.append(Output(request, rest, first=False, finished=True))

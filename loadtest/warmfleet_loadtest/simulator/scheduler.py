@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from warmfleet_loadtest.simulator.step_costs import StepWork
 from warmfleet_worker.protocol import wire
@@ -105,6 +105,13 @@ class Totals:
     finished: int = 0
 
 
+class Follower(Protocol):
+    """Is told about every request: when it has its first token, and when it is over and still has its blocks."""
+
+    def first_token(self, request: Request) -> None: ...
+    def over(self, request: Request) -> None: ...
+
+
 class Scheduler:
     """Call ``add`` for each request, and ``schedule`` and ``complete`` in turn. ``abort`` may come at any time."""
 
@@ -121,6 +128,7 @@ class Scheduler:
         self.running: list[Request] = []
         # Called with a request and the range of its blocks that have entered the cache.
         self.on_cached: Callable[[Request, int, int], None] | None = None
+        self.follower: Follower | None = None
 
     def add(self, request: Request) -> None:
         """Queue a request; raises ValueError if it can never run."""
@@ -132,8 +140,7 @@ class Scheduler:
     def abort(self, request: Request) -> None:
         """Forget a request, running or waiting; its blocks stay in the cache. Unknown requests are ignored."""
         if request in self.running:
-            self.running.remove(request)
-            self._free(request)
+            self._end(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         request.max_tokens = request.output_tokens  # so that a step under way samples nothing for it
@@ -167,9 +174,10 @@ class Scheduler:
             request.output_tokens += 1
             self.totals.generation_tokens += 1
             hash_blocks(self.scheme, request)
+            if index == 0 and self.follower is not None:
+                self.follower.first_token(request)
             if request.finished:
-                self.running.remove(request)
-                self._free(request)
+                self._end(request)
                 self.totals.finished += 1
             outputs.append(Output(request, request.answer[index : index + 1], index == 0, request.finished))
         return outputs
@@ -251,6 +259,13 @@ class Scheduler:
         request.preemptions += 1
         self.totals.preemptions += 1
         self.waiting.appendleft(request)
+
+    def _end(self, request: Request) -> None:
+        """A running request is over, answered or aborted."""
+        self.running.remove(request)
+        if self.follower is not None:
+            self.follower.over(request)
+        self._free(request)
 
     def _free(self, request: Request) -> None:
         self.pool.release(reversed(request.blocks))

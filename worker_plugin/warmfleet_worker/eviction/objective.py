@@ -7,11 +7,18 @@ cached prefix, so blocks beyond that may be given up first.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+ADAPTIVE = "auto"  # the target that asks for the adaptive objective
+TAIL = 0.9  # the quantile that the adaptive objective follows
+TAIL_SHARE = 0.6  # ξ over that quantile; app/docs/decisions.md has the sweep
+MEMORY_REQUESTS = 256  # the latest ones, from which the quantile is taken
+EVERY_REQUESTS = 16  # after so many it is taken anew, and before the first so many there is no objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +62,43 @@ class FixedObjective:
         """A fixed objective learns nothing."""
 
 
+class AdaptiveObjective:
+    """ξ follows the engine's own tail, for engines whose right time to first token nobody knows.
+
+    It is TAIL_SHARE of the number of uncached tokens that one request in ten exceeds. Far below that number T-LRU
+    changes nothing, and far above it T-LRU makes requests slow that were fast. The number falls as T-LRU works, and ξ
+    with it. How roomy the cache is need not be known here: nothing is given up in place of blocks whose conversation
+    has probably ended (``TailEviction.is_silent``).
+    """
+
+    def __init__(self) -> None:
+        self._uncached: deque[int] = deque(maxlen=MEMORY_REQUESTS)
+        self._noted = 0
+        self._xi_tokens: int | None = None
+
+    def xi_tokens(self, now: float) -> int | None:  # noqa: ARG002 - ξ changes with requests, not with seconds
+        return self._xi_tokens
+
+    def note(self, served: Served) -> None:
+        self._uncached.append(served.uncached_tokens)
+        self._noted += 1
+        if self._noted % EVERY_REQUESTS == 0:
+            ordered = sorted(self._uncached)
+            self._xi_tokens = int(TAIL_SHARE * ordered[int(TAIL * len(ordered))])
+
+
 def objective_of(target: str, speed_tps: Callable[[], int]) -> Objective:
-    """The objective that ``target`` (WARMFLEET_TTFT_TARGET_S) asks for: a number of seconds, 0 or more.
+    """The objective that ``target`` (WARMFLEET_TTFT_TARGET_S) asks for: a number of seconds, 0 or more, or ``auto``.
 
     Raises ValueError for anything else. speed_tps: returns the measured prefill speed, 0 = not measured yet.
     """
+    if target.strip().lower() == ADAPTIVE:
+        return AdaptiveObjective()
     try:
         seconds = float(target)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise ValueError(f"WARMFLEET_TTFT_TARGET_S must be a number of seconds, 0 or more, not {target[:40]!r}")
+        wanted = f"a number of seconds, 0 or more, or {ADAPTIVE}"
+        raise ValueError(f"WARMFLEET_TTFT_TARGET_S must be {wanted}, not {target[:40]!r}")
     return FixedObjective(seconds, speed_tps)

@@ -8,8 +8,8 @@ are tagged ones given up in its place. Everything else stays LRU.
 Three things are added to the paper's rule:
 
 - A prefix that several conversations share is never tagged: the next request that needs it may be another's.
-- The oldest blocks go before any tagged one if nobody has used them for three turn gaps: their conversation has
-  probably ended. With a fixed ξ in a roomy cache this takes most of the harm away.
+- The oldest blocks go before any tagged one if nobody has used them for two mean turn gaps: their conversation
+  has probably ended. So a roomy cache stays LRU, and T-LRU acts where a cache holds no more than two turn gaps.
 - A conversation that is known to have ended is tagged as a whole, and goes first of all.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from warmfleet_worker.eviction.objective import Objective
 
-SILENT_GAPS = 3  # a conversation that is silent for so many mean turn gaps counts as ended
+SILENT_GAPS = 2  # a conversation that is silent for so many mean turn gaps counts as ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,63 @@
+"""A block pool that evicts by the plugin's own T-LRU, as the plugin lets vLLM's pool do it.
+
+See ``warmfleet_worker.eviction.tail_eviction``: when an allocation would evict blocks that somebody may come back for,
+blocks that their conversations can do without are moved to the front of the free queue first.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from warmfleet_loadtest.simulator.block_pool import BlockPool
+from warmfleet_worker.eviction.objective import Served
+from warmfleet_worker.eviction.tail_eviction import Finished
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from warmfleet_loadtest.simulator.block_pool import Listener
+    from warmfleet_loadtest.simulator.scheduler import Request
+    from warmfleet_worker.eviction.tail_eviction import TailEviction
+
+
+class TailPool(BlockPool):
+    """Follows the requests of its scheduler. clock: monotonic seconds."""
+
+    def __init__(
+        self,
+        blocks: int,
+        eviction: TailEviction,
+        listener: Listener | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(blocks, listener)
+        self.eviction = eviction
+        self._clock = clock
+
+    def first_token(self, request: Request) -> None:
+        uncached = request.prompt_tokens - request.cached_tokens
+        self.eviction.objective.note(Served(self._clock(), request.prompt_tokens, uncached))
+
+    def over(self, request: Request) -> None:
+        blocks, hashes = request.blocks[: request.entered], request.hashes[: request.entered]
+        self.eviction.finished(Finished(blocks, hashes, request.prompt_tokens, request.tokens), self._clock())
+
+    def allocate(self, count: int) -> list[int]:
+        if self.eviction.tags:
+            self._give_up(count)
+        return super().allocate(count)
+
+    def _give_up(self, count: int) -> None:
+        """Move as many tagged blocks to the front as ``count`` new blocks would otherwise evict."""
+        now, silent = self._clock(), self.eviction.is_silent
+        for _ in takewhile(lambda block: self._hash_of[block] is None or silent(block, now), self._free):
+            count -= 1
+            if count <= 0:
+                return
+        for block in reversed(self.eviction.give_up(count, self._is_free)):
+            self._free.move_to_end(block, last=False)
+
+    def _is_free(self, block: int, block_hash: bytes) -> bool:
+        return block in self._free and self._hash_of[block] == block_hash
