@@ -41,7 +41,12 @@ _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 #: Variables with our prefix that belong to workers (worker_plugin/README.md) or to the command line.
-FOREIGN = frozenset({"WARMFLEET_MODEL", "WARMFLEET_TTFT_TARGET_S", "WARMFLEET_WORKER_ID", "WARMFLEET_WORKER_URL"})
+FOREIGN = frozenset(
+    {
+        *("WARMFLEET_MODEL", "WARMFLEET_TTFT_TARGET_S", "WARMFLEET_WORKER_ID", "WARMFLEET_WORKER_URL"),
+        *("WARMFLEET_ADMIN_REDIS_URL", "WARMFLEET_ADMIN_REDIS_URL_FILE"),
+    }
+)
 #: Settings of earlier versions that are constants now.
 CONSTANTS = frozenset(
     {

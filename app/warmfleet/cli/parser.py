@@ -25,6 +25,7 @@ Warmfleet sends each request to the vLLM engine whose KV cache already holds its
   warmfleet demo                      show the gain of prefix-aware routing, then exit
   warmfleet workers                   list the engines of a running fleet
   warmfleet drain WORKER              send an engine no new requests, and let it finish
+  warmfleet doctor                    check Redis, engines and routers, and say what to do
   warmfleet explain --message "Hi"    show where a request would go, and why
   warmfleet replay FILE               make the decisions of a log again, also by other policies
   warmfleet policy NAME               place requests by another policy, on all replicas at once
@@ -85,6 +86,27 @@ examples:
 
 This talks to Redis, and needs a user that may write there: `admin` or `router` of `warmfleet acl`. A replica that
 cannot reach Redis goes by what it read last, at most WARMFLEET_VIEW_INTERVAL_S before its way to Redis broke.
+"""
+
+DOCTOR = """\
+Checks a fleet end to end and prints for each check ok, or what is wrong and what to do. Run it where a router runs,
+with a router's environment (WARMFLEET_REDIS_URL, WARMFLEET_MODELS, WARMFLEET_WORKER_API_KEY ...): it then sees what
+the router sees. Without any it checks the stack of `warmfleet up`, if one runs here.
+
+examples:
+  warmfleet doctor --model Qwen/Qwen3-8B                        Redis, and the workers that have joined
+  warmfleet doctor http://gpu1:8000 --model Qwen/Qwen3-8B       that engine, too: versions, plugin, tokenizer, cache
+  warmfleet doctor --router http://router:8080                  that replica, too
+  warmfleet doctor --json > health.json || echo "see health.json"
+
+It changes nothing in the fleet. In Redis it only reads. An engine that you name gets two questions for token ids and
+one short prompt, twice, with one token of answer each; to see that the second one is cached takes no less. Workers
+that you do not name are asked for /health only. Passwords and keys are never printed.
+
+Exit status: 0 no fault (notes are no faults), 1 a fault, 2 wrong usage, or a check that failed by itself.
+
+The rights of the workers' Redis users can be looked at by a user with ACL LIST and ACL DRYRUN only: put the URL of
+one, such as `admin` of `warmfleet acl`, into WARMFLEET_ADMIN_REDIS_URL. Without it that check is skipped.
 """
 
 EXPLAIN = """\
@@ -187,6 +209,7 @@ def build_parser() -> argparse.ArgumentParser:
     workers = _command(commands, "workers", "list the engines of a running fleet", WORKERS)
     workers.add_argument("--json", action="store_true", help="print the replica's answer as it came")
     _drain(_command(commands, "drain", "send engines no new requests, and let them finish", DRAIN))
+    _doctor(_command(commands, "doctor", "check Redis, engines and routers, and say what to do", DOCTOR))
     explain = _command(commands, "explain", "show where a request would go, and why", EXPLAIN)
     explain.add_argument("file", nargs="?", help="request body as JSON, - for standard input")
     explain.add_argument("--message", help="a chat request with this one user message")
@@ -321,6 +344,30 @@ def _store_of_models(parser: argparse.ArgumentParser) -> None:
         help="model tag; repeatable (default: WARMFLEET_MODELS, else those of `warmfleet up`)",
     )
     _store(parser)
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engines", nargs="*", metavar="ENGINE", help="base URL of an engine to examine, with a probe")
+    parser.add_argument("--router", metavar="URL", action="append", default=[], help="a replica to check; repeatable")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        action="append",
+        default=[],
+        help="model tag; repeatable (default: WARMFLEET_MODELS, else those of `warmfleet up`)",
+    )
+    parser.add_argument(
+        "--redis",
+        metavar="URL",
+        help="the routers' Redis (default: WARMFLEET_REDIS_URL, which hides a password, else that of `warmfleet up`)",
+    )
+    parser.add_argument(
+        "--admin-redis",
+        metavar="URL",
+        help="the same Redis as a user who may look at the rights of others (default: WARMFLEET_ADMIN_REDIS_URL)",
+    )
+    parser.add_argument("--env-file", metavar="FILE", help="lines NAME=value, as for `warmfleet serve`")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: status, findings")
 
 
 def _store(parser: argparse.ArgumentParser) -> None:

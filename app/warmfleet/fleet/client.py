@@ -52,6 +52,7 @@ SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
         "forget": "workers servers load alive alive_servers cursor batch digest resync retired ejections",
         "collect": "retired",
         "lag": "cursor",
+        "rights": "",
         "replay": "",
         "audit": "workers load digest resync counts audit audit_walk",
     }.items()
@@ -78,6 +79,7 @@ SCRIPT_ARGS: Mapping[str, tuple[str, ...]] = {
         "forget": "prefix worker_id silent_ms",
         "collect": "prefix max_blocks",
         "lag": "prefix start max_streams",
+        "rights": "commands",
         "replay": "constants policy prompt_tokens seed prefix_tokens order objective_s median_tps block_tokens turn "
         "now_ms",
         "audit": "prefix max_blocks period_ms min_gap_ms",

@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from redis.exceptions import AuthenticationError, InvalidResponse, RedisError, ResponseError
@@ -36,7 +37,8 @@ async def first_contact(redis: aioredis.Redis, url: str) -> None:
     """
     where, pause_s, told, told_at = parse(url), FIRST_PAUSE_S, "", 0.0
     name = in_words(where, url)
-    while why := await _why_not(redis, where):
+    while trouble := await trouble_with(redis, where):
+        why = trouble.text
         if why != told or time.monotonic() - told_at >= LOG_EVERY_S:
             told, told_at = why, time.monotonic()
             logger.error("%s %s. %s", name, why, THEN)
@@ -56,45 +58,53 @@ def in_words(where: RedisAddress, url: str) -> str:
     }[where.kind]
 
 
-async def _why_not(redis: aioredis.Redis, where: RedisAddress) -> str:
-    """What is wrong with Redis, as the rest of a sentence; empty if nothing is."""
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why Redis cannot be used. text: the rest of a sentence that begins with ``in_words``."""
+
+    kind: Literal["login", "protocol", "version", "slow", "tls", "connection", "loading"]
+    text: str
+
+
+async def trouble_with(redis: aioredis.Redis, where: RedisAddress) -> Trouble | None:
+    """What is wrong with Redis; None if nothing is."""
     try:
         info: dict[str, Any] = await redis.info("server")
     except AuthenticationError as error:
-        return f"refuses the user or the password of WARMFLEET_REDIS_URL ({error})"
+        return Trouble("login", f"refuses the user or the password of WARMFLEET_REDIS_URL ({error})")
     except InvalidResponse:
-        return f"is no Redis: what answers there speaks another protocol{_perhaps(where)}"
+        return Trouble("protocol", f"is no Redis: what answers there speaks another protocol{_perhaps(where)}")
     except ResponseError as error:
         if "HELLO" in str(error).upper() and "UNKNOWN COMMAND" in str(error).upper():
-            return "is older than version 6, or no Redis: 7.0 or newer is needed"
-        return ""  # it answers; what it refuses is told by the call that needs it
+            return Trouble("version", "is older than version 6, or no Redis: 7.0 or newer is needed")
+        return None  # it answers; what it refuses is told by the call that needs it
     except (TimeoutError, RedisTimeoutError):
-        return f"does not answer in time{_perhaps(where)}"
+        return Trouble("slow", f"does not answer in time{_perhaps(where)}")
     except (RedisError, OSError) as error:
         return _of_connection(error, where)
     version = str(info.get("redis_version", ""))
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if numbers and numbers < OLDEST:
-        return f"is version {version}, but routers need 7.0 or newer (or Valkey)"
-    return ""
+        return Trouble("version", f"is version {version}, but routers need 7.0 or newer (or Valkey)")
+    return None
 
 
-def _of_connection(error: Exception, where: RedisAddress) -> str:
+def _of_connection(error: Exception, where: RedisAddress) -> Trouble:
     text = str(error).rstrip(".")
     if isinstance(error.__cause__, AuthenticationError):
-        return f"refuses the user or the password of WARMFLEET_REDIS_URL ({error.__cause__})"
+        return Trouble("login", f"refuses the user or the password of WARMFLEET_REDIS_URL ({error.__cause__})")
     if "CERTIFICATE" in text.upper():
-        return f"shows a certificate that is not trusted, see WARMFLEET_REDIS_CA ({text})"
+        return Trouble("tls", f"shows a certificate that is not trusted, see WARMFLEET_REDIS_CA ({text})")
     if "SSL" in text.upper():
-        return f"does not speak TLS, though WARMFLEET_REDIS_URL begins with rediss ({text})"
+        return Trouble("tls", f"does not speak TLS, though WARMFLEET_REDIS_URL begins with rediss ({text})")
     if "loading" in text.lower():
-        return "is loading its data"
+        return Trouble("loading", "is loading its data")
     if "closed" in text.lower() or "reset" in text.lower():
-        return f"ends the connection{_perhaps(where)} ({text})"
+        return Trouble("connection", f"ends the connection{_perhaps(where)} ({text})")
     if connecting := _CONNECTING.match(text):
         number = int(connecting[1])
         text = os.strerror(number) if number > 0 else text[connecting.end() :]  # each event loop has texts of its own
-    return f"cannot be reached ({text})"
+    return Trouble("connection", f"cannot be reached ({text})")
 
 
 def _perhaps(where: RedisAddress) -> str:

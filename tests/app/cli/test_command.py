@@ -120,7 +120,7 @@ def test_a_closed_pipe_is_no_error() -> None:
         assert (process.stderr.read(), process.wait(30)) == (b"", 141)
 
 
-@pytest.mark.parametrize("command", ["", "up", "serve", "demo", "workers", "drain", "explain", "key", "acl"])
+@pytest.mark.parametrize("command", ["", "up", "serve", "demo", "workers", "drain", "doctor", "explain", "key", "acl"])
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])

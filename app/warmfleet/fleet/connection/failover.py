@@ -75,6 +75,17 @@ class Locator:
                 return found
         raise RedisConnectionError(f"no node says where the Redis master is; {why}")
 
+    async def survey(self) -> list[tuple[HostPort, Any]]:
+        """Every node with its raw answer to the question for the master, or with the error by which it failed."""
+        found: list[tuple[HostPort, Any]] = []
+        for node, client in list(self._nodes):
+            try:
+                answer = await client.execute_command(*self._address.question)  # type: ignore[no-untyped-call]  # redis-py
+            except (RedisError, OSError) as error:
+                answer = error
+            found.append((node, answer))
+        return found
+
     async def close(self) -> None:
         for _, client in self._nodes:
             await client.aclose()

@@ -1,0 +1,368 @@
+"""Runs the checks in order: Redis, the workers of each model, the named engines, the named routers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.doctor import engine_checks, fleet_checks, parity_checks, redis_checks, rights_checks, router_checks
+from warmfleet.cli.doctor.engine_checks import Engine
+from warmfleet.cli.doctor.finding import Finding, Report, State, skipped
+from warmfleet.cli.doctor.parity_checks import Subject
+from warmfleet.cli.doctor.reach import is_loopback, reach
+from warmfleet.cli.local import running_stack
+from warmfleet.cli.serve import variables
+from warmfleet.engines.allowed_addresses import Addresses
+from warmfleet.engines.engine_client import EngineClient
+from warmfleet.engines.engine_tls import engine_tls
+from warmfleet.errors import FleetUnavailable, WarmfleetError
+from warmfleet.fleet import Fleet, Timeouts, connect
+from warmfleet.fleet.first_contact import in_words
+from warmfleet.fleet.inspection.server import Inspection
+from warmfleet.metrics import Metrics
+from warmfleet.pools.identities import Identities
+from warmfleet.prompt.prefix_trie import Trie
+from warmfleet.protocol.redis_address import RedisAddressError, parse, with_ca
+from warmfleet.protocol.wire import WireError, model_tag
+from warmfleet.settings import Settings, engine_url, secret
+from warmfleet.untrusted.template_approval import Templates
+
+if TYPE_CHECKING:
+    import argparse
+    import ssl
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+
+    import redis.asyncio as aioredis
+
+    from warmfleet.fleet import WorkerView
+    from warmfleet.prompt.prompt_identity import Identity
+
+CONNECT_S = 3.0
+PATIENCE = Timeouts(request_s=5.0, upkeep_s=5.0)
+URLS_AT_ONCE = 16
+MAX_URLS = 256
+TRIE_BYTES = 1_048_576
+MIN_SECRET = 8  # a shorter one is also a usual word, which would be blotted out everywhere
+ADMIN_REDIS = "WARMFLEET_ADMIN_REDIS_URL"
+ANYWHERE = ("0.0.0.0/0", "::/0")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to check. url: of Redis, complete. admin_url: of a user who may look at the rights of others; or empty.
+
+    wall: this machine's clock, in seconds.
+    """
+
+    settings: Settings
+    url: str
+    admin_url: str = ""
+    engines: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
+    wall: Callable[[], float] = time.time
+
+
+@dataclass
+class Known:
+    """What was learned of the fleet: all workers by model tag, and the clients to look at them again."""
+
+    workers: dict[str, list[WorkerView]] = field(default_factory=dict)
+    fleets: dict[str, Fleet] = field(default_factory=dict)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check and print. 0: no fault; 1: a fault; 2: a check failed by itself. Raises CommandError and BadArgument."""
+    logging.basicConfig(level=logging.CRITICAL)  # the findings tell what matters
+    environment = os.environ | (variables(options.env_file) if options.env_file else {})
+    plan = plan_of(options, environment)
+    quiet = bool(options.json)
+    progress = sys.stderr if sys.stderr.isatty() and not quiet else None
+    report = Report(quiet=quiet, progress_to=progress, secrets=secrets_of(plan))
+    asyncio.run(examine(plan, report))
+    report.progress("")
+    print(report.as_json() if quiet else f"\n{report.summary()}")
+    return report.status
+
+
+def plan_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
+    """The command line and the environment of a router as a Plan. Raises CommandError, BadArgument."""
+    given, routers = dict(environment), tuple(options.router)
+    if options.redis:
+        given.pop("WARMFLEET_REDIS_URL_FILE", None)
+        given["WARMFLEET_REDIS_URL"] = options.redis
+    if options.model:
+        given["WARMFLEET_MODELS"] = ",".join(options.model)
+    local = running_stack.found(environment)
+    if local is not None and not {"WARMFLEET_REDIS_URL", "WARMFLEET_REDIS_URL_FILE"} & given.keys():
+        given["WARMFLEET_REDIS_URL"] = local.redis_url
+        given.setdefault("WARMFLEET_MODELS", ",".join(local.models))
+        routers = routers or (local.address,)
+    settings = Settings.from_environment(given)
+    if not settings.models:
+        raise CommandError("name the model with --model, or all of a router in WARMFLEET_MODELS")
+    admin = options.admin_redis or secret(ADMIN_REDIS, given) or ""
+    try:
+        url = with_ca(settings.redis_url, settings.redis_ca)
+        admin = with_ca(admin, settings.redis_ca) if admin else ""
+        for one in (url, *([admin] if admin else ())):
+            parse(one)
+        for model in settings.models:
+            model_tag(model)
+    except (RedisAddressError, WireError) as error:
+        raise CommandError(str(error)) from error
+    return Plan(settings, url, admin, tuple(map(engine_url, options.engines)), routers)
+
+
+def secrets_of(plan: Plan) -> tuple[str, ...]:
+    """Every password and key of the plan, as it stands in a URL and as it is, the longest first."""
+    found = {plan.settings.worker_api_key, plan.settings.admin_key, plan.settings.tenant_key}
+    urls = (plan.url, plan.admin_url, *plan.engines, *plan.routers, *plan.settings.static_workers)
+    for password in [parse(plan.url).sentinel_password, *(urlsplit(url).password for url in urls)]:
+        found |= {password or "", unquote(password or "")}
+    return tuple(sorted((one for one in found if len(one) >= MIN_SECRET), key=len, reverse=True))
+
+
+async def examine(plan: Plan, report: Report) -> None:
+    """Run all checks; every finding goes to the report."""
+    async with AsyncExitStack() as stack:
+        known = Known()
+        for model in plan.settings.models:
+            fleet = Fleet(connect(plan.url, model_tag(model), timeout_s=CONNECT_S), model, PATIENCE)
+            stack.push_async_callback(fleet.close)
+            known.fleets[model] = fleet
+        report.part(in_words(parse(plan.url), plan.url))
+        if await _redis_answers(plan, known, report):
+            await _redis(plan, known, report)
+            for model in plan.settings.models:
+                report.part(f"Workers of {model}")
+                await _workers(plan, known, model, report)
+        for url in plan.engines:
+            report.part(f"Engine {fleet_checks.shown(url)}")
+            await _engine(plan, known, url, report)
+        for url in plan.routers:
+            report.part(f"Router {fleet_checks.shown(url)}")
+            report.progress("asking the router")
+            names = {tag: [one.worker_id for one in workers] for tag, workers in known.workers.items()}
+            trusted = engine_tls("")
+            await _checked(
+                report, "router", router_checks.replica(url, names, plan.settings.admin_key, plan.wall, trusted)
+            )
+
+
+async def _checked(report: Report, check: str, work: Awaitable[Finding | Iterable[Finding]]) -> list[Finding]:
+    """Add what a check finds. A check that fails by itself is a finding, and the others go on."""
+    try:
+        got = await work
+        found = [got] if isinstance(got, Finding) else list(got)
+    except FleetUnavailable as error:
+        found = [Finding(check, State.FAULT, str(error), "see the rights of this Redis user, and Redis' log")]
+    except WarmfleetError as error:
+        found = [Finding(check, State.FAULT, str(error), "read the log of what was asked")]
+    except Exception as error:  # noqa: BLE001  one broken check must not hide the others
+        found = [Finding(check, State.BROKEN, f"{type(error).__name__}: {error}", "please report this")]
+    report.add(found)
+    return found
+
+
+# ---------------------------------------------------------------- Redis
+
+
+async def _redis_answers(plan: Plan, known: Known, report: Report) -> bool:
+    report.progress("connecting to Redis")
+    redis = next(iter(known.fleets.values())).redis
+    found = await _checked(report, "reachable", redis_checks.reachable(redis, parse(plan.url), plan.url))
+    return found[-1].state is State.OK
+
+
+async def _redis(plan: Plan, known: Known, report: Report) -> None:
+    where = parse(plan.url)
+    looks = {model: Inspection(fleet.redis, model, PATIENCE) for model, fleet in known.fleets.items()}
+    for model, fleet in known.fleets.items():
+        with suppress(WarmfleetError):  # told where the workers are checked
+            known.workers[model] = await fleet.workers()
+    capacity = sum(worker.load.capacity_blocks for workers in known.workers.values() for worker in workers)
+
+    async def servers() -> list[Finding]:
+        """In a Cluster each model may have a server of its own."""
+        found: list[Finding] = []
+        for look in list(looks.values())[: None if where.kind == "cluster" else 1]:
+            facts = await look.server()
+            found += redis_checks.settings_of(facts, capacity) + await redis_checks.topology(look, where, facts)
+        return list(dict.fromkeys(found))
+
+    first = next(iter(looks.values()))
+    await _checked(report, "server", servers())
+    await _checked(report, "clock", redis_checks.clock(first, plan.wall))
+    report.progress("measuring the latency of scripts")
+    await _checked(report, "latency", redis_checks.latency(first, plan.settings.decide_timeout_s))
+    report.progress("looking at the rights of Redis users")
+    await _rights(plan, known, looks, report)
+
+
+async def _rights(plan: Plan, known: Known, looks: Mapping[str, Inspection], report: Report) -> None:
+    cluster = parse(plan.url).kind == "cluster"
+    async with _administrator(plan, next(iter(looks.values())).redis) as admin:
+        for model, look in looks.items():
+            await _checked(report, "router rights", rights_checks.of_router(look, model, cluster=cluster))
+            looking = Inspection(admin, model, PATIENCE)
+            servers = frozenset(str(worker.record.get("server_id")) for worker in known.workers.get(model, []))
+            await _checked(report, "worker rights", rights_checks.of_workers(looking, model, servers, cluster=cluster))
+
+
+@asynccontextmanager
+async def _administrator(plan: Plan, router: aioredis.Redis) -> AsyncIterator[aioredis.Redis]:
+    """The client to look at users with: that of ``admin_url``, else the router's own."""
+    if not plan.admin_url:
+        yield router
+        return
+    client = connect(plan.admin_url, model_tag(plan.settings.models[0]), timeout_s=CONNECT_S)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+# ---------------------------------------------------------------- workers
+
+
+async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None:
+    fleet = known.fleets[model]
+    report.progress("reading the workers")
+
+    async def read() -> list[Finding]:
+        workers = await fleet.workers()
+        known.workers[model] = workers
+        reading = fleet_checks.Fleet(
+            model, workers, await fleet.truth(workers), await Inspection(fleet.redis, model, PATIENCE).streams()
+        )
+        return fleet_checks.all_of(reading)
+
+    await _checked(report, "workers", read())
+    report.progress("asking the workers' URLs for /health")
+    await _checked(report, "url", _urls(plan, known.workers.get(model, [])))
+
+    async def read_again() -> list[Finding]:
+        return fleet_checks.fights(known.workers.get(model, []), await fleet.workers())
+
+    await _checked(report, "names", read_again())
+
+
+async def _urls(plan: Plan, workers: Sequence[WorkerView]) -> list[Finding]:
+    """Whether the URLs that workers announce can be reached from here; those of silent workers are not asked."""
+    urls = dict.fromkeys(worker.url.rstrip("/") for worker in workers if worker.url and worker.heard)
+    addresses = Addresses(plan.settings.worker_addresses, (*plan.settings.static_workers, *plan.engines))
+    room = asyncio.Semaphore(URLS_AT_ONCE)
+    async with _client(addresses, plan) as (client, tls):
+
+        async def one(url: str) -> list[Finding]:
+            engine = Engine(url, client, tls)
+            async with room:
+                got = await reach(engine.host, engine.port)
+                if forbidden := engine_checks.allowed(url, addresses, got.addresses):
+                    return forbidden
+                found = await engine_checks.reachable(engine)
+            names = ", ".join(worker.worker_id for worker in workers if worker.url.rstrip("/") == url)
+            return [_of_url(one, names, url) for one in found if one.state is not State.OK] or [
+                _url_ok(plan, names, url)
+            ]
+
+        groups = await asyncio.gather(*[one(url) for url in list(urls)[:MAX_URLS]])
+    return [finding for group in groups for finding in group]
+
+
+def _of_url(found: Finding, names: str, url: str) -> Finding:
+    remedy = found.remedy
+    if is_loopback(urlsplit(url).hostname or ""):
+        remedy = f"start the engine on this machine; if it runs on another one: {engine_checks.LOOPBACK_HELP}"
+    return Finding("url", found.state, f"{names} announces {fleet_checks.shown(url)}: {found.detail}", remedy)
+
+
+def _url_ok(plan: Plan, names: str, url: str) -> Finding:
+    local = all(is_loopback(host) for host, _ in parse(plan.url).nodes)
+    if is_loopback(urlsplit(url).hostname or "") and not local:
+        text = f"{names} announces {fleet_checks.shown(url)}, which means another machine to routers elsewhere"
+        return Finding("url", State.NOTE, text, engine_checks.LOOPBACK_HELP)
+    return Finding("url", State.OK, f"{names} at {fleet_checks.shown(url)} answers from here")
+
+
+# ---------------------------------------------------------------- engines
+
+
+@asynccontextmanager
+async def _client(addresses: Addresses, plan: Plan) -> AsyncIterator[tuple[EngineClient, ssl.SSLContext]]:
+    tls = engine_tls(plan.settings.worker_ca)
+    client = EngineClient(addresses, CONNECT_S, tls)
+    try:
+        yield client, tls
+    finally:
+        await client.close()
+
+
+async def _engine(plan: Plan, known: Known, url: str, report: Report) -> None:
+    async with _client(Addresses(ANYWHERE, (url,)), plan) as (client, tls):
+        engine = Engine(url, client, tls, plan.settings.worker_api_key)
+        report.progress(f"connecting to {fleet_checks.shown(url)}")
+        found = await _checked(report, "reachable", engine_checks.reachable(engine))
+        if found[-1].state is not State.OK:
+            report.add([skipped("engine", "nothing more can be asked of it")])
+            return
+        got = await reach(engine.host, engine.port)
+        addresses = Addresses(plan.settings.worker_addresses, plan.settings.static_workers)
+        report.add(engine_checks.allowed(url, addresses, got.addresses))
+        await _checked(report, "version", engine_checks.version(engine))
+        names: list[str] = []
+
+        async def models() -> list[Finding]:
+            wanted = {tag: [n for one in workers for n in one.models] for tag, workers in known.workers.items()}
+            findings, served = await engine_checks.models(engine, wanted)
+            names.extend(served)
+            return findings
+
+        await _checked(report, "models", models())
+        tag, mine = _mine(known, url, got.addresses)
+        everybody = [worker for workers in known.workers.values() for worker in workers]
+        if known.workers:
+            report.add([engine_checks.joined(engine, mine, everybody, list(known.workers))])
+        if names:
+            worker = next((one for one in mine if one.server is not None), mine[0] if mine else None)
+            rank = str(worker.record.get("rank", 0)) if worker is not None and len(mine) > 1 else ""
+            await _probe(plan, Subject(engine, names[0], known.fleets.get(tag), worker, rank), report)
+
+
+def _mine(known: Known, url: str, addresses: Sequence[str]) -> tuple[str, list[WorkerView]]:
+    """The model tag and the workers that announce this engine's URL."""
+    for tag, workers in known.workers.items():
+        if found := engine_checks.same_engine(url, workers, addresses):
+            return tag, found
+    return "", []
+
+
+async def _probe(plan: Plan, subject: Subject, report: Report) -> None:
+    settings = plan.settings
+    with ThreadPoolExecutor(1) as executor:
+        templates = Templates(Metrics(), trust_all=settings.trust_templates, approved=settings.approved_templates)
+        identities = Identities(executor, Trie(TRIE_BYTES), templates)
+        try:
+            report.progress("loading the announced tokenizer (large ones take seconds)")
+            identity: Identity | None = None
+            got = await parity_checks.identity_of(subject, identities)
+            if isinstance(got, Finding):
+                report.add([got])
+            else:
+                identity = got
+                report.progress("comparing token ids")
+                await _checked(report, "token ids", parity_checks.token_ids(subject, identity))
+            report.progress("sending the engine one short prompt, twice")
+            await _checked(report, "completion", parity_checks.probed(subject, identity))
+            report.add(parity_checks.handoff(subject, wanted=settings.token_handoff))
+        finally:
+            await templates.close()

@@ -1,0 +1,197 @@
+"""Checks of one engine over HTTP: the way to it, what it is, what it serves, and whether it has joined this fleet."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from warmfleet.cli.doctor.finding import Finding, fault, note, ok
+from warmfleet.cli.doctor.fleet_checks import JOIN_HELP, shown
+from warmfleet.cli.doctor.reach import is_loopback, reach
+from warmfleet.errors import UpstreamError
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Mapping, Sequence
+
+    from warmfleet.engines.allowed_addresses import Addresses
+    from warmfleet.engines.engine_client import EngineClient
+    from warmfleet.fleet import WorkerView
+
+GET_S = 5.0
+OLDEST, NEWEST = (0, 28), (0, 33)  # versions of vLLM that the plugin is tested with
+KEY_HELP = "put the engines' key into WARMFLEET_WORKER_API_KEY (or a file: WARMFLEET_WORKER_API_KEY_FILE)"
+_VERSION = re.compile(r"(\d+)\.(\d+)")
+
+REACH_REMEDIES = {
+    "name": "correct the host, or the DNS of this machine",
+    "connection": "start the engine, let it listen on more than 127.0.0.1 (--host 0.0.0.0), and open its port in"
+    " firewalls"
+    " and network policies",
+    "tls": "name the authority of the engines' certificates in WARMFLEET_WORKER_CA; the certificate must name"
+    " the host of"
+    " the URL",
+}
+LOOPBACK_HELP = "set WARMFLEET_WORKER_URL=http://ITS_HOST:PORT at that engine: 127.0.0.1 means each machine itself"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine by its URL. key: its API key; empty = none is sent."""
+
+    url: str
+    client: EngineClient
+    tls: ssl.SSLContext
+    key: str = ""
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def port(self) -> int:
+        parts = urlsplit(self.url)
+        return parts.port or (443 if parts.scheme == "https" else 80)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return {"Content-Type": "application/json", **key}
+
+    async def get(self, path: str, *, key: bool = True) -> tuple[int, Any]:
+        """Status and JSON (None for another form). Raises UpstreamError."""
+        status, body = await self.client.get(self.url, path, self.headers if key else {}, GET_S)
+        return status, _json(body)
+
+
+async def reachable(engine: Engine) -> list[Finding]:
+    """Name, connection and TLS from here, and /health."""
+    got = await reach(engine.host, engine.port, engine.tls if engine.url.startswith("https") else None)
+    if got.failed:
+        remedy = REACH_REMEDIES[got.failed]
+        if is_loopback(engine.host) and got.failed == "connection":
+            remedy = f"start the engine on this machine; if it runs on another one: {LOOPBACK_HELP}"
+        what = {"name": "the name cannot be resolved", "connection": "no connection", "tls": "TLS fails"}[got.failed]
+        return [fault("reachable", f"{shown(engine.url)}: {what} ({got.why})", remedy)]
+    found = [ok("reachable", f"connection in {1000 * got.seconds:.1f} ms")]
+    try:
+        status, _ = await engine.get("/health")
+    except UpstreamError as error:
+        return [
+            *found,
+            fault("health", f"/health gives no answer ({error})", "read the engine's log: it hangs or speaks TLS"),
+        ]
+    if status == 200:
+        return [*found, ok("health", "/health answers 200")]
+    remedy = (
+        "read the engine's log: its core may be dead; restart it" if status >= 500 else "is this URL that of an engine?"
+    )
+    return [*found, fault("health", f"/health answers {status}", remedy)]
+
+
+def allowed(url: str, addresses: Addresses, resolved: Sequence[str]) -> list[Finding]:
+    """Whether routers with these settings would send requests there."""
+    try:
+        addresses.check(url)
+        addresses.allowed_of(urlsplit(url).hostname or "", resolved)
+    except (UpstreamError, OSError) as error:
+        remedy = "add the engines' addresses to WARMFLEET_WORKER_ADDRESSES of every router"
+        return [fault("allowed", f"routers with this environment send nothing there: {error}", remedy)]
+    return []
+
+
+async def version(engine: Engine) -> Finding:
+    """The version of vLLM against those that the plugin is tested with."""
+    _, told = await engine.get("/version")
+    text = str(told.get("version", "")) if isinstance(told, dict) else ""
+    numbers = _VERSION.match(text)
+    if text.endswith("-sim"):
+        return ok("version", f"{text}, the simulator")
+    if numbers is None:
+        remedy = "an engine other than vLLM is routed to once WARMFLEET_STATIC_WORKERS of the routers lists it"
+        return note("version", "it does not tell a version of vLLM at /version", remedy)
+    found = int(numbers[1]), int(numbers[2])
+    span = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    if found < OLDEST:
+        return fault("version", f"vLLM {text} is older than the plugin can follow ({span})", "upgrade vLLM")
+    if found > NEWEST:
+        remedy = "look for `warmfleet:` in its log: the plugin says there what it does not know"
+        return note("version", f"vLLM {text} is newer than what the plugin was tested with ({span})", remedy)
+    return ok("version", f"vLLM {text}")
+
+
+async def models(engine: Engine, wanted: Mapping[str, Sequence[str]]) -> tuple[list[Finding], list[str]]:
+    """Key and served names, and these names. wanted: by model tag the names that its workers announce."""
+    bare, told = await engine.get("/v1/models", key=False)
+    findings = []
+    if bare in (401, 403):
+        if not engine.key:
+            return [fault("key", f"the engine wants an API key ({bare}), and none is set here", KEY_HELP)], []
+        status, told = await engine.get("/v1/models")
+        if status in (401, 403):
+            return [fault("key", f"the engine refuses the key of WARMFLEET_WORKER_API_KEY ({status})", KEY_HELP)], []
+        findings.append(ok("key", "the engine wants a key, and takes that of WARMFLEET_WORKER_API_KEY"))
+    else:
+        findings.append(ok("key", "the engine wants no key"))
+    entries = told.get("data") if isinstance(told, dict) else None
+    names = [str(one.get("id")) for one in entries or () if isinstance(one, dict)]
+    if not names:
+        remedy = "is this URL that of an engine with OpenAI's API? Leave out /v1 and what follows"
+        return [*findings, fault("models", "/v1/models names no model", remedy)], []
+    known = {tag: {tag.partition("#")[0], *served} for tag, served in wanted.items()}
+    if known and not any(served.intersection(names) for served in known.values()):
+        text = f"it serves {', '.join(names[:8])}, but the fleet is of {', '.join(known)}"
+        remedy = (
+            "name the model by --model here and WARMFLEET_MODELS at routers, or set --served-model-name at the engine"
+        )
+        return [*findings, fault("models", text, remedy)], names
+    return [*findings, ok("models", f"it serves {', '.join(names[:8])}")], names
+
+
+def same_engine(url: str, workers: Sequence[WorkerView], addresses: Sequence[str]) -> list[WorkerView]:
+    """The workers that announce this URL, or one of the addresses that its host has."""
+    wanted = _place(url)
+    places = {wanted, *((address, wanted[1]) for address in addresses)}
+    return [worker for worker in workers if worker.url and _place(worker.url) in places]
+
+
+def joined(engine: Engine, mine: Sequence[WorkerView], others: Sequence[WorkerView], tags: Sequence[str]) -> Finding:
+    """Whether the plugin in this engine has joined the fleet in this Redis. mine: the workers with its URL."""
+    if mine:
+        names = ", ".join(worker.worker_id for worker in mine)
+        if all(worker.approximate for worker in mine):
+            text = f"it is known as {names}, without the plugin: its cache is inferred from the requests sent to it"
+            return note(
+                "plugin", text, "install the plugin (pip install ./worker_plugin) for exact knowledge of its cache"
+            )
+        return ok("plugin", f"it has joined as {names}")
+    near = [worker for worker in others if worker.url and _place(worker.url)[1] == engine.port]
+    loop = [worker for worker in near if is_loopback(urlsplit(worker.url).hostname or "")]
+    if loop and not is_loopback(engine.host):
+        text = f"no worker announces {shown(engine.url)}, but {loop[0].worker_id} announces {shown(loop[0].url)}"
+        return fault("plugin", text, LOOPBACK_HELP)
+    elsewhere = f"; {near[0].worker_id} announces {shown(near[0].url)}" if near else ""
+    return fault(
+        "plugin",
+        f"no worker of {', '.join(tags) or 'this fleet'} announces this URL{elsewhere}: the engine runs without"
+        " the plugin,"
+        " has joined another Redis or model, or has lost its name to another process",
+        f"pip install ./worker_plugin beside vLLM, set WARMFLEET_REDIS_URL there; {JOIN_HELP}; if VLLM_PLUGINS is"
+        " set, add"
+        " `warmfleet`; where the engine announces another address, set WARMFLEET_WORKER_URL",
+    )
+
+
+def _place(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None

@@ -1,0 +1,126 @@
+"""What a check found, and how findings are printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, TextIO
+
+from warmfleet.cli.artifacts import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+ALL_WELL, FAULTS, NOT_CHECKED = 0, 1, 2
+WIDTH = 8  # of the column with the state
+
+
+class State(StrEnum):
+    """The value is the word that is printed."""
+
+    OK = "ok"
+    NOTE = "note"  # it works; the remedy says how it would work better
+    FAULT = "FAULT"
+    SKIPPED = "skipped"  # a fault that is told above, or missing rights, made this check impossible
+    BROKEN = "broken"  # the check itself failed, which is a bug of the doctor
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check. check: a stable word for scripts. remedy: what to do; empty where there is nothing."""
+
+    check: str
+    state: State
+    detail: str
+    remedy: str = ""
+
+
+def ok(check: str, detail: str) -> Finding:
+    return Finding(check, State.OK, detail)
+
+
+def note(check: str, detail: str, remedy: str) -> Finding:
+    return Finding(check, State.NOTE, detail, remedy)
+
+
+def fault(check: str, detail: str, remedy: str) -> Finding:
+    return Finding(check, State.FAULT, detail, remedy)
+
+
+def skipped(check: str, why: str) -> Finding:
+    return Finding(check, State.SKIPPED, why)
+
+
+@dataclass
+class Report:
+    """All findings in order, by the part that they belong to. Findings are printed as they come, unless ``quiet``.
+
+    secrets: texts that are never printed, whatever an error message quotes.
+    """
+
+    out: TextIO = field(default_factory=lambda: sys.stdout)
+    progress_to: TextIO | None = None
+    quiet: bool = False
+    secrets: tuple[str, ...] = ()
+    found: list[tuple[str, Finding]] = field(default_factory=list)
+    _part: str = ""
+
+    def part(self, name: str) -> None:
+        """What is checked from now on, as a heading."""
+        self._part = self._safe(name)
+        self._line(f"\n{self._part}" if self.found else self._part)
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        for one in findings:
+            safe = Finding(one.check, one.state, self._safe(one.detail), self._safe(one.remedy))
+            self.found.append((self._part, safe))
+            self._line(f"  {safe.state:{WIDTH}}{safe.check}: {safe.detail}")
+            if safe.remedy:
+                self._line(f"  {'':{WIDTH}}-> {safe.remedy}")
+
+    def progress(self, text: str) -> None:
+        """What takes a while now: for a person at a terminal, in place of the last such line."""
+        if self.progress_to is not None:
+            self.progress_to.write(f"\r\x1b[K{self._safe(text)} ..." if text else "\r\x1b[K")
+            self.progress_to.flush()
+
+    @property
+    def status(self) -> int:
+        """0: no fault; 1: a fault; 2: no fault was found, but a check failed by itself."""
+        states = {one.state for _, one in self.found}
+        if State.FAULT in states:
+            return FAULTS
+        return NOT_CHECKED if State.BROKEN in states else ALL_WELL
+
+    def summary(self) -> str:
+        counts = {state: sum(one.state is state for _, one in self.found) for state in State}
+        told = [f"{count} {word}" for word, count in _counted(counts) if count]
+        return f"{', '.join(told)}."
+
+    def as_json(self) -> str:
+        rows = [{"part": part, **asdict(one), "state": one.state.lower()} for part, one in self.found]
+        return json.dumps({"status": self.status, "findings": rows}, indent=2)
+
+    def _line(self, text: str) -> None:
+        if not self.quiet:
+            self.progress("")
+            print(text, file=self.out, flush=True)
+
+    def _safe(self, text: str) -> str:
+        """Without secrets, and without control characters, for much of it comes from workers."""
+        for secret in self.secrets:
+            text = text.replace(secret, "***")
+        return printable(text)
+
+
+def _counted(counts: dict[State, int]) -> list[tuple[str, int]]:
+    faults = counts[State.FAULT]
+    return [
+        ("fault" if faults == 1 else "faults", faults),
+        ("notes" if counts[State.NOTE] != 1 else "note", counts[State.NOTE]),
+        ("ok", counts[State.OK]),
+        ("skipped", counts[State.SKIPPED]),
+        ("broken (a bug of this command: please report it)", counts[State.BROKEN]),
+    ]

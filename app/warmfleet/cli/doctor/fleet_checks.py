@@ -1,0 +1,325 @@
+"""Checks of one model's workers as Redis knows them: halves, states, schemes, identities, and how true the index is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from warmfleet.background import announced
+from warmfleet.cli.doctor.finding import Finding, fault, note, ok
+from warmfleet.fleet import Flag, WorkerState
+from warmfleet.protocol.wire import Scheme, WireError, default_none_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet.fleet import Truth, WorkerView
+    from warmfleet.fleet.inspection.server import Streams
+
+UNREAD_S = 5.0  # replicas look at the streams several times a second
+LATE_S = 5.0  # entries are applied within half a second
+SEEDS = 1_024  # PYTHONHASHSEED=0, 1, ... is recognised up to here
+NAMED = 8
+
+JOIN_HELP = "look for lines with `warmfleet:` in vLLM's log, and compare WARMFLEET_REDIS_URL and WARMFLEET_MODEL"
+#: What to do about each state that takes no requests, or not all of them.
+REMEDIES = {
+    WorkerState.SILENT: "start the engine; if it runs, read the `warmfleet:` lines of its log: its way to Redis may be"
+    " cut, or another process may have joined under its WARMFLEET_WORKER_ID",
+    WorkerState.HOSTILE: "restart the engine; if it happens again, compare the versions of plugin and routers",
+    WorkerState.DRAINING: "undo it when the engine shall serve again: warmfleet drain {worker} --model {model} --undo",
+    WorkerState.EJECTED: "read the engine's log: it failed requests that other workers served",
+    WorkerState.UNHEARD: "mend the engine's way to Redis: it answers over HTTP, but its heartbeats do not come",
+    WorkerState.UNREACHABLE: "make its URL reachable from the routers' hosts, or announce another one"
+    " (WARMFLEET_WORKER_URL); it must be inside WARMFLEET_WORKER_ADDRESSES of the routers",
+    WorkerState.PENDING: "wait some seconds for a router's probe; see the checks of the engine, and the routers' log",
+    WorkerState.WARMING: "wait: a router sends it popular prefixes first (WARMFLEET_WARM_PREFIXES)",
+    WorkerState.SUSPECTED: "wait for its next probe, or let the doctor examine its URL",
+}
+#: Notes, because such a worker serves, or is out by the operator's will, or will soon be in.
+HARMLESS = (WorkerState.DRAINING, WorkerState.WARMING, WorkerState.PENDING, WorkerState.SUSPECTED)
+#: What to do about a worker that is placed by load only, by the cause that its probe gave.
+CAUSES = {
+    "differs": "start it with the tokenizer, --chat-template and flags of the other engines of this model",
+    "text": "restart it: its tokenizer is not the one that it announced",
+    "chat": "restart it: its chat template or tokenizer is not the one that it announced",
+    "tokens": "look which engine answers at its URL, and restart it: its blocks are hashed otherwise than it announced",
+    "scheme": "upgrade the routers, or start it with --prefix-caching-hash-algo sha256_cbor and without EAGLE",
+    "key": "give the routers WARMFLEET_WORKER_API_KEY, and WARMFLEET_WORKER_ADDRESSES with the engines' addresses",
+    "silent": "look which engine answers at its URL: its stream tells nothing of a probe",
+    "untested": "wait for the next probe; if it stays so, look for its tokenizer in the routers' log",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """One reading of a model's fleet. tag: of the model."""
+
+    tag: str
+    workers: Sequence[WorkerView]
+    truth: Truth
+    streams: Streams
+
+
+def all_of(fleet: Fleet) -> list[Finding]:
+    findings = [applied(fleet.streams, fleet.tag)]
+    findings += _missing_cores(fleet)
+    if not fleet.workers:
+        return [*findings, *([] if findings[1:] else [_nobody(fleet)])]
+    findings += [worker_finding(worker, fleet.tag) for worker in fleet.workers]
+    exact = [worker for worker in fleet.workers if not worker.approximate]
+    findings += schemes(exact) + identities(exact) + shared_urls(exact)
+    findings += [one for worker in exact for one in index(worker, fleet.truth)]
+    return [*findings, *dropped(fleet.truth)]
+
+
+def applied(streams: Streams, tag: str) -> Finding:
+    """Whether some router works on the streams of this model."""
+    if streams.ticked_s is not None and streams.ticked_s <= UNREAD_S:
+        return ok("routers", "a router applies the workers' streams")
+    since = "ever since this Redis is empty" if streams.ticked_s is None else f"for {streams.ticked_s:.0f} s"
+    waiting = f"; {len(streams.waiting)} streams wait unread" if streams.waiting else ""
+    return fault(
+        "routers",
+        f"no router has looked at the streams of {tag} {since}: no worker can join, and the index stands"
+        f" still{waiting}",
+        f"start one with WARMFLEET_MODELS={tag} and this Redis: warmfleet serve",
+    )
+
+
+def _nobody(fleet: Fleet) -> Finding:
+    return fault(
+        "workers",
+        f"no engine has joined {fleet.tag}",
+        f"install the plugin beside vLLM, set WARMFLEET_REDIS_URL there to this Redis and WARMFLEET_MODEL={fleet.tag};"
+        f" {JOIN_HELP}; if VLLM_PLUGINS is set, add `warmfleet` to it",
+    )
+
+
+def _missing_cores(fleet: Fleet) -> list[Finding]:
+    known = {str(worker.record.get("server_id", "")) for worker in fleet.workers}
+    return [
+        fault(
+            "halves",
+            f"the API server {server} has joined, its engine core has not: nothing can be sent there",
+            f"{JOIN_HELP} of the engine core's process; the plugin says there why it reports nothing",
+        )
+        for server in sorted(fleet.streams.servers - known)
+    ]
+
+
+# ---------------------------------------------------------------- one worker
+
+
+def worker_finding(worker: WorkerView, tag: str) -> Finding:
+    """The state of a worker: what keeps requests from it, and what to do."""
+    name, state = worker.worker_id, worker.state
+    version = f", version {worker.record['version']}" if worker.record.get("version") else ""
+    if state in (WorkerState.PROVEN, WorkerState.APPROXIMATE):
+        return ok("worker", f"{name} is {state} at {shown(worker.url)}{version}")
+    if state is WorkerState.JOINING:
+        return _half(worker)
+    reason = str(worker.record.get("reason", ""))
+    detail = f"{name} is {state}{_heard(worker)}" + (f": {reason}" if reason else "")
+    if state is WorkerState.LOAD_ONLY:
+        cause = str(worker.record.get("cause", ""))
+        text = f"{detail} (its cached blocks are not used)"
+        return fault("worker", text, CAUSES.get(cause, "see app/docs/identity.md, Proof"))
+    make = note if state in HARMLESS and not (state is WorkerState.PENDING and reason) else fault
+    return make("worker", detail, REMEDIES[state].format(worker=name, model=tag))
+
+
+def _half(worker: WorkerView) -> Finding:
+    server = str(worker.record.get("server_id", ""))
+    if worker.server is None:
+        text = f"the engine core {worker.worker_id} has joined, its API server {server} has not: it gets no requests"
+    else:
+        text = f"{worker.worker_id}: its API server {server} is not heard any more{_ago(worker.server_age_s)}"
+    return fault(
+        "halves",
+        text,
+        "look for `warmfleet: server ... joined` in vLLM's log. The API server needs the plugin, too"
+        " (VLLM_PLUGINS), the"
+        " same WARMFLEET_REDIS_URL and WARMFLEET_WORKER_ID as its core, and where the log refuses a loopback address"
+        " WARMFLEET_WORKER_URL=http://THIS_HOST:PORT",
+    )
+
+
+def _heard(worker: WorkerView) -> str:
+    if worker.state is not WorkerState.SILENT:
+        return ""
+    return (
+        _ago(worker.heartbeat_age_s) if worker.heartbeat_age_s is not None else ", it said goodbye or was never heard"
+    )
+
+
+def _ago(age_s: float | None) -> str:
+    return "" if age_s is None else f", last heard {age_s:.0f} s ago"
+
+
+def shown(url: str) -> str:
+    """The URL without user and password."""
+    scheme, slashes, rest = url.partition("://")
+    return scheme + slashes + rest.rpartition("@")[2] if slashes else url or "no URL"
+
+
+# ---------------------------------------------------------------- schemes and seeds
+
+
+def schemes(workers: Sequence[WorkerView]) -> list[Finding]:
+    """Whether all workers hash blocks alike, and whether their seeds outlive a restart."""
+    groups: dict[Scheme, list[str]] = {}
+    findings: list[Finding] = []
+    for worker in workers:
+        try:
+            groups.setdefault(Scheme.from_dict(worker.record["scheme"]), []).append(worker.worker_id)
+        except (WireError, KeyError, TypeError) as error:
+            text = f"routers cannot compute the block hashes of {worker.worker_id}: {error}"
+            findings.append(fault("scheme", text, CAUSES["scheme"]))
+    if len(groups) == 1:
+        (scheme,) = groups
+        findings.append(ok("scheme", f"{_in_words(scheme)}, {seed_of(scheme) or 'a seed that is not known here'}"))
+    elif groups:
+        findings.append(_differing(groups))
+    unknown = [name for scheme, names in groups.items() if not seed_of(scheme) for name in names]
+    if unknown:
+        findings.append(_random_seed(unknown, several=len(groups) > 1))
+    return findings
+
+
+def _differing(groups: dict[Scheme, list[str]]) -> Finding:
+    told = "; ".join(
+        f"{_in_words(scheme)}, {seed_of(scheme) or 'unknown seed'}: {_some(names)}" for scheme, names in groups.items()
+    )
+    return fault(
+        "schemes",
+        f"workers hash blocks in {len(groups)} ways, and each prompt is hashed in every one of them, up to 4: {told}",
+        "start all engines with the same --prefix-caching-hash-algo (sha256_cbor), --block-size, PYTHONHASHSEED and"
+        " version of vLLM",
+    )
+
+
+def _random_seed(names: list[str], *, several: bool) -> Finding:
+    text = f"{_some(names)}: the hash seed is random (vLLM 0.28, or xxhash, without PYTHONHASHSEED) or one of your own"
+    remedy = "set PYTHONHASHSEED=0 for every engine of this model, the same in all its processes"
+    if several:
+        return fault("seed", f"{text}; engines with different seeds have no block hash in common", remedy)
+    return note("seed", f"{text}; if it is random, each restart makes a scheme of its own", remedy)
+
+
+def seed_of(scheme: Scheme) -> str:
+    """How the seed came about, in words; empty if it is not recognised."""
+    if scheme.none_hash == default_none_hash(scheme.algorithm) and not scheme.algorithm.startswith("xxhash"):
+        return "vLLM's own seed"
+    if scheme.algorithm.startswith("xxhash"):
+        return ""
+    for seed in map(str, range(SEEDS)):
+        if scheme.none_hash == default_none_hash(scheme.algorithm, seed):
+            return f"PYTHONHASHSEED={seed}"
+    return ""
+
+
+def _in_words(scheme: Scheme) -> str:
+    return f"{scheme.algorithm}, blocks of {scheme.block_tokens} tokens, {scheme.extra_keys} keys"
+
+
+# ---------------------------------------------------------------- identities and addresses
+
+
+def identities(workers: Sequence[WorkerView]) -> list[Finding]:
+    """Whether all workers announce the same tokenizer, template and facts."""
+    groups = announced.Grouping().by_identity([worker for worker in workers if worker.heard])
+    nothing = [worker.worker_id for worker in workers if worker.server and not worker.server.get("artifacts")]
+    findings = []
+    if nothing:
+        text = (
+            f"{_some(nothing)} announce no tokenizer and no chat template: prompts are placed by load, or an"
+            " engine is asked"
+        )
+        findings.append(note("identity", text, "see vLLM's log; models that vLLM renders without a template have none"))
+    if len(groups) == 1:
+        ((key, same),) = groups.items()
+        findings.append(ok("identity", f"announced by {len(same)}: {announced.in_words(key, same)}"))
+    for other in list(groups.values())[1:]:
+        first = next(iter(groups.values()))[0]
+        differing = " and ".join(announced.differences(other[0], first))
+        text = (
+            f"{_some([one.worker_id for one in other])} announce other files or facts than {first.worker_id}:"
+            f" {differing}"
+        )
+        findings.append(fault("identity", text, CAUSES["differs"]))
+    return findings
+
+
+def shared_urls(workers: Sequence[WorkerView]) -> list[Finding]:
+    """Two servers that announce one address: requests for one of them reach the other."""
+    of_url: dict[str, set[str]] = {}
+    for worker in workers:
+        if worker.heard and worker.url:
+            of_url.setdefault(worker.url.rstrip("/"), set()).add(str(worker.record.get("server_id")))
+    return [
+        fault(
+            "address",
+            f"{_some(sorted(servers))} announce the same address {shown(url)}: requests for one reach the other",
+            "set WARMFLEET_WORKER_URL of each engine to its own address, or stop the process that was left over",
+        )
+        for url, servers in of_url.items()
+        if len(servers) > 1
+    ]
+
+
+# ---------------------------------------------------------------- the index
+
+
+def index(worker: WorkerView, truth: Truth) -> list[Finding]:
+    """How far the index of one worker lags and differs; nothing if all is well."""
+    found, name = [], worker.worker_id
+    told = truth.workers.get(name)
+    if told is not None and told.lag_s > LATE_S:
+        text = f"{name}: {told.lag_batches} entries of its stream wait, the oldest for {told.lag_s:.0f} s"
+        found.append(
+            fault("lag", text, "see the CPU of Redis, and whether routers run: applying takes 30 % of Redis at most")
+        )
+    if told is not None and told.diverged:
+        text = (
+            f"{name}: its index differs from the engine's table ({told.cause}); {told.healed} of {told.found} are"
+            " mended"
+        )
+        found.append(note("digest", text, "wait for the snapshot; if a cause keeps rising, see lua/README.md, Truth"))
+    if worker.load.flags & Flag.PARTIAL:
+        text = f"{name}: Redis was short of memory, so some of its blocks are not indexed"
+        found.append(fault("partial", text, "raise maxmemory of Redis; the engine then sends its blocks again"))
+    return found
+
+
+def dropped(truth: Truth) -> list[Finding]:
+    """Entries of other processes than the current ones: two engines with one name, or a restart."""
+    count = truth.counts.get("nonce", 0)
+    if not count:
+        return []
+    text = f"{count} entries came from other processes than the ones that had joined last under the same names"
+    remedy = "if no engine was restarted, two of them have the same WARMFLEET_WORKER_ID: give each one of its own"
+    return [note("names", text, remedy)]
+
+
+def fights(before: Sequence[WorkerView], after: Sequence[WorkerView]) -> list[Finding]:
+    """Workers that joined anew between two readings: engines that fight over a name, or crash again and again."""
+    nonces = {worker.worker_id: worker.record.get("nonce") for worker in before}
+    moved = Counter(
+        one.worker_id for one in after if nonces.get(one.worker_id, one.record.get("nonce")) != one.record.get("nonce")
+    )
+    return [
+        fault(
+            "names",
+            f"{name} joined anew while this was checked",
+            "if the engine was not restarted just now: two engines have this WARMFLEET_WORKER_ID, or it crashes"
+            " in a loop",
+        )
+        for name in moved
+    ]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

@@ -1,0 +1,138 @@
+"""Checks of one router replica: is it ready, does it reach Redis, does it see the workers that Redis knows."""
+
+from __future__ import annotations
+
+import email.utils
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
+from warmfleet.cli.doctor.redis_checks import MAX_SKEW_S
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable, Collection, Mapping
+
+TIMEOUT_S = 10.0
+ADMIN_HELP = (
+    "name the replica's WARMFLEET_ADMIN_PORT in --router, and put its key into WARMFLEET_ADMIN_KEY"
+    " (or a file: WARMFLEET_ADMIN_KEY_FILE)"
+)
+
+
+async def replica(
+    url: str, workers: Mapping[str, Collection[str]], key: str, wall: Callable[[], float], tls: ssl.SSLContext
+) -> list[Finding]:
+    """workers: by model tag the ids that Redis knows. key: WARMFLEET_ADMIN_KEY, or empty."""
+    base = url.rstrip("/")
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=tls) as client:
+        try:
+            ready = await client.get(base + "/readyz")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            why = str(error) or type(error).__name__
+            return [
+                fault("reachable", f"no replica answers ({why})", "start one (warmfleet serve), or correct --router")
+            ]
+        findings = [_ready(ready), *_clock(ready, wall)]
+        try:
+            answer = await client.get(base + "/workers", headers={"Authorization": f"Bearer {key}"} if key else {})
+        except httpx.HTTPError as error:
+            return [*findings, fault("workers", f"/workers gives no answer ({type(error).__name__})", "read its log")]
+    if answer.status_code in (401, 403, 404):
+        return [*findings, skipped("workers", f"/workers answers {answer.status_code}: {ADMIN_HELP}")]
+    told = _json(answer)
+    models = told.get("models") if isinstance(told, dict) else None
+    if not isinstance(models, list):
+        remedy = "is this URL that of a router replica? " + ADMIN_HELP
+        return [*findings, fault("workers", f"/workers answers {answer.status_code}, not as a replica does", remedy)]
+    seen = {str(one.get("model")): one for one in models if isinstance(one, dict)}
+    for tag, names in workers.items():
+        findings += _model(tag, names, seen)
+    return findings
+
+
+def _ready(answer: httpx.Response) -> Finding:
+    told = _json(answer)
+    status = str(told.get("status", "")) if isinstance(told, dict) else ""
+    if answer.status_code == httpx.codes.OK:
+        return ok("ready", "/readyz answers 200")
+    text = f"/readyz answers {answer.status_code}{f': {status}' if status else ''}: balancers send it no requests"
+    return fault("ready", text, "mend what it says; its log tells more, and the checks of Redis and the workers above")
+
+
+def _clock(answer: httpx.Response, wall: Callable[[], float]) -> list[Finding]:
+    """The replica's clock by its header Date, to a second; nothing if it sends none."""
+    try:
+        then = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
+    except (KeyError, ValueError, TypeError):
+        return []
+    ahead = then - wall()
+    if abs(ahead) <= MAX_SKEW_S + 1:
+        return [ok("clock", "its clock and this machine's differ by less than 3 s")]
+    text = f"its clock differs from this machine's by {abs(ahead):.0f} s"
+    return [fault("clock", text, "let chrony or systemd-timesyncd set the clocks of both machines")]
+
+
+def _model(tag: str, names: Collection[str], seen: Mapping[str, Any]) -> list[Finding]:
+    told = seen.get(tag)
+    if told is None:
+        has = ", ".join(seen) or "none"
+        return [fault("models", f"it does not route {tag}; its models are {has}", f"add {tag} to its WARMFLEET_MODELS")]
+    if not told.get("fresh", True):
+        text = f"it cannot reach Redis: of {tag} it knows what it read last"
+        return [fault("redis", text, "check from its host: warmfleet doctor with its WARMFLEET_REDIS_URL")]
+    listed = {str(one.get("worker_id")): one for one in told.get("workers") or () if isinstance(one, dict)}
+    if set(names) != set(listed):
+        text = f"it sees other workers of {tag} than this Redis has: {_differ(set(names), set(listed))}"
+        return [fault("workers", text, "give it the WARMFLEET_REDIS_URL that was checked here, with the same database")]
+    routable = sum(bool(one.get("routable")) for one in listed.values())
+    findings = [
+        ok("workers", f"it sees the {len(listed)} workers of {tag} that Redis has, {routable} of them routable")
+    ]
+    if not routable:
+        findings = [fault("workers", f"it has no routable worker of {tag}", "see the checks of its workers above")]
+    return findings + _settings(tag, told)
+
+
+def _settings(tag: str, told: Mapping[str, Any]) -> list[Finding]:
+    """What this replica does otherwise than it could."""
+    findings = []
+    if told.get("template") == "sandbox":
+        text = (
+            f"the chat template of {tag} is not approved: it is rendered in a process of its own, at a few times"
+            " the cost"
+        )
+        remedy = f"read it, then approve it: warmfleet artifacts --model {tag}; warmfleet artifacts approve SHA256"
+        findings.append(note("template", text, remedy))
+    if told.get("identity") in ("none", "text") and told.get("workers"):
+        text = (
+            f"it has no tokenizer of {tag}: prompts are placed"
+            f" {'by their text' if told['identity'] == 'text' else 'by load'}"
+        )
+        findings.append(note("identity", text, "see its log, and the checks of identity above"))
+    if str(told.get("tokenizer", "")).startswith("slow"):
+        text = f"the tokenizer of {tag} is {told['tokenizer']}: 30 to 90 times slower than others"
+        findings.append(note("tokenizer", text, "see app/docs/identity.md, What a turn of a conversation costs"))
+    policy = str(told.get("policy", ""))
+    if policy and policy != "cost":
+        text = f"{tag} is placed by {policy} ({told.get('policy_by')}), not by cost"
+        remedy = f"if that is not meant: warmfleet policy default --model {tag}, and WARMFLEET_POLICY=cost"
+        findings.append(note("policy", text, remedy))
+    return findings
+
+
+def _differ(known: set[str], listed: set[str]) -> str:
+    parts = []
+    if lacking := sorted(known - listed):
+        parts.append(f"it lacks {', '.join(lacking[:8])}")
+    if more := sorted(listed - known):
+        parts.append(f"it also has {', '.join(more[:8])}")
+    return "; ".join(parts)
+
+
+def _json(answer: httpx.Response) -> Any:
+    try:
+        return answer.json()
+    except ValueError:
+        return None

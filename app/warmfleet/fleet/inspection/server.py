@@ -1,0 +1,183 @@
+"""Looks at the Redis server itself, for ``warmfleet doctor``: facts, clock, latency, rights. It writes no key."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet.client import ScriptClient, argv
+from warmfleet.fleet.connection.failover import Locator
+from warmfleet.fleet.connection.reply_errors import RefusedCall
+from warmfleet.protocol.redis_address import CLUSTER_SLOTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from warmfleet.fleet.connection.packing import Argument
+    from warmfleet.fleet.inspection.rights import Right
+    from warmfleet.protocol.redis_address import HostPort, RedisAddress
+
+CLOCK_TRIES = 3  # the answer that came quickest tells the clock best
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """Of Redis' INFO. replicas: those that follow. cluster: it is a node of a Cluster."""
+
+    version: str
+    used_bytes: int
+    limit_bytes: int
+    eviction: str
+    role: str
+    replicas: int
+    link_up: bool
+    cluster: bool
+
+    @classmethod
+    def of(cls, info: bytes) -> ServerFacts:
+        told = dict(line.partition(":")[::2] for line in info.decode("utf-8", "replace").splitlines())
+        valkey = told.get("valkey_version")
+        return cls(
+            version=f"Valkey {valkey}" if valkey else f"Redis {told.get('redis_version', '?')}",
+            used_bytes=int(told.get("used_memory", 0)),
+            limit_bytes=int(told.get("maxmemory", 0)),
+            eviction=told.get("maxmemory_policy", ""),
+            role=told.get("role", ""),
+            replicas=int(told.get("connected_slaves", 0)),
+            link_up=told.get("master_link_status", "up") == "up",
+            cluster=told.get("cluster_enabled") == "1",
+        )
+
+    @property
+    def used_share(self) -> float:
+        """The share of maxmemory in use; 0 without a limit."""
+        return self.used_bytes / self.limit_bytes if self.limit_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A Sentinel, or a node of a Cluster. why: the reason if it did not answer.
+
+    master: what it names as the owner of the model's keys. slots: covered ones, of a Cluster.
+    """
+
+    address: HostPort
+    why: str = ""
+    master: HostPort | None = None
+    slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """What the streams of one model show before any router has read them.
+
+    ticked_s: seconds since a router last worked on them; None: never. cores, servers: ids of halves that Redis knows.
+    waiting: hints of streams that no router has looked at.
+    """
+
+    ticked_s: float | None
+    cores: frozenset[str]
+    servers: frozenset[str]
+    waiting: frozenset[str]
+
+
+class Inspection(ScriptClient):
+    """Reads only. All methods raise FleetUnavailable, RefusedCall if this user may not do that."""
+
+    async def server(self) -> ServerFacts:
+        return ServerFacts.of(await self.ask("INFO"))
+
+    async def clock_ahead_s(self, wall: Callable[[], float] = time.time) -> tuple[float, float]:
+        """Seconds by which this machine's clock is ahead of Redis', and by how much that may be wrong."""
+        best = (0.0, float("inf"))
+        for _ in range(CLOCK_TRIES):
+            before = wall()
+            seconds, micros = await self.ask("TIME")
+            after = wall()
+            error = abs(after - before) / 2
+            if error < best[1]:
+                best = ((before + after) / 2 - (int(seconds) + int(micros) / 1e6), error)
+        return best
+
+    async def script_seconds(self, calls: int, limit_s: float) -> list[float]:
+        """How long each of ``calls`` calls of a short script took, one after another, for ``limit_s`` at most."""
+        taken: list[float] = []
+        end = time.monotonic() + limit_s
+        await self.refused([])  # the first call may load the script
+        while len(taken) < calls and time.monotonic() < end:
+            began = time.perf_counter()
+            await self.refused([])
+            taken.append(time.perf_counter() - began)
+        return taken
+
+    # ------------------------------------------------ rights
+
+    async def refused(self, rights: Sequence[Right]) -> list[Right]:
+        """Those of these calls that the user of this connection may not make."""
+        words: list[Argument] = []
+        for right in rights:
+            words += [len(right.words), *right.words]
+        answer = await self.run(
+            "rights", *argv("rights", words, commands=len(rights)), timeout_s=self.timeouts.upkeep_s
+        )
+        return [rights[number - 1] for number in answer]
+
+    async def refused_to(self, user: str, rights: Sequence[Right]) -> list[Right]:
+        """Those of these calls that ``user`` may not make. It takes the right to ACL DRYRUN."""
+        answers = await asyncio.gather(*[self.ask("ACL", "DRYRUN", user, *right.words) for right in rights])
+        return [right for right, answer in zip(rights, answers, strict=True) if answer != b"OK"]
+
+    async def users(self) -> dict[str, str] | None:
+        """The rules of every Redis user by name; None if this user may not ask. The rules hold hashes of passwords."""
+        try:
+            told = [line.decode("utf-8", "replace") for line in await self.ask("ACL", "LIST")]
+        except RefusedCall:
+            return None
+        return {line.split()[1]: line for line in told if len(line.split()) > 1}
+
+    # ------------------------------------------------ several servers
+
+    async def nodes(self, where: RedisAddress) -> list[Node]:
+        """Every Sentinel or Cluster node of the URL; none for a single server."""
+        locator = getattr(self.redis.connection_pool, "sentinel_manager", None)
+        if not isinstance(locator, Locator):
+            return []
+        return [_node(where, self.keys.tag, address, answer) for address, answer in await locator.survey()]
+
+    # ------------------------------------------------ streams
+
+    async def streams(self) -> Streams:
+        """Which halves Redis knows, and whether any router works on the streams of this model."""
+        keys = self.keys
+        try:
+            tick, cores, servers, hints, (seconds, micros) = await asyncio.gather(
+                self.ask("GET", keys.tick),
+                self.ask("HKEYS", keys.workers),
+                self.ask("HKEYS", keys.servers),
+                self.ask("XRANGE", keys.hello, "-", "+", "COUNT", 256),
+                self.ask("TIME"),
+            )
+        except TypeError as error:  # an answer of another form: the keys are not this project's
+            raise FleetUnavailable(f"the keys of {keys.tag} are not as they should be: {error}") from error
+        now_ms = int(seconds) * 1_000 + int(micros) / 1_000
+        waiting = (dict(zip(fields[::2], fields[1::2], strict=False)).get(b"s", b"") for _, fields in hints)
+        return Streams(
+            ticked_s=max(0.0, now_ms - float(tick.split()[0])) / 1_000 if tick else None,
+            cores=frozenset(name.decode() for name in cores),
+            servers=frozenset(name.decode() for name in servers),
+            waiting=frozenset(hint.decode("utf-8", "replace") for hint in waiting if hint),
+        )
+
+
+def _node(where: RedisAddress, tag: str, address: HostPort, answer: Any) -> Node:
+    if isinstance(answer, Exception):
+        return Node(address, str(answer) or type(answer).__name__)
+    try:
+        master = where.master_in(answer, tag, address[0])
+        slots = sum(last - first + 1 for first, last, *_ in answer or ()) if where.kind == "cluster" else CLUSTER_SLOTS
+    except (ValueError, TypeError, IndexError) as error:
+        return Node(address, f"its answer cannot be read: {error}")
+    return Node(address, "", master, slots)

@@ -1,0 +1,556 @@
+"""``warmfleet doctor`` on set-ups that are broken on purpose: it names the fault, and what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import time
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import redis
+from tests.app.cli import answering
+from tests.app.replica import replica
+from tests.app.simulated import LIMITS, SCHEME, identity, simulated
+from tests.conftest import poll, redis7_binary, server, valkey_binary
+from tests.topology import tls_server
+
+from warmfleet.__main__ import main
+from warmfleet.cli.acl import lines, rules_of
+from warmfleet.cli.doctor import fleet_checks
+from warmfleet.cli.doctor.command import Plan, examine, plan_of, secrets_of
+from warmfleet.cli.doctor.finding import Finding, Report, State
+from warmfleet.cli.local.ports import free_port
+from warmfleet.cli.local.running_stack import RunningStack, announced
+from warmfleet.cli.parser import build_parser
+from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS
+from warmfleet.fleet.inspection.rights import router_rights
+from warmfleet.fleet.inspection.server import Inspection
+from warmfleet.protocol.redis_address import with_ca
+from warmfleet.protocol.wire import Scheme
+from warmfleet.settings import Settings
+from warmfleet_loadtest.engine import Engine, EngineConfig
+from warmfleet_loadtest.simulator import answers, api, exposition
+from warmfleet_loadtest.simulator.api import Served
+from warmfleet_loadtest.simulator.step_costs import PRESETS
+from warmfleet_worker.protocol import wire
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from tests.topology import Secured
+
+SECRET = "geheim-only-the-fleet-knows"
+
+
+class Told:
+    """What the doctor told of a set-up."""
+
+    def __init__(self, report: Report, printed: str) -> None:
+        self.report = report
+        self.printed = printed
+
+    def of(self, check: str, state: State) -> list[Finding]:
+        return [one for _, one in self.report.found if (one.check, one.state) == (check, state)]
+
+    def names(self, check: str, detail: str, remedy: str, state: State = State.FAULT) -> None:
+        """One finding of this check names the fault and the remedy, and both are printed."""
+        found = [one for one in self.of(check, state) if detail in one.detail and remedy in one.remedy]
+        assert found, f"no {state} of {check!r} with {detail!r} and {remedy!r} in:\n{self.printed}"
+        assert detail in self.printed
+        assert remedy in self.printed
+        assert State.BROKEN not in {one.state for _, one in self.report.found}, self.printed
+        if state is State.FAULT:
+            assert self.report.status == 1
+
+
+async def doctor(url: str, model: str, *engines: str, **more: Any) -> Told:
+    """Run it. more: fields of Plan and of Settings."""
+    plan_fields = {name: more.pop(name) for name in ("admin_url", "routers", "wall") if name in more}
+    settings = Settings(redis_url=url, models=(model,), **({"trust_templates": True} | more))
+    plan = Plan(settings, with_ca(url, settings.redis_ca), engines=engines, **plan_fields)
+    out = io.StringIO()
+    report = Report(out=out, secrets=secrets_of(plan))
+    await examine(plan, report)
+    return Told(report, out.getvalue())
+
+
+@asynccontextmanager
+async def applied(url: str, model: str) -> AsyncIterator[Fleet]:
+    """A fleet whose streams are applied, as a router does, without the rest of a router."""
+    fleet = Fleet(connect(url, timeout_s=5), model)
+
+    async def for_ever() -> None:
+        while True:
+            await fleet.step()
+            await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(for_ever())
+    try:
+        yield fleet
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await fleet.close()
+
+
+@asynccontextmanager
+async def stock(served: Served = Served(("demo",))) -> AsyncIterator[str]:  # noqa: B008  it is frozen
+    """The URL of an engine without the plugin."""
+    made = Engine(EngineConfig(SCHEME, LIMITS, 1_024, PRESETS["fast"]), identity(), served)
+    await made.start("127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{made.port}"
+    finally:
+        await made.stop()
+
+
+async def complete(fleet: Fleet, count: int = 1) -> None:
+    """Return when so many workers have joined with both halves."""
+
+    async def there() -> bool:
+        return sum(worker.server is not None for worker in await fleet.workers()) == count
+
+    await poll(there, 30, f"{count} workers have joined")
+
+
+# ---------------------------------------------------------------- all is well
+
+
+async def test_nothing_is_wrong(valkey_url: str, model: str) -> None:
+    async with replica(valkey_url, model) as router, simulated(valkey_url, model) as engine:
+        await router.routable(1)
+        keys = set(redis.Redis.from_url(valkey_url).scan_iter(f"*{wire.model_tag(model)}*"))
+        told = await doctor(valkey_url, model, engine.url, routers=(router.operators,))
+        assert told.report.status == 0, told.printed
+        assert told.of("prefix caching", State.OK)[0].detail.endswith("as predicted")
+        for check in ("version", "eviction", "clock", "latency", "router rights", "routers", "worker", "scheme", "url"):
+            assert told.of(check, State.OK), (check, told.printed)
+        for check in ("plugin", "tokenizer", "template", "token ids", "index", "token hand-off", "ready", "workers"):
+            assert told.of(check, State.OK), (check, told.printed)
+        now = set(redis.Redis.from_url(valkey_url).scan_iter(f"*{wire.model_tag(model)}*"))
+        assert {key for key in now - keys if b":b:" not in key and b":s:" not in key} == set(), "it wrote keys"
+
+
+# ---------------------------------------------------------------- Redis
+
+
+async def test_redis_is_down(model: str) -> None:
+    port = free_port()
+    told = await doctor(f"redis://router:{SECRET}@127.0.0.1:{port}/0", model)
+    told.names(
+        "reachable", f"127.0.0.1:{port}: no connection (connection refused)", "start Redis there, or correct host"
+    )
+    assert SECRET not in told.printed
+    told = await doctor("redis://no-such-host.invalid/0", model)
+    told.names("reachable", "the name cannot be resolved", "correct the host in WARMFLEET_REDIS_URL")
+    told = await doctor("unix:///no/such/socket", model)
+    told.names("reachable", "there is no socket /no/such/socket", "start Redis with `unixsocket`")
+
+
+async def test_the_password_is_wrong(valkey_url: str, model: str) -> None:
+    told = await doctor(valkey_url.replace("://", f"://nobody:{SECRET}@", 1), model)
+    told.names(
+        "login", "refuses the user or the password of WARMFLEET_REDIS_URL", "put user and password of `warmfleet acl`"
+    )
+    assert SECRET not in told.printed
+
+
+@pytest.fixture(scope="module")
+def secured() -> Iterator[Secured]:
+    with tls_server() as made:
+        yield made
+
+
+async def test_the_authority_is_wrong(secured: Secured, model: str) -> None:
+    told = await doctor(secured.url, model, redis_ca=str(secured.other_ca))
+    told.names("tls", "shows a certificate that is not trusted", "set WARMFLEET_REDIS_CA to the PEM file")
+    assert (await doctor(secured.url, model, redis_ca=str(secured.ca))).of("login", State.OK)
+
+
+async def test_redis_evicts_and_is_full(model: str) -> None:
+    with server(valkey_binary(), "--maxmemory-policy", "allkeys-lru") as url, redis.Redis.from_url(url) as client:
+        told = await doctor(url, model)
+        told.names("eviction", "maxmemory-policy is allkeys-lru", "CONFIG SET maxmemory-policy noeviction")
+        assert "maxmemory is not set" in told.of("memory", State.NOTE)[0].detail
+        client.config_set("maxmemory-policy", "noeviction")
+        client.set("ballast", b"x" * 10_000_000)
+        client.config_set("maxmemory", client.info("memory")["used_memory"] * 10 // 9)
+        told = await doctor(url, model)
+        told.names("memory", "are used: from 85% on no new block is indexed", "raise maxmemory")
+        assert told.of("eviction", State.OK)
+        client.config_set("maxmemory", 1_000_000)
+        (await doctor(url, model)).names("memory", "Redis is full", "raise maxmemory")
+
+
+async def test_the_clock_is_off(valkey_url: str, model: str) -> None:
+    told = await doctor(valkey_url, model, wall=lambda: time.time() + 90)
+    told.names(
+        "clock", "this machine's clock is 90.0 s ahead of Redis'", "let chrony or systemd-timesyncd set the clocks"
+    )
+
+
+async def test_a_server_that_only_reads(model: str) -> None:
+    with server(valkey_binary(), "--replicaof", "127.0.0.1", str(free_port())) as url:
+        told = await doctor(url, model)
+    told.names(
+        "role", "read-only replica, and its link to the master is down", "name the master in WARMFLEET_REDIS_URL"
+    )
+
+
+# ---------------------------------------------------------------- rights
+
+
+@contextmanager
+def guarded(model: str, binary: str, *without: str) -> Iterator[str]:
+    """A server with the users of ``warmfleet acl``, some rules taken away; their passwords are ``secret-NAME``."""
+    rules = dict(rules_of(build_parser().parse_args(["acl", model, "--worker", "eng"])))
+    text = "\n".join(lines(rules, {name: f"secret-{name}" for name in rules}, commands=False))
+    for rule in without:
+        assert rule in text
+        text = text.replace(rule, "")
+    with server(binary) as url, redis.Redis.from_url(url) as client:
+        for line in text.splitlines()[1:]:
+            client.execute_command("ACL", "SETUSER", *_words(line.removeprefix("user ")))
+        client.execute_command("ACL", "SETUSER", "default", "off")
+        yield url.removeprefix("unix://")
+
+
+def _words(line: str) -> list[str]:
+    """The words of an ACL line; a selector in brackets is one word."""
+    words: list[str] = []
+    for word in line.split():
+        if words and words[-1].startswith("(") and not words[-1].endswith(")"):
+            words[-1] += " " + word
+        else:
+            words.append(word)
+    return words
+
+
+@pytest.mark.parametrize("binary", [valkey_binary, redis7_binary], ids=["valkey", "redis7"])
+async def test_users_with_too_few_rights(binary: Any, model: str) -> None:
+    with guarded(model, binary(), " +xadd", " +zscore") as path:
+        told = await doctor(f"unix://router:secret-router@{path}", model, admin_url=f"unix://admin:secret-admin@{path}")
+        told.names("router rights", "may not: ZSCORE", "print the user again (`warmfleet acl")
+        prefix = wire.Keys(model).prefix
+        missing = f"worker-eng may not: XADD to {prefix}events:eng.0, XADD to {prefix}server:eng, XADD to {prefix}hello"
+        told.names("worker rights", missing, f"warmfleet acl {model} --worker eng --no-router")
+
+
+async def test_whoever_may_not_look_at_users_is_told_how(model: str) -> None:
+    with guarded(model, valkey_binary()) as path:
+        told = await doctor(f"unix://router:secret-router@{path}", model)
+        assert told.of("router rights", State.OK), told.printed
+        assert "WARMFLEET_ADMIN_REDIS_URL" in told.of("worker rights", State.SKIPPED)[0].detail
+        told = await doctor(f"unix://router:secret-router@{path}", model, admin_url=f"unix://admin:secret-admin@{path}")
+        assert told.of("worker rights", State.OK), told.printed
+        assert told.of("default user", State.OK)
+        told = await doctor(f"unix://worker-eng:secret-worker-eng@{path}", model)
+        told.names("router rights", "this user may not run scripts at all", "ACL LOAD")
+
+
+async def test_each_missing_command_of_a_router_is_named(model: str) -> None:
+    """Otherwise a call of ``rights`` would ask for something else than the command that it stands for."""
+    with guarded(model, valkey_binary()) as path:
+        admin = redis.Redis.from_url(f"unix://admin:secret-admin@{path}")
+        fleet = Fleet(connect(f"unix://router:secret-router@{path}", timeout_s=5), model)
+        look = Inspection(fleet.redis, model)
+        for command in sorted({*SCRIPT_COMMANDS, *ROUTER_COMMANDS} - {"evalsha", "script|load"}):
+            admin.execute_command("ACL", "SETUSER", "router", f"-{command}")  # type: ignore[no-untyped-call]
+            missing = [right.words[0] for right in await look.refused(router_rights(model))]
+            assert set(missing) == {command.partition("|")[0]}, command
+            admin.execute_command("ACL", "SETUSER", "router", f"+{command}")  # type: ignore[no-untyped-call]
+        await fleet.close()
+        admin.close()
+
+
+# ---------------------------------------------------------------- workers
+
+
+async def test_no_router_and_no_engine(valkey_url: str, model: str) -> None:
+    told = await doctor(valkey_url, model)
+    told.names("routers", f"no router has looked at the streams of {model}", f"WARMFLEET_MODELS={model} and this Redis")
+    told.names("workers", f"no engine has joined {model}", "install the plugin beside vLLM")
+
+
+async def test_half_a_worker(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmfleet_worker.server_publisher.ServerPublisher.start", lambda _self: None)
+    async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
+        await poll(fleet.workers, 30, "the core has joined")
+        told = await doctor(valkey_url, model)
+        text = "the engine core eng.0 has joined, its API server eng has not"
+        told.names("halves", text, "look for `warmfleet: server ... joined` in vLLM's log")
+        told.names("halves", text, "WARMFLEET_WORKER_URL")
+
+
+async def test_the_other_half_of_a_worker(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmfleet_worker.worker_publisher.WorkerPublisher.start", lambda _self: None)
+    keys = wire.Keys(model)
+    async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
+        await poll(lambda: fleet.ask("HGET", keys.servers, "eng"), 30, "the API server has joined")
+        told = await doctor(valkey_url, model)
+        told.names("halves", "the API server eng has joined, its engine core has not", "engine core's process")
+
+
+async def test_a_loopback_url_of_another_host(valkey_url: str, model: str) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, url=url):
+        await complete(fleet)
+        told = await doctor(valkey_url, model)
+        told.names("url", f"eng.0 announces {url}", "set WARMFLEET_WORKER_URL=http://ITS_HOST:PORT")
+        told.names("url", "connection refused", "127.0.0.1 means each machine itself")
+
+
+async def test_an_announced_url_is_asked_for_its_health_only_and_gets_no_key(valkey_url: str, model: str) -> None:
+    with answering.replica({"/health": (200, {})}) as (url, seen):
+        async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, url=url):
+            await complete(fleet)
+            told = await doctor(valkey_url, model, worker_api_key=SECRET)
+    assert told.of("url", State.OK), told.printed
+    assert len(seen) == 1
+    assert "authorization" not in seen[0][0]
+
+
+async def test_workers_that_hash_in_different_ways(valkey_url: str, model: str) -> None:
+    async with (
+        applied(valkey_url, model) as fleet,
+        simulated(valkey_url, model),
+        simulated(valkey_url, model, "two", "seed"),
+        simulated(valkey_url, model, "three", "algorithm"),
+    ):
+        await complete(fleet, 3)
+        told = await doctor(valkey_url, model)
+        told.names(
+            "schemes",
+            "workers hash blocks in 3 ways",
+            "the same --prefix-caching-hash-algo (sha256_cbor), --block-size",
+        )
+        told.names("seed", "two.0: the hash seed is random (vLLM 0.28", "set PYTHONHASHSEED=0 for every engine")
+        assert "sha256, blocks of 16 tokens, tagged keys, unknown seed: three.0" in told.printed
+
+
+async def test_one_worker_with_a_random_seed(valkey_url: str, model: str) -> None:
+    async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, kind="seed"):
+        await complete(fleet)
+        told = await doctor(valkey_url, model)
+        told.names("seed", "each restart makes a scheme of its own", "set PYTHONHASHSEED=0", State.NOTE)
+
+
+async def test_workers_with_different_templates(valkey_url: str, model: str) -> None:
+    async with (
+        applied(valkey_url, model) as fleet,
+        simulated(valkey_url, model),
+        simulated(valkey_url, model, "two", "template"),
+    ):
+        await complete(fleet, 2)
+        told = await doctor(valkey_url, model)
+        told.names("identity", "two.0 announce other files or facts than eng.0: chat_template.jinja", "--chat-template")
+
+
+def test_a_seed_of_the_operator_is_recognised() -> None:
+    scheme = Scheme("sha256", wire.default_none_hash("sha256", "42"), 16)
+    assert fleet_checks.seed_of(scheme) == "PYTHONHASHSEED=42"
+
+
+# ---------------------------------------------------------------- engines
+
+
+async def test_an_engine_that_cannot_be_reached(valkey_url: str, model: str) -> None:
+    port = free_port()
+    told = await doctor(valkey_url, model, f"http://user:{SECRET}@127.0.0.1:{port}")
+    told.names(
+        "reachable", f"http://127.0.0.1:{port}: no connection (connection refused)", "start the engine on this machine"
+    )
+    assert SECRET not in told.printed
+
+
+async def test_an_engine_that_has_not_joined_this_fleet(valkey_url: str, model: str) -> None:
+    async with applied(valkey_url, model), simulated(valkey_url, f"{model}-other") as engine:
+        told = await doctor(valkey_url, model, engine.url)
+        told.names("plugin", f"no worker of {model} announces this URL", "pip install ./worker_plugin")
+        told.names("plugin", "the engine runs without the plugin", "VLLM_PLUGINS")
+        assert told.of("prefix caching", State.OK), "its cache is examined all the same"
+
+
+async def test_another_template_and_tokenizer_than_announced(valkey_url: str, model: str) -> None:
+    async with applied(valkey_url, model) as fleet:
+        async with simulated(valkey_url, model, kind="template", lies=True) as engine:
+            await complete(fleet)
+            told = await doctor(valkey_url, model, engine.url)
+            told.names("template", "another chat template or tokenizer than it announced", "the same --chat-template")
+            assert told.of("tokenizer", State.OK)
+        async with simulated(valkey_url, model, "two", kind="tokenizer", lies=True) as engine:
+            await complete(fleet, 2)
+            told = await doctor(valkey_url, model, engine.url)
+            told.names("tokenizer", "another tokenizer than it announced", "restart the engine")
+            told.names("token ids", "the announced tokenizer makes", "--tokenizer")
+
+
+async def test_an_engine_that_hashes_otherwise_than_announced(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warmfleet.cli.doctor.parity_checks.INDEXED_S", 0.5)
+    async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, kind="seed", lies=True) as engine:
+        await complete(fleet)
+        told = await doctor(valkey_url, model, engine.url)
+        told.names("index", "0 came into the index", "hashed otherwise than announced")
+
+
+async def test_prefix_caching_is_off(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmfleet.cli.doctor.parity_checks.INDEXED_S", 0.2)
+    async with applied(valkey_url, model) as fleet, simulated(valkey_url, model) as engine:
+        await complete(fleet)
+        engine.engine.core.scheduler.pool.insert = lambda *_: None  # type: ignore[method-assign]
+        told = await doctor(valkey_url, model, engine.url)
+        told.names("prefix caching", "was not cached the second time", "without --no-enable-prefix-caching")
+        page = exposition.metrics_text
+        monkeypatch.setattr(
+            api, "metrics_text", lambda *words: page(*words).replace('caching="True"', 'caching="False"')
+        )
+        told = await doctor(valkey_url, model, engine.url)
+        told.names("prefix caching", "the engine says so in its metrics", "without --no-enable-prefix-caching")
+
+
+async def test_an_engine_that_does_not_tell_cached_tokens(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = answers.usage
+    monkeypatch.setattr(answers, "usage", lambda *words: usage(*words) | {"prompt_tokens_details": None})
+    async with applied(valkey_url, model) as fleet, simulated(valkey_url, model) as engine:
+        await complete(fleet)
+        told = await doctor(valkey_url, model, engine.url)
+        off = "prompt_tokens_details is off"
+        told.names("prompt_tokens_details", off, "start vLLM with --enable-prompt-tokens-details", State.NOTE)
+        assert told.of("prefix caching", State.OK)
+
+
+async def test_an_engine_with_a_key_and_another_model(valkey_url: str, model: str) -> None:
+    async with stock(Served(("other",), SECRET)) as url:
+        told = await doctor(valkey_url, model, url)
+        told.names("key", "the engine wants an API key (401), and none is set", "into WARMFLEET_WORKER_API_KEY")
+        told = await doctor(valkey_url, model, url, worker_api_key="wrong-key")
+        told.names(
+            "key", "the engine refuses the key of WARMFLEET_WORKER_API_KEY (401)", "WARMFLEET_WORKER_API_KEY_FILE"
+        )
+        async with applied(valkey_url, model), simulated(valkey_url, model):
+            told = await doctor(valkey_url, model, url, worker_api_key=SECRET)
+        told.names("models", f"it serves other, but the fleet is of {model}", "--served-model-name")
+        assert told.of("key", State.OK)
+        assert SECRET not in told.printed
+
+
+async def test_an_engine_outside_of_the_allowed_addresses(valkey_url: str, model: str) -> None:
+    async with stock() as url:
+        told = await doctor(valkey_url, model, url, worker_addresses=("10.0.0.0/8",))
+    told.names("allowed", "127.0.0.1 is outside WARMFLEET_WORKER_ADDRESSES", "add the engines' addresses")
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "detail"),
+    [
+        ("0.27.1", State.FAULT, "older than the plugin can follow (0.28 to 0.33)"),
+        ("0.34.0", State.NOTE, "newer than what the plugin was tested with (0.28 to 0.33)"),
+        ("0.32.0+cpu", State.OK, "vLLM 0.32.0+cpu"),
+        ("", State.NOTE, "it does not tell a version of vLLM"),
+    ],
+)
+async def test_versions_of_engines(
+    version: str, state: State, detail: str, valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "VERSION", version)
+    async with stock() as url:
+        told = await doctor(valkey_url, model, url)
+    assert detail in told.of("version", state)[-1].detail
+
+
+# ---------------------------------------------------------------- routers
+
+
+async def test_a_router_of_another_redis(valkey_url: str, redis7_url: str, model: str) -> None:
+    async with (
+        replica(redis7_url, model, admin_key=SECRET) as router,
+        applied(valkey_url, model) as fleet,
+        simulated(valkey_url, model),
+    ):
+        await complete(fleet)
+        told = await doctor(valkey_url, model, routers=(router.url,), admin_key=SECRET)
+        told.names("workers", "it lacks eng.0", "give it the WARMFLEET_REDIS_URL that was checked here")
+        told.names("ready", "/readyz answers 503", "mend what it says")
+        assert SECRET not in told.printed
+        told = await doctor(valkey_url, model, routers=(router.url,))
+        assert "WARMFLEET_ADMIN_KEY" in told.of("workers", State.SKIPPED)[0].detail
+        port = free_port()
+        told = await doctor(valkey_url, model, routers=(f"http://127.0.0.1:{port}",))
+        told.names("reachable", "no replica answers", "start one (warmfleet serve)")
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_exit_status_and_json(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WARMFLEET_REDIS_URL", "redis://127.0.0.1:1/0")
+    assert main(["doctor", "--json", "--redis", valkey_url, "--model", model]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["status"] == 1
+    faults = {one["check"]: one["remedy"] for one in told["findings"] if one["state"] == "fault"}
+    assert faults.keys() == {"routers", "workers"}
+    assert all(faults.values()), "every fault has a remedy"
+    assert main(["doctor", "--model", model]) == 1
+    assert capsys.readouterr().out.endswith("1 fault.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name the model with --model"),
+        (["--model", "a{b}"], "a{b}"),
+        (["--model", "m", "--redis", "http://127.0.0.1"], "begins with redis://"),
+        (["--model", "m", "gpu1:8000"], "is not the URL of an engine"),
+        (["--model", "m", "--env-file", "/no/such/file"], "--env-file cannot be read"),
+    ],
+)
+def test_what_it_cannot_do_it_says(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WARMFLEET_MODELS", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["doctor", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_an_environment_the_stack_of_this_machine_is_checked(tmp_path: Path) -> None:
+    environment = {"XDG_STATE_HOME": str(tmp_path)}
+    stack = RunningStack("http://127.0.0.1:8080", "unix:///tmp/store", ("demo",), os.getpid())
+    with announced(stack, environment):
+        plan = plan_of(build_parser().parse_args(["doctor"]), environment)
+        assert (plan.url, plan.settings.models, plan.routers) == ("unix:///tmp/store", ("demo",), (stack.address,))
+        elsewhere = plan_of(build_parser().parse_args(["doctor", "--redis", "redis://r", "--model", "m"]), environment)
+        assert (elsewhere.url, elsewhere.settings.models, elsewhere.routers) == ("redis://r", ("m",), ())
+
+
+async def test_a_check_that_fails_by_itself_hides_no_other(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_checks, "all_of", lambda _reading: 1 // 0)
+    monkeypatch.setattr(fleet_checks, "fights", lambda *_: [Finding("names", State.OK, "reached")])
+    told = await doctor(valkey_url, model)
+    assert told.of("workers", State.BROKEN)[0].remedy == "please report this"
+    assert told.of("names", State.OK)
+    assert told.report.status == 2
+
+
+def test_nothing_that_a_worker_wrote_steers_the_terminal() -> None:
+    out = io.StringIO()
+    report = Report(out=out, secrets=(SECRET,))
+    report.part("Engine http://x\x1b[2J")
+    report.add([Finding("worker", State.FAULT, f"reason\x1b]0;{SECRET}\x07", "do")])
+    assert "\x1b" not in out.getvalue()
+    assert SECRET not in out.getvalue()
+    assert SECRET not in report.as_json()
