@@ -22,7 +22,7 @@ local PREFIX, WORKER_ID, MAX_BLOCKS = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local FIELD, SHADOW = "events:" .. WORKER_ID, "~" .. WORKER_ID
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER_ID
 local PROBE = PREFIX .. "probe:" .. WORKER_ID
-local ROW, ROW_FIELDS, FLAG_PARTIAL = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 15, 64
+local ROW, ROW_FIELDS, FLAG_PARTIAL, FLAG_PAUSED = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 15, 64, 2048
 local FLAGS_FIELD, SPEED_TPS_FIELD, FOREIGN_PREFILL_TOKENS_FIELD, FOREIGN_DECODE_TOKENS_FIELD = 6, 8, 9, 10
 local BLOCKS_FIELD, CAPACITY_BLOCKS_FIELD, EVICTED_FIELD = 11, 12, 13 -- of an unpacked row
 local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- the largest cache that is believed: in medians of the fleet; in all
@@ -85,9 +85,13 @@ add_progress(state, operation, LEASE, count, parse_list, integers)
 function operation.heartbeat(data, time)
   local beat = parse_list(data)
   if not beat or not integers(beat, 1) then return false end
+  local paused = beat[#beat] == 1 and (#beat == BEAT_FIELDS + 1 or #beat == BEAT_FIELDS_WITH_DIGEST + 1)
+  if paused then beat[#beat] = nil end
   if #beat ~= BEAT_FIELDS and #beat ~= BEAT_FIELDS_WITH_DIGEST then return false end
   local _, _, blocks, foreign_prefill, foreign_decode, speed, evicted, digest_count, high, low = unpack(beat)
   state.seen, changed.row = time, true
+  local flags = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_PAUSED))
+  row[FLAGS_FIELD] = paused and flags + FLAG_PAUSED or flags
   row[FOREIGN_PREFILL_TOKENS_FIELD], row[FOREIGN_DECODE_TOKENS_FIELD] = foreign_prefill, foreign_decode
   row[BLOCKS_FIELD], row[EVICTED_FIELD] = math.max(blocks, live[1]), evicted -- what it reported stored, it holds
   if speed > 0 then row[SPEED_TPS_FIELD] = speed end

@@ -1,6 +1,6 @@
 """Write a small random Qwen2 model with a real tokenizer, so that real vLLM can run on a CPU with no download.
 
-    python -m warmfleet_loadtest.tiny_model OUT [--kind llama3]
+    python -m warmfleet_loadtest.tiny_model OUT [--kind llama3] [--window 64]
 
 It needs torch, transformers and tokenizers (vLLM's own environment has them). The weights come from a fixed seed, and
 the byte-level BPE is trained on the Python standard library, so the same interpreter always makes the same model. Its
@@ -29,12 +29,16 @@ CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of the network. The default has 0.6 M parameters; 8 layers of 256 have 6.6 M, with slower prefill."""
+    """The size of the network. The default has 0.6 M parameters; 8 layers of 256 have 6.6 M, with slower prefill.
+
+    window: in every second layer a token sees so many tokens before it, in the others all; 0: all in every layer.
+    """
 
     layers: int = 2
     hidden: int = 64
     vocabulary: int = 8_192
     positions: int = 32_768
+    window: int = 0
 
 
 def train_tokenizer(vocabulary: int) -> Any:
@@ -74,13 +78,16 @@ def save_tokenizer(folder: Path, shape: Shape) -> None:
 def save_network(folder: Path, shape: Shape, kind: str) -> int:
     """Write a network with random weights. Returns the number of its parameters."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config: Any
-    model: Any
-    config, model = (LlamaConfig, LlamaForCausalLM) if kind.startswith("llama") else (Qwen2Config, Qwen2ForCausalLM)
-    network = model(
+    family = "Gemma3" if shape.window else "Llama" if kind.startswith("llama") else "Qwen2"
+    config: Any = getattr(transformers, f"{family}TextConfig" if shape.window else f"{family}Config")
+    more: dict[str, Any] = {}
+    if shape.window:
+        layers = ["sliding_attention" if number % 2 == 0 else "full_attention" for number in range(shape.layers)]
+        more = {"sliding_window": shape.window, "layer_types": layers, "head_dim": 32, "query_pre_attn_scalar": 32}
+    network = getattr(transformers, f"{family}ForCausalLM")(
         config(
             vocab_size=shape.vocabulary,
             hidden_size=shape.hidden,
@@ -93,6 +100,7 @@ def save_network(folder: Path, shape: Shape, kind: str) -> int:
             bos_token_id=0,
             pad_token_id=0,
             eos_token_id=2,
+            **more,
         )
     ).to(torch.float32)
     network.save_pretrained(folder)
@@ -110,8 +118,9 @@ def main() -> None:
         default="chatml",
         help="kind of tokenizer (default %(default)s)",
     )
+    parser.add_argument("--window", type=int, default=0, help="sliding window of every second layer, in tokens")
     args = parser.parse_args()
-    shape = Shape(layers=args.layers, hidden=args.hidden)
+    shape = Shape(layers=args.layers, hidden=args.hidden, window=args.window)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.kind == "chatml":
         save_tokenizer(args.out, shape)

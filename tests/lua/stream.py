@@ -62,10 +62,12 @@ class Core:
         await self.send("join", wire.dumps(self.announcement(**changes)), at=at)
         await self.store.xadd(self.keys.hello, {"s": f"events:{self.worker_id}"})
 
-    async def heartbeat(self, digest: wire.Digest | None = None, *, at: str = "*", **changes: int) -> None:
+    async def heartbeat(
+        self, digest: wire.Digest | None = None, *, at: str = "*", paused: bool = False, **changes: int
+    ) -> None:
         values = {"running": 1, "waiting": 2, "blocks": 3, "foreign_prefill_tokens": 4, "foreign_decode_tokens": 5}
         values |= {"speed_tps": 6000, "evicted": 7} | changes
-        await self.send("heartbeat", wire.Heartbeat(**values, digest=digest).encode(), at=at)
+        await self.send("heartbeat", wire.Heartbeat(**values, digest=digest, paused=paused).encode(), at=at)
 
     async def snapshot(self, numbers: Iterable[int], name: str = "5ea50001", command: str | None = None) -> None:
         """Send a snapshot: begin, chunks of 100 blocks, end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -34,6 +35,13 @@ async def test_join_makes_row_record_and_liveness(core: Core) -> None:
     assert command == {"nonce": "n1", "applied": 1}
     assert abs(await core.alive_ms() - time.time() * 1000) < 10_000
     assert await core.store.xlen(core.stream) == 0
+
+
+async def test_the_record_keeps_the_size_of_hashes(store: aioredis.Redis, fleet: Fleet) -> None:
+    core, scheme = Core(store, fleet), replace(SCHEME, hash_block_tokens=4)
+    await core.join(scheme=scheme.as_dict(), scheme_id=scheme.scheme_id)
+    await core.applied()
+    assert wire.Scheme.from_dict((await core.record())["scheme"]) == scheme
 
 
 async def test_join_of_a_worker_whose_server_lives_sets_the_flag(store: aioredis.Redis, fleet: Fleet) -> None:
@@ -125,6 +133,8 @@ async def test_a_stream_without_a_join_is_dropped_whole(store: aioredis.Redis, f
         {"scheme": "sha256"},
         {"scheme": {}},
         {"scheme": SCHEME.as_dict() | {"block_tokens": 0}},
+        {"scheme": SCHEME.as_dict() | {"hash_block_tokens": 0}},
+        {"scheme": SCHEME.as_dict() | {"hash_block_tokens": "8"}},
         {"scheme": SCHEME.as_dict() | {"algorithm": 'x","slot":1'}},
         {"scheme_id": 2**31},
         {"scheme_id": "1"},

@@ -32,6 +32,20 @@ async def test_heartbeat_fills_the_row(core: Core) -> None:
     assert await core.waiting() is None
 
 
+async def test_a_heartbeat_says_whether_the_engine_is_paused(core: Core) -> None:
+    """The last one counts, with a digest or without; a restarted engine runs."""
+    flags = (await core.row()).flags
+    for digest in (None, digest_of()):
+        for paused in (True, True, False, False):
+            await core.heartbeat(digest, paused=paused)
+            await core.applied()
+            assert (await core.row()).flags == flags | (Flag.PAUSED if paused else 0)
+    await core.heartbeat(paused=True)
+    await core.join("n2")
+    await core.applied()
+    assert not (await core.row()).flags & Flag.PAUSED
+
+
 async def test_a_heartbeat_is_as_old_as_its_entry(core: Core, store: aioredis.Redis, fleet: Fleet) -> None:
     other, then = Core(store, fleet, "t"), int(time.time() * 1000) - 60_000
     await other.join(at=f"{then}-0")

@@ -46,8 +46,8 @@ async def test_no_worker(world: World) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [READY & ~Flag.SERVER, READY & ~Flag.URL, READY | Flag.DRAINING, READY | Flag.HOSTILE],
-    ids=["no server", "no url", "draining", "hostile"],
+    [READY & ~Flag.SERVER, READY & ~Flag.URL, READY | Flag.DRAINING, READY | Flag.HOSTILE, READY | Flag.PAUSED],
+    ids=["no server", "no url", "draining", "hostile", "paused"],
 )
 async def test_who_is_not_routable(world: World, flags: int) -> None:
     await world.workers(2)

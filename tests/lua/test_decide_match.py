@@ -47,6 +47,18 @@ async def test_only_proven_workers_of_the_scheme_are_matched(world: World) -> No
     assert await matched(world, world.ask(chain, chains=both)) == {"w1.0": 0, "w2.0": 320, "w3.0": 320}
 
 
+async def test_a_new_prompt_goes_where_its_blocks_can_be_found_again(world: World) -> None:
+    """An engine whose blocks cannot be matched reports none, or none that count. That does not make it look empty."""
+    await world.workers(3, capacity_blocks=1_000, blocks=900, evicted=50)
+    await world.change(3, flags=READY & ~Flag.PROVEN, blocks=0, evicted=0)
+    for _ in range(12):
+        decision = await world.fleet.decide(world.ask(world.chain(40)))
+        assert decision.worker_id != "w3.0"
+        await world.fleet.settle(decision.reservation, "finished")
+    booked = [await world.fleet.decide(world.ask(world.chain(40))) for _ in range(12)]
+    assert "w3.0" in {decision.worker_id for decision in booked}, "it takes its share of the load all the same"
+
+
 async def test_open_reservations_count_as_held(world: World) -> None:
     await world.workers(3)
     chain = world.chain(200)

@@ -159,7 +159,7 @@ class Answers:
         from vllm.v1.core import kv_cache_utils
         from vllm.v1.request import Request
 
-        from warmfleet_worker.vllm_hooks.engine_core import scheme_of
+        from warmfleet_worker.vllm_hooks.engine_core import full_attention_group, scheme_of
 
         found: dict[str, Any] = {}
         for algorithm in algorithms:
@@ -180,7 +180,7 @@ class Answers:
                     block_hasher=hasher,
                 )
                 made.append([bytes(one)[-8:].hex() for one in request.block_hashes])
-            scheme = scheme_of(self.core.config, BLOCK_TOKENS).as_dict()
+            scheme = scheme_of(self.core.config, full_attention_group(self.core.scheduler)).as_dict()
             found[algorithm] = {"scheme": scheme, "hashes": made}
         return found
 

@@ -37,7 +37,10 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How to start one server. blocks: size of its KV cache, in blocks of 32 tokens. Without redis_url: stock vLLM."""
+    """How to start one server. blocks: size of its KV cache, in blocks of 32 tokens. Without redis_url: stock vLLM.
+
+    start_s: how long it may take to start.
+    """
 
     redis_url: str | None = None
     worker_id: str = "vllm-a"
@@ -46,6 +49,7 @@ class EngineOptions:
     max_model_len: int = 4_096
     model: Path = MODEL
     arguments: Sequence[str] = ()
+    start_s: float = START_SECONDS
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -73,9 +77,9 @@ class VllmEngine:
                 cwd=self.folder,
             )
 
-    def wait(self, seconds: float = START_SECONDS) -> None:
+    def wait(self) -> None:
         """Return when the server answers; raises RuntimeError with the end of its log when it does not."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + self.options.start_s
         while time.monotonic() < deadline and self.process is not None and self.process.poll() is None:
             try:
                 if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
@@ -132,11 +136,14 @@ class VllmEngine:
 
     # ------------------------------------------------ the truth
 
-    def table(self) -> set[bytes]:
-        """The full keys (32-byte digest + 4-byte group) in the engine's block table, read without our plugin."""
+    def table(self, rank: int = 0) -> set[bytes]:
+        """The full keys (32-byte digest + 4-byte group) in the engine's block table, read without our plugin.
+
+        rank: which of its engine cores, by ``data_parallel_index``.
+        """
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(10)
-            client.connect(str(self.folder / "truth"))
+            client.connect(str(self.folder / "truth") + (f".{rank}" if rank else ""))
             with client.makefile("rb") as stream:
                 return {bytes.fromhex(key) for key in json.load(stream)}
 
@@ -176,7 +183,8 @@ class VllmEngine:
             "VLLM_SERVER_DEV_MODE": "1",
             "ENGINE_TRUTH_SOCKET": str(self.folder / "truth"),
             "ENGINE_TRUTH_TOKENISED": str(self.folder / "tokenised"),
-            "PYTHONPATH": str(TRUTH),
+            # The entry point of the plugin is that of the installed one; its code is that of this checkout.
+            "PYTHONPATH": os.pathsep.join([str(TRUTH), str(ROOT / "worker_plugin")]),
         }
         if self.options.redis_url is not None:
             environment |= {

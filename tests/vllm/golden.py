@@ -68,10 +68,11 @@ def hashed(function: Any, block_tokens: int, salt: str | None = None, lora: tupl
 
 def announced(algorithm: str, block_tokens: int, lookahead: int = 0) -> dict[str, Any]:
     """Return the scheme that the plugin's own code announces. lookahead: as vLLM 0.33 has it with EAGLE."""
-    from warmfleet_worker.vllm_hooks.engine_core import scheme_of
+    from warmfleet_worker.vllm_hooks.engine_core import Group, scheme_of
 
-    cache = SimpleNamespace(prefix_caching_hash_algo=algorithm)
-    return scheme_of(SimpleNamespace(cache_config=cache, num_hash_lookahead_tokens=lookahead), block_tokens).as_dict()
+    cache = SimpleNamespace(prefix_caching_hash_algo=algorithm, enable_prefix_caching=True)
+    config = SimpleNamespace(cache_config=cache, num_hash_lookahead_tokens=lookahead)
+    return scheme_of(config, Group(0, block_tokens, block_tokens, closed=True)).as_dict()
 
 
 def run(folder: Path, seed: str | None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ STUB = ("vllm-0.32.0+cpu.dist-info", "Metadata-Version: 2.1\nName: vllm\nVersion
 MODELS: dict[str, list[str]] = {
     "tiny": [],
     "small": ["--layers", "8", "--hidden", "256"],
+    "tiny-windows": ["--window", "64"],
     **{f"tiny-{kind}": ["--kind", kind] for kind in ("qwen3", "llama3", "llama2")},
 }
 

@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import poll
 from tests.worker_plugin.publishing import WORKER, equal, hashes, publishing, stream, upkeep
 
+from warmfleet.fleet import Flag
 from warmfleet_worker import load as load_module
 from warmfleet_worker.load import LOAD_CHECK_SECONDS, STANDSTILL_SECONDS, Load, SmoothedLoad, Standstill
 from warmfleet_worker.protocol import wire
@@ -104,6 +105,23 @@ async def test_foreign_load_that_moves_is_reported_at_once(
             begin = time.monotonic()
             await poll(lambda: _is(partial(_foreign, fleet), (10_000, 3_000)))
             assert time.monotonic() - begin < 5.0  # the next heartbeat is due after a minute
+
+
+async def test_a_pause_is_told_at_once(
+    fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 60.0)
+    now = [Load()]
+
+    async def paused() -> bool | None:
+        views = await fleet.workers()
+        return bool(views[0].load.flags & Flag.PAUSED) if views else None
+
+    with publishing(redis_url, model, Tracker(), load=lambda: now[0]):
+        async with upkeep(fleet):
+            for told in (False, True, False):  # without a heartbeat that is due
+                now[0] = Load(paused=told)
+                await poll(partial(_is, paused, told), 5, "the row says it")
 
 
 async def test_foreign_load_that_comes_and_goes_is_reported_as_its_mean(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from warmfleet_worker.tracker import Run, Tracker, Transitions
-from warmfleet_worker.vllm_hooks.block_table import hash_of_key, track, untrack
+from warmfleet_worker.vllm_hooks.block_table import WholeBlocks, hash_of_key, track, untrack
 
 GROUP_0, GROUP_1 = b"\0\0\0\0", b"\0\0\0\1"
 
@@ -134,13 +134,55 @@ def test_a_new_map_after_a_reset_is_followed_and_the_old_one_is_let_go() -> None
     old, transitions = tracked()
     old.insert(key_of(1), Block(1))
     new = BlockMap()
-    assert untrack(old) is transitions
+    assert untrack(old) == (transitions, None)
     track(new, transitions, cleared=True)
     new.insert(key_of(2), Block(1))
     old.insert(key_of(3), Block(1))  # nobody listens
     assert [run.operation for run in transitions.drain(100)] == ["stored", "cleared", "stored"]
     assert transitions.cut() == [key_of(2)]
     assert untrack(old) is None
+
+
+class Pool:
+    """vLLM's pool in miniature: entries of whole blocks, and of parts of one (``cache_partial_block``)."""
+
+    def __init__(self) -> None:
+        self.map = BlockMap()
+
+    def cache_partial_block(self, request: int, block: Block, num_tokens: int, **_: Any) -> int:
+        self.map.insert(key_of(request), block)
+        return num_tokens
+
+
+def test_entries_of_parts_of_a_block_are_left_out() -> None:
+    """Blocks of 32 tokens that are hashed by 16: what comes and goes is what was reported, with and without copies."""
+    pool, transitions = Pool(), Transitions(hash_of_key(0))
+    track(pool.map, transitions, WholeBlocks(pool, 0, 32))
+    pool.map.insert(key_of(1), Block(1))
+    assert pool.cache_partial_block(2, Block(2), 48, kv_cache_group_id=0) == 48
+    pool.cache_partial_block(3, Block(3), 64)  # it ends where a block does
+    pool.map.insert(key_of(4, GROUP_1), Block(4))
+    pool.map.insert(key_of(1), Block(5))
+    assert transitions.cut() == [key_of(1), key_of(3)]
+    assert sorted(pool.map._cache) == [key_of(1), key_of(2), key_of(3), key_of(4, GROUP_1)]
+    for number, block in ((2, 2), (1, 1), (3, 3), (1, 5)):
+        assert pool.map.pop(key_of(number), block) == Block(block)
+    assert pool.map.pop(key_of(4, GROUP_1), 4) == Block(4)
+    assert list(transitions.drain(100)) == [Run("removed", hash_of(3) + hash_of(1))]
+    assert transitions.cut() == []
+
+
+def test_parts_are_left_out_after_a_reset_too() -> None:
+    pool, transitions = Pool(), Transitions(hash_of_key(0))
+    track(pool.map, transitions, WholeBlocks(pool, 0, 32))
+    pool.map.insert(key_of(1), Block(1))
+    tracked_by, pool.map = untrack(pool.map), BlockMap()
+    assert tracked_by is not None
+    track(pool.map, *tracked_by, cleared=True)
+    pool.cache_partial_block(2, Block(2), 16)
+    pool.map.insert(key_of(3), Block(3))
+    assert [run.operation for run in transitions.drain(100)] == ["stored", "cleared", "stored"]
+    assert transitions.cut() == [key_of(3)]
 
 
 def test_a_full_queue_drops_counts_and_says_so_until_the_next_cut() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import logging
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
+from warmfleet_worker.protocol.wire import UNMATCHED, Scheme, WireError
 from warmfleet_worker.vllm_hooks import engine_core
+from warmfleet_worker.vllm_hooks.engine_core import Group, full_attention_group
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 
@@ -53,7 +57,7 @@ def test_a_function_is_replaced_once_and_still_called() -> None:
 
 def test_steps_are_counted_while_the_scheduler_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """A paused engine keeps its requests and makes no step: nothing is wrong with it."""
-    monkeypatch.setattr(engine_core, "full_attention_group", lambda _scheduler: (0, 16, True))
+    monkeypatch.setattr(engine_core, "full_attention_group", lambda _scheduler: Group(0, 16, 16, closed=True))
     monkeypatch.setattr(engine_core, "track", lambda *_: None)
     monkeypatch.setattr(engine_core, "missing", lambda _part: "")
     unfinished = [1]
@@ -63,6 +67,7 @@ def test_steps_are_counted_while_the_scheduler_has_work(monkeypatch: pytest.Monk
         get_request_counts=lambda: (1, 0),
         get_num_unfinished_requests=lambda: unfinished[0],
         requests={},
+        pause_state=0,
     )
     reporter = engine_core.SchedulerReporter(scheduler, "redis://x")
     assert (reporter.load().running, reporter.load().steps) == (1, 0)
@@ -72,3 +77,87 @@ def test_steps_are_counted_while_the_scheduler_has_work(monkeypatch: pytest.Monk
     assert reporter.load().steps == 2
     unfinished[0] = 0
     assert (reporter.load().running, reporter.load().steps) == (1, None)
+    assert not reporter.load().paused
+    scheduler.pause_state = 2
+    assert reporter.load().paused
+
+
+def parallel(**fields: Any) -> Any:
+    plain: dict[str, Any] = {"data_parallel_size": 1, "data_parallel_size_local": 1, "data_parallel_index": 0}
+    plain |= {"data_parallel_rank_local": None, "data_parallel_external_lb": False, "local_engines_only": False}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**(plain | fields)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "server", "rank", "ranks"),
+    [
+        ({}, "w", 0, 1),
+        ({"data_parallel_size": 4, "data_parallel_index": 3, "data_parallel_rank_local": 1}, "w", 3, 4),
+        (
+            {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_index": 3}
+            | {"data_parallel_rank_local": 1, "local_engines_only": True},
+            *("w", 1, 2),
+        ),
+        (
+            {"data_parallel_size": 2, "data_parallel_index": 1, "data_parallel_rank_local": 0}
+            | {"data_parallel_external_lb": True, "local_engines_only": True},
+            *("w-1", 0, 1),
+        ),
+    ],
+    ids=["one core", "a server for all nodes", "a server for each node", "a server for each rank"],
+)
+def test_a_core_is_named_by_its_server_and_the_rank_that_the_server_knows_it_by(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], server: str, rank: int, ranks: int
+) -> None:
+    monkeypatch.setenv("WARMFLEET_WORKER_ID", "w")
+    config = parallel(**fields)
+    assert engine_core.server_id_of(config) == server
+    assert engine_core.rank_of(config) == rank
+    assert engine_core.ranks_of(config) == ranks
+
+
+class FullAttentionSpec: ...
+
+
+class SlidingWindowSpec: ...
+
+
+def scheduler_of(specs: list[object], sizes: list[int], hashed_by: int, connector: object = None) -> Any:
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    managers = [SimpleNamespace(block_size=size) for size in sizes]
+    manager = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
+        coordinator=SimpleNamespace(single_type_managers=managers),
+    )
+    return SimpleNamespace(kv_cache_manager=manager, hash_block_size=hashed_by, connector=connector)
+
+
+def test_which_group_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of full attention; other groups and connectors may keep blocks without their predecessors."""
+    monkeypatch.setattr(engine_core, "is_full_attention", lambda spec: isinstance(spec, FullAttentionSpec))
+    full, windows = FullAttentionSpec(), SlidingWindowSpec()
+    assert full_attention_group(scheduler_of([full], [16], 16)) == Group(0, 16, 16, closed=True)
+    assert full_attention_group(scheduler_of([full], [16], 16, object())) == Group(0, 16, 16, closed=False)
+    assert full_attention_group(scheduler_of([windows, full], [16, 32], 16)) == Group(1, 32, 16, closed=False)
+    assert not full_attention_group(scheduler_of([windows], [16], 16)).matched
+
+
+@pytest.mark.parametrize(
+    ("caching", "matched", "algorithm"), [(False, True, "none"), (True, False, "no_prefixes"), (False, False, "none")]
+)
+def test_an_engine_whose_blocks_cannot_be_matched_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, caching: bool, matched: bool, algorithm: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    for name in ("v1", "v1.core", "v1.core.kv_cache_utils"):
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", ModuleType(f"vllm.{name}"))
+    sys.modules["vllm.v1.core"].kv_cache_utils = sys.modules["vllm.v1.core.kv_cache_utils"]  # type: ignore[attr-defined]
+    config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=caching))
+    with caplog.at_level(logging.INFO, "vllm.warmfleet"):
+        scheme = engine_core.scheme_of(config, Group(0, 16, 16, closed=False, matched=matched))
+    assert scheme.algorithm == algorithm
+    assert [record.getMessage() for record in caplog.records] == [
+        f"warmfleet: this engine is chosen by load only: {UNMATCHED[algorithm]}"
+    ]
+    with pytest.raises(WireError, match=UNMATCHED[algorithm]):
+        Scheme.from_dict(scheme.as_dict())

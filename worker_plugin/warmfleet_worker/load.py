@@ -23,7 +23,8 @@ class Load:
     running, waiting: requests. foreign_prefill_tokens: tokens that foreign requests have still to compute.
     foreign_decode_tokens: context tokens of decoding foreign requests. speed_tps: prefill tokens per second, 0 while
     not measured. A foreign request is one that no router of the fleet has sent. steps: how many steps the engine has
-    begun or ended; None while it has no request to work on, or where nobody counts.
+    begun or ended; None while it has no request to work on, or where nobody counts. paused: somebody has paused the
+    engine or put it to sleep: it takes no new request until that ends.
     """
 
     running: int = 0
@@ -32,9 +33,15 @@ class Load:
     foreign_decode_tokens: int = 0
     speed_tps: int = 0
     steps: int | None = None
+    paused: bool = False
 
     def differs_from(self, reported: Load) -> bool:
-        """Foreign load has moved, since it was ``reported``, by a tenth or more and by more than SMALL_TOKENS."""
+        """The engine was paused or resumed since this was ``reported``, or its foreign load has moved.
+
+        That is by a tenth or more, and by more than SMALL_TOKENS.
+        """
+        if self.paused != reported.paused:
+            return True
         pairs = (
             (reported.foreign_prefill_tokens, self.foreign_prefill_tokens),
             (reported.foreign_decode_tokens, self.foreign_decode_tokens),

@@ -280,6 +280,7 @@ class WorkerPublisher:
             speed_tps=load.speed_tps,
             evicted=self._evicted_blocks,
             digest=self._digest if comparable else None,
+            paused=load.paused,
         )
         self._stream.put("heartbeat", heartbeat.encode())
         self._evicted_blocks = 0

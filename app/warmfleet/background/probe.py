@@ -24,7 +24,7 @@ from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Flag, Renewal, WorkerView, new_reservation
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import Hasher
-from warmfleet.protocol.wire import HASH_BYTES, Scheme, WireError
+from warmfleet.protocol.wire import HASH_BYTES, UNMATCHED, Scheme, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +107,7 @@ class Probe:
         try:
             hasher = Hasher(Scheme.from_dict(worker.record["scheme"]))
         except (WireError, KeyError, TypeError) as error:
-            unknown = Result("identity", "scheme", f"its scheme is not known here: {error}")
+            unknown = _unhashed(worker, error)
             texts = False
         questions = [_of_tokens(worker, hasher)]
         for part in ("chat", "text") if texts else ():
@@ -244,6 +244,14 @@ def random_text(pieces: int) -> str:
     return (
         " ".join([words[0] + words[-1], *[random.choice((word, word, random.choice(PIECES))) for word in words]]) + "."
     )
+
+
+def _unhashed(worker: WorkerView, error: Exception) -> Result:
+    """Why no prompt can be matched with this worker's blocks: it keeps none, or they are hashed in an unknown way."""
+    kept = UNMATCHED.get((worker.record.get("scheme") or {}).get("algorithm", ""))
+    if kept is not None:
+        return Result("identity", "unmatched", f"{kept}: it is chosen by load")
+    return Result("identity", "scheme", f"its scheme is not known here: {error}")
 
 
 def _of_tokens(worker: WorkerView, hasher: Hasher | None) -> Question:

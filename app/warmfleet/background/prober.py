@@ -111,6 +111,8 @@ class Prober:
         if not ready:
             return False  # without a loaded identity a probe would learn nothing
         if worker.state is WorkerState.LOAD_ONLY:
+            if record.get("cause") == "unmatched":
+                return False  # its engine has no blocks to match, and says so until it joins anew
             return record.get("cause") in ("differs", "untested") or age >= _backoff(BACKOFF_S, tries - 1)
         if worker.state is WorkerState.SUSPECTED:
             return age >= _backoff(SUSPECTED_S, tries)
@@ -170,7 +172,7 @@ class Prober:
         if answer in ("STALE", "TAKEN"):
             return
         same = result.proof == worker.proof and cause == (worker.record.get("cause") or "")
-        harmless = result.proof in ("proven", "") or cause == "untested"
+        harmless = result.proof in ("proven", "") or cause in ("untested", "unmatched")
         level = logging.DEBUG if same else logging.INFO if harmless else logging.WARNING
         logger.log(level, "worker %s at %s: %s %s", worker.worker_id, worker.url, result.proof, result.reason)
         if answer == "DOWNGRADED":

@@ -178,4 +178,5 @@ def _ids(workers: Sequence[WorkerView]) -> list[str]:
 
 
 def _in_words(scheme: Scheme) -> str:
-    return f"{scheme.scheme_id:08x} ({scheme.algorithm}, blocks of {scheme.block_tokens} tokens)"
+    step = f" hashed by {scheme.hash_block_tokens}" if scheme.steps > 1 else ""
+    return f"{scheme.scheme_id:08x} ({scheme.algorithm}, blocks of {scheme.block_tokens} tokens{step})"

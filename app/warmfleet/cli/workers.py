@@ -54,6 +54,7 @@ def render(answer: dict[str, Any]) -> str:
         ]
         reasons += [_unheard(worker) for worker in model["workers"] if worker["state"] == "unheard"]
         reasons += [_ejected(worker) for worker in model["workers"] if worker["state"] == "ejected"]
+        reasons += [_paused(worker) for worker in model["workers"] if worker["state"] == "paused"]
         reasons += [_draining(worker) for worker in model["workers"] if worker["draining"]]
         parts.append("\n".join([title, body, *reasons]))
     return "\n\n".join(parts)
@@ -85,6 +86,10 @@ def _unheard(worker: dict[str, Any]) -> str:
 
 def _ejected(worker: dict[str, Any]) -> str:
     return f"{worker['worker_id']}: ejected, it failed requests that other workers served: read its log"
+
+
+def _paused(worker: dict[str, Any]) -> str:
+    return f"{worker['worker_id']}: paused or asleep; vLLM's /resume or /wake_up ends this"
 
 
 def _draining(worker: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from warmfleet.fleet import Flag
 from warmfleet.pools.lora_adapters import adapters_of, served
@@ -119,11 +119,10 @@ def view_of(
         ids=tuple(worker.worker_id for worker in workers),
         streams=(*(f"events:{worker.worker_id}" for worker in plugged), *(f"server:{server}" for server in cores)),
         urls={worker.worker_id: worker.url for worker in workers},
-        # Only for servers of several cores: one with a single core refuses the header that names a rank.
         ranks={
             worker.worker_id: str(worker.record.get("rank", 0))
             for worker in workers
-            if worker.server and cores[str(worker.record.get("server_id", ""))] > 1
+            if worker.server and _has_several_cores(worker.server, cores[str(worker.record.get("server_id", ""))])
         },
         adapters=adapters,
         names=Counter(name for worker in proved for name in set(served(worker))),
@@ -131,6 +130,14 @@ def view_of(
         max_model_len=max(limits.values(), default=MAX_MODEL_LEN),
         limits=limits if len(set(limits.values())) > 1 else {},
     )
+
+
+def _has_several_cores(server: Mapping[str, Any], known: int) -> bool:
+    """Whether a request to this server must name its rank; a server with a single core may refuse one that does.
+
+    known: how many of its cores are in the fleet. Others may still be on their way, so the server's own word counts.
+    """
+    return max(known, int((server.get("facts") or {}).get("ranks") or 0)) > 1
 
 
 def _max_context(worker: WorkerView) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Lora = tuple[str, str] | None
 
 MAX_BLOCKS = 8_192  # in one chain: lua/decide.lua accepts no more
-BLOCKS_AT_ONCE = 512  # hashed in one call, which holds the interpreter lock for 0.3 ms
+BLOCKS_AT_ONCE = 512  # hashes made in one call, which holds the interpreter lock for 0.3 ms
 NO_KEYS = cbor.encode(None)
 TABLE_TOKENS = 262_144  # ids whose CBOR form is made in advance: the largest vocabularies in use have so many
 
@@ -48,7 +48,9 @@ class Hasher:
         self._table = _cbor_table() if scheme.algorithm.endswith("_cbor") else ()
         self._digest_bytes = DIGEST_BYTES[scheme.algorithm]
         self._head = b"\x83" + cbor.head(0x40, self._digest_bytes)
-        self._array_head = cbor_array_head(scheme.block_tokens)
+        self._array_head = cbor_array_head(scheme.hash_block_tokens)
+        self._steps = scheme.steps  # hashes for each block
+        self._blocks_at_once = max(1, BLOCKS_AT_ONCE // self._steps)
         self._words = self._digest_bytes // HASH_BYTES  # of a digest; the last one is the block hash
 
     def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None) -> Chain:
@@ -74,10 +76,11 @@ class Hasher:
         size = self.scheme.block_tokens
         found: list[bytes] = []
         count = min(len(ids) // size, MAX_BLOCKS - blocks)
-        if 0 < count <= BLOCKS_AT_ONCE:
+        at_once = self._blocks_at_once
+        if 0 < count <= at_once:
             return self._digests(previous, ids[: count * size], None if blocks else salt, lora, first=not blocks)
-        for start in range(0, count, BLOCKS_AT_ONCE):
-            part = ids[start * size : min(start + BLOCKS_AT_ONCE, count) * size]
+        for start in range(0, count, at_once):
+            part = ids[start * size : min(start + at_once, count) * size]
             first = blocks + start == 0
             found += self._digests(previous, part, salt if first else None, lora, first=first)
             previous = found[-1]
@@ -93,7 +96,7 @@ class Hasher:
 
     def _cbor_digests(self, previous: bytes, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
         # In CBOR, a block is 83 | bytes head, parent | array head, ids | extra keys. Only parent and ids change.
-        join, new, head, size = b"".join, self._new, self._head, self.scheme.block_tokens
+        join, new, head, size = b"".join, self._new, self._head, self.scheme.hash_block_tokens
         later = cbor.encode(wire.extra_keys(self.scheme, None, lora)) if lora is not None else NO_KEYS
         # All ids are looked up in one call. With the 0 at the end, which zip leaves over, the result is always a tuple.
         forms = itemgetter(*ids, 0)(self._table)
@@ -106,7 +109,8 @@ class Hasher:
             head = b"\x83" + cbor.encode(previous)[: -len(previous)]
         digest = new(head + previous + blocks[0]).digest()
         head = self._head
-        return [digest, *[digest := new(head + digest + block).digest() for block in blocks[1:]]]
+        digests = [digest, *[digest := new(head + digest + block).digest() for block in blocks[1:]]]
+        return digests if self._steps == 1 else digests[self._steps - 1 :: self._steps]
 
 
 def hash_of(algorithm: str) -> Callable[[bytes], Any]:

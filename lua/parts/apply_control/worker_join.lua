@@ -16,10 +16,11 @@ return function(join, WORKER)
     or not integer(join.rank, 0, 65535)
     or join.server_id .. "." .. join.rank ~= WORKER or type(join.version) ~= "string" or type(scheme) ~= "table"
     or not integer(join.capacity_blocks, 0, U31) or not integer(join.max_model_len, 0, U31)
-    or not integer(join.scheme_id, 0, U31) or not integer(scheme.block_tokens, 1, 4096) then
+    or not integer(join.scheme_id, 0, U31) or not integer(scheme.block_tokens, 1, 4096)
+    or scheme.hash_block_tokens ~= nil and not integer(scheme.hash_block_tokens, 1, 4096) then
     return nil
   end
-  local kept = { block_tokens = scheme.block_tokens }
+  local kept = { block_tokens = scheme.block_tokens, hash_block_tokens = scheme.hash_block_tokens }
   for _, name in ipairs({ "algorithm", "none_hash", "extra_keys" }) do
     if type(scheme[name]) ~= "string" or not scheme[name]:match("^[%w_]+$") then return nil end
     kept[name] = scheme[name]

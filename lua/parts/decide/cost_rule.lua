@@ -12,9 +12,10 @@ decide/baseline_policies.
   overfill  how much fuller the worker's cache is than the mean, and how many caches more the contexts that are booked
             there would need (20 samples of an answer soon do)
 Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal. Among equals the session's home wins,
-then the least evicting, the least filled, the least in flight, and at last a hash of the seed. The home is the first
-worker of `order` that is a candidate. With objective_s, candidates whose cost meets that objective are preferred at the
-least load: a bigger match is no reason to join a longer line when the objective is met without it.
+then a worker whose blocks may be matched, then the least evicting, the least filled, the least in flight, and at last
+a hash of the seed. The home is the first worker of `order` that is a candidate. With objective_s, candidates whose
+cost meets that objective are preferred at the least load: a bigger match is no reason to join a longer line when the
+objective is met without it.
 
 Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this very text on the states of a decision
 log.
@@ -80,11 +81,12 @@ end
 -- Of the candidates that cost `bar` at most and are in `among` (nil: all are) the one that wins the tie, and the last
 -- step that was needed for that. `level` is that step; the later fields of a row are read only if a tie gets so far.
 local function win_tie(s, bar, among, home)
-  local cost, rows, fill = s.cost, s.rows, s.fill
+  local cost, rows, fill, schemes = s.cost, s.rows, s.fill, s.schemes
   local winner, evicted, flight, drawn, level = nil, nil, nil, nil, 0
   for i = 1, s.count do
     if cost[i] <= bar and (not among or among[i]) then
-      local e, f, d, step, lower = (unpack_from(ROW_EVICTED, rows[i], EVICTED_AT)), nil, nil, 0, true
+      local e = schemes[i] < 0 and huge or unpack_from(ROW_EVICTED, rows[i], EVICTED_AT)
+      local f, d, step, lower = nil, nil, 0, true
       if winner and (i == home or winner == home) then
         step, lower = 1, i == home
       elseif winner and e ~= evicted then

@@ -2,14 +2,15 @@
 shared/candidates: the workers that a decision may choose among, and what their load rows say.
 
 Guarantee: pure. A candidate is alive and routable: its API server lives, its URL answers, it is neither draining nor
-hostile. An ejected worker is none, and a worker on trial (eject) is one only while it has no request. A worker without
-heartbeats is alive while replicas vouch for it (vouch). Its blocks may be matched if it is proven or approximate; else
-it is chosen by load only.
+hostile, and its engine is not paused. An ejected worker is none, and a worker on trial (eject) is one only while it
+has no request. A worker without heartbeats is alive while replicas vouch for it (vouch). Its blocks may be matched if
+it is proven or approximate; else it is chosen by load only.
 Takes every load row, what shared/alive_workers says of the ids, the fleet's median speed (tokens/s; no worker counts
 as slower than 1/8 of it or faster than 4 times, whatever it claims), decode_s_per_token, the time in ms, and the tokens
 of a block (1: not known).
-Returns the state of a decision. By candidate: rows, wait (prefill tokens ahead), base_s (seconds until its turn), speed
-(tokens/s), fill (share of its cache that is held, and how many caches more the booked contexts need), slots, schemes
+Returns the state of a decision. By candidate: rows, wait (prefill tokens ahead), base_s (seconds until its turn),
+speed (tokens/s), fill (share of its cache that is held, and how many caches more the booked contexts need; 1 at least
+if its blocks may not be matched: what it computes is of no use to later prompts, as in a full cache), slots, schemes
 (-1: its blocks may not be matched), cost (to be set by decide/cost_rule); entries beyond count mean nothing. For all:
 count, least_wait, total_fill (of what is held), median, now; usable: flags -> "match", "load" or "no".
 --]]
@@ -18,10 +19,10 @@ local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT, WORKER_ID_AT = 5, 51, 59 -- of a p
 local ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS = ">i4i4xxxxI4I2I4I4I4I4I4I4"
 local ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">I4I4"
 local FLAG_SERVER, FLAG_URL, FLAG_PROVEN, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_HOSTILE = 1, 2, 4, 8, 16, 128
-local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL = 256, 512, 1024 -- no flag is above TRIAL
+local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED = 256, 512, 1024, 2048 -- only PAUSED is above TRIAL
 local IN_FLIGHT_AT, ROW_IN_FLIGHT = 13, ">i4"
 local ROUTABLE, MATCHABLE = FLAG_SERVER + FLAG_URL, FLAG_PROVEN + FLAG_APPROXIMATE
-local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_EJECTED
+local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_EJECTED + FLAG_PAUSED
 local U32, MAX_PREFILLED = 2 ^ 32, 4096 -- unpack takes no more
 local VLLM_BLOCK_TOKENS = 16 -- as vLLM does by default
 
@@ -46,7 +47,7 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
     if flags >= FLAG_TRIAL and unpack_from(ROW_IN_FLIGHT, row, IN_FLIGHT_AT) > 0 then lives = false end
     if lives and use ~= "no" and #row >= WORKER_ID_AT then
       if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
-      local ahead, share = prefill + foreign, capacity > 0 and min(1, blocks / capacity) or 0
+      local ahead, share = prefill + foreign, use == "load" and 1 or capacity > 0 and min(1, blocks / capacity) or 0
       local context, most = decode + foreign_decode, capacity * block
       -- An engine decodes at a time no more than fits into its cache: all beyond that waits or is computed again. The
       -- capacity of an engine without the plugin counts checkpoints, so its cache is not known in tokens.

@@ -33,6 +33,7 @@ STEPS = 2_500
 #: Events that end what has been reached so far: they come less often than the others.
 SETBACKS = {Event.CORE_JOINS, Event.SERVER_JOINS, *(hold.begins for hold in HELD)}
 PROBES = {Event.PROBE_PASSES, Event.IDENTITY_FAILS, Event.URL_FAILS, Event.WARMING_BEGINS}
+HEARTBEATS = {Event.HEARD, Event.PAUSED, Event.RESUMED}
 
 
 # ---------------------------------------------------------------- the drawing
@@ -95,6 +96,9 @@ def test_every_event_moves_something() -> None:
         (READY | Flag.HOSTILE, {}, 15.1, "silent"),
         (READY, {}, None, "silent"),
         (READY, {}, 15.0, "proven"),
+        (READY | Flag.PAUSED, {"suspect": "blocks"}, 0.0, "paused"),
+        (READY | Flag.PAUSED | Flag.EJECTED, {}, 0.0, "paused"),
+        (READY | Flag.PAUSED | Flag.DRAINING, {}, 0.0, "draining"),
         (READY | Flag.EJECTED, {}, 0.0, "ejected"),
         (READY | Flag.TRIAL | Flag.UNHEARD, {}, 300.0, "ejected"),
         (READY | Flag.EJECTED | Flag.DRAINING, {}, 0.0, "draining"),
@@ -155,7 +159,7 @@ class Life:
         if not self.server_known:
             found -= {Event.SERVER_HEARD, Event.SERVER_LOST}
         if WorkerState.HOSTILE in self.holds:
-            found.discard(Event.HEARD)  # nothing of its stream counts until it joins anew
+            found -= HEARTBEATS  # nothing of its stream counts until it joins anew
         if self.left or self.standing not in SERVING or self.holds & {WorkerState.JOINING, WorkerState.HOSTILE}:
             found.discard(Event.VOUCHED)
         if self.standing not in SERVING:
@@ -165,7 +169,7 @@ class Life:
         if WorkerState.UNHEARD in self.holds:
             found |= {Event.LAPSES}
             if WorkerState.JOINING in self.holds:
-                found -= {Event.HEARD, Event.LAPSES}
+                found -= HEARTBEATS | {Event.LAPSES}
         return sorted(found)
 
     async def happen(self, event: Event) -> None:
@@ -183,6 +187,7 @@ class Life:
 
     def _settle(self, event: Event) -> None:
         """What an event does besides, as the two halves of a worker are heard apart."""
+        self._settle_heartbeat(event)
         if event is Event.CORE_JOINS and self.server_quiet:  # that the other half is not heard counts again
             self.holds.add(WorkerState.JOINING)
         if event in (Event.CORE_JOINS, Event.SERVER_JOINS) and WorkerState.UNHEARD in self.holds:
@@ -198,11 +203,18 @@ class Life:
             self.holds.discard(WorkerState.SILENT)
         if event is Event.SERVER_JOINS:
             self.holds.discard(WorkerState.JOINING)
-        if event in (Event.CORE_JOINS, Event.HEARD):
-            self.left = False
         if event is Event.FORGOTTEN:
             self.holds, self.server_known = {WorkerState.JOINING}, False
             self.server_quiet = False  # its API server has no other worker
+
+    def _settle_heartbeat(self, event: Event) -> None:
+        """What each heartbeat and each join of the engine core does besides."""
+        if event is Event.CORE_JOINS or event in HEARTBEATS:
+            self.left = False
+        if event in (Event.CORE_JOINS, Event.HEARD):
+            self.holds.discard(WorkerState.PAUSED)  # a restarted engine runs
+        if event in HEARTBEATS:
+            self.holds -= {WorkerState.SILENT, WorkerState.UNHEARD}
 
     async def _prove(self, proof: str, owner: str = "") -> None:
         nonce = (await self.core.record())["nonce"]
@@ -261,9 +273,9 @@ class Life:
             now_ms = (await self.store.time())[0] * 1000
             await self.store.zadd(self.fleet.keys.alive, {self.core.worker_id: now_ms - OLD_MS})
 
-    async def _heard(self) -> None:
+    async def _heard(self, *, paused: bool = False) -> None:
         await asyncio.sleep(0.002)  # a heartbeat of the millisecond of a vouch does not count as later
-        await self.core.heartbeat()
+        await self.core.heartbeat(paused=paused)
         await self.core.applied()
         if WorkerState.UNHEARD in self.holds:
             await self._server_heard()
@@ -307,6 +319,12 @@ class Life:
         self.server_quiet = False
         await self.server.send("heartbeat")
         await self.server.applied()
+
+    async def _paused(self) -> None:
+        await self._heard(paused=True)
+
+    async def _resumed(self) -> None:
+        await self._heard()
 
     async def _drain(self) -> None:
         await self.fleet.drain(self.core.worker_id, draining=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,6 +75,50 @@ def test_equals_the_reference(algorithm: str, extra_keys: str, block_tokens: int
         for salt, lora in ((None, None), ("s" * 30, None), (None, ("a", "/x")), ("t", ("b" * 300, "/y"))):
             expected = pack_hashes(chain_hashes(made.scheme, ids[:-1], None, salt, lora, hash_of(algorithm)))
             assert made.chain(ids, salt, lora).hashes == expected
+
+
+FINE = [
+    vector
+    for made in GOLDEN.values()
+    for vector in made["vectors"]
+    if vector["scheme"]["block_tokens"] == 16 and vector["scheme"]["algorithm"].startswith("sha256")
+]
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("vector", FINE, ids=lambda vector: vector["scheme"]["algorithm"])
+def test_a_block_that_is_hashed_in_steps_has_the_hash_of_its_last_step(vector: dict[str, Any], steps: int) -> None:
+    """As in vLLM, where a group's block is larger than what is hashed at a time: each k-th hash of the finer chain."""
+    fine = Scheme.from_dict(vector["scheme"])
+    scheme = replace(fine, block_tokens=16 * steps, hash_block_tokens=16)
+    assert scheme.scheme_id != replace(fine, block_tokens=16 * steps, hash_block_tokens=16 * steps).scheme_id
+    assert Scheme.from_dict(scheme.as_dict()) == scheme
+    made = Hasher(scheme)
+    for name, case in golden.CASES.items():
+        hashes = bytes.fromhex(vector["hashes"][name])
+        expected = b"".join([hashes[at : at + 8] for at in range(8 * (steps - 1), len(hashes), 8 * steps)])
+        assert made.chain(golden.TOKENS, **case).hashes == expected
+        assert pack_hashes(chain_hashes(scheme, golden.TOKENS, **case)) == expected
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+def test_a_chain_in_steps_goes_on_from_any_block(algorithm: str) -> None:
+    """A long chain is made in several calls, and the trie continues earlier ones: with the same hashes."""
+    scheme = Scheme(algorithm, default_none_hash(algorithm), 24, hash_block_tokens=8)
+    made, ids = Hasher(scheme), array("I", range(24 * 600 + 5))
+    whole = made.digests(scheme.none_hash, 0, ids, "s", None)
+    assert len(whole) == 600
+    assert whole == chain_hashes(scheme, ids, None, "s")
+    for block in (1, 170, 599):
+        assert made.digests(whole[block - 1], block, ids[24 * block :], "s", None) == whole[block:]
+
+
+def test_a_scheme_is_announced_as_before_where_hashes_are_as_long_as_blocks() -> None:
+    scheme = Scheme("sha256", default_none_hash("sha256"), 16)
+    assert "hash_block_tokens" not in scheme.as_dict()
+    for wrong in (3, 32, -16, "x"):
+        with pytest.raises(WireError):
+            Scheme.from_dict(scheme.as_dict() | {"hash_block_tokens": wrong})
 
 
 def test_capped_as_the_engine_caps() -> None:

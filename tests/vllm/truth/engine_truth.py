@@ -29,7 +29,9 @@ def register() -> None:
     def init(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         original(self, *args, **kwargs)
         pool = self.kv_cache_manager.block_pool
-        threading.Thread(target=serve, args=(path, pool), name="engine-truth", daemon=True).start()
+        rank = self.vllm_config.parallel_config.data_parallel_index
+        told_at = f"{path}.{rank}" if rank else path
+        threading.Thread(target=serve, args=(told_at, pool), name="engine-truth", daemon=True).start()
         seed = os.environ.get("ENGINE_TRUTH_OTHER_SEED")
         if seed:
             threading.Thread(target=reseed, args=(Path(seed),), name="engine-reseed", daemon=True).start()

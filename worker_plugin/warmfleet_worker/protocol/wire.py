@@ -173,7 +173,8 @@ class Heartbeat:
 
     running, waiting: numbers of requests. blocks: number of held block hashes. foreign_*: tokens of requests that no
     router has sent. speed_tps: prefill tokens per busy second, 0 = not measured. evicted: blocks evicted since the last
-    heartbeat. digest: of the published block set; None while a snapshot is under way and after lost events.
+    heartbeat. digest: of the published block set; None while a snapshot is under way and after lost events. paused: the
+    engine takes no new request until somebody resumes it or wakes it up.
     """
 
     running: int
@@ -184,11 +185,14 @@ class Heartbeat:
     speed_tps: int
     evicted: int
     digest: Digest | None = None
+    paused: bool = False
 
     def encode(self) -> str:
-        head = [self.running, self.waiting, self.blocks, self.foreign_prefill_tokens]
-        head += [self.foreign_decode_tokens, self.speed_tps, self.evicted]
-        return dumps(head + (self.digest.as_list() if self.digest else []))
+        """A list of numbers; a 1 at its end says that the engine is paused."""
+        numbers = [self.running, self.waiting, self.blocks, self.foreign_prefill_tokens]
+        numbers += [self.foreign_decode_tokens, self.speed_tps, self.evicted]
+        numbers += self.digest.as_list() if self.digest else []
+        return dumps(numbers + [1] * self.paused)
 
 
 def reservation_of(request_id: str) -> tuple[str, int] | None:
@@ -209,6 +213,12 @@ def conversation_ended(request_id: str) -> bool:
 # ---------------------------------------------------------------- schemes and block hashes
 
 
+#: In the place of an algorithm: why prompts are not matched with this engine's blocks. It is chosen by load.
+NO_CACHE, NO_PREFIXES = "none", "no_prefixes"
+UNMATCHED = {
+    NO_CACHE: "its prefix caching is off",
+    NO_PREFIXES: "its model has no full-attention layers, whose blocks alone are kept for whole prefixes",
+}
 #: Digest length by vLLM's ``--prefix-caching-hash-algo``: SHA-256 or XXH3-128, of pickle bytes or canonical CBOR.
 DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
 
@@ -217,9 +227,11 @@ DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16
 class Scheme:
     """How an engine hashes blocks. A router that has it computes the same block hashes.
 
-    algorithm: a key of DIGEST_BYTES. none_hash: stands for the hash before a prompt's first block.
+    algorithm: a key of DIGEST_BYTES, or of UNMATCHED. none_hash: stands for the hash before a prompt's first block.
     block_tokens: tokens in a block. extra_keys: the form of salts and LoRA names in a hash, ``tagged`` (since vLLM
-    0.31) or ``plain`` (0.28 to 0.30).
+    0.31) or ``plain`` (0.28 to 0.30). hash_block_tokens: tokens that are hashed at a time, as many as in a block unless
+    said. An engine whose KV cache groups have blocks of several sizes hashes in smaller steps than its blocks: the hash
+    of a block is that of its last step.
 
     A new field is needed in ``as_dict`` and ``from_dict``; in ``scheme_of`` of the plugin's ``vllm_hooks/engine_core``,
     which announces it; in ``lua/parts/apply_control/worker_join.lua`` and the router's ``fleet/worker/records``, which
@@ -230,14 +242,28 @@ class Scheme:
     none_hash: bytes
     block_tokens: int
     extra_keys: str = "tagged"
+    hash_block_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.hash_block_tokens:
+            object.__setattr__(self, "hash_block_tokens", self.block_tokens)
+
+    @property
+    def steps(self) -> int:
+        """How many hashes of a chain make one block's."""
+        return self.block_tokens // self.hash_block_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        return {
+        """``hash_block_tokens`` only where it differs: so most schemes have the id that older routers compute."""
+        announced: dict[str, Any] = {
             "algorithm": self.algorithm,
             "none_hash": self.none_hash.hex(),
             "block_tokens": self.block_tokens,
             "extra_keys": self.extra_keys,
         }
+        if self.hash_block_tokens != self.block_tokens:
+            announced["hash_block_tokens"] = self.hash_block_tokens
+        return announced
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Scheme:
@@ -248,14 +274,19 @@ class Scheme:
                 bytes.fromhex(value["none_hash"]),
                 int(value["block_tokens"]),
                 str(value["extra_keys"]),
+                int(value.get("hash_block_tokens", 0)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"malformed scheme: {error}") from error
+        if scheme.algorithm in UNMATCHED:
+            raise WireError(UNMATCHED[scheme.algorithm])
         if scheme.algorithm not in DIGEST_BYTES or scheme.extra_keys not in ("tagged", "plain"):
             raise WireError(f"unknown scheme {scheme.algorithm}/{scheme.extra_keys}")
         lengths = (DIGEST_BYTES[scheme.algorithm], 32)  # vLLM 0.28 takes 32 random bytes, whatever the algorithm
         if not 1 <= scheme.block_tokens <= 4_096 or len(scheme.none_hash) not in lengths:
             raise WireError(f"scheme out of range: block_tokens 1..4096, none_hash one of {lengths} bytes")
+        if scheme.hash_block_tokens < 1 or scheme.block_tokens % scheme.hash_block_tokens:
+            raise WireError("scheme out of range: hash_block_tokens is no divisor of block_tokens")
         return scheme
 
     @cached_property
@@ -287,14 +318,14 @@ def chain_hashes(
     algorithms the caller passes XXH3-128, which the standard library lacks.
     """
     previous = parent or scheme.none_hash
-    size = scheme.block_tokens
+    size, steps = scheme.hash_block_tokens, scheme.steps
     payload = _cbor_payload if scheme.algorithm.endswith("_cbor") else _pickle_payload
     hashes = []
     for start in range(0, len(token_ids) - size + 1, size):
         extra = extra_keys(scheme, salt if parent is None and start == 0 else None, lora)
         previous = new(payload(previous, tuple(token_ids[start : start + size]), extra)).digest()
         hashes.append(previous)
-    return hashes
+    return hashes[steps - 1 :: steps]
 
 
 def pack_hashes(hashes: Iterable[bytes]) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from warmfleet_worker.vllm_hooks.compatibility import (
     refuse,
     version,
 )
-from warmfleet_worker.vllm_hooks.engine_core import model_tag
+from warmfleet_worker.vllm_hooks.engine_core import model_tag, ranks_of, server_id_of
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 
@@ -85,7 +84,7 @@ def announce(engine_client: Any, state: Any, redis_url: str) -> ServerPublisher 
     config = ServerConfig(
         redis_url=redis_url,
         model=model_tag(vllm_config),
-        server_id=os.environ["WARMFLEET_WORKER_ID"],
+        server_id=server_id_of(vllm_config),
         url=worker_url(redis_url, args.host, 0 if args.uds else args.port, tls=bool(args.ssl_certfile)),
         models=tuple(path.name for path in state.openai_serving_models.base_model_paths),
         version=f"vllm-{version()}",
@@ -199,6 +198,7 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
             getattr(state, "anthropic_serving_messages", None), "_disabled_thinking_effort", None
         ),
         "token_handoff": token_handoff(state, model_config),
+        "ranks": ranks_of(vllm_config),
     }
 
 

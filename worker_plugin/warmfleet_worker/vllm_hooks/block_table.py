@@ -12,9 +12,12 @@ from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from warmfleet_worker.tracker import PickHashes, Transitions
+
+    #: ``insert``, ``pop``, and the table of what is reported.
+    Replacements = tuple[Callable[[bytes, Any], None], Callable[[bytes, int], Any], dict[bytes, Any]]
 
 
 def hook_prefix_cache_reset() -> None:
@@ -30,9 +33,9 @@ def hook_prefix_cache_reset() -> None:
         after = pool.cached_block_hash_to_block
         if after is not before:
             with swallow_errors("could not follow a reset of the prefix cache"):
-                transitions = untrack(before)
-                if transitions is not None:
-                    track(after, transitions, cleared=True)
+                tracked = untrack(before)
+                if tracked is not None:
+                    track(after, *tracked, cleared=True)
         return result
 
     wrap(block_pool.BlockPool, "reset_prefix_cache", reset_prefix_cache)
@@ -51,14 +54,50 @@ def hash_of_key(group: int) -> PickHashes:
     return pick
 
 
-def track(block_map: Any, transitions: Transitions, *, cleared: bool = False) -> None:
+class WholeBlocks:
+    """Tells entries of whole blocks of one KV cache group from the other entries of its pool.
+
+    A pool that hashes in smaller steps than the group's blocks may also keep entries for parts of a block
+    (``cache_partial_block``). No router computes those. A key does not tell what it is of, so calls are followed.
+    """
+
+    def __init__(self, pool: Any, group: int, block_tokens: int) -> None:
+        self.suffix = group.to_bytes(4, "big", signed=False)
+        self.of_a_part = False  # while the pool makes the entry of a part
+        original = getattr(pool, "cache_partial_block", None)  # vLLM 0.28 makes no such entries
+        if original is None:
+            return
+
+        def cache_partial_block(request: Any, block: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            self.of_a_part = num_tokens % block_tokens != 0
+            try:
+                return original(request, block, num_tokens, *args, **kwargs)
+            finally:
+                self.of_a_part = False
+
+        pool.cache_partial_block = cache_partial_block
+
+
+def track(block_map: Any, transitions: Transitions, whole: WholeBlocks | None = None, *, cleared: bool = False) -> None:
     """Make this ``BlockHashToBlockMap`` report to ``transitions`` when a hash appears or disappears.
 
     A hash may have several copies; only the first one that comes and the last one that goes are reported.
-    ``insert(key, block)`` and ``pop(key, block_id)`` of this one object are replaced by closures, which cost half as
-    much as a subclass. ``Transitions.note`` is written out in both, because the engine's scheduler runs them some
-    hundred times per request.
-    cleared: this map takes the place of one that was thrown away with all its blocks.
+    whole: which entries to report; without it all of them. cleared: this map takes the place of one that was thrown
+    away with all its blocks.
+    """
+    insert, pop, table = _of_all(block_map, transitions) if whole is None else _of_some(block_map, transitions, whole)
+    with transitions.lock:
+        transitions.table = table
+        block_map.insert, block_map.pop, block_map.tracked = insert, pop, (transitions, whole)
+        if cleared:
+            transitions.note(None)
+
+
+def _of_all(block_map: Any, transitions: Transitions) -> Replacements:
+    """``insert(key, block)`` and ``pop(key, block_id)`` for this one map, and the table to copy.
+
+    They are closures, which cost half as much as methods of a subclass. ``Transitions.note`` is written out in both,
+    because the engine's scheduler runs them some hundred times per request.
     """
     table, base_insert, base_pop = block_map._cache, block_map.insert, block_map.pop  # noqa: SLF001 - the table itself
     records, append = transitions.records, transitions.records.append
@@ -92,19 +131,43 @@ def track(block_map: Any, transitions: Transitions, *, cleared: bool = False) ->
             release()
         return block
 
-    with transitions.lock:
-        transitions.table = table
-        block_map.insert, block_map.pop, block_map.transitions = insert, pop, transitions
-        if cleared:
-            transitions.note(None)
+    return insert, pop, table
 
 
-def untrack(block_map: Any) -> Transitions | None:
+def _of_some(block_map: Any, transitions: Transitions, whole: WholeBlocks) -> Replacements:
+    """The same for a map with other entries beside those of whole blocks, which are in a table of their own, too."""
+    table, base_insert, base_pop = block_map._cache, block_map.insert, block_map.pop  # noqa: SLF001 - the table itself
+    reported: dict[bytes, None] = {}
+    suffix, lock, note = whole.suffix, transitions.lock, transitions.note
+
+    def insert(key: bytes, block: Any) -> None:
+        if key[-4:] != suffix or whole.of_a_part or key in table:
+            base_insert(key, block)
+            return
+        with lock:
+            table[key] = block  # as the base does with a new key
+            reported[key] = None
+            note(key)
+
+    def pop(key: bytes, block_id: int) -> Any:
+        if key not in reported:
+            return base_pop(key, block_id)
+        with lock:
+            block = base_pop(key, block_id)
+            if key not in table:
+                del reported[key]
+                note((key,))
+        return block
+
+    return insert, pop, reported
+
+
+def untrack(block_map: Any) -> tuple[Transitions, WholeBlocks | None] | None:
     """Undo ``track``, so that map and closures do not keep each other in memory.
 
-    Returns the map's ``Transitions``, or None if it was not tracked.
+    Returns what it was tracked by, or None if it was not tracked.
     """
-    transitions: Transitions | None = vars(block_map).pop("transitions", None)
-    if transitions is not None:
+    tracked: tuple[Transitions, WholeBlocks | None] | None = vars(block_map).pop("tracked", None)
+    if tracked is not None:
         del block_map.insert, block_map.pop
-    return transitions
+    return tracked

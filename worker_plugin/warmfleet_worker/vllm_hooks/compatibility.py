@@ -85,12 +85,16 @@ INTERNALS = (
     Internal(
         Part.BLOCKS, "vllm.config:CacheConfig", ("enable_prefix_caching", "prefix_caching_hash_algo", "num_gpu_blocks")
     ),
-    Internal(Part.BLOCKS, "vllm.config:ParallelConfig", ("data_parallel_index",)),
+    Internal(
+        Part.BLOCKS,
+        "vllm.config:ParallelConfig",
+        ("data_parallel_index", "data_parallel_rank_local", "data_parallel_external_lb", "local_engines_only"),
+    ),
     Internal(Part.BLOCKS, "vllm.config:ModelConfig", ("served_model_name", "max_model_len")),
     Internal(
         Part.LOAD,
         f"{_CORE}.sched.scheduler:Scheduler",
-        ("requests",),
+        ("requests", "pause_state"),
         (("get_request_counts", "self"), ("get_num_unfinished_requests", "self")),
     ),
     Internal(
@@ -106,6 +110,7 @@ INTERNALS = (
     Internal(Part.STEPS, "vllm.v1.engine:EngineCoreOutputs", ("outputs",)),
     Internal(Part.STEPS, "vllm.v1.engine:EngineCoreOutput", ("request_id", "prefill_stats")),
     Internal(Part.STEPS, "vllm.v1.metrics.stats:PrefillStats", ("num_cached_tokens", "num_prompt_tokens")),
+    Internal(Part.SERVER, "vllm.config:ParallelConfig", ("data_parallel_size", "data_parallel_size_local")),
     Internal(
         Part.EVICTION,
         f"{_CORE}.kv_cache_manager:KVCacheManager",

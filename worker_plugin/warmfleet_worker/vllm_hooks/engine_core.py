@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 from warmfleet_worker.config import PublisherConfig
@@ -15,7 +16,7 @@ from warmfleet_worker.protocol import wire
 from warmfleet_worker.speed_meter import SpeedMeter
 from warmfleet_worker.tracker import Transitions
 from warmfleet_worker.vllm_hooks import tail_eviction
-from warmfleet_worker.vllm_hooks.block_table import hash_of_key, hook_prefix_cache_reset, track
+from warmfleet_worker.vllm_hooks.block_table import WholeBlocks, hash_of_key, hook_prefix_cache_reset, track
 from warmfleet_worker.vllm_hooks.compatibility import Part, extra_keys_form, missing, refuse, version
 from warmfleet_worker.vllm_hooks.scheduler_work import finished_prefills, foreign_load, step_tokens
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
@@ -91,15 +92,19 @@ class SchedulerReporter:
         self._speed = SpeedMeter()
         self._steps = 0  # begun and ended ones
         self._steps_unreadable, self._load_unreadable = _lacks(Part.STEPS), _lacks(Part.LOAD)
-        group, block_tokens, closed = full_attention_group(scheduler)
+        group = full_attention_group(scheduler)
         target = os.environ.get("WARMFLEET_TTFT_TARGET_S")
         self._tail_eviction = tail_eviction.install(scheduler, target, lambda: self._speed.speed_tps)
         # A prefix that two conversations share may be given up for one of them while the other's end stays.
-        closed = closed and self._tail_eviction is None
-        self.transitions = Transitions(hash_of_key(group))
-        track(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block, self.transitions)
+        group = replace(group, closed=group.closed and self._tail_eviction is None)
+        self.transitions = Transitions(hash_of_key(group.number))
+        if group.matched:
+            pool = scheduler.kv_cache_manager.block_pool
+            some = group.hash_block_tokens != group.block_tokens
+            whole = WholeBlocks(pool, group.number, group.block_tokens) if some else None
+            track(pool.cached_block_hash_to_block, self.transitions, whole)
         self._publisher: WorkerPublisher | None = None
-        self._make_config = functools.partial(publisher_config, scheduler.vllm_config, redis_url, block_tokens, closed)
+        self._make_config = functools.partial(publisher_config, scheduler.vllm_config, redis_url, group)
         self._stopping = threading.Event()
 
     def start(self) -> None:
@@ -161,8 +166,10 @@ class SchedulerReporter:
                 running, waiting = self._scheduler.get_request_counts()
                 prefill, decode = foreign_load(list(self._scheduler.requests.values()))
                 works = self._scheduler.get_num_unfinished_requests() > 0  # a paused engine keeps requests at rest
+                paused = int(self._scheduler.pause_state) != 0  # a sleeping engine is paused, too
                 self._load_unreadable = False
-                return Load(running, waiting, prefill, decode, self._speed.speed_tps, self._steps if works else None)
+                steps = self._steps if works else None
+                return Load(running, waiting, prefill, decode, self._speed.speed_tps, steps, paused)
         return Load()
 
 
@@ -174,23 +181,37 @@ def _lacks(part: Part) -> bool:
     return bool(reason)
 
 
-def full_attention_group(scheduler: Any) -> tuple[int, int, bool]:
-    """(group number, tokens in a block, prefix-closed?) of the KV cache group that routers match prompts with.
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The KV cache group that routers match prompts with.
 
-    Only full attention keeps whole prefixes: sliding-window, Mamba and other groups forget the middle of a prompt.
-    A block set is prefix-closed if every held block's predecessors are held, too; that is certain only where nothing
-    else (another group, a KV connector) takes part. Raises RuntimeError for a model without such a group.
+    block_tokens: tokens in one of its blocks. hash_block_tokens: tokens that vLLM hashes at a time, fewer where groups
+    have blocks of several sizes. closed: every held block's predecessors are held, too; that is certain only where
+    nothing else (another group, a KV connector) takes part. matched: False if there is no such group.
+    """
+
+    number: int
+    block_tokens: int
+    hash_block_tokens: int
+    closed: bool
+    matched: bool = True
+
+
+def full_attention_group(scheduler: Any) -> Group:
+    """The group of the full-attention layers, which alone keep whole prefixes.
+
+    Sliding-window, Mamba and other groups forget the middle of a prompt.
     """
     manager = scheduler.kv_cache_manager
     groups = manager.kv_cache_config.kv_cache_groups
     full = [number for number, group in enumerate(groups) if is_full_attention(group.kv_cache_spec)]
     if not full:
-        raise RuntimeError("this model has no full-attention KV cache group")
+        size = int(scheduler.hash_block_size)
+        return Group(0, size, size, closed=False, matched=False)
     number = full[0]
-    block_tokens = manager.coordinator.single_type_managers[number].block_size
-    if scheduler.hash_block_size != block_tokens:
-        logger.warning("warmfleet: hash block size %d is not %d", scheduler.hash_block_size, block_tokens)
-    return number, block_tokens, len(groups) == 1 and scheduler.connector is None
+    block_tokens = int(manager.coordinator.single_type_managers[number].block_size)
+    closed = len(groups) == 1 and scheduler.connector is None
+    return Group(number, block_tokens, int(scheduler.hash_block_size), closed)
 
 
 def is_full_attention(spec: Any) -> bool:
@@ -200,40 +221,71 @@ def is_full_attention(spec: Any) -> bool:
     return isinstance(inner, FullAttentionSpec)
 
 
-def publisher_config(vllm_config: Any, redis_url: str, block_tokens: int, closed: bool) -> PublisherConfig:
-    """What this engine core announces; ``register`` has seen to it that WARMFLEET_WORKER_ID is set."""
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    server_id, rank = os.environ["WARMFLEET_WORKER_ID"], parallel.data_parallel_index
+def publisher_config(vllm_config: Any, redis_url: str, group: Group) -> PublisherConfig:
+    """What this engine core announces."""
+    cache = vllm_config.cache_config
+    server_id, rank = server_id_of(vllm_config), rank_of(vllm_config)
     return PublisherConfig(
         redis_url=redis_url,
         model=model_tag(vllm_config),
         worker_id=wire.worker_id_of(server_id, rank),
         server_id=server_id,
         rank=rank,
-        scheme=scheme_of(vllm_config, block_tokens),
+        scheme=scheme_of(vllm_config, group),
         capacity_blocks=cache.num_gpu_blocks,
         max_model_len=vllm_config.model_config.max_model_len,
         version=f"vllm-{version()}",
-        closed=closed,
+        closed=group.closed,
     )
 
 
-def scheme_of(vllm_config: Any, block_tokens: int) -> wire.Scheme:
+def server_id_of(vllm_config: Any) -> str:
+    """The name of this server; ``register`` has seen to it that WARMFLEET_WORKER_ID is set.
+
+    Where each data-parallel rank has an API server of its own (``--data-parallel-external-lb``, and its form with
+    several ports), the ranks may share the environment and the command line. The rank then makes their names differ.
+    """
+    name, parallel = os.environ["WARMFLEET_WORKER_ID"], vllm_config.parallel_config
+    return f"{name}-{parallel.data_parallel_index}" if parallel.data_parallel_external_lb else name
+
+
+def rank_of(vllm_config: Any) -> int:
+    """The number of this engine core at its API server, which is the value of the header ``X-data-parallel-rank``.
+
+    A server that has the cores of one node only (``--data-parallel-hybrid-lb``) counts these from 0.
+    """
+    parallel = vllm_config.parallel_config
+    local = parallel.local_engines_only
+    return int(parallel.data_parallel_rank_local or 0) if local else int(parallel.data_parallel_index)
+
+
+def ranks_of(vllm_config: Any) -> int:
+    """How many engine cores an API server hands its requests to. For the process of an API server only."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size)
+
+
+def scheme_of(vllm_config: Any, group: Group) -> wire.Scheme:
     """How this engine hashes. Without prefix caching it has no NONE_HASH, and never stores a block."""
     from vllm.v1.core import kv_cache_utils
 
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    none_hash = bytes(getattr(kv_cache_utils, "NONE_HASH", b""))
+    cache = vllm_config.cache_config
+    if not (cache.enable_prefix_caching and group.matched):
+        why = wire.NO_PREFIXES if cache.enable_prefix_caching else wire.NO_CACHE
+        logger.info("warmfleet: this engine is chosen by load only: %s", wire.UNMATCHED[why])
+        return wire.Scheme(why, bytes(32), group.block_tokens)
+    algorithm, none_hash = cache.prefix_caching_hash_algo, bytes(kv_cache_utils.NONE_HASH)
     lookahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)  # 0.33 with EAGLE: routers cannot compute it
     if lookahead:
         extra_keys = f"lookahead_{lookahead}"
     else:
-        extra_keys = extra_keys_form(algorithm, block_tokens, none_hash) if none_hash else "tagged"
+        extra_keys = extra_keys_form(algorithm, group.hash_block_tokens, none_hash)
     return wire.Scheme(
         algorithm=algorithm,
-        none_hash=none_hash or bytes(32),
-        block_tokens=block_tokens,
+        none_hash=none_hash,
+        block_tokens=group.block_tokens,
         extra_keys=extra_keys,
+        hash_block_tokens=group.hash_block_tokens,
     )
 
 

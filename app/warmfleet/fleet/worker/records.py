@@ -108,6 +108,7 @@ FACTS: dict[str, Check] = {
     "renders": _object,
     "token_handoff": _list_of(_text),
     "loras": _object_of(_text),
+    "ranks": _count,
 }
 SERVER: dict[str, Check] = {
     "nonce": _text,
@@ -124,7 +125,9 @@ WORKER: dict[str, Check] = {
     "warming": _fields(owner=_text, ends=_time),
     "probed": _time,
     "vouched": _time,
-    "scheme": _fields(algorithm=_text, none_hash=_text, block_tokens=_count, extra_keys=_text),
+    "scheme": _fields(
+        algorithm=_text, none_hash=_text, block_tokens=_count, extra_keys=_text, hash_block_tokens=_count
+    ),
     "truth": _fields(cause=_text, found=_count, healed=_count, checked=_time, resyncs=_object_of(_count)),
 }
 

@@ -1,10 +1,11 @@
 """The life of a worker: its states, what moves it from one to the next, and how its state is read from Redis.
 
-A worker's state has two layers. Its *standing* says what is known of its identity: unproved, proved, or found wrong.
-A *hold* keeps it from taking requests whatever its standing is: nobody hears it, its API server is missing, its stream
-is broken, or the operator drains it. While a hold lasts, the standing underneath stays, and may change; when the last
-hold ends, the worker is where its standing says. One hold does not keep requests away: a worker whose heartbeats are
-missing while its engine answers over HTTP is ``unheard``, and routable. ``app/docs/worker-life.md`` draws both tables.
+A worker's state has two layers. Its *standing* says what is known of its identity: unproved, proved, or found wrong. A
+*hold* keeps it from taking requests whatever its standing is: nobody hears it, its API server is missing, its stream
+is broken, its engine is paused, or the operator drains it. While a hold lasts, the standing underneath stays, and may
+change; when the last hold ends, the worker is where its standing says. One hold does not keep requests away: a worker
+whose heartbeats are missing while its engine answers over HTTP is ``unheard``, and routable. ``app/docs/worker-
+life.md`` draws both tables.
 
 Redis keeps no state by name. ``state_of`` derives it from the flags of the load row, which ``decide`` goes by, the age
 of the last heartbeat, and the record. Every reader in Python goes by the state and by nothing else.
@@ -41,6 +42,7 @@ class WorkerState(StrEnum):
     JOINING = "joining"  # one half only: its API server has not been heard, or not for a TTL
     HOSTILE = "hostile"  # its stream broke the rules: it must join anew
     DRAINING = "draining"  # the operator lets it finish what it has
+    PAUSED = "paused"  # somebody paused its engine or put it to sleep
     EJECTED = "ejected"  # it failed requests that others served: it gets none for a while, then one to try it
     UNHEARD = "unheard"  # no heartbeat, but its engine answers: it takes requests, by its index as last known
 
@@ -74,6 +76,7 @@ HOLDS = (
     WorkerState.JOINING,
     WorkerState.HOSTILE,
     WorkerState.DRAINING,
+    WorkerState.PAUSED,
     WorkerState.EJECTED,
     WorkerState.UNHEARD,
 )
@@ -101,6 +104,8 @@ class Event(StrEnum):
     SERVER_HEARD = "its API server is heard"
     DRAIN = "warmfleet drain"
     UNDRAIN = "warmfleet drain --undo"
+    PAUSED = "its engine is paused or put to sleep"
+    RESUMED = "its engine is resumed or woken up"
     VOUCHED = "its heartbeats are missing, but its engine answers a replica"
     LAPSES = "its engine answers no replica either"
     EJECTED = "it fails requests that other workers serve"
@@ -158,6 +163,7 @@ HELD: tuple[Hold, ...] = (
     Hold(_W.JOINING, _E.SERVER_LOST, _E.SERVER_HEARD, "apply_server, tick", "only the API server takes requests"),
     Hold(_W.HOSTILE, _E.STREAM_BREAKS, _E.CORE_JOINS, "apply_control", "nothing of a broken stream can be believed"),
     Hold(_W.DRAINING, _E.DRAIN, _E.UNDRAIN, "drain", "requests that run there finish, no other is sent there"),
+    Hold(_W.PAUSED, _E.PAUSED, _E.RESUMED, "apply", "a paused engine lets new requests wait until it is resumed"),
     Hold(_W.EJECTED, _E.EJECTED, _E.ACQUITTED, "eject, tick", "requests that others serve would fail there"),
     Hold(_W.UNHEARD, _E.VOUCHED, _E.HEARD, "vouch, tick", "a lost messenger is no reason to take an engine for dead"),
 )
@@ -174,6 +180,7 @@ METRIC_LABELS: Mapping[WorkerState, str] = {
     _W.APPROXIMATE: "approximate",
     _W.WARMING: "warming",
     _W.DRAINING: "draining",
+    _W.PAUSED: "paused",
     _W.EJECTED: "ejected",
     _W.UNHEARD: "unheard",
 }
@@ -199,6 +206,8 @@ def state_of(flags: int, record: Mapping[str, Any], url: str, heartbeat_age_s: f
         return WorkerState.HOSTILE
     if flags & Flag.DRAINING:
         return WorkerState.DRAINING
+    if flags & Flag.PAUSED:
+        return WorkerState.PAUSED
     standing = _standing(flags, record, url, now)
     if flags & (Flag.EJECTED | Flag.TRIAL) and standing in SERVING:
         return WorkerState.EJECTED

@@ -1,0 +1,248 @@
+"""Engines of other shapes than the plain one, as real vLLM: their own tables, what is predicted, and who is chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import httpx
+import pytest
+from tests.conftest import poll, server, valkey_binary
+from tests.vllm.conftest import TAG
+from tests.vllm.engine import ROOT, SERVED_NAME, EngineOptions, VllmEngine, running
+from tests.vllm.replicas import replicas
+
+from warmfleet.fleet import Fleet, WorkerState
+from warmfleet.fleet.client import connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from warmfleet.fleet import WorkerView
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long(
+        minutes=5,
+        shows=(
+            "real engines of other shapes: two data-parallel ranks behind one server and behind two, sliding windows "
+            "with hashes finer than blocks, prefix caching off, paused, asleep and resumed"
+        ),
+    ),
+    pytest.mark.timeout(900),
+]
+
+WORDS = ("import", "return", "while", "class", "value", "index", "error", "string", "buffer", "module")
+WINDOWS = ROOT / "models" / "tiny-windows"
+BLOCK_TOKENS, HASH_TOKENS = 64, 32
+
+
+class Shown(NamedTuple):
+    """What one answer says: its worker, the predicted and the cached tokens, and how many the prompt has."""
+
+    worker_id: str
+    predicted: int
+    cached: int
+    tokens: int
+
+
+class Stack(NamedTuple):
+    engines: dict[str, VllmEngine]
+    replicas: list[str]
+    redis_url: str
+
+
+def prompt(seed: int, words: int = 600) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=words))
+
+
+async def ask(url: str, text: str, **headers: str) -> Shown:
+    body = {"model": SERVED_NAME, "prompt": text, "max_tokens": 2, "temperature": 0}
+    async with httpx.AsyncClient(timeout=120) as client:
+        answer = await client.post(f"{url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    usage, told = answer.json()["usage"], answer.headers
+    cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+    return Shown(
+        told["x-warmfleet-worker"], int(told["x-warmfleet-matched-tokens"]), cached, int(usage["prompt_tokens"])
+    )
+
+
+@asynccontextmanager
+async def fleet_of(stack: Stack) -> AsyncIterator[Fleet]:
+    """A fleet that only reads: the replicas do the upkeep."""
+    fleet = Fleet(connect(stack.redis_url, timeout_s=5), TAG)
+    try:
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+async def quiet(fleet: Fleet) -> dict[str, WorkerView]:
+    """Wait until nothing is booked, and no block is credited that the engines have not reported."""
+
+    async def settled() -> dict[str, WorkerView] | None:
+        views = {view.worker_id: view for view in await fleet.workers()}
+        busy = any(view.load.in_flight for view in views.values()) or await fleet.redis.exists(fleet.keys.leases)
+        return None if busy else views
+
+    found: Any = await poll(settled, 30, "everything is settled")
+    return dict(found)
+
+
+async def held(fleet: Fleet, view: WorkerView) -> set[bytes]:
+    found: Any = await fleet.redis.smembers(fleet.keys.slot(view.record["slot"]))
+    return set(found)
+
+
+async def state(fleet: Fleet, worker_id: str, wanted: WorkerState, seconds: float = 20) -> None:
+    async def reached() -> bool:
+        return any(view.worker_id == worker_id and view.state is wanted for view in await fleet.workers())
+
+    await poll(reached, seconds, f"{worker_id} is {wanted}")
+
+
+async def post(engine: VllmEngine, path: str) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        (await client.post(engine.url + path)).raise_for_status()
+
+
+# ---------------------------------------------------------------- ranks
+
+
+RANKS = ("--data-parallel-size", "2")
+
+
+@pytest.fixture(params=["one server", "a server each"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[Stack, list[tuple[str, int]]]]:
+    """Two ranks: behind one server (of two processes, vLLM's default), or with a server each on ports of their own."""
+    apart = request.param == "a server each"
+    more = (
+        *("--data-parallel-multi-port-external-lb", "--data-parallel-size-local", "2"),
+        *("--data-parallel-supervisor-port", "0"),
+    )
+    with server(valkey_binary()) as redis_url:
+        options = EngineOptions(redis_url=redis_url, arguments=(*RANKS, *(more if apart else ())), start_s=500.0)
+        names = [(f"vllm-a-{rank}.0" if apart else f"vllm-a.{rank}", rank) for rank in range(2)]
+        with running(options) as [engine], replicas(redis_url) as urls:
+            yield Stack({name: engine for name, _ in names}, urls, redis_url), names
+
+
+async def test_requests_reach_the_rank_that_holds_their_prefix(ranks: tuple[Stack, list[tuple[str, int]]]) -> None:
+    """Through two replicas, whatever rank the client asks for; each rank's index is that rank's own table."""
+    stack, names = ranks
+    async with fleet_of(stack) as fleet:
+        assert [view.worker_id for view in await fleet.workers()] == [name for name, _ in names]
+        first = {seed: await ask(stack.replicas[seed % 2], prompt(seed)) for seed in range(8)}
+        assert [(shown.predicted, shown.cached) for shown in first.values()] == [(0, 0)] * 8
+        assert {shown.worker_id for shown in first.values()} == {name for name, _ in names}
+        views = await quiet(fleet)
+        for name, rank in names:
+            table = {key[-12:-4] for key in await asyncio.to_thread(stack.engines[name].table, rank)}
+            assert table
+            assert await held(fleet, views[name]) == table
+        for seed, before in first.items():
+            wish = {"X-data-parallel-rank": str(seed % 3)}  # ignored, even one that no rank has
+            again = await ask(stack.replicas[1 - seed % 2], prompt(seed) + prompt(100 + seed, 20), **wish)
+            assert again.worker_id == before.worker_id
+            assert again.predicted == again.cached >= before.tokens - 32
+            await quiet(fleet)
+        counts = await fleet.counts()
+        assert (counts.get("over", 0), counts.get("short", 0)) == (0, 0)
+
+
+# ---------------------------------------------------------------- windows, no cache, paused
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Iterator[Stack]:
+    """One engine with sliding windows, which hashes by 32 tokens and has blocks of 64; one without prefix caching."""
+    sizes = ("--block-size", str(BLOCK_TOKENS), "--prefix-match-unit", str(HASH_TOKENS))
+    with server(valkey_binary()) as redis_url:
+        options = [
+            EngineOptions(redis_url=redis_url, worker_id="windows", model=WINDOWS, blocks=512, arguments=sizes),
+            EngineOptions(
+                redis_url=redis_url, worker_id="plain", model=WINDOWS, arguments=("--no-enable-prefix-caching",)
+            ),
+        ]
+        with running(*options) as engines, replicas(redis_url, engines=1) as urls:
+            yield Stack({engine.worker_id: engine for engine in engines}, urls, redis_url)
+
+
+async def test_hashes_finer_than_blocks_are_matched(mixed: Stack) -> None:
+    """Only the full-attention group is in the index, and what it predicts is cached."""
+    async with fleet_of(mixed) as fleet:
+        await state(fleet, "plain.0", WorkerState.LOAD_ONLY)
+        views = await quiet(fleet)
+        scheme = views["windows.0"].record["scheme"]
+        assert (scheme["block_tokens"], scheme["hash_block_tokens"]) == (BLOCK_TOKENS, HASH_TOKENS)
+        assert views["plain.0"].record["scheme"]["algorithm"] == "none"
+        assert "prefix caching is off" in views["plain.0"].record["reason"]
+        hits = 0
+        for seed in range(6):
+            text = prompt(seed, 300)
+            for turn in range(3):
+                shown = await ask(mixed.replicas[turn % 2], text)
+                assert shown.predicted == shown.cached
+                assert shown.predicted % BLOCK_TOKENS == 0
+                hits += shown.cached > 0
+                text += prompt(1_000 + 10 * seed + turn, 150)
+                await quiet(fleet)
+        assert hits >= 6
+        views = await quiet(fleet)
+        table = await asyncio.to_thread(mixed.engines["windows.0"].table)
+        groups = {key[-4:] for key in table}
+        assert len(groups) == 2, "a group with full attention, and one with windows"
+        found = await held(fleet, views["windows.0"])
+        assert found in [{key[-12:-4] for key in table if key[-4:] == group} for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("stop", "go_on"),
+    [
+        ("/pause?mode=keep&clear_cache=false", "/resume"),
+        ("/pause?mode=wait&clear_cache=false", "/resume"),
+        ("/sleep?level=0", "/wake_up?tags=scheduling"),
+    ],
+)
+async def test_a_paused_engine_gets_no_requests_until_it_goes_on(mixed: Stack, stop: str, go_on: str) -> None:
+    """Not even for a prompt that only this engine holds."""
+    engine, (url, _), text = mixed.engines["windows.0"], mixed.replicas, prompt(random.randrange(2**30))
+    async with fleet_of(mixed) as fleet:
+        await asyncio.to_thread(engine.complete, text)
+
+        async def known() -> bool:
+            return (await ask(url, text)).predicted > 0
+
+        await poll(known, 20, "the prompt's blocks in the index")
+        await post(engine, stop)
+        await state(fleet, "windows.0", WorkerState.PAUSED, 5)
+        for _ in range(3):
+            assert (await ask(url, text))[:3] == ("plain.0", 0, 0)
+        await post(engine, go_on)
+        await state(fleet, "windows.0", WorkerState.PROVEN, 5)
+        await quiet(fleet)
+        again = await ask(url, text)
+        assert again.worker_id == "windows.0"
+        assert again.predicted == again.cached > 0
+
+
+async def test_the_index_of_an_engine_whose_cache_is_reset_is_empty_at_once(mixed: Stack) -> None:
+    """A pause that clears the cache, and a reset alone, of an idle engine: no request follows."""
+    engine = mixed.engines["windows.0"]
+    async with fleet_of(mixed) as fleet:
+        for verb in ("/reset_prefix_cache", "/pause?clear_cache=true"):
+            await asyncio.to_thread(engine.complete, prompt(900))
+            view = (await quiet(fleet))["windows.0"]
+            await poll(partial(held, fleet, view), 5, "blocks in the index")
+
+            async def empty() -> bool:
+                return not await held(fleet, (await quiet(fleet))["windows.0"])
+
+            await post(engine, verb)
+            await poll(empty, 2, "an empty index")
+            await post(engine, "/resume")
+        await state(fleet, "windows.0", WorkerState.PROVEN, 5)
