@@ -212,6 +212,7 @@ NOT_DECLARED = {
     "hiredis": "declared as redis[hiredis]",
     "warmfleet-loadtest": "the router starts simulated engines where they are installed, and does without them",
     "vllm": "the plugin's host, and the engine of tests/vllm",
+    "xxhash": "the plugin asks for it only where vLLM hashes with it; the router declares it",
     "safetensors": "tests/vllm/test_handoff.py runs where vLLM is installed",
     "fastapi": "tests/vllm/list_routes.py runs where vLLM is installed",
     **dict.fromkeys(
