@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status. An error that the user can mend is one line on stderr, and 2."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "bridge":
+        options.rest = rest  # the bridge is a program of the worker's package, and reads its options itself
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         # imported here, because `workers` needs neither tokenizers nor a web server
         return int(importlib.import_module(f"warmfleet.cli.{options.command}").run(options))

@@ -113,14 +113,14 @@ class Engine:
         self.core.progress = self.halves.progress
         self.halves.start()
 
-    def publish_kv_events(self) -> int:
-        """Publish vLLM's KV events over ZMQ. Returns the port."""
+    def publish_kv_events(self) -> KvEvents:
+        """Publish vLLM's KV events over ZMQ. Returns the publisher, which knows its ports."""
         # Imported here, because it needs pyzmq and msgpack, which only the development environment has.
         from warmfleet_loadtest.simulator.kv_events import KvEvents
 
         self.kv_events = KvEvents(self.core.scheduler)
         self.core.stepped = self.kv_events.publish
-        return self.kv_events.port
+        return self.kv_events
 
     async def stop(self) -> None:
         """Leave the fleet, then give open requests STOP_SECONDS to end."""
@@ -153,7 +153,9 @@ async def serve(args: argparse.Namespace) -> None:
             if args.redis:
                 engine.join(membership(args, engine.port, index), artifacts)
             if args.kv_events:
-                print(f"engine {index} publishes KV events on port {engine.publish_kv_events()}", flush=True)
+                events = engine.publish_kv_events()
+                print(f"engine {index} publishes KV events on port {events.port}", flush=True)
+                print(f"engine {index} replays KV events on port {events.replay_port}", flush=True)
             print(f"engine {index} serves {args.model[0]} on http://{args.host}:{engine.port}", flush=True)
         await stopping.wait()
     finally:

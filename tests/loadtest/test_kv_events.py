@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -29,8 +30,8 @@ def listen(port: int) -> zmq.Socket[bytes]:
     return socket
 
 
-def applied(held: dict[int, tuple[int, ...]], batch: list[Any]) -> None:
-    """Return the index of a subscriber: block hash -> tokens of the whole prefix."""
+def applied(held: dict[int, tuple[int, ...]], copies: Counter[int], batch: list[Any]) -> None:
+    """Apply a batch to the index of a subscriber: block hash -> tokens of the whole prefix. copies: of each block."""
     _time, events, rank = batch
     assert rank == 0
     for event in events:
@@ -39,11 +40,15 @@ def applied(held: dict[int, tuple[int, ...]], batch: list[Any]) -> None:
             for index, block_hash in enumerate(event["block_hashes"]):
                 prefix += tuple(event["token_ids"][index * 16 : index * 16 + 16])
                 held[block_hash] = prefix
+                copies[block_hash] += 1
         elif event["type"] == "BlockRemoved":
             for block_hash in event["block_hashes"]:
-                del held[block_hash]
+                copies[block_hash] -= 1
+                if not copies[block_hash]:
+                    del held[block_hash]
         else:
             held.clear()
+            copies.clear()
 
 
 @pytest.fixture
@@ -83,13 +88,13 @@ def test_a_subscriber_hears_every_batch_in_order(scheduler: Scheduler, events: K
     for _ in serve(scheduler, 30):
         events.publish()
         steps += 1
-    held: dict[int, tuple[int, ...]] = {}
+    held, copies = dict[int, tuple[int, ...]](), Counter[int]()
     numbers: list[int] = []
     while not numbers or numbers[-1] + 1 < events._sequence:
         topic, number, payload = subscriber.recv_multipart()
         assert topic == b""
         numbers.append(int.from_bytes(number, "big"))
-        applied(held, msgpack.unpackb(payload))
+        applied(held, copies, msgpack.unpackb(payload))
     subscriber.close()
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     assert 30 < len(numbers) < steps  # a step without changes sends nothing
@@ -97,9 +102,9 @@ def test_a_subscriber_hears_every_batch_in_order(scheduler: Scheduler, events: K
 
 
 def test_after_every_step_what_was_told_is_what_is_held(scheduler: Scheduler, events: KvEvents) -> None:
-    held: dict[int, tuple[int, ...]] = {}
+    held, copies = dict[int, tuple[int, ...]](), Counter[int]()
     for _ in serve(scheduler, 60):
-        applied(held, [0.0, events._events, 0])
+        applied(held, copies, [0.0, events._events, 0])
         events._events = []
         assert set(held) == table(scheduler)
     for block_hash, tokens in held.items():

@@ -42,14 +42,14 @@ def worker_url(redis_url: str, host: str | None, port: int, *, tls: bool = False
         address = os.environ.get("POD_IP") or (host if host and not _is_unspecified(host) else "")
         address = address or ("127.0.0.1" if local else outgoing_address(redis_url))
         url = f"http{'s' if tls else ''}://{f'[{address}]' if ':' in address else address}:{port}"
-    if _is_unspecified(address) or (_is_loopback(address) and not local):
+    if _is_unspecified(address) or (is_loopback(address) and not local):
         raise UrlRefusedError(f"{url} means this machine only, but Redis is elsewhere: set WARMFLEET_WORKER_URL")
     return url
 
 
 def redis_is_local(redis_url: str) -> bool:
     """True if Redis is reached through a unix socket or loopback; then the routers are on this machine, too."""
-    return all(_is_loopback(host) for host, _ in parse(redis_url).nodes)
+    return all(is_loopback(host) for host, _ in parse(redis_url).nodes)
 
 
 def outgoing_address(redis_url: str) -> str:
@@ -116,7 +116,7 @@ def _is_unspecified(host: str) -> bool:
     return address is not None and address.is_unspecified
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     address = _ip_address(host)
     return host == "localhost" or (address is not None and address.is_loopback)
 

@@ -24,6 +24,7 @@ Warmfleet sends each request to the vLLM engine whose KV cache already holds its
   warmfleet serve                     run one router replica, configured by the environment
   warmfleet demo                      show the gain of prefix-aware routing, then exit
   warmfleet workers                   list the engines of a running fleet
+  warmfleet bridge                    report engines without the plugin, by the KV events that they publish
   warmfleet drain WORKER              send an engine no new requests, and let it finish
   warmfleet doctor                    check Redis, engines and routers, and say what to do
   warmfleet explain --message "Hi"    show where a request would go, and why
@@ -208,6 +209,7 @@ def build_parser() -> argparse.ArgumentParser:
     _demo(_command(commands, "demo", "show and check what routing gains", DEMO))
     workers = _command(commands, "workers", "list the engines of a running fleet", WORKERS)
     workers.add_argument("--json", action="store_true", help="print the replica's answer as it came")
+    commands.add_parser("bridge", help="report engines without the plugin, by their KV events", add_help=False)
     _drain(_command(commands, "drain", "send engines no new requests, and let them finish", DRAIN))
     _doctor(_command(commands, "doctor", "check Redis, engines and routers, and say what to do", DOCTOR))
     explain = _command(commands, "explain", "show where a request would go, and why", EXPLAIN)

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 class Listener(Protocol):
@@ -36,6 +36,7 @@ class BlockPool:
             raise ValueError("a pool needs at least two blocks: block 0 is never handed out")
         self.blocks = blocks
         self.listener = listener
+        self.on_copy_removed: Callable[[bytes], object] | None = None  # called with the hash of every evicted block
         self.evicted = 0  # blocks whose content was lost to make room, since the start
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))
         self._references = [0] * blocks
@@ -135,3 +136,5 @@ class BlockPool:
             del self._holders[block_hash]
             if self.listener is not None:
                 self.listener.removed(block_hash)
+        if self.on_copy_removed is not None:
+            self.on_copy_removed(block_hash)

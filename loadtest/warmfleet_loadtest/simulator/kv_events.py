@@ -1,12 +1,15 @@
-"""vLLM's KV events over ZMQ, as its ``ZmqEventPublisher`` sends them. Other projects' routers read them.
+"""vLLM's KV events over ZMQ, as its ``ZmqEventPublisher`` sends them. The bridge and other projects' routers read them.
 
 A batch has three frames: topic (empty, vLLM's default), sequence number (8 bytes, big-endian) and msgpack of
-``[time, events, data-parallel rank]``. It is sent at the end of a step, as in vLLM 0.32. Lost batches are not repeated.
+``[time, events, data-parallel rank]``. It is sent at the end of a step, as in vLLM 0.32. The last 10,000 batches can be
+asked for again at a second port.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -16,25 +19,40 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.scheduler import Request, Scheduler
 
 HIGH_WATER = 100_000  # messages that may wait for a subscriber, as in vLLM; further ones are dropped
+KEPT_BATCHES = 10_000  # for replays
+REPLAY_POLL_MS = 100
+END = (-1).to_bytes(8, "big", signed=True)
 
 
 class KvEvents:
-    """Gathers the changes of a scheduler and its pool; call ``publish`` after each step."""
+    """Gathers the changes of a scheduler and its pool; call ``publish`` after each step.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    ports: of events and replays; 0: any free one. kept: how many batches can be asked for again.
+    """
+
+    def __init__(self, scheduler: Scheduler, ports: tuple[int, int] = (0, 0), kept: int = KEPT_BATCHES) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._socket.set_hwm(HIGH_WATER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self.port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.port = _bind(self._socket, ports[0])
         self._block_tokens = scheduler.limits.block_tokens
         self._sequence = 0
         self._events: list[dict[str, Any]] = []
+        self._kept = deque[tuple[int, bytes]](maxlen=kept)
+        self._closed = threading.Event()
+        router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        router.setsockopt(zmq.LINGER, 0)
+        self.replay_port = _bind(router, ports[1])
+        self._replays = threading.Thread(target=self._serve_replays, args=(router,), name="replays", daemon=True)
+        self._replays.start()
         scheduler.pool.listener = self
+        scheduler.pool.on_copy_removed = self.copy_removed
         scheduler.on_cached = self.cached
 
     def cached(self, request: Request, start: int, end: int) -> None:
         """Blocks ``start`` to ``end`` of a request have entered the cache: one event, also for further copies."""
         size = self._block_tokens
+        extra = [None] * (end - start)
         self._events.append(
             {
                 "type": "BlockStored",
@@ -45,6 +63,7 @@ class KvEvents:
                 "lora_id": None,
                 "medium": "GPU",
                 "lora_name": None,
+                "extra_keys": [(request.salt,), *extra[1:]] if request.salt is not None and not start else extra,
                 "group_idx": 0,
             }
         )
@@ -53,15 +72,20 @@ class KvEvents:
         """Nothing to do: ``cached`` has made the event, with the token ids."""
 
     def removed(self, hashes: bytes) -> None:
-        """The last copy of a hash has gone. vLLM sends an event for every copy; subscribers need only the last."""
-        block = int.from_bytes(hashes, "big")
+        """Nothing to do: ``copy_removed`` has made the event."""
+
+    def copy_removed(self, block_hash: bytes) -> None:
+        """One copy of a hash has gone. vLLM sends an event for every copy, also while others are left."""
+        block = int.from_bytes(block_hash, "big")
         self._events.append({"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU", "group_idx": 0})
 
     def cleared(self) -> None:
         self._events.append({"type": "AllBlocksCleared"})
 
     def close(self) -> None:
-        """Close the socket. Events that are not sent yet are lost, as with vLLM."""
+        """Close the sockets. Events that are not sent yet are lost, as with vLLM."""
+        self._closed.set()
+        self._replays.join()
         self._socket.close()
 
     def publish(self) -> None:
@@ -69,6 +93,34 @@ class KvEvents:
         if not self._events:
             return
         batch = msgpack.packb([time.time(), self._events, 0])
+        self._kept.append((self._sequence, batch))
         self._socket.send_multipart([b"", self._sequence.to_bytes(8, "big"), batch])
         self._sequence += 1
         self._events = []
+
+    def _serve_replays(self, router: zmq.Socket[bytes]) -> None:
+        with router:
+            while not self._closed.is_set():
+                if not router.poll(REPLAY_POLL_MS):
+                    continue
+                client, _empty, start = router.recv_multipart()
+                for number, batch in list(self._kept):  # one atomic copy: the engine's thread goes on publishing
+                    if number >= int.from_bytes(start, "big"):
+                        router.send_multipart([client, b"", b"", number.to_bytes(8, "big"), batch])
+                router.send_multipart([client, b"", b"", END, b""])
+
+
+def _bind(socket: zmq.Socket[bytes], port: int) -> int:
+    """The port that the socket is bound to. A port that was in use gets free a moment after its socket was closed."""
+    if not port:
+        return int(socket.bind_to_random_port("tcp://127.0.0.1"))
+    deadline = time.monotonic() + 5.0
+    while True:
+        try:
+            socket.bind(f"tcp://127.0.0.1:{port}")
+        except zmq.ZMQError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return port

@@ -181,7 +181,7 @@ def _start_engines(processes: Processes, setup: Setup, more: Sequence[str]) -> t
         return re.findall(r"serves \S+ on (http://\S+)\n", processes.log("engines"))
 
     processes.wait("engines", lambda: len(urls()) == setup.engines)
-    return tuple(urls()), [int(port) for port in re.findall(r"events on port (\d+)\n", processes.log("engines"))]
+    return tuple(urls()), [int(port) for port in re.findall(r"publishes .* port (\d+)\n", processes.log("engines"))]
 
 
 def _start_replicas(

@@ -1,0 +1,254 @@
+"""The bridge's table against the truth of engines: never a block too many, and equal wherever events allow it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.worker_plugin.bridged import CANONICAL, PAGE, ScriptedEngine
+
+from warmfleet_worker.bridge.block_table import BlockTable, scheme_of
+from warmfleet_worker.bridge.kv_events import EventError, decode
+from warmfleet_worker.bridge.sequence import Sequence
+from warmfleet_worker.protocol import wire
+from warmfleet_worker.tracker import Tracker
+
+LORA = ("tuned", "/adapters/tuned")
+
+
+class Follower:
+    """A table that follows one engine as a ``Rank`` does."""
+
+    def __init__(self, engine: ScriptedEngine, capacity: int = 24) -> None:
+        self.engine = engine
+        self.tracker = Tracker()
+        self.table = BlockTable(self.tracker, PAGE, capacity)
+        self.sequence = Sequence(self, engine.replay)
+        self.exact = True
+
+    def batch(self, payload: bytes) -> None:
+        self.table.apply(decode(payload))
+
+    def lost(self) -> None:
+        self.exact = False
+        self.table.doubt()
+
+    def restarted(self) -> None:
+        self.exact = True
+        self.table.clear()
+
+    def check(self) -> None:
+        """The table holds nothing that the engine did not hold after the last batch, and all of it if none was lost."""
+        truth = self.engine.truths[self.sequence.last] if self.sequence.last >= 0 else set()
+        assert self.table.held <= truth
+        assert set(self.tracker.table) == self.table.held
+        if self.exact:
+            assert self.table.held == truth
+
+
+def test_every_batch_gives_the_engines_own_table() -> None:
+    engine = ScriptedEngine(1)
+    follower = Follower(engine)
+    for _ in range(60):
+        for _ in engine.serve():
+            follower.sequence.live(*engine.newest)
+            follower.check()
+    assert engine.scheduler.pool.evicted > 100
+    assert not follower.table.unproved
+
+
+def test_copies_of_one_block_are_counted() -> None:
+    """A prompt that ends at a block boundary computes its last block again: two copies, two removals."""
+    table = BlockTable(Tracker(), PAGE, 100)
+    first, second = range(16), range(16, 32)
+    table.apply(decode(stored([1, 2], None, [*first, *second])))
+    table.apply(decode(stored([2], 1, [*second])))
+    table.apply(decode(removed(2)))
+    assert len(table) == 2
+    table.apply(decode(removed(2)))
+    assert table.held == hashes([*first])
+
+
+def test_a_report_of_hits_is_no_further_copy() -> None:
+    table = BlockTable(Tracker(), PAGE, 100)
+    for _ in range(3):
+        table.apply(decode(stored([1, 2], None, list(range(32)))))
+    table.apply(decode(removed(2)))
+    assert table.held == hashes(list(range(16)))
+    table.apply(decode(removed(1)))
+    assert not table.held
+
+
+def test_after_a_loss_blocks_are_proved_by_what_is_stored_on_top_of_them() -> None:
+    table = BlockTable(Tracker(), PAGE, 100)
+    table.apply(decode(stored([1, 2, 3], None, list(range(48)))))
+    table.doubt()
+    assert not table.held
+    table.apply(decode(stored([4], 2, list(range(100, 116)))))
+    assert table.held == hashes(list(range(32))) | hashes([*range(32), *range(100, 116)])
+
+
+def test_a_block_behind_an_unknown_one_is_left_out() -> None:
+    table = BlockTable(Tracker(), PAGE, 100)
+    table.apply(decode(stored([2, 3], 1, list(range(32)))))
+    assert not table.held
+    assert table.unproved == {"parent": 2}
+
+
+def test_salts_adapters_and_media() -> None:
+    table = BlockTable(Tracker(), PAGE, 100, lora_path=dict([LORA]).get)
+    ids = list(range(32))
+    table.apply(decode(stored([1, 2], None, ids, extra_keys=[["tenant"], None])))
+    assert table.held == hashes(ids, salt="tenant")
+    table.clear()
+    table.apply(decode(stored([3, 4], None, ids, lora_name="tuned", extra_keys=[["tuned", "tenant"], ["tuned"]])))
+    assert table.held == hashes(ids, salt="tenant", lora=LORA)
+    table.clear()
+    table.apply(decode(stored([5, 6], None, ids, lora_name="unknown", extra_keys=[["unknown"], ["unknown"]])))
+    table.apply(decode(stored([7, 8], None, ids, lora_id=3)))
+    table.apply(decode(stored([9, 10], None, ids, extra_keys=[None, [["an image", 4]]])))
+    table.apply(decode(stored([11], None, ids[:16], extra_keys=[[b"\x01" * 32]])))
+    assert table.held == hashes(ids[:16])  # the block before the image
+    assert table.unproved == {"adapter": 4, "extra_keys": 2}
+
+
+def test_only_the_followed_group_and_the_engines_own_cache_count() -> None:
+    table = BlockTable(Tracker(), PAGE, 100)
+    table.apply(decode(stored([1], None, list(range(16)), group_idx=1)))
+    table.apply(decode(stored([2], None, list(range(16)), medium="CPU")))
+    table.apply(decode(stored([3], None, list(range(8)), block_size=8)))
+    assert not table.held
+    assert table.other_groups
+    table.apply(decode(stored([2], None, list(range(16)))))
+    table.apply(decode(removed(2, medium="CPU")))
+    table.apply(decode(removed(2, group_idx=1)))
+    assert table.held == hashes(list(range(16)))
+
+
+def test_whole_digests_serve_as_well_as_numbers() -> None:
+    table = BlockTable(Tracker(), PAGE, 100)
+    table.apply(decode(stored([b"a" * 32, b"b" * 32], None, list(range(32)))))
+    table.apply(decode(removed(b"b" * 32)))
+    assert table.held == hashes(list(range(16)))
+
+
+def test_arrays_of_earlier_engines() -> None:
+    ids = list(range(32))
+    old = [1.0, [["BlockStored", [1, 2], None, ids, 16, None], ["BlockRemoved", [2]]]]
+    table = BlockTable(Tracker(), PAGE, 100)
+    table.apply(decode(msgpack.packb(old)))
+    assert table.held == hashes(ids[:16])
+    table.apply(decode(msgpack.packb([1.0, [["AllBlocksCleared"]], 0])))
+    assert not table.held
+
+
+@pytest.mark.parametrize("page", [1, 3, 8])
+def test_small_pages_make_larger_blocks(page: int) -> None:
+    """SGLang's pages may be one token: a block is held while its last page is."""
+    scheme = scheme_of(page)
+    assert scheme.block_tokens == {1: 16, 3: 18, 8: 16}[page]
+    table = BlockTable(Tracker(), page, 1_000)
+    ids = list(range(5, 5 + 3 * scheme.block_tokens + page))
+    pages = range(len(ids) // page)
+    table.apply(decode(stored(list(pages), None, ids, block_size=page)))
+    expected = wire.chain_hashes(scheme, ids)
+    assert table.held == {digest[-8:] for digest in expected}
+    for last in reversed(pages):
+        table.apply(decode(removed(last)))
+        assert len(table) == last * page // scheme.block_tokens
+
+
+def test_the_table_forgets_what_is_in_doubt_before_it_grows_without_end() -> None:
+    table = BlockTable(Tracker(), PAGE, 10)
+    for number in range(400):
+        table.apply(decode(stored([10 * number + n for n in range(10)], None, list(range(number, number + 160)))))
+        table.doubt()
+        assert len(table._blocks) <= 2 * 10 + 1_024 + 10
+    assert not table.unproved
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb(7),
+        msgpack.packb([1.0]),
+        msgpack.packb([1.0, [["BlockMoved", [1]]]]),
+        msgpack.packb([1.0, [{"type": "BlockStored", "block_hashes": [1]}]]),
+        msgpack.packb([1.0, [{"type": "BlockRemoved", "block_hashes": ["text"]}]]),
+        msgpack.packb([1.0, [["BlockStored", [1], "x", [1], 16, None]]]),
+    ],
+)
+def test_what_is_no_batch_is_refused(payload: bytes) -> None:
+    with pytest.raises(EventError):
+        decode(payload)
+
+
+ACTIONS = ("serve", "serve", "serve", "serve", "drop", "drop all", "repeat", "restart", "reset", "report", "verify")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 2**32), st.lists(st.sampled_from([*ACTIONS, "reply loses"]), max_size=40), st.booleans())
+def test_the_table_is_never_more_than_the_truth_and_equal_after_healing(
+    seed: int, actions: list[str], replays: bool
+) -> None:
+    """With a replay that reaches 6 batches back, or none."""
+    engine = ScriptedEngine(seed, kept=6, replays=replays)
+    follower, chance = Follower(engine), random.Random(seed)
+    for action in actions:
+        if action == "restart":
+            engine.start()
+            follower.sequence.verify() if replays else follower.sequence._forget()  # the connection broke
+        elif action == "reset":
+            engine.reset()
+        elif action == "report":
+            engine.report_hits()
+            follower.exact = False
+        elif action == "verify":
+            follower.sequence.verify()
+        elif action == "reply loses":
+            engine.reply_loses = {len(engine.batches) - 2}
+        elif action == "repeat" and follower.sequence.last > 0:
+            number = max(0, follower.sequence.last - chance.randrange(4))
+            follower.sequence.live(number, engine.batches[number])
+        elif action in ("serve", "drop", "drop all"):
+            for _ in engine.serve():
+                if action == "serve" or (action == "drop" and chance.random() < 0.5):
+                    follower.sequence.live(*engine.newest)
+                    follower.check()
+        follower.check()
+    heal(engine, follower)
+
+
+def heal(engine: ScriptedEngine, follower: Follower) -> None:
+    """A reset of the prefix cache makes the table exact again, whatever was lost before."""
+    for _ in engine.serve():
+        pass
+    engine.reset()
+    follower.sequence.live(*engine.newest)
+    follower.exact = True
+    for _ in range(3):
+        for _ in engine.serve():
+            follower.sequence.live(*engine.newest)
+            follower.check()
+
+
+# ---------------------------------------------------------------- events by hand
+
+
+def stored(keys: list[Any], parent: Any, ids: list[int], **more: Any) -> bytes:
+    event = {"type": "BlockStored", "block_hashes": keys, "parent_block_hash": parent, "token_ids": ids}
+    return bytes(msgpack.packb([1.0, [event | {"block_size": PAGE, "lora_id": None, "medium": "GPU"} | more], 0]))
+
+
+def removed(key: Any, **more: Any) -> bytes:
+    return bytes(msgpack.packb([1.0, [{"type": "BlockRemoved", "block_hashes": [key], "medium": "GPU"} | more], 0]))
+
+
+def hashes(ids: list[int], **more: Any) -> set[bytes]:
+    return {digest[-8:] for digest in wire.chain_hashes(CANONICAL, ids, **more)}

@@ -1,0 +1,1 @@
+"""`warmfleet bridge`: reports engines without the plugin, by the KV events that vLLM and SGLang publish over ZMQ."""

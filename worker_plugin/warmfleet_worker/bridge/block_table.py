@@ -1,0 +1,270 @@
+"""The blocks that one engine holds, as its KV events tell, under the block hashes that routers compute.
+
+Routers look a prompt up by a chain of hashes over its tokens. An engine's own hashes cannot always be computed by
+others (a random seed, pickle, another engine). So the bridge computes the chain itself, in one scheme for all engines:
+an event names the tokens of its blocks and the block before them, and the table keeps the chain of every known block.
+
+What is published is proved: an event said that the block is there, and every block before it is known down to the
+begin of its prompt. Everything else is counted under a reason and left out.
+
+**Copies.** An engine may hold a block several times and reports each copy's removal. A stored event means one more
+copy, except where it begins a prompt: a client can make vLLM repeat such events for blocks that are there already
+(``kv_cache_report_mode``). Those count once, so the table may miss a copy, and never has one too many.
+
+**Doubt.** After lost events nothing is known to be there; the chains stay known. A later event proves blocks again: the
+ones it names, and all blocks before them, because an engine computes a block on top of all earlier ones. Blocks that
+lack a copy in the count are kept in doubt in the same way when they seem gone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from warmfleet_worker.bridge.kv_events import Cleared, Removed, Stored
+from warmfleet_worker.protocol import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from warmfleet_worker.bridge.kv_events import BlockKey, Event
+
+ALGORITHM = "sha256_cbor"
+LEAST_BLOCK_TOKENS = 16  # SGLang's pages may be one token; routers match in blocks of at least so many
+SPARE_BLOCKS = 1_024  # beyond twice the engine's cache: the blocks that the table may know, held or in doubt
+
+
+def scheme_of(page_tokens: int) -> wire.Scheme:
+    """The scheme under which blocks of an engine with pages of this size are published."""
+    block_tokens = page_tokens * -(-LEAST_BLOCK_TOKENS // page_tokens)
+    return wire.Scheme(ALGORITHM, wire.default_none_hash(ALGORITHM), block_tokens)
+
+
+class Sink(Protocol):
+    """Is told what appears and disappears: a ``Tracker``."""
+
+    def stored(self, hashes: bytes) -> object: ...
+    def removed(self, hashes: bytes) -> object: ...
+    def cleared(self) -> object: ...
+
+
+@dataclass(slots=True)
+class Block:
+    """A block (or page) whose chain is known.
+
+    digest: of the chain up to its last whole block. tail: the tokens behind that, if pages are smaller than blocks.
+    block_hash: of the block that this page completes; empty if it completes none. copies: that are certainly there.
+    doubted: there may be more copies.
+    """
+
+    digest: bytes
+    tail: tuple[int, ...]
+    block_hash: bytes
+    parent: BlockKey | None
+    copies: int = 0
+    doubted: bool = False
+
+
+class BlockTable:
+    """Applies events in order, and tells ``sink`` every block hash that appears or disappears.
+
+    capacity: blocks of the engine's cache. group: the KV cache group that is followed. lora_path: the path of an
+    adapter by its name, None if it is not known. unproved: how many blocks were left out, by reason.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        page_tokens: int,
+        capacity: int,
+        group: int = 0,
+        lora_path: Callable[[str], str | None] = lambda _name: None,
+    ) -> None:
+        self.scheme = scheme_of(page_tokens)
+        self.unproved: Counter[str] = Counter()
+        self.other_groups = False  # the engine has further groups, so that it may lack blocks in between
+        self._sink = sink
+        self._page_tokens = page_tokens
+        self._group = group
+        self._lora_path = lora_path
+        self._limit = 2 * capacity + SPARE_BLOCKS
+        self._blocks: dict[BlockKey, Block] = {}
+        self._held: Counter[bytes] = Counter()  # block hash -> blocks that complete it: two namespaces may share one
+        self._in_doubt = 0  # known blocks of which no copy is certain
+
+    @property
+    def held(self) -> set[bytes]:
+        """The block hashes that are published."""
+        return set(self._held)
+
+    def __len__(self) -> int:
+        """The number of published block hashes."""
+        return len(self._held)
+
+    def apply(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, Cleared):
+                self.clear()
+            elif event.group != self._group:
+                self.other_groups = True
+            elif isinstance(event, Stored):
+                self._stored(event)
+            else:
+                self._removed(event)
+
+    def clear(self) -> None:
+        """The engine's cache is empty: from now on the table is exact again."""
+        self._blocks.clear()
+        self._held.clear()
+        self._in_doubt = 0
+        self._sink.cleared()
+
+    def doubt(self) -> None:
+        """Events were lost: of no block it is certain that it is still there."""
+        for block in self._blocks.values():
+            block.copies, block.doubted = 0, True
+        self._in_doubt = len(self._blocks)
+        self._held.clear()
+        self._sink.cleared()
+
+    # ------------------------------------------------ stored
+
+    def _stored(self, event: Stored) -> None:
+        if event.block_tokens != self._page_tokens:
+            self._leave_out(event, "block_size")  # such as the partial blocks of hybrid models
+            return
+        if len(event.token_ids) != len(event.keys) * self._page_tokens:
+            self._leave_out(event, "tokens")
+            return
+        lora = self._lora(event)
+        if lora is None and (event.lora is not None or event.lora_unnamed):
+            self._leave_out(event, "adapter")
+            return
+        before = None
+        if event.parent is not None:
+            before = self._blocks.get(event.parent)
+            if before is None:
+                self._leave_out(event, "parent")
+                return
+            self._prove_all_before(event.parent)
+        parent = event.parent
+        for index, key in enumerate(event.keys):
+            block = self._blocks.get(key)
+            if block is None:
+                block = self._known(event, index, parent, before, lora)
+                if block is None:
+                    self.unproved["extra_keys"] += len(event.keys) - index
+                    return
+                self._blocks[key] = block
+                self._in_doubt += 1
+            self._count(block, event)
+            before, parent = block, key
+        self._keep_bound()
+
+    def _lora(self, event: Stored) -> tuple[str, str] | None:
+        path = self._lora_path(event.lora) if event.lora is not None else None
+        return None if event.lora is None or path is None else (event.lora, path)
+
+    def _known(
+        self, event: Stored, index: int, parent: BlockKey | None, before: Block | None, lora: tuple[str, str] | None
+    ) -> Block | None:
+        """The chain of one new block; None if something entered its hash that routers cannot know."""
+        start, size = index * self._page_tokens, self._page_tokens
+        salt, provable = _salt(event, index, begins=before is None)
+        tokens = (*(before.tail if before else ()), *event.token_ids[start : start + size])
+        if not provable or not all(type(token) is int and 0 <= token < 2**32 for token in tokens):
+            return None
+        digest = before.digest if before else b""
+        if salt is not None and len(tokens) < self.scheme.block_tokens:
+            return (
+                None  # the salt of a page that is smaller than a block would have to be kept until the block is whole
+            )
+        chain = wire.chain_hashes(self.scheme, tokens, digest or None, salt, lora)
+        tail = tokens[len(chain) * self.scheme.block_tokens :]
+        block_hash = chain[-1][-wire.HASH_BYTES :] if chain and not tail else b""
+        return Block(chain[-1] if chain else digest, tail, block_hash, parent)
+
+    def _count(self, block: Block, event: Stored) -> None:
+        """One more copy is there; of a block that may only have been reported again, one at least."""
+        if event.parent is None and block.copies:
+            block.doubted = True
+        else:
+            self._add_copy(block)
+
+    def _add_copy(self, block: Block) -> None:
+        block.copies += 1
+        if block.copies == 1:
+            self._in_doubt -= 1
+            if block.block_hash:
+                self._held[block.block_hash] += 1
+                if self._held[block.block_hash] == 1:
+                    self._sink.stored(block.block_hash)
+
+    def _prove_all_before(self, key: BlockKey) -> None:
+        """An engine computes a block on top of all earlier ones, so these are there."""
+        if not self._in_doubt:
+            return
+        chain, at = [], self._blocks.get(key)
+        for _ in range(len(self._blocks)):  # bounded, whatever parents an engine names
+            if at is None:
+                break
+            if not at.copies:
+                chain.append(at)
+            at = self._blocks.get(at.parent) if at.parent is not None else None
+        for block in reversed(chain):
+            self._add_copy(block)
+
+    # ------------------------------------------------ removed
+
+    def _removed(self, event: Removed) -> None:
+        for key in event.keys:
+            block = self._blocks.get(key)
+            if block is None:
+                continue
+            if block.copies:
+                block.copies -= 1
+                if not block.copies:
+                    self._in_doubt += 1
+                    self._disappear(block)
+            if not block.copies and not block.doubted:
+                del self._blocks[key]
+                self._in_doubt -= 1
+
+    def _disappear(self, block: Block) -> None:
+        if block.block_hash:
+            self._held[block.block_hash] -= 1
+            if not self._held[block.block_hash]:
+                del self._held[block.block_hash]
+                self._sink.removed(block.block_hash)
+
+    # ------------------------------------------------ bounds
+
+    def _leave_out(self, event: Stored, reason: str) -> None:
+        self.unproved[reason] += len(event.keys)
+
+    def _keep_bound(self) -> None:
+        """Forget blocks in doubt, the oldest first, once there are too many; at last doubt all that is held."""
+        if len(self._blocks) <= self._limit:
+            return
+        in_doubt = [key for key, block in self._blocks.items() if not block.copies]
+        for key in in_doubt[: max(len(in_doubt) // 2, len(self._blocks) - self._limit)]:
+            del self._blocks[key]
+            self._in_doubt -= 1
+        if len(self._blocks) > self._limit:  # more than the engine can hold: removals must have been lost
+            self.unproved["overflow"] += len(self._blocks)
+            self.clear()
+
+
+def _salt(event: Stored, index: int, *, begins: bool) -> tuple[str | None, bool]:
+    """(the salt of this block, whether everything that entered its hash is known). begins: it begins a prompt."""
+    extra = list(event.extra_keys[index] or ()) if event.extra_keys else []
+    if event.lora is not None and extra[:1] == [event.lora]:
+        extra = extra[1:]
+    if event.salt is not None and begins:
+        extra = [*extra, event.salt]
+    if not extra:
+        return None, True
+    if begins and len(extra) == 1 and isinstance(extra[0], str):
+        return extra[0], True
+    return None, False  # media or embeddings: routers do not know what was hashed

@@ -1,0 +1,61 @@
+"""All engines of one bridge: starts and stops them as the list of engines says."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from warmfleet_worker.bridge import tokenizer_files
+from warmfleet_worker.bridge.bridged_engine import BridgedEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet_worker.bridge.bridged_engine import EngineOptions
+
+logger = logging.getLogger("warmfleet")
+
+#: Between the starts of two engines. A bridge that was restarted joins anew, and a worker that joins takes no requests
+#: until it is probed. So the engines join one after the other, and the fleet always has the others.
+APART_SECONDS = 1.0
+TOKENIZERS = 8  # that are kept loaded, as files
+
+
+class Bridge:
+    """The engines by their options. ``follow`` may be called again with another list."""
+
+    def __init__(self, redis_url: str) -> None:
+        self.engines: dict[EngineOptions, BridgedEngine] = {}
+        self._redis_url = redis_url
+        self._context = zmq.Context[zmq.Socket[bytes]]()
+        self._stopping = threading.Event()
+        self._one_at_a_time = threading.Lock()
+        self._tokenizers = lru_cache(TOKENIZERS)(tokenizer_files.load)
+
+    def follow(self, wanted: Sequence[EngineOptions]) -> None:
+        """Start the engines that are new, and let those leave the fleet that are not listed any more."""
+        for options in [one for one in self.engines if one not in wanted]:
+            logger.info("warmfleet: engine %s is not listed any more", options.url)
+            self.engines.pop(options).stop(leave=True)
+        for options in wanted:
+            if options not in self.engines and not self._stopping.is_set():
+                engine = BridgedEngine(options, self._redis_url, self._context, self._load_tokenizer)
+                self.engines[options] = engine
+                engine.start()
+                self._stopping.wait(APART_SECONDS if len(wanted) > 1 else 0.0)
+
+    def stop(self) -> None:
+        """Stop reporting. The fleet goes on using the engines as it knows them, as long as they answer."""
+        self._stopping.set()
+        for engine in self.engines.values():
+            engine.stop()
+        self._context.destroy(linger=0)
+
+    def _load_tokenizer(self, name: str, chat_template: str) -> tuple[dict[str, bytes], dict[str, Any]]:
+        """Engines of one model share its tokenizer, which takes seconds to load."""
+        with self._one_at_a_time:
+            return self._tokenizers(name, chat_template)

@@ -1,0 +1,329 @@
+"""One engine behind the bridge: found healthy, it joins the fleet; gone, it leaves; restarted, it joins anew."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from warmfleet_worker.bridge.block_table import scheme_of
+from warmfleet_worker.bridge.engine_api import EngineApi, EngineDown, EventSource, Reading, at_rank
+from warmfleet_worker.bridge.rank import Rank
+from warmfleet_worker.bridge.tokenizer_files import TokenizerError
+from warmfleet_worker.config import PublisherConfig
+from warmfleet_worker.load import Load
+from warmfleet_worker.protocol import wire
+from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import zmq
+
+    from warmfleet_worker.bridge.engine_api import EngineFacts
+
+    #: Loads a tokenizer: (files by name, facts) of (folder or hub name, file of a chat template).
+    LoadTokenizer = Callable[[str, str], tuple[dict[str, bytes], dict[str, Any]]]
+
+logger = logging.getLogger("warmfleet")
+
+CHECK_SECONDS = 2.0  # between two checks of the health
+READ_SECONDS = 5.0  # between two readings of metrics and adapters: they cost the engine's API server some milliseconds
+FAILURES = 3  # unanswered checks in a row, each up to 5 s long, after which an engine counts as gone
+REFUSALS = 2  # the same, where nothing listens at its address
+CATCH_UP_SECONDS = 60.0  # that a replay may take before the engine joins all the same
+ADAPTERS_SECONDS = 1.0  # between two look-ups of an adapter that is not known
+UNKNOWN_CAPACITY_BLOCKS = 65_536  # of an engine that does not say how large its cache is
+
+
+class NotUsableError(Exception):
+    """The engine answers, and cannot be reported; the text says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the operator says of one engine. Empty or 0: asked from the engine itself.
+
+    sources: of its first rank. block_tokens: of its events. group: the KV cache group to follow.
+    """
+
+    url: str
+    endpoint: str = ""
+    replay: str = ""
+    server_id: str = ""
+    model: str = ""
+    ranks: int = 0
+    block_tokens: int = 0
+    group: int = 0
+    tokenizer: str = ""
+    chat_template: str = ""
+    api_key: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.server_id or server_id_of(self.url)
+
+
+class BridgedEngine:
+    """Watches one engine in a thread of its own, from ``start`` to ``stop``."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        redis_url: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        load_tokenizer: LoadTokenizer,
+    ) -> None:
+        self.options = options
+        self.api = EngineApi(options.url, options.api_key)
+        self.ranks: list[Rank] = []
+        self.state = "not seen yet"  # for people
+        self._redis_url = redis_url
+        self._context = context
+        self._load_tokenizer = load_tokenizer
+        self._server: ServerPublisher | None = None
+        self._reading, self._adapters = Reading(), dict[str, str]()
+        self._adapters_asked = 0.0
+        self._restarted = threading.Event()
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self._leaves = False
+        self._read_due = 0.0
+        self._failures = 0
+        self._thread = threading.Thread(target=self._run, name=f"warmfleet-engine-{options.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, *, leave: bool = False) -> None:
+        """End all threads. leave: the fleet is told that the engine is gone.
+
+        Without that it goes on using the engine as it knows it, as long as the engine answers: only the messenger goes.
+        """
+        self._leaves = leave
+        self._stopping.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # ------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                if self.ranks:
+                    self._check()
+                else:
+                    self._join()
+            except (EngineDown, NotUsableError, TokenizerError, wire.WireError) as error:
+                self._failed(error)
+            except Exception:
+                logger.exception("warmfleet: %s: unexpected error; will try again", self.options.url)
+                self._leave()
+            self._wake.wait(CHECK_SECONDS)
+            self._wake.clear()
+        self._end(leave=self._leaves)
+
+    def _failed(self, error: Exception) -> None:
+        """An engine that is gone leaves the fleet; one that only does not answer gets some time."""
+        self._failures += 1
+        gone = isinstance(error, EngineDown) and error.gone
+        if not self.ranks:
+            self._say(f"not usable: {error}")
+        elif self._failures >= (REFUSALS if gone else FAILURES):
+            self._say(f"gone: {error}")
+            self._leave()
+
+    def _say(self, state: str) -> None:
+        if state != self.state:
+            level = logging.INFO if state == "reported" else logging.WARNING
+            logger.log(level, "warmfleet: engine %s: %s", self.options.url, state)
+        self.state = state
+
+    # ------------------------------------------------ join
+
+    def _join(self) -> None:
+        """Read the engine's events up to now, then join the fleet with both halves."""
+        self.api.healthy()
+        facts = self._facts()
+        sources = self._sources(facts)
+        self._adapters, self._reading = dict(facts.adapters), self._read()
+        self._restarted.clear()
+        ranks = [self._rank(facts, source, rank) for rank, source in sorted(sources.items())]
+        server = ServerPublisher(self._server_config(facts))
+        for rank in ranks:
+            rank.start()
+        deadline = time.monotonic() + CATCH_UP_SECONDS
+        for rank in ranks:
+            rank.caught_up.wait(max(0.0, deadline - time.monotonic()))
+        for rank in ranks:
+            rank.publish()
+        server.start()
+        self.ranks, self._server, self._failures = ranks, server, 0
+        self._say("reported")
+
+    def _facts(self) -> EngineFacts:
+        facts, options = self.api.facts(), self.options
+        if options.block_tokens:
+            facts = replace(facts, page_tokens=options.block_tokens)
+        if not facts.capacity_blocks:
+            facts = replace(facts, capacity_blocks=UNKNOWN_CAPACITY_BLOCKS)
+        if not facts.prefix_caching:
+            logger.warning("warmfleet: engine %s has no prefix cache: it is routed by load", options.url)
+        return facts
+
+    def _sources(self, facts: EngineFacts) -> dict[int, EventSource]:
+        """Where its ranks publish: as the operator says, else as the engine says."""
+        options = self.options
+        if options.endpoint:
+            first = EventSource(options.endpoint, options.replay or None)
+            return {
+                rank: EventSource(at_rank(first.endpoint, rank), at_rank(first.replay, rank) if first.replay else None)
+                for rank in range(options.ranks or facts.ranks)
+            }
+        found = self.api.sources()
+        if not found:
+            raise NotUsableError(
+                "it does not say where it publishes KV events: start it with --kv-events-config, and give the address "
+                f"as {options.url}=tcp://HOST:PORT"
+            )
+        return found
+
+    def _rank(self, facts: EngineFacts, source: EventSource, rank: int) -> Rank:
+        options = self.options
+        scheme = scheme_of(facts.page_tokens)
+        config = PublisherConfig(
+            redis_url=self._redis_url,
+            model=self._model(facts),
+            worker_id=wire.worker_id_of(options.name, rank),
+            server_id=options.name,
+            rank=rank,
+            scheme=scheme,
+            capacity_blocks=max(1, facts.capacity_blocks * facts.page_tokens // scheme.block_tokens),
+            max_model_len=facts.max_model_len,
+            version=facts.version,
+            closed=True,
+        )
+        return Rank(
+            self._context,
+            source,
+            facts,
+            config,
+            group=options.group,
+            lora_path=self._lora_path,
+            load=lambda: self._load(rank),
+            on_restart=self._note_restart,
+        )
+
+    def _model(self, facts: EngineFacts) -> str:
+        return self.options.model or facts.models[0].strip("/")
+
+    def _server_config(self, facts: EngineFacts) -> ServerConfig:
+        files, known = self._tokenizer(facts)
+        return ServerConfig(
+            redis_url=self._redis_url,
+            model=self._model(facts),
+            server_id=self.options.name,
+            url=self.api.url,
+            models=facts.models,
+            version=facts.version,
+            artifacts=files,
+            facts={"max_model_len": facts.max_model_len, **known},
+            adapters=lambda: self._adapters,
+        )
+
+    def _tokenizer(self, facts: EngineFacts) -> tuple[Mapping[str, bytes], Mapping[str, Any]]:
+        name = self.options.tokenizer or facts.root
+        try:
+            return self._load_tokenizer(name, self.options.chat_template)
+        except TokenizerError as error:
+            logger.warning(
+                "warmfleet: engine %s: %s. Until --tokenizer, or WARMFLEET_TOKENIZER at the routers, names one, only "
+                "prompts of token ids are matched",
+                self.options.url,
+                error,
+            )
+            return {}, {}
+
+    # ------------------------------------------------ while it is reported
+
+    def _note_restart(self) -> None:
+        self._restarted.set()
+        self._wake.set()
+
+    def _check(self) -> None:
+        if self._restarted.is_set():
+            self._say("restarted")
+            self._leave()
+            self._join()
+            return
+        self.api.healthy()
+        self._failures = 0
+        if time.monotonic() < self._read_due:
+            return
+        self._read_due = time.monotonic() + READ_SECONDS
+        reading = self._read()
+        if reading.started and self._reading.started and reading.started != self._reading.started:
+            self._note_restart()
+        self._reading = reading
+        self._adapters = self.api.adapters()
+        for rank in self.ranks:
+            if rank.stopped:
+                self._say(f"not reported any more: {rank.stopped}")
+
+    def _read(self) -> Reading:
+        """The load; as before where the engine has no metrics."""
+        try:
+            return self.api.reading()
+        except EngineDown as error:
+            if error.gone:
+                raise
+            return self._reading
+
+    def _load(self, rank: int) -> Load:
+        """Called by the publisher of this rank. Foreign requests cannot be told from the fleet's own."""
+        reading = self._reading
+        running, waiting = reading.running.get(rank, 0), reading.waiting.get(rank, 0)
+        return Load(running, waiting, steps=reading.work if running and reading.work else None)
+
+    def _lora_path(self, name: str) -> str | None:
+        """The path of an adapter; asks the engine about one that was loaded a moment ago."""
+        path = self._adapters.get(name)
+        if path is None and time.monotonic() - self._adapters_asked > ADAPTERS_SECONDS:
+            self._adapters_asked = time.monotonic()
+            try:
+                self._adapters = self.api.adapters()
+            except EngineDown:
+                return None
+            path = self._adapters.get(name)
+        return path
+
+    # ------------------------------------------------ the end
+
+    def _leave(self) -> None:
+        """The engine's process is gone, or is another one: both halves say goodbye."""
+        self._end(leave=True)
+        self._restarted.clear()
+
+    def _end(self, *, leave: bool) -> None:
+        server, self._server = self._server, None
+        if server is not None and leave:
+            server.stop()
+        ranks, self.ranks = self.ranks, []
+        for rank in ranks:
+            rank.stop(leave=leave)
+
+
+def server_id_of(url: str) -> str:
+    """The default name of an engine: its host and port, and a digest of its URL if that is long or has a path."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")
+    if len(name) > 48 or parts.path.strip("/"):
+        name = f"{name[-48:]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    return name

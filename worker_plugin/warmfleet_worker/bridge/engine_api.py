@@ -1,0 +1,256 @@
+"""What an engine's own HTTP API says of it: its names, sizes, adapters, where its events are, health and load."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import ssl
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+TIMEOUT_SECONDS = 5.0
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+DEFAULT_PAGE_TOKENS = 16
+_SAMPLE = re.compile(r"^([a-z_:]+)(?:\{([^}]*)\})? (\S+)", re.MULTILINE)
+_LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
+
+
+class EngineDown(Exception):  # noqa: N818 - not an error of ours: the engine does not answer as a healthy one does
+    """gone: nothing listens at the address, or the engine says itself that it is dead."""
+
+    def __init__(self, text: str, *, gone: bool = False) -> None:
+        super().__init__(text)
+        self.gone = gone
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """An engine as it describes itself.
+
+    root: the model's folder or hub name, from which its tokenizer can be loaded. page_tokens: of a block in its events.
+    adapters: path by name. ranks: how many engine cores it has, as far as it says.
+    """
+
+    kind: str  # "vllm" or "sglang"
+    version: str
+    models: tuple[str, ...]
+    root: str
+    adapters: Mapping[str, str]
+    max_model_len: int
+    page_tokens: int
+    capacity_blocks: int
+    ranks: int = 1
+    prefix_caching: bool = True
+
+    @property
+    def sglang(self) -> bool:
+        return self.kind == "sglang"
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where one engine core publishes its events, and where it replays them (None: nowhere)."""
+
+    endpoint: str
+    replay: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One look at the load. running, waiting: requests, by rank. work: grows whenever the engine does something.
+
+    started: when the server's process began, seconds since 1970; 0 if it does not say.
+    """
+
+    running: Mapping[int, int] = field(default_factory=dict)
+    waiting: Mapping[int, int] = field(default_factory=dict)
+    work: int = 0
+    started: float = 0.0
+
+
+class EngineApi:
+    """Asks one engine. Any thread may ask; each question has a connection of its own. All methods raise EngineDown."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self.url = url.rstrip("/")
+        self._parts = urlsplit(self.url)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    @property
+    def host(self) -> str:
+        return self._parts.hostname or ""
+
+    def facts(self) -> EngineFacts:
+        """How the engine describes itself."""
+        served = self._models()
+        if not served:
+            raise EngineDown("/v1/models lists no model")
+        base = [entry for entry in served if not entry.get("parent")]
+        info = self._find("/server_info")  # SGLang; vLLM has such a path in its developer mode only
+        sglang = info is not None and "tokenizer_path" in info
+        described = self._sglang(info or {}) if sglang else self._vllm()
+        return EngineFacts(
+            kind="sglang" if sglang else "vllm",
+            models=tuple(str(entry["id"]) for entry in base),
+            adapters=_adapters(served),
+            max_model_len=int(base[0].get("max_model_len") or 0),
+            **{"root": str(base[0].get("root") or base[0]["id"]), **described},
+        )
+
+    def _vllm(self) -> dict[str, Any]:
+        samples = _samples(self._found("/metrics"), "vllm:cache_config_info")
+        cache = next((labels for _, labels, _ in samples), {})
+        return {
+            "version": f"vllm-{(self._find('/version') or {}).get('version', 'unknown')}",
+            "page_tokens": int(_number(cache.get("block_size")) or DEFAULT_PAGE_TOKENS),
+            "capacity_blocks": int(_number(cache.get("num_gpu_blocks"))),
+            "prefix_caching": cache.get("enable_prefix_caching", "True") == "True",
+        }
+
+    @staticmethod
+    def _sglang(info: Mapping[str, Any]) -> dict[str, Any]:
+        page = int(info.get("page_size") or 1)
+        tokens = int(info.get("max_total_num_tokens") or 0)
+        return {
+            "version": f"sglang-{info.get('version', 'unknown')}",
+            "root": str(info.get("tokenizer_path") or info.get("model_path") or ""),
+            "page_tokens": page,
+            "capacity_blocks": tokens // page,
+            "ranks": int(info.get("dp_size") or 1),
+            "prefix_caching": not info.get("disable_radix_cache"),
+        }
+
+    def sources(self) -> dict[int, EventSource]:
+        """Where each rank publishes its events, if the engine tells (vLLM since 0.31, SGLang); else empty."""
+        found = self._find("/kv_event_sources")
+        if found:
+            return {int(rank): self._source(config, 0) for rank, config in found.items() if isinstance(config, dict)}
+        info = self._find("/server_info") or {}
+        try:
+            config = json.loads(info.get("kv_events_config") or "{}")
+            ranks = range(int(info.get("dp_size") or 1))
+        except (ValueError, TypeError):
+            return {}
+        return {rank: self._source(config, rank) for rank in ranks} if config.get("endpoint") else {}
+
+    def _source(self, config: Mapping[str, Any], rank: int) -> EventSource:
+        replay = config.get("replay_endpoint")
+        endpoint = reachable(str(config["endpoint"]), self.host)
+        return EventSource(
+            at_rank(endpoint, rank), at_rank(reachable(str(replay), self.host), rank) if replay else None
+        )
+
+    def adapters(self) -> dict[str, str]:
+        """Path by name of the LoRA adapters that are loaded now."""
+        return _adapters(self._models())
+
+    def healthy(self) -> None:
+        """Return if the engine says that it is healthy."""
+        self._get("/health")
+
+    def reading(self) -> Reading:
+        """The load, from the engine's own metrics."""
+        samples = _samples(self._get("/metrics").decode(errors="replace"))
+        running, waiting = dict[int, int](), dict[int, int]()
+        work, started = 0, 0.0
+        for name, labels, value in samples:
+            rank = int(_number(labels.get("engine") or labels.get("dp_rank")))
+            if name in ("vllm:num_requests_running", "sglang:num_running_reqs"):
+                running[rank] = running.get(rank, 0) + int(value)
+            elif name in ("vllm:num_requests_waiting", "sglang:num_queue_reqs"):
+                waiting[rank] = waiting.get(rank, 0) + int(value)
+            elif name.partition(":")[2] in WORK:
+                work += int(value)
+            elif name == "process_start_time_seconds":
+                started = value
+        return Reading(running, waiting, work, started)
+
+    # ------------------------------------------------
+
+    def _models(self) -> list[dict[str, Any]]:
+        try:
+            return [dict(entry) for entry in json.loads(self._get("/v1/models"))["data"]]
+        except (ValueError, LookupError, TypeError) as error:
+            raise EngineDown(f"/v1/models is not as expected: {error}") from error
+
+    def _find(self, path: str) -> dict[str, Any] | None:
+        """The JSON object at this path; None if the engine has no such path."""
+        try:
+            value = json.loads(self._found(path) or "null")
+        except ValueError:
+            return None
+        return value if isinstance(value, dict) else None
+
+    def _found(self, path: str) -> str:
+        """The text at this path; empty if the engine has no such path."""
+        try:
+            return self._get(path).decode(errors="replace")
+        except EngineDown as error:
+            if error.gone:
+                raise
+            return ""
+
+    def _get(self, path: str) -> bytes:
+        parts = self._parts
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self.host, parts.port, timeout=TIMEOUT_SECONDS)
+        try:
+            connection.request("GET", parts.path.rstrip("/") + path, headers=self._headers)
+            answer = connection.getresponse()
+            body = answer.read(MAX_ANSWER_BYTES)
+        except (ConnectionRefusedError, socket.gaierror) as error:
+            raise EngineDown(f"nothing answers at {self.url}: {error}", gone=True) from error
+        except (OSError, http.client.HTTPException, ssl.SSLError) as error:
+            raise EngineDown(f"{path}: {type(error).__name__} {error}") from error
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise EngineDown(f"{path} answered {answer.status}", gone=path == "/health" and answer.status == 503)
+        return body
+
+
+#: Counters without their prefix, of which at least one grows with every step of an engine that works.
+WORK = frozenset({"iteration_tokens_total_count", "generation_tokens_total", "prompt_tokens_total"})
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """The address under which a publisher's own endpoint, such as ``tcp://*:5557``, is reached from elsewhere."""
+    scheme, _, rest = endpoint.partition("://")
+    bound, _, port = rest.rpartition(":")
+    if scheme != "tcp" or bound not in ("*", "0.0.0.0", "[::]", "::", ""):  # noqa: S104 - an address to replace
+        return endpoint
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def at_rank(endpoint: str, rank: int) -> str:
+    """The endpoint of this rank: its port is the first one's plus the rank."""
+    head, _, port = endpoint.rpartition(":")
+    return f"{head}:{int(port) + rank}" if rank and endpoint.startswith("tcp://") else endpoint
+
+
+def _adapters(served: list[dict[str, Any]]) -> dict[str, str]:
+    return {str(entry["id"]): str(entry.get("root") or "") for entry in served if entry.get("parent")}
+
+
+def _samples(text: str, only: str = "") -> list[tuple[str, dict[str, str], float]]:
+    """(name, labels, value) of the samples in an exposition."""
+    return [
+        (name, dict(_LABEL.findall(labels)), _number(value))
+        for name, labels, value in _SAMPLE.findall(text)
+        if not only or name == only
+    ]
+
+
+def _number(text: str | None) -> float:
+    """0 for what is no finite number."""
+    try:
+        value = float(text or 0)
+    except ValueError:
+        return 0.0
+    return value if abs(value) < 2**53 else 0.0

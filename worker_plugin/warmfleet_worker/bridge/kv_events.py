@@ -1,0 +1,122 @@
+"""The wire form of KV events: what vLLM (0.28 to 0.33) and SGLang publish over ZMQ, as plain values.
+
+A batch is msgpack of ``[time, events, rank]``. An event is a map with the class name under ``type``; earlier versions
+of both wrote an array that begins with the class name. Fields are read by name; those that an engine does not know are
+absent. Fields that the bridge does not need are not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+#: The hash of a block in an event: the last 8 bytes of vLLM's digest as a number, or the whole digest
+#: (``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``). Only equality counts.
+BlockKey = int | bytes
+
+#: The order of the fields where an event is an array.
+STORED_ARRAY = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
+VLLM_STORED_ARRAY = (*STORED_ARRAY, "lora_name", "extra_keys", "group_idx")
+SGLANG_STORED_ARRAY = (*STORED_ARRAY, "cache_salt", "session_id", "lora_name")
+REMOVED_ARRAY = ("block_hashes", "medium", "group_idx")
+DEVICE = (None, "GPU")  # the medium of blocks in the engine's own cache; the others are offloaded copies
+
+
+class EventError(ValueError):
+    """A batch or an event is not as any known engine writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Blocks that follow ``parent`` (None: they begin a prompt) have come into the cache.
+
+    extra_keys: by block, what entered its hash besides tokens: the adapter's name, media, the salt, embeddings.
+    salt: of the request, where the engine tells it apart from other keys (SGLang).
+    """
+
+    keys: tuple[BlockKey, ...]
+    parent: BlockKey | None
+    token_ids: list[Any]
+    block_tokens: int
+    group: int = 0
+    lora: str | None = None
+    extra_keys: tuple[Any, ...] = ()
+    salt: str | None = None
+    lora_unnamed: bool = False  # it has an adapter, and the event does not say which
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """One copy of each of these blocks has gone."""
+
+    keys: tuple[BlockKey, ...]
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """The cache is empty."""
+
+
+Event = Stored | Removed | Cleared
+
+
+def decode(payload: bytes, *, sglang: bool = False) -> list[Event]:
+    """The events of a batch, in order, without those of other media than the engine's own cache. Raises EventError."""
+    try:
+        batch = msgpack.unpackb(payload, strict_map_key=False)
+        raw = batch["events"] if isinstance(batch, dict) else batch[1]
+        found = [_event(one, SGLANG_STORED_ARRAY if sglang else VLLM_STORED_ARRAY) for one in raw]
+    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
+        raise EventError(f"not a batch of KV events: {type(error).__name__}: {error}"[:200]) from error
+    return [event for event in found if event is not None]
+
+
+def _event(raw: Any, stored_fields: tuple[str, ...]) -> Event | None:
+    """None for an event about blocks outside the engine's own cache."""
+    if isinstance(raw, dict):
+        kind, fields = raw["type"], raw
+    else:
+        kind, values = raw[0], raw[1:]
+        fields = dict(zip(stored_fields if kind == "BlockStored" else REMOVED_ARRAY, values, strict=False))
+    if kind == "AllBlocksCleared":
+        return Cleared()
+    if fields.get("medium") not in DEVICE or fields.get("locality") == "REMOTE":
+        return None
+    if kind == "BlockRemoved":
+        return Removed(_keys(fields["block_hashes"]), int(fields.get("group_idx") or 0))
+    if kind != "BlockStored":
+        raise EventError(f"unknown event {kind!r}")
+    return _stored(fields)
+
+
+def _stored(fields: dict[str, Any]) -> Stored:
+    parent, lora, salt = fields["parent_block_hash"], fields.get("lora_name"), fields.get("cache_salt")
+    if parent is not None and not isinstance(parent, BlockKey):
+        raise EventError("a parent hash is neither a number nor bytes")
+    if not isinstance(lora, str | None) or not isinstance(salt, str | None):
+        raise EventError("an adapter's name or a salt is no text")
+    keys, block_tokens, token_ids = _keys(fields["block_hashes"]), int(fields["block_size"]), list(fields["token_ids"])
+    extra_keys = tuple(fields.get("extra_keys") or ())
+    if block_tokens < 1 or (extra_keys and len(extra_keys) != len(keys)):
+        raise EventError("the sizes of a stored event do not match")
+    return Stored(
+        keys=keys,
+        parent=parent,
+        token_ids=token_ids,
+        block_tokens=block_tokens,
+        group=int(fields.get("group_idx") or 0),
+        lora=lora,
+        extra_keys=extra_keys,
+        salt=salt,
+        lora_unnamed=lora is None and fields.get("lora_id") is not None,
+    )
+
+
+def _keys(values: Any) -> tuple[BlockKey, ...]:
+    keys = tuple(values)
+    if not all(isinstance(key, BlockKey) for key in keys):
+        raise EventError("a block hash is neither a number nor bytes")
+    return keys

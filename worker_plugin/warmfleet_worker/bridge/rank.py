@@ -1,0 +1,171 @@
+"""One engine core behind the bridge: a thread reads its events into a table, a publisher writes the table's changes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from warmfleet_worker.bridge.block_table import BlockTable
+from warmfleet_worker.bridge.kv_events import EventError, decode
+from warmfleet_worker.bridge.sequence import Sequence
+from warmfleet_worker.bridge.zmq_events import EventSockets
+from warmfleet_worker.load import Load
+from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.worker_publisher import WorkerPublisher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import zmq
+
+    from warmfleet_worker.bridge.engine_api import EngineFacts, EventSource
+    from warmfleet_worker.config import PublisherConfig
+
+logger = logging.getLogger("warmfleet")
+
+VERIFY_SECONDS = 5.0  # as often as the fleet compares digests; each costs the engine one pass over its kept batches
+BATCHES_AT_ONCE = 256  # between two looks at the clock
+WAIT_SECONDS = 0.2
+REPORT_SECONDS = 60.0  # between two log lines about blocks that were left out
+STOP_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankCounts:
+    """A copy of the counters. complete: every event since the engine's start, or since its last reset, was applied."""
+
+    blocks: int = 0
+    batches: int = 0
+    gaps: int = 0
+    lost: int = 0
+    malformed: int = 0
+    complete: bool = True
+    unproved: dict[str, int] = field(default_factory=dict)
+
+
+class Rank:
+    """Follows one engine core from ``start`` to ``stop``; then it is done for.
+
+    on_restart: called, in this thread, when another process publishes than before.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        source: EventSource,
+        facts: EngineFacts,
+        config: PublisherConfig,
+        *,
+        group: int = 0,
+        lora_path: Callable[[str], str | None] = lambda _name: None,
+        load: Callable[[], Load] = Load,
+        on_restart: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.tracker = Tracker()
+        self.table = BlockTable(self.tracker, facts.page_tokens, config.capacity_blocks, group, lora_path)
+        self.config = replace(config, scheme=self.table.scheme)
+        self.caught_up = threading.Event()
+        self._sglang = facts.sglang
+        self._sockets = EventSockets(context, source.endpoint, source.replay)
+        self._sequence = Sequence(self, self._sockets.replay)
+        self._publisher = WorkerPublisher(self.config, self.tracker, load)
+        self._on_restart = on_restart
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"warmfleet-events-{config.worker_id}", daemon=True)
+        self._batches = self._malformed = 0
+        self._complete = True
+        self._reported, self._report_due = 0, 0.0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def publish(self) -> None:
+        """Join the fleet, with the table as it is now."""
+        self._publisher.start()
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the publisher has stopped for good; None while it works."""
+        return self._publisher.state.stopped
+
+    @property
+    def counts(self) -> RankCounts:
+        sequence, table = self._sequence, self.table
+        unproved = dict(table.unproved.copy())
+        return RankCounts(
+            len(table), self._batches, sequence.gaps, sequence.lost, self._malformed, self._complete, unproved
+        )
+
+    def stop(self, *, leave: bool) -> None:
+        """End the threads. leave: the engine is gone, so the fleet is told; else only its messenger goes."""
+        self._stopping.set()
+        if leave:
+            self._publisher.stop(STOP_SECONDS)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(STOP_SECONDS)
+
+    # ------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            if not self._sequence.verify():
+                self._complete = False
+                logger.warning(
+                    "warmfleet: %s has no replay of its events: blocks that it holds already are not known until it "
+                    "stores them again (set replay_endpoint in its --kv-events-config)",
+                    self.config.worker_id,
+                )
+            self.caught_up.set()
+            due = time.monotonic() + VERIFY_SECONDS
+            while not self._stopping.is_set():
+                self._sockets.wait(WAIT_SECONDS)
+                if self._sockets.reconnected() or time.monotonic() >= due:
+                    self._sequence.verify()
+                    due = time.monotonic() + VERIFY_SECONDS
+                for number, payload in self._sockets.received(BATCHES_AT_ONCE):
+                    self._sequence.live(number, payload)
+                self._report()
+        except Exception:  # a bug of ours: the table may be wrong from now on, so the engine joins anew
+            logger.exception("warmfleet: cannot follow the events of %s", self.config.worker_id)
+            self.table.clear()
+            self._on_restart()
+        finally:
+            self._sockets.close()
+
+    # ------------------------------------------------ what the sequence tells
+
+    def batch(self, payload: bytes) -> None:
+        self._batches += 1
+        try:
+            events = decode(payload, sglang=self._sglang)
+        except EventError as error:
+            self._malformed += 1
+            logger.warning("warmfleet: %s: %s", self.config.worker_id, error)
+            self.lost()
+            return
+        self.table.apply(events)
+
+    def lost(self) -> None:
+        self._complete = False
+        self.table.doubt()
+        logger.warning(
+            "warmfleet: events of %s are lost for good: its blocks are known again as they are used",
+            self.config.worker_id,
+        )
+
+    def restarted(self) -> None:
+        logger.info("warmfleet: %s has restarted", self.config.worker_id)
+        self.table.clear()
+        self._complete = True
+        self._on_restart()
+
+    def _report(self) -> None:
+        """Say at intervals how many blocks were left out, if there are more."""
+        now, total = time.monotonic(), sum(self.table.unproved.values())
+        if total > self._reported and now >= self._report_due:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.table.unproved.items()))
+            logger.warning("warmfleet: %s: blocks left out so far: %s", self.config.worker_id, reasons)
+            self._reported, self._report_due = total, now + REPORT_SECONDS

@@ -1,0 +1,78 @@
+"""The tokenizer and the chat template of an engine that does not announce its own, as files for the routers.
+
+They are loaded as vLLM loads them: by transformers, from a folder or a hub name. Without transformers a folder's files
+are taken as they are. A router's probe shows whether the engine really uses them: it tests a text and a chat.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
+NONE = "none"  # in place of a name: the routers' settings name the tokenizer
+
+
+class TokenizerError(Exception):
+    """The tokenizer cannot be loaded; the text says why and what to do."""
+
+
+def load(name: str, chat_template: str = "") -> tuple[dict[str, bytes], dict[str, Any]]:
+    """(files by name, facts) of a folder or hub name.
+
+    chat_template: a file that replaces the model's own template, as vLLM's ``--chat-template`` does. Raises
+    TokenizerError.
+    """
+    if name == NONE:
+        return {}, {}
+    files, facts = _by_transformers(name)
+    if chat_template:
+        try:
+            files[TEMPLATE] = Path(chat_template).read_bytes()
+        except OSError as error:
+            raise TokenizerError(f"cannot read the chat template: {error}") from error
+    return files, facts
+
+
+def _by_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
+    try:
+        from transformers import AutoTokenizer  # takes 2 s: only once an engine is up
+    except ModuleNotFoundError:
+        if (Path(name) / TOKENIZER).is_file():
+            return _by_files(Path(name))
+        raise TokenizerError(
+            f"{name!r} is no folder with a {TOKENIZER}, and a hub name needs: pip install transformers"
+        ) from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        files = {TOKENIZER: tokenizer.backend_tokenizer.to_str().encode()}
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise TokenizerError(f"cannot load the tokenizer {name!r}: {str(error)[:300]}") from error
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, str):
+        files[TEMPLATE] = template.encode()
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    return files, {"special_tokens": special, "special_prefix_ids": list(tokenizer("").input_ids)}
+
+
+def _by_files(folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
+    files = {TOKENIZER: (folder / TOKENIZER).read_bytes()}
+    config = json.loads((folder / "tokenizer_config.json").read_text()) if _has(folder, "tokenizer_config.json") else {}
+    if _has(folder, TEMPLATE):
+        files[TEMPLATE] = (folder / TEMPLATE).read_bytes()
+    elif isinstance(config.get("chat_template"), str):
+        files[TEMPLATE] = config["chat_template"].encode()
+    special = {key: _text(value) for key, value in config.items() if key.endswith("_token") and _text(value)}
+    return files, {"special_tokens": special}
+
+
+def _has(folder: Path, name: str) -> bool:
+    return (folder / name).is_file()
+
+
+def _text(value: Any) -> str:
+    """A special token in a config: a text, or an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
