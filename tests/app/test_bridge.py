@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
+import pytest
 from tests.app.joined import proven
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
@@ -145,6 +146,7 @@ class Silence:
         pass
 
 
+@pytest.mark.long(minutes=1, shows="the bridge announces the tokenizer of a folder, and texts are matched")
 async def test_the_tokenizer_of_a_folder_makes_texts_match(valkey_url: str, model: str, tmp_path: Path) -> None:
     for name, content in identity().artifacts().items():
         (tmp_path / name).write_bytes(content)

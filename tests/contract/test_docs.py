@@ -22,6 +22,7 @@ from warmfleet.errors import WarmfleetError
 from warmfleet.metrics import Metrics
 from warmfleet.prompt.engine_paths import KNOWN, NEVER
 from warmfleet.settings import CONSTANTS, FOREIGN, PREFIX, Settings
+from warmfleet_worker.bridge import options, status
 from warmfleet_worker.protocol.wire import SINGLE_KEYS
 
 ROOT = Path(__file__).parents[2]
@@ -193,7 +194,7 @@ def test_commands_in_snippets_can_be_typed(document: Path, capsys: pytest.Captur
         elif name == "make":
             _check_make(words)
         elif name == "pip" and words[:1] == ["install"]:
-            folders = [ROOT / word for word in words[1:] if word.startswith(".")]
+            folders = [ROOT / word.partition("[")[0] for word in words[1:] if word.startswith(".")]  # without extras
             assert [folder for folder in folders if not (folder / "pyproject.toml").exists()] == []
         elif name == "python" and words[:1] == ["-m"]:
             assert importlib.util.find_spec(words[1]) is not None, words
@@ -211,7 +212,10 @@ def test_commands_within_sentences_exist(document: Path) -> None:
 def _parses(words: list[str]) -> bool:
     """The real parser takes these words, or answers them with its help."""
     try:
-        build_parser().parse_args(words)
+        if words[0] == "bridge":
+            options.parser().parse_args(words[1:])
+        else:
+            build_parser().parse_args(words)
     except SystemExit as end:
         return end.code == 0
     return True
@@ -248,7 +252,7 @@ def test_settings_and_metrics_that_are_named_exist(document: Path) -> None:
     variables |= CONSTANTS if document.name == "settings.md" else set()
     named = set(re.findall(r"\bWARMFLEET_[A-Z][A-Z_]*[A-Z]\b(?!_)", text))
     assert named - variables == set()
-    metrics = {metric.name for metric in Metrics().registry.collect()}
+    metrics = {metric.name for metric in Metrics().registry.collect()} | {name for name, _, _ in status.METRICS}
     named = set(re.findall(r"\bwarmfleet_[a-z_]+[a-z](?![a-z_/.*])", text)) - PACKAGES
     assert {name for name in named if name.removesuffix("_total") not in metrics} == set()
 

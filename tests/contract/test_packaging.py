@@ -129,7 +129,8 @@ import importlib, json, pkgutil, sys
 package = importlib.import_module(sys.argv[1])
 modules = [module.name for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
 for name in modules:
-    importlib.import_module(name)
+    if not name.startswith(tuple(sys.argv[2:])):
+        importlib.import_module(name)
 print(json.dumps({"modules": modules, "foreign": sorted(
     name for name, module in sys.modules.items()
     if "." not in name and "site-packages" in (getattr(module, "__file__", None) or "")
@@ -172,11 +173,16 @@ def test_the_plugin_imports_in_an_environment_with_nothing_but_redis(
 ) -> None:
     """Every module, also those that hook vLLM: they import it only when an engine calls them."""
     interpreter = clean_environment(tmp_path / "clean", wheels["warmfleet-worker"], {"redis"})
-    done = python(interpreter, "-c", IMPORT_ALL, "warmfleet_worker")
+    done = python(interpreter, "-c", IMPORT_ALL, "warmfleet_worker", "warmfleet_worker.bridge.")
     assert done.returncode == 0, done.stderr
     assert '"warmfleet_worker.plugin"' in done.stdout
     assert '"warmfleet_worker.vllm_hooks.engine_core"' in done.stdout
     assert '"foreign": ["redis", "warmfleet_worker"]' in done.stdout
+    bridge = python(interpreter, "-m", "warmfleet_worker.bridge")
+    assert bridge.returncode == 2
+    assert re.fullmatch(
+        r"warmfleet bridge: \w+ is not installed: pip install 'warmfleet-worker\[bridge\]'\n", bridge.stderr
+    )
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ machine and on free ports.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tempfile
@@ -20,7 +21,6 @@ from warmfleet_loadtest.stacks.peers import MODEL
 from warmfleet_loadtest.stacks.processes import (
     HAPROXY_CONFIG,
     Processes,
-    StackError,
     free_ports,
     get_json,
     haproxy_binary,
@@ -28,6 +28,7 @@ from warmfleet_loadtest.stacks.processes import (
     start_haproxy,
     start_store,
 )
+from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -165,9 +166,27 @@ def _start_connected(
         engines, _events = _start_engines(processes, setup, [])
         return engines, engines
     if connection == "bridge":
-        raise StackError("a fleet of bridged engines cannot be started yet")
+        engines, events = _start_engines(processes, setup, ["--kv-events"])
+        _start_bridge(processes, store, engines, events)
+        return engines, ()
     engines, _events = _start_engines(processes, setup, ["--redis", store])
     return engines, ()
+
+
+def _start_bridge(processes: Processes, store: str, engines: Sequence[str], events: Sequence[int]) -> None:
+    """Start one bridge for these engines. Prompts are token ids, or texts of the demo's tokenizer."""
+    folder = processes.folder / "tokenizer"
+    folder.mkdir()
+    tokenizer = PromptTokenizer.load()
+    for name, content in tokenizer.artifacts().items():
+        (folder / name).write_bytes(content)
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    replays = [int(port) for port in re.findall(r"replays .* port (\d+)\n", processes.log("engines"))]
+    argv = [sys.executable, "-m", "warmfleet_worker.bridge", "--redis", store, "--tokenizer", str(folder)]
+    for url, live, replay in zip(engines, events, replays, strict=True):
+        argv += ["--engine", f"{url}=tcp://127.0.0.1:{live},replay=tcp://127.0.0.1:{replay}"]
+    processes.spawn("bridge", "bridge", argv)
 
 
 def _start_engines(processes: Processes, setup: Setup, more: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:

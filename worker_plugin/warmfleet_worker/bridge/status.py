@@ -7,45 +7,41 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from warmfleet_worker.bridge.bridge import Bridge
 
-#: Metrics with one sample per worker: name, type, help.
+#: Name, type, help. A counter's samples have the suffix _total.
 METRICS = (
-    ("blocks", "gauge", "block hashes that the index is told this engine core holds"),
-    ("complete", "gauge", "1: every event of the engine was applied; 0: some were lost, so blocks may be missing"),
-    ("batches_total", "counter", "batches of events applied"),
-    ("gaps_total", "counter", "gaps in the numbers of batches, each followed by a replay"),
-    ("lost_total", "counter", "batches that no replay could give"),
-    ("malformed_total", "counter", "batches that are not as any known engine writes them"),
+    ("warmfleet_bridge_engine_up", "gauge", "1: the engine is healthy and reported"),
+    ("warmfleet_bridge_blocks", "gauge", "block hashes that the index is told this engine core holds"),
+    ("warmfleet_bridge_complete", "gauge", "1: every event was applied; 0: some were lost, so blocks may be missing"),
+    ("warmfleet_bridge_batches", "counter", "batches of events applied"),
+    ("warmfleet_bridge_gaps", "counter", "gaps in the numbers of batches, each followed by a replay"),
+    ("warmfleet_bridge_lost", "counter", "batches that no replay could give"),
+    ("warmfleet_bridge_malformed", "counter", "batches that are not as any known engine writes them"),
+    ("warmfleet_bridge_unproved", "counter", "blocks left out because their hash could not be proved, by reason"),
 )
 
 
 def text(bridge: Bridge) -> str:
     """The exposition."""
-    return "\n".join([*_engines(bridge), *_ranks(bridge), ""])
-
-
-def _engines(bridge: Bridge) -> Iterator[str]:
-    yield "# HELP warmfleet_bridge_engine_up 1: the engine is healthy and reported"
-    yield "# TYPE warmfleet_bridge_engine_up gauge"
-    for engine in list(bridge.engines.values()):
-        yield f'warmfleet_bridge_engine_up{{engine="{engine.options.name}"}} {int(engine.state == "reported")}'
-
-
-def _ranks(bridge: Bridge) -> Iterator[str]:
-    counts = [(rank.config.worker_id, rank.counts) for engine in list(bridge.engines.values()) for rank in engine.ranks]
+    engines = list(bridge.engines.values())
+    counts = [(rank.config.worker_id, rank.counts) for engine in engines for rank in engine.ranks]
+    lines = []
     for name, kind, about in METRICS:
-        yield f"# HELP warmfleet_bridge_{name} {about}"
-        yield f"# TYPE warmfleet_bridge_{name} {kind}"
-        for worker_id, count in counts:
-            yield f'warmfleet_bridge_{name}{{worker="{worker_id}"}} {int(getattr(count, name.removesuffix("_total")))}'
-    yield "# HELP warmfleet_bridge_unproved_total blocks left out because their hash could not be proved, by reason"
-    yield "# TYPE warmfleet_bridge_unproved_total counter"
-    for worker_id, count in counts:
-        for reason, blocks in sorted(count.unproved.items()):
-            yield f'warmfleet_bridge_unproved_total{{worker="{worker_id}",reason="{reason}"}} {blocks}'
+        short = name.removeprefix("warmfleet_bridge_")
+        suffix = "_total" if kind == "counter" else ""
+        lines += [f"# HELP {name}{suffix} {about}", f"# TYPE {name}{suffix} {kind}"]
+        if short == "engine_up":
+            lines += [f'{name}{{engine="{one.options.name}"}} {int(one.state == "reported")}' for one in engines]
+        elif short == "unproved":
+            lines += [
+                f'{name}{suffix}{{worker="{worker}",reason="{reason}"}} {blocks}'
+                for worker, count in counts
+                for reason, blocks in sorted(count.unproved.items())
+            ]
+        else:
+            lines += [f'{name}{suffix}{{worker="{worker}"}} {int(getattr(count, short))}' for worker, count in counts]
+    return "\n".join([*lines, ""])
 
 
 def serve(bridge: Bridge, port: int) -> ThreadingHTTPServer:

@@ -42,7 +42,7 @@ def _by_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
         if (Path(name) / TOKENIZER).is_file():
             return _by_files(Path(name))
         raise TokenizerError(
-            f"{name!r} is no folder with a {TOKENIZER}, and a hub name needs: pip install transformers"
+            f"{name!r} is no folder with a {TOKENIZER}, and a hub name needs: pip install 'warmfleet-worker[hub]'"
         ) from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
