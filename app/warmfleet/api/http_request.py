@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_REQUEST_ID = 64
-_ESCAPED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
 MODELS_BELOW = b"/v1/models/"  # below it the path is the name of a model, which may have a slash written as %2F
+_ESCAPED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
+_MODEL_BY_PATH = re.compile(rb"/v1/models/%2f", re.IGNORECASE)  # vLLM names a model by its folder unless told otherwise
 #: Spellings of a path that other servers read as another path than this one does: an empty segment, ``.`` and ``..``,
 #: a backslash, a fragment, a byte that is no character of a URL, and escapes of what needs none, of a slash, a
 #: backslash or a control character, or of nothing.
@@ -67,7 +68,10 @@ class HttpRequest:
         except httptools.HttpParserInvalidURLError as error:
             raise BadRequest("The request's path cannot be read.") from error
         path = parsed.path or b"/"
-        judged = _ESCAPED_SLASH.sub(b"/", path) if path.startswith(MODELS_BELOW) else path
+        judged = path
+        if path.startswith(MODELS_BELOW):
+            named = _MODEL_BY_PATH.match(path)
+            judged = MODELS_BELOW + _ESCAPED_SLASH.sub(b"/", path[named.end() if named else len(MODELS_BELOW) :])
         if parsed.fragment is not None or _AMBIGUOUS.search(judged):
             raise BadRequest("The request's path is written so that a proxy in front could read another one.")
         return unquote(path.decode("ascii")), path, parsed.query or b""

@@ -1,6 +1,7 @@
 """The line between a replica and the parent that runs several on the same ports (``warmfleet serve --workers``).
 
-The replica says once that it is ready. The parent says on which sockets it shall listen, again whenever that changes.
+The replica says once that it is ready, and from then on every second that it is alive: a replica whose event loop hangs
+falls silent, and the parent replaces it. The parent says on which sockets it shall listen, again whenever that changes.
 Told to listen on none, or at the end of the line, which is the end of the parent, it stops as after SIGTERM.
 """
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.api.listening")
 
-READY = b"ready\n"
+READY, ALIVE = b"ready\n", b"alive\n"
+HEARTBEAT_S = 1.0  # between two words that the replica is alive
 READY_LOOK_S = 0.05
 LAST_REQUESTS_S = 0.2  # a health check on a connection that was accepted just now must not hear of draining
 
@@ -74,3 +76,6 @@ class Parent:
         while unready():  # noqa: ASYNC110  many things make a replica ready
             await asyncio.sleep(READY_LOOK_S)
         writer.write(READY)
+        while True:
+            writer.write(ALIVE)
+            await asyncio.sleep(HEARTBEAT_S)

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from warmfleet.api.listening.parent import READY, RETIRED, Listening
+from warmfleet.api.listening.parent import ALIVE, HEARTBEAT_S, READY, RETIRED, Listening
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.ports import claim_shared, listen
 
@@ -33,12 +33,16 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a replica that ended is sta
 STEADY_S = 60.0  # a replica that was up for so long did not end of what ended the one before
 READY_WITHIN_S = 60.0  # a new replica of a reload; one without any worker says that it is ready after 15 s
 STOPS_LATE_S = 15.0  # beyond the time for which a replica drains and waits for answers; then it is killed
+SILENT_BEATS = 30  # heartbeats of a replica that are missing in a row: then its event loop hangs, and it is ended
 USERS_FAULT = 2  # exit status of a command that cannot do what it was asked
 
 
 @dataclass(eq=False)
 class Replica:
-    """One process. ``line``: where it is told on which sockets to listen. ``listening``: what it was told last."""
+    """One process. ``line``: where it is told on which sockets to listen. ``listening``: what it was told last.
+
+    ``missed``: how many heartbeats are missing since the last one; None while it sends none.
+    """
 
     place: int
     process: asyncio.subprocess.Process
@@ -47,6 +51,7 @@ class Replica:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     listening: Listening | None = None
     failures: int = 0
+    missed: int | None = None
 
     def tell(self, listening: Listening) -> None:
         """Let it listen on these sockets and on no others."""
@@ -112,9 +117,10 @@ class Replicas:
         for place in range(len(self._places)):
             self._places[place] = await self._start(place)
         self._share()
-        reloads = asyncio.create_task(self._reload_always())
+        rounds = [asyncio.create_task(self._reload_always()), asyncio.create_task(self._end_the_silent())]
         await self._stopping.wait()
-        reloads.cancel()
+        for one in rounds:
+            one.cancel()
         await self._all_ended()
         for task in self._tasks:
             task.cancel()
@@ -129,9 +135,13 @@ class Replicas:
         with theirs:
             inherited = [theirs.fileno(), *clients, *operators]
             told = f"{place},{theirs.fileno()},{'+'.join(map(str, clients))},{'+'.join(map(str, operators))}"
-            process = await asyncio.create_subprocess_exec(
-                *self._command, "--place", told, pass_fds=inherited, start_new_session=True
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command, "--place", told, pass_fds=inherited, start_new_session=True
+                )
+            except BaseException:
+                ours.close()
+                raise
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         replica = Replica(place, process, writer, time.monotonic(), failures=failures)
         self._alive.add(replica)
@@ -143,16 +153,36 @@ class Replicas:
         return replica
 
     async def _hear(self, replica: Replica, reader: asyncio.StreamReader) -> None:
-        """Wait until the replica says that it is ready."""
+        """Follow what the replica says, until it says no more: then it stops, or has ended."""
         try:
-            if await reader.readline() != READY:
-                return
+            while word := await reader.readline():
+                if word == ALIVE:
+                    replica.missed = 0
+                elif word == READY:
+                    logger.info("replica %d is ready (process %d)", replica.place, replica.process.pid)
+                    self._was_ready = True
+                    replica.ready.set()
+                    self._share()
         except ConnectionError:
-            return
-        logger.info("replica %d is ready (process %d)", replica.place, replica.process.pid)
-        self._was_ready = True
-        replica.ready.set()
-        self._share()
+            pass
+        finally:
+            replica.missed = None
+
+    async def _end_the_silent(self) -> None:
+        """Kill every replica that hangs, so that ``_watch`` starts it again.
+
+        Heartbeats are counted and not timed: while this process does not run, none is missing.
+        """
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            for replica in self._alive:
+                if replica.missed is None:
+                    continue
+                replica.missed += 1
+                if replica.missed == SILENT_BEATS:
+                    text = "replica %d (process %d) hangs: it has been silent for %d s, and is killed"
+                    logger.error(text, replica.place, replica.process.pid, SILENT_BEATS * HEARTBEAT_S)
+                    replica.signal(signal.SIGKILL)
 
     async def _watch(self, replica: Replica) -> None:
         """Wait until the process ends. If nothing has taken its place, start it again after a pause."""

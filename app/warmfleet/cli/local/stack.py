@@ -119,6 +119,7 @@ class Stack:
 
     def _start(self) -> None:
         plan = self.plan
+        _check_operators_key()
         if plan.simulated:
             require_simulator()
         self._claimed = claim_shared(plan.host, plan.port)
@@ -269,6 +270,14 @@ class Stack:
         for member in members:
             if member.child is not None and not member.child.alive:
                 raise CommandError(f"{member.name} ended ({member.child.ending}):\n{member.child.tail()}")
+
+
+def _check_operators_key() -> None:
+    """Raise CommandError where the replicas would not start: what they tell operators would be open to clients."""
+    for name in "WARMFLEET_CLIENT_KEYS_FILE", "WARMFLEET_TENANT_KEY":
+        if (os.environ.get(name) or os.environ.get(f"{name}_FILE")) and not admin_headers():
+            port = "replicas of this command have no port for operators (WARMFLEET_ADMIN_PORT is not used here)"
+            raise CommandError(f"{name} is set, so set WARMFLEET_ADMIN_KEY, too: {port}")
 
 
 def usable(worker: dict[str, Any]) -> bool:
