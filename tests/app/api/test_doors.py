@@ -124,7 +124,7 @@ async def status(router: Replica, spelling: str) -> int:
 
 @pytest.mark.parametrize("above", ["", "/"])
 async def test_models_are_found_under_an_escaped_name(valkey_url: str, model: str, above: str) -> None:
-    """The official clients escape a slash in the name of a model. vLLM names one by its folder unless told otherwise."""
+    """Official clients escape a slash in the name of a model. vLLM names one by its folder unless told otherwise."""
     name = f"{above}{model}/7b"
     async with engine(name) as upstream, replica(valkey_url, model, upstream.url) as router:
         for path in (name, name.replace("/", "%2F"), name.replace("/", "%2f")):
