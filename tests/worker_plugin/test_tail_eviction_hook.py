@@ -152,7 +152,7 @@ def test_the_end_of_a_prompt_goes_in_place_of_the_oldest_blocks(monkeypatch: pyt
 
 
 def test_a_preempted_request_is_not_judged() -> None:
-    engine = Engine()
+    engine = Engine(30, "10")
     assert engine.hook is not None
     request = engine.run("a", 5)
     request.is_finished = lambda: False
@@ -176,6 +176,7 @@ def test_a_tagged_block_that_has_changed_stays_where_it_is(why: str) -> None:
     before = engine.order
     assert [one.block_id for one in pool.get_new_blocks(1)] == [3]
     assert engine.order == [number for number in before if number != 3]
+    assert "free" in vars(engine.manager), "nothing went wrong"
 
 
 @pytest.mark.parametrize(

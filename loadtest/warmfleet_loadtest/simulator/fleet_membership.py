@@ -53,6 +53,7 @@ class Halves:
             capacity_blocks=scheduler.pool.blocks,
             max_model_len=scheduler.limits.max_model_len,
             version=f"sim {VERSION}",
+            closed=scheduler.follower is None,  # T-LRU may give up what a conversation shares with a longer one
         )
         self.worker = WorkerPublisher(config, tracker, core.load)
         self.server = ServerPublisher(

@@ -94,7 +94,7 @@ class SchedulerReporter:
         self._steps_unreadable, self._load_unreadable = _lacks(Part.STEPS), _lacks(Part.LOAD)
         group = full_attention_group(scheduler)
         target = os.environ.get("WARMFLEET_TTFT_TARGET_S")
-        self._tail_eviction = tail_eviction.install(scheduler, target, lambda: self._speed.speed_tps)
+        self._tail_eviction = tail_eviction.install(scheduler, target, lambda: self._speed.speed_tps, group.matched)
         # A prefix that two conversations share may be given up for one of them while the other's end stays.
         group = replace(group, closed=group.closed and self._tail_eviction is None)
         self.transitions = Transitions(hash_of_key(group.number))

@@ -27,10 +27,13 @@ XARG, ENDED = "x-warmfleet-conversation", "ended"  # a key of ``vllm_xargs`` in 
 LOG_SECONDS = 60.0  # between two lines about what was given up
 
 
-def install(scheduler: Any, target: str | None, speed_tps: Callable[[], int]) -> TailEvictionHook | None:
+def install(
+    scheduler: Any, target: str | None, speed_tps: Callable[[], int], full_attention: bool = True
+) -> TailEvictionHook | None:
     """Let the scheduler's cache evict by T-LRU; returns None if ``target`` does not ask for it, or it cannot.
 
     target: the value of WARMFLEET_TTFT_TARGET_S. speed_tps: returns the measured prefill speed.
+    full_attention: the model has a KV cache group that keeps whole prompts.
     """
     if not target:
         return None
@@ -38,7 +41,7 @@ def install(scheduler: Any, target: str | None, speed_tps: Callable[[], int]) ->
     if reason:
         refuse(Part.EVICTION, reason)
         return None
-    reason = obstacle(scheduler)
+    reason = obstacle(scheduler) if full_attention else "the model keeps no whole prompts"
     if reason:
         logger.warning("warmfleet: WARMFLEET_TTFT_TARGET_S has no effect: %s", reason)
         return None
