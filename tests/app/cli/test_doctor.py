@@ -8,6 +8,7 @@ import json
 import os
 import time
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.app.cli import answering
 from tests.app.replica import replica
 from tests.app.simulated import LIMITS, SCHEME, identity, simulated
 from tests.conftest import poll, redis7_binary, server, valkey_binary
-from tests.topology import tls_server
+from tests.topology import SLOTS, cluster, sentinels, tls_server
 
 from warmfleet.__main__ import main
 from warmfleet.cli.acl import lines, rules_of
@@ -26,7 +27,7 @@ from warmfleet.cli.doctor.finding import Finding, Report, State
 from warmfleet.cli.local.ports import free_port
 from warmfleet.cli.local.running_stack import RunningStack, announced
 from warmfleet.cli.parser import build_parser
-from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet import Flag, Fleet, Truth, WorkerState, WorkerTruth, connect
 from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS
 from warmfleet.fleet.inspection.rights import router_rights
 from warmfleet.fleet.inspection.server import Inspection
@@ -36,6 +37,7 @@ from warmfleet.settings import Settings
 from warmfleet_loadtest.engine import Engine, EngineConfig
 from warmfleet_loadtest.simulator import answers, api, exposition
 from warmfleet_loadtest.simulator.api import Served
+from warmfleet_loadtest.simulator.fleet_membership import Membership
 from warmfleet_loadtest.simulator.step_costs import PRESETS
 from warmfleet_worker.protocol import wire
 
@@ -100,12 +102,15 @@ async def applied(url: str, model: str) -> AsyncIterator[Fleet]:
 
 
 @asynccontextmanager
-async def stock(served: Served = Served(("demo",))) -> AsyncIterator[str]:  # noqa: B008  it is frozen
-    """The URL of an engine without the plugin."""
+async def stock(served: Served = Served(("demo",)), joins: str = "") -> AsyncIterator[str]:  # noqa: B008  it is frozen
+    """The URL of an engine, without the plugin unless it joins the fleet in this Redis."""
     made = Engine(EngineConfig(SCHEME, LIMITS, 1_024, PRESETS["fast"]), identity(), served)
     await made.start("127.0.0.1", 0)
+    url, model = f"http://127.0.0.1:{made.port}", served.models[0]
     try:
-        yield f"http://127.0.0.1:{made.port}"
+        if joins:
+            made.join(Membership(joins, model, served.models, "eng", url), identity().artifacts())
+        yield url
     finally:
         await made.stop()
 
@@ -201,6 +206,47 @@ async def test_a_server_that_only_reads(model: str) -> None:
     told.names(
         "role", "read-only replica, and its link to the master is down", "name the master in WARMFLEET_REDIS_URL"
     )
+
+
+LONG = pytest.mark.long(
+    minutes=1, shows="`warmfleet doctor` on broken Sentinels and a Cluster with slots that nobody owns"
+)
+
+
+@LONG
+async def test_sentinels_that_are_down_and_a_master_without_a_replica(model: str) -> None:
+    with sentinels() as watched:
+        told = await doctor(watched.url, model)
+        assert told.of("master", State.OK), told.printed
+        assert told.of("replication", State.OK), told.printed
+        watched.sentinels[0].kill()
+        watched.cut()
+        told = await doctor(watched.url, model)
+        port = watched.sentinels[0].port
+        told.names("reachable", f"127.0.0.1:{port}: no connection (connection refused)", "start Redis there")
+        told.names("nodes", f"the Sentinel 127.0.0.1:{port} does not answer", "start it, or take it out of the URL")
+        told.names("replication", "no replica follows the master", "start a replica")
+        told = await doctor(watched.url.replace("/kv", "/nobody"), model)
+        told.names("login", "no node says where the Redis master is", "compare the SERVICE at the end of the URL")
+
+
+@LONG
+async def test_a_cluster(model: str) -> None:
+    with cluster(wire.model_tag(model)) as clustered:
+        told = await doctor(clustered.url, model)
+        assert told.of("slots", State.OK), told.printed
+        assert told.of("replication", State.OK), told.printed
+        told = await doctor(f"redis://127.0.0.1:{clustered.owner.port}", model)
+        told.names("cluster", "this server is a node of a Cluster", "redis+cluster://")
+        number, other = next((at, one) for at, one in enumerate(clustered.masters) if one is not clustered.owner)
+        share = -(-SLOTS // len(clustered.masters))
+        first, last = number * share, min((number + 1) * share, SLOTS) - 1
+        for node in (*clustered.masters, clustered.replica):
+            node.client().config_set("cluster-require-full-coverage", "no")
+            node.client().cluster("DELSLOTSRANGE", first, last)
+        told = await doctor(clustered.url, model)
+        told.names("slots", f"{last - first + 1} of 16384 slots have no owner", "redis-cli --cluster fix")
+        other.kill()
 
 
 # ---------------------------------------------------------------- rights
@@ -357,6 +403,37 @@ def test_a_seed_of_the_operator_is_recognised() -> None:
     assert fleet_checks.seed_of(scheme) == "PYTHONHASHSEED=42"
 
 
+def test_every_state_that_keeps_requests_away_has_a_remedy() -> None:
+    told = {*fleet_checks.REMEDIES, WorkerState.JOINING, WorkerState.LOAD_ONLY}
+    assert set(WorkerState) - told == {WorkerState.GONE, WorkerState.PROVEN, WorkerState.APPROXIMATE}
+
+
+async def test_an_index_that_lags_differs_and_lacks_blocks(valkey_url: str, model: str) -> None:
+    async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
+        await complete(fleet)
+        (worker,) = await fleet.workers()
+    partial = replace(worker, load=replace(worker.load, flags=worker.load.flags | Flag.PARTIAL))
+    late = WorkerTruth(lag_batches=7, lag_s=31.0, cause="gap", found=3, healed=2)
+    found = {one.check: one for one in fleet_checks.index(partial, Truth(workers={"eng.0": late}))}
+    assert "7 entries of its stream wait, the oldest for 31 s" in found["lag"].detail
+    assert "whether routers run" in found["lag"].remedy
+    assert "differs from the engine's table (gap); 2 of 3 are mended" in found["digest"].detail
+    assert "lua/README.md" in found["digest"].remedy
+    assert "raise maxmemory" in found["partial"].remedy
+    (anew,) = fleet_checks.fights([worker], [replace(worker, record=worker.record | {"nonce": "other"})])
+    assert "eng.0 joined anew while this was checked" in anew.detail
+    assert "two engines have this WARMFLEET_WORKER_ID" in anew.remedy
+    assert fleet_checks.fights([worker], [worker]) == []
+    (twice,) = fleet_checks.shared_urls([worker, replace(worker, record=worker.record | {"server_id": "b"})])
+    assert "b, eng announce the same address" in twice.detail
+    (counted,) = fleet_checks.dropped(Truth(counts={"nonce": 12}))
+    assert "12 entries came from other processes" in counted.detail
+    differing = {**worker.record, "reason": "its chat_template.jinja differs from the fleet's", "cause": "differs"}
+    told = fleet_checks.worker_finding(replace(worker, state=WorkerState.LOAD_ONLY, record=differing), model)
+    assert "its chat_template.jinja differs" in told.detail
+    assert "--chat-template" in told.remedy
+
+
 # ---------------------------------------------------------------- engines
 
 
@@ -442,6 +519,16 @@ async def test_an_engine_with_a_key_and_another_model(valkey_url: str, model: st
         told.names("models", f"it serves other, but the fleet is of {model}", "--served-model-name")
         assert told.of("key", State.OK)
         assert SECRET not in told.printed
+
+
+async def test_a_key_that_routers_would_not_give(valkey_url: str, model: str) -> None:
+    async with applied(valkey_url, model) as fleet, stock(Served((model,), SECRET), valkey_url) as url:
+        await complete(fleet)
+        told = await doctor(valkey_url, model, url, worker_api_key=SECRET)
+        told.names("key", "routers give a key to no unproved worker", "set WARMFLEET_WORKER_ADDRESSES=127.0.0.1")
+        told = await doctor(valkey_url, model, url, worker_api_key=SECRET, worker_addresses=("127.0.0.1/32",))
+        assert not told.of("key", State.FAULT)
+        assert told.of("prefix caching", State.OK)
 
 
 async def test_an_engine_outside_of_the_allowed_addresses(valkey_url: str, model: str) -> None:

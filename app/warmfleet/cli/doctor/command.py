@@ -319,23 +319,25 @@ async def _engine(plan: Plan, known: Known, url: str, report: Report) -> None:
         addresses = Addresses(plan.settings.worker_addresses, plan.settings.static_workers)
         report.add(engine_checks.allowed(url, addresses, got.addresses))
         await _checked(report, "version", engine_checks.version(engine))
-        names: list[str] = []
+        tag, mine = _mine(known, url, got.addresses)
+        served = engine_checks.Served([])
 
         async def models() -> list[Finding]:
+            nonlocal served
             wanted = {tag: [n for one in workers for n in one.models] for tag, workers in known.workers.items()}
-            findings, served = await engine_checks.models(engine, wanted)
-            names.extend(served)
-            return findings
+            served = await engine_checks.served(engine, wanted)
+            by_plugin = served.with_key and any(not worker.approximate for worker in mine)
+            listed = plan.settings.lists_workers
+            return [*served.findings, *engine_checks.key_reaches(engine, wanted=by_plugin, listed=listed)]
 
         await _checked(report, "models", models())
-        tag, mine = _mine(known, url, got.addresses)
         everybody = [worker for workers in known.workers.values() for worker in workers]
         if known.workers:
             report.add([engine_checks.joined(engine, mine, everybody, list(known.workers))])
-        if names:
+        if served.names:
             worker = next((one for one in mine if one.server is not None), mine[0] if mine else None)
             rank = str(worker.record.get("rank", 0)) if worker is not None and len(mine) > 1 else ""
-            await _probe(plan, Subject(engine, names[0], known.fleets.get(tag), worker, rank), report)
+            await _probe(plan, Subject(engine, served.names[0], known.fleets.get(tag), worker, rank), report)
 
 
 def _mine(known: Known, url: str, addresses: Sequence[str]) -> tuple[str, list[WorkerView]]:

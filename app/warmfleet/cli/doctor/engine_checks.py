@@ -29,11 +29,9 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 REACH_REMEDIES = {
     "name": "correct the host, or the DNS of this machine",
     "connection": "start the engine, let it listen on more than 127.0.0.1 (--host 0.0.0.0), and open its port in"
-    " firewalls"
-    " and network policies",
-    "tls": "name the authority of the engines' certificates in WARMFLEET_WORKER_CA; the certificate must name"
-    " the host of"
-    " the URL",
+    " firewalls and network policies",
+    "tls": "name the authority of the engines' certificates in WARMFLEET_WORKER_CA; the certificate must name the"
+    " host of the URL",
 }
 LOOPBACK_HELP = "set WARMFLEET_WORKER_URL=http://ITS_HOST:PORT at that engine: 127.0.0.1 means each machine itself"
 
@@ -123,32 +121,52 @@ async def version(engine: Engine) -> Finding:
     return ok("version", f"vLLM {text}")
 
 
-async def models(engine: Engine, wanted: Mapping[str, Sequence[str]]) -> tuple[list[Finding], list[str]]:
-    """Key and served names, and these names. wanted: by model tag the names that its workers announce."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What an engine serves, as far as it told. with_key: it wants a key, and took ours."""
+
+    findings: list[Finding]
+    names: tuple[str, ...] = ()
+    with_key: bool = False
+
+
+async def served(engine: Engine, wanted: Mapping[str, Sequence[str]]) -> Served:
+    """Key and served names. wanted: by model tag the names that its workers announce."""
     bare, told = await engine.get("/v1/models", key=False)
-    findings = []
-    if bare in (401, 403):
+    with_key = bare in (401, 403)
+    if with_key:
         if not engine.key:
-            return [fault("key", f"the engine wants an API key ({bare}), and none is set here", KEY_HELP)], []
+            return Served([fault("key", f"the engine wants an API key ({bare}), and none is set here", KEY_HELP)])
         status, told = await engine.get("/v1/models")
         if status in (401, 403):
-            return [fault("key", f"the engine refuses the key of WARMFLEET_WORKER_API_KEY ({status})", KEY_HELP)], []
-        findings.append(ok("key", "the engine wants a key, and takes that of WARMFLEET_WORKER_API_KEY"))
-    else:
-        findings.append(ok("key", "the engine wants no key"))
+            return Served(
+                [fault("key", f"the engine refuses the key of WARMFLEET_WORKER_API_KEY ({status})", KEY_HELP)]
+            )
+    words = "a key, and takes that of WARMFLEET_WORKER_API_KEY" if with_key else "no key"
+    key = ok("key", f"the engine wants {words}")
     entries = told.get("data") if isinstance(told, dict) else None
-    names = [str(one.get("id")) for one in entries or () if isinstance(one, dict)]
+    names = tuple(str(one.get("id")) for one in entries or () if isinstance(one, dict))
     if not names:
         remedy = "is this URL that of an engine with OpenAI's API? Leave out /v1 and what follows"
-        return [*findings, fault("models", "/v1/models names no model", remedy)], []
-    known = {tag: {tag.partition("#")[0], *served} for tag, served in wanted.items()}
-    if known and not any(served.intersection(names) for served in known.values()):
+        return Served([key, fault("models", "/v1/models names no model", remedy)])
+    known = {tag: {tag.partition("#")[0], *more} for tag, more in wanted.items()}
+    if known and not any(more.intersection(names) for more in known.values()):
         text = f"it serves {', '.join(names[:8])}, but the fleet is of {', '.join(known)}"
         remedy = (
             "name the model by --model here and WARMFLEET_MODELS at routers, or set --served-model-name at the engine"
         )
-        return [*findings, fault("models", text, remedy)], names
-    return [*findings, ok("models", f"it serves {', '.join(names[:8])}")], names
+        return Served([key, fault("models", text, remedy)], names, with_key)
+    return Served([key, ok("models", f"it serves {', '.join(names[:8])}")], names, with_key)
+
+
+def key_reaches(engine: Engine, *, wanted: bool, listed: bool) -> list[Finding]:
+    """Whether routers would give an engine with the plugin its key. listed: WARMFLEET_WORKER_ADDRESSES is set."""
+    if not wanted or listed:
+        return []
+    text = (
+        "routers give a key to no unproved worker while WARMFLEET_WORKER_ADDRESSES is not set, so no probe can prove it"
+    )
+    return [fault("key", text, f"set WARMFLEET_WORKER_ADDRESSES={engine.host} or the engines' range at every router")]
 
 
 def same_engine(url: str, workers: Sequence[WorkerView], addresses: Sequence[str]) -> list[WorkerView]:
@@ -176,12 +194,10 @@ def joined(engine: Engine, mine: Sequence[WorkerView], others: Sequence[WorkerVi
     elsewhere = f"; {near[0].worker_id} announces {shown(near[0].url)}" if near else ""
     return fault(
         "plugin",
-        f"no worker of {', '.join(tags) or 'this fleet'} announces this URL{elsewhere}: the engine runs without"
-        " the plugin,"
-        " has joined another Redis or model, or has lost its name to another process",
+        f"no worker of {', '.join(tags) or 'this fleet'} announces this URL{elsewhere}: the engine runs without the"
+        " plugin, has joined another Redis or model, or has lost its name to another process",
         f"pip install ./worker_plugin beside vLLM, set WARMFLEET_REDIS_URL there; {JOIN_HELP}; if VLLM_PLUGINS is"
-        " set, add"
-        " `warmfleet`; where the engine announces another address, set WARMFLEET_WORKER_URL",
+        " set, add `warmfleet`; where the engine announces another address, set WARMFLEET_WORKER_URL",
     )
 
 

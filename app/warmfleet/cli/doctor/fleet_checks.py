@@ -25,8 +25,8 @@ NAMED = 8
 JOIN_HELP = "look for lines with `warmfleet:` in vLLM's log, and compare WARMFLEET_REDIS_URL and WARMFLEET_MODEL"
 #: What to do about each state that takes no requests, or not all of them.
 REMEDIES = {
-    WorkerState.SILENT: "start the engine; if it runs, read the `warmfleet:` lines of its log: its way to Redis may be"
-    " cut, or another process may have joined under its WARMFLEET_WORKER_ID",
+    WorkerState.SILENT: "start the engine; if it runs, read the `warmfleet:` lines of its log: its way to Redis may"
+    " be cut, or another process may have joined under its WARMFLEET_WORKER_ID",
     WorkerState.HOSTILE: "restart the engine; if it happens again, compare the versions of plugin and routers",
     WorkerState.DRAINING: "undo it when the engine shall serve again: warmfleet drain {worker} --model {model} --undo",
     WorkerState.EJECTED: "read the engine's log: it failed requests that other workers served",
@@ -92,8 +92,8 @@ def _nobody(fleet: Fleet) -> Finding:
     return fault(
         "workers",
         f"no engine has joined {fleet.tag}",
-        f"install the plugin beside vLLM, set WARMFLEET_REDIS_URL there to this Redis and WARMFLEET_MODEL={fleet.tag};"
-        f" {JOIN_HELP}; if VLLM_PLUGINS is set, add `warmfleet` to it",
+        "install the plugin beside vLLM, set WARMFLEET_REDIS_URL there to this Redis and"
+        f" WARMFLEET_MODEL={fleet.tag}; {JOIN_HELP}; if VLLM_PLUGINS is set, add `warmfleet` to it",
     )
 
 
@@ -139,10 +139,9 @@ def _half(worker: WorkerView) -> Finding:
     return fault(
         "halves",
         text,
-        "look for `warmfleet: server ... joined` in vLLM's log. The API server needs the plugin, too"
-        " (VLLM_PLUGINS), the"
-        " same WARMFLEET_REDIS_URL and WARMFLEET_WORKER_ID as its core, and where the log refuses a loopback address"
-        " WARMFLEET_WORKER_URL=http://THIS_HOST:PORT",
+        "look for `warmfleet: server ... joined` in vLLM's log. The API server needs the plugin, too (VLLM_PLUGINS),"
+        " the same WARMFLEET_REDIS_URL and WARMFLEET_WORKER_ID as its core, and where the log refuses a loopback"
+        " address WARMFLEET_WORKER_URL=http://THIS_HOST:PORT",
     )
 
 
@@ -234,8 +233,8 @@ def identities(workers: Sequence[WorkerView]) -> list[Finding]:
     findings = []
     if nothing:
         text = (
-            f"{_some(nothing)} announce no tokenizer and no chat template: prompts are placed by load, or an"
-            " engine is asked"
+            f"{_some(nothing)} announce no tokenizer and no chat template: prompts are placed by load, or an engine"
+            " is asked"
         )
         findings.append(note("identity", text, "see vLLM's log; models that vLLM renders without a template have none"))
     if len(groups) == 1:
@@ -313,8 +312,8 @@ def fights(before: Sequence[WorkerView], after: Sequence[WorkerView]) -> list[Fi
         fault(
             "names",
             f"{name} joined anew while this was checked",
-            "if the engine was not restarted just now: two engines have this WARMFLEET_WORKER_ID, or it crashes"
-            " in a loop",
+            "if the engine was not restarted just now: two engines have this WARMFLEET_WORKER_ID, or it crashes in a"
+            " loop",
         )
         for name in moved
     ]

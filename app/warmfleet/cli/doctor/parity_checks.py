@@ -44,11 +44,9 @@ _HITS = re.compile(rb"^vllm:prefix_cache_hits(?:_total)?\{[^}]*\} ([0-9.e+]+)$",
 RENDER = "/v1/chat/completions/render"
 MISMATCH = {
     "tokenizer": "restart the engine, so that the plugin announces the tokenizer that vLLM has loaded now; if it"
-    " stays so,"
-    " compare the tokenizer files and vLLM's --tokenizer and --tokenizer-mode",
-    "template": "restart the engine, so that the plugin announces the chat template in use; give all engines of"
-    " the model"
-    " the same --chat-template",
+    " stays so, compare the tokenizer files and vLLM's --tokenizer and --tokenizer-mode",
+    "template": "restart the engine, so that the plugin announces the chat template in use; give all engines of the"
+    " model the same --chat-template",
 }
 
 
@@ -176,8 +174,8 @@ async def probed(subject: Subject, identity: Identity | None) -> list[Finding]:
         (ours,) = await identity.token_ids(prompt.from_dict("completions", body), 1)
         if ours != ids:
             text = (
-                f"the engine computed {len(ids)} token ids for the probe, the announced tokenizer makes"
-                f" {len(ours)} others"
+                f"the engine computed {len(ids)} token ids for the probe, the announced tokenizer makes {len(ours)}"
+                " others"
             )
             findings.append(fault("token ids", text, MISMATCH["tokenizer"]))
         else:

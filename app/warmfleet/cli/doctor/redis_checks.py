@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from pathlib import Path
@@ -30,18 +31,23 @@ MIB = 2**20
 
 REMEDIES = {
     "name": "correct the host in WARMFLEET_REDIS_URL, or the DNS of this machine",
-    "connection": "start Redis there, or correct host and port in WARMFLEET_REDIS_URL; if Redis runs, look at"
-    " its `bind`"
-    " and `protected-mode`, and at firewalls and network policies between here and there",
-    "login": "put user and password of `warmfleet acl` into the URL (redis://router:PASSWORD@HOST:PORT/0); in it,"
-    " % : / @ ? # of a password are written as %XX",
+    "connection": "start Redis there, or correct host and port in WARMFLEET_REDIS_URL; if Redis runs, look at its"
+    " `bind` and `protected-mode`, and at firewalls and network policies between here and there",
+    "login": "put user and password of `warmfleet acl` into the URL (redis://router:PASSWORD@HOST:PORT/0); in it, %"
+    " : / @ ? # of a password are written as %XX",
     "tls": "set WARMFLEET_REDIS_CA to the PEM file of the authority that signed Redis' certificate, use the host"
-    " that the"
-    " certificate names, and begin the URL with rediss:// only if Redis speaks TLS on that port",
+    " that the certificate names, and begin the URL with rediss:// only if Redis speaks TLS on that port",
     "protocol": "correct host and port in WARMFLEET_REDIS_URL; a TLS port needs rediss://",
     "version": "run Redis 7.0 or newer, or Valkey",
     "slow": "find out what keeps Redis busy (SLOWLOG GET), or which firewall swallows the packets",
     "loading": "wait: Redis reads its dump",
+}
+#: Some node takes connections, and still there is no way to a master.
+NO_MASTER = {
+    "sentinel": "compare the SERVICE at the end of the URL with `sentinel monitor` of the Sentinels, and see whether"
+    " the address that they name can be reached from here",
+    "cluster": "see `redis-cli --cluster check`, and whether the addresses that the nodes name can be reached from"
+    " here",
 }
 
 
@@ -58,7 +64,8 @@ async def reachable(redis: aioredis.Redis, where: RedisAddress, url: str) -> lis
         tls = "TLS and login" if where.tls else "login"
         return [*steps, ok("login", f"{name} answers; {tls} took {1000 * seconds:.1f} ms")]
     check = trouble.kind if trouble.kind in ("login", "tls", "version") else "login"
-    return [*steps, fault(check, f"{name} {trouble.text}", REMEDIES[trouble.kind])]
+    remedy = NO_MASTER.get(where.kind) if trouble.kind == "connection" else None
+    return [*steps, fault(check, f"{name} {trouble.text}", remedy or REMEDIES[trouble.kind])]
 
 
 async def _node(host: str, port: int) -> Finding:
@@ -94,13 +101,13 @@ def _eviction(facts: ServerFacts) -> Finding:
 
 def _memory(facts: ServerFacts, capacity_blocks: int) -> Finding:
     used, limit = facts.used_bytes / MIB, facts.limit_bytes / MIB
-    needed = capacity_blocks * BYTES_PER_BLOCK / MIB
-    more = f"raise maxmemory; full caches of the known engines take about {needed:.0f} MiB of index"
+    needed = math.ceil(capacity_blocks * BYTES_PER_BLOCK / MIB)
+    more = f"raise maxmemory; full caches of the known engines take about {needed} MiB of index"
     if not facts.limit_bytes:
         return note(
             "memory",
             f"{used:.0f} MiB used, maxmemory is not set: Redis grows until its machine has no memory left",
-            f"set maxmemory; full caches of the known engines take about {needed:.0f} MiB of index",
+            f"set maxmemory; full caches of the known engines take about {needed} MiB of index",
         )
     if facts.used_share >= 1:
         text = (
@@ -112,7 +119,7 @@ def _memory(facts: ServerFacts, capacity_blocks: int) -> Finding:
         return fault("memory", text, more)
     text = f"{used:.0f} of {limit:.0f} MiB used"
     if needed > limit * SHORT_SHARE:
-        return note("memory", f"{text}, but full caches of all engines take about {needed:.0f} MiB of index", more)
+        return note("memory", f"{text}, but full caches of all engines take about {needed} MiB of index", more)
     return ok("memory", text)
 
 
@@ -135,9 +142,8 @@ async def clock(inspection: Inspection, wall: Callable[[], float]) -> Finding:
     direction = "ahead of" if ahead > 0 else "behind"
     return fault(
         "clock",
-        f"this machine's clock is {abs(ahead):.1f} s {direction} Redis': leases go by Redis' clock alone, but"
-        " client keys"
-        " expire by the replicas', certificates fail by it, and logs cannot be compared",
+        f"this machine's clock is {abs(ahead):.1f} s {direction} Redis': leases go by Redis' clock alone, but client"
+        " keys expire by the replicas', certificates fail by it, and logs cannot be compared",
         "let chrony or systemd-timesyncd set the clocks of both machines",
     )
 
@@ -153,8 +159,8 @@ async def latency(inspection: Inspection, decide_timeout_s: float) -> Finding:
         return fault(
             "latency",
             f"{told}; after {1000 * decide_timeout_s:.0f} ms a request goes by the last known fleet instead",
-            "put Redis near the routers and see what keeps it busy (SLOWLOG GET); only if it cannot be quicker, raise"
-            " WARMFLEET_DECIDE_TIMEOUT_S",
+            "put Redis near the routers and see what keeps it busy (SLOWLOG GET); only if it cannot be quicker,"
+            " raise WARMFLEET_DECIDE_TIMEOUT_S",
         )
     if median >= SLOW_S:
         return note("latency", f"{told}; every request waits for one", "put Redis near the routers")

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 10.0
 ADMIN_HELP = (
-    "name the replica's WARMFLEET_ADMIN_PORT in --router, and put its key into WARMFLEET_ADMIN_KEY"
-    " (or a file: WARMFLEET_ADMIN_KEY_FILE)"
+    "name the replica's WARMFLEET_ADMIN_PORT in --router, and put its key into WARMFLEET_ADMIN_KEY (or a file:"
+    " WARMFLEET_ADMIN_KEY_FILE)"
 )
 
 
@@ -100,8 +100,8 @@ def _settings(tag: str, told: Mapping[str, Any]) -> list[Finding]:
     findings = []
     if told.get("template") == "sandbox":
         text = (
-            f"the chat template of {tag} is not approved: it is rendered in a process of its own, at a few times"
-            " the cost"
+            f"the chat template of {tag} is not approved: it is rendered in a process of its own, at a few times the"
+            " cost"
         )
         remedy = f"read it, then approve it: warmfleet artifacts --model {tag}; warmfleet artifacts approve SHA256"
         findings.append(note("template", text, remedy))
