@@ -125,7 +125,7 @@ end
 s.constants, s.policy, s.prompt, s.seed, s.prefix_tokens = replica, policy, prompt_tokens, seed, prefix_tokens
 s.order, s.objective_s = order, objective_s
 s.turn = policy == "round_robin" and tonumber(call("HGET", counts_key, "round_robin") or 0) or 0
-local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAIN)
+local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAIN, lease_key)
 if malformed then return malformed end
 local w, why, match_seen = verified_choice(s, prefix, choose)
 local worker, flags = sub(s.rows[w], WORKER_ID_AT), unpack_from(ROW_FLAGS, s.rows[w], FLAGS_AT)

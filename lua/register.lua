@@ -1,58 +1,92 @@
 --[[
-register: registers an approximate worker (an engine without the plugin), which a router manages and health-checks.
+register: what a replica found of an approximate worker (an engine without the plugin, which the operator listed).
 
-Guarantee: the first call makes its slot and its row; each later call is its heartbeat. healthy = 0 takes it out of
-`alive` at once. A worker that comes back after that, or whose scheme changed, gets a new slot: it may have been
-restarted, so the blocks it was sent before count for nothing. A worker that joined by its own stream is never touched.
+Guarantee: the first check that passes makes its slot and its row; each later one is its heartbeat. A worker that comes
+back after a failed check, whose process started anew, or whose scheme changed, gets a new slot: the blocks it was sent
+before count for nothing. A worker that joined by its own stream is never touched. Several replicas may check one
+worker. A failed check of the replica whose check passed last takes it out of `alive` at once; one of another replica
+does so from the second on, unless a check has passed meanwhile. One that a replica lists no longer drains, and is
+deleted by `forget` when nothing runs there; a replica that still lists it ends that. A scheme stands until no replica
+has confirmed it for ttl_ms, or the replica whose check passed last changes it.
 
 KEYS: workers load alive next_slot retired
-ARGV: worker_id, record_json (an object with scheme_id, url, models), capacity_checkpoints, healthy (0/1)
-Returns: slot
+ARGV: worker_id, record_json (an object with scheme_id, url, models, and started: seconds, 0 if it is not known),
+      capacity_blocks, found (PASSED, FAILED, or LEAVING: it is no longer listed), replica (a random word),
+      since_ms (for how long this replica has found it so: 0 the first time), ttl_ms
+Returns: {slot, requests in flight, word}: UP; OUT (a check failed, or it has never passed one); LEAVING; LISTED
+      (another replica lists it); GONE (it was forgotten)
 Cost: O(log W)
 --]]
 local workers_key, load_key, alive_key, next_slot_key, retired_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local worker_id, record_json, capacity_checkpoints, healthy = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local worker_id, record_json, capacity_blocks, found = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local replica, since_ms, ttl_ms = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7])
 
-local FLAG_SERVER, FLAG_URL, FLAG_APPROXIMATE, FLAG_CLOSED = 1, 2, 16, 32
+local FLAG_SERVER, FLAG_URL, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_CLOSED = 1, 2, 8, 16, 32
 local FLAGS = FLAG_SERVER + FLAG_URL + FLAG_APPROXIMATE + FLAG_CLOSED
 local ROW_EPOCH_TO_SPEED_TPS, ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED = ">I4i4i4i4I4I2I4I4", ">I4I4I4I4I4"
+local ROW_BLOCKS, BLOCKS_AT = ">I4", 39 -- of a packed row
 local UNDER_WAY_TOKENS_AT, WORKER_ID_AT, MAX_CAPACITY = 51, 59, 4294967295 -- of a packed row
-local call = redis.call
+local call, band = redis.call, bit.band
 
-if not capacity_checkpoints or capacity_checkpoints < 1 or capacity_checkpoints > MAX_CAPACITY then
-  return redis.error_reply("BAD_ARGUMENT capacity_checkpoints must be 1 or more")
+if not capacity_blocks or capacity_blocks < 1 or capacity_blocks > MAX_CAPACITY or not since_ms or not ttl_ms then
+  return redis.error_reply("BAD_ARGUMENT capacity_blocks must be 1 or more, since_ms and ttl_ms numbers")
 end
 local readable, record = pcall(cjson.decode, record_json)
 if not readable or type(record) ~= "table" then return redis.error_reply("BAD_ARGUMENT the record is not JSON") end
-local scheme = tonumber(record.scheme_id) or 0
-local row = call("HGET", load_key, worker_id)
-local epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed = nil, 0, 0, 0, nil, FLAGS, nil, 0
+local time = call("TIME")
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local row, before = call("HGET", load_key, worker_id), nil
+local epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed, blocks = nil, 0, 0, 0, nil, FLAGS, nil, 0, 0
 if row then
   epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed = struct.unpack(ROW_EPOCH_TO_SPEED_TPS, row)
-  if bit.band(flags, FLAG_APPROXIMATE) == 0 then
+  if band(flags, FLAG_APPROXIMATE) == 0 then
     return redis.error_reply("BAD_ARGUMENT " .. worker_id .. " has a plugin and joins by its own stream")
   end
+  blocks = struct.unpack(ROW_BLOCKS, row, BLOCKS_AT)
+  before = cjson.decode(call("HGET", workers_key, worker_id) or "{}")
+elseif found ~= "PASSED" then
+  return { 0, 0, found == "LEAVING" and "GONE" or "OUT" }
+end
+before = before or {}
+-- The time of this check, for `tick`: a worker that nobody checks any more is forgotten.
+before.checked = now
+
+if found == "FAILED" then
+  local nobody_since = since_ms > 0 and (before.passed or 0) <= now - since_ms
+  if before.replica == replica or nobody_since then call("ZREM", alive_key, worker_id) end
+  call("HSET", workers_key, worker_id, cjson.encode(before))
+  return { slot, in_flight, call("ZSCORE", alive_key, worker_id) and "UP" or "OUT" }
 end
 
-if healthy ~= "1" then
-  call("ZREM", alive_key, worker_id)
-  if slot then return slot end
+-- A check passed. The record that stands is changed by one that agrees with it, or by its own replica.
+local up = row and call("ZSCORE", alive_key, worker_id)
+local scheme, confirmed = tonumber(record.scheme_id) or 0, now
+if up and scheme ~= old_scheme and before.replica ~= replica and (before.confirmed or 0) > now - ttl_ms then
+  record, scheme, confirmed = before, old_scheme, before.confirmed
 end
-if not slot or old_scheme ~= scheme or not call("ZSCORE", alive_key, worker_id) then
-  if slot and healthy == "1" then call("SADD", retired_key, slot) end
-  if not slot or healthy == "1" then slot = call("INCR", next_slot_key) end
+local started = math.max(tonumber(record.started) or 0, tonumber(before.started) or 0)
+local restarted = (tonumber(before.started) or 0) > 0 and started > before.started
+local leaving = before.leaving
+if found == "LEAVING" then
+  if since_ms > 0 and not leaving then return { slot, in_flight, "LISTED" } end
+  leaving = leaving or band(flags, FLAG_DRAINING) > 0 and "drained" or "listed"
+  flags = bit.bor(flags, FLAG_DRAINING)
+elseif leaving then
+  if leaving == "listed" then flags = flags - band(flags, FLAG_DRAINING) end
+  leaving = nil
 end
--- In the row of an approximate worker capacity_blocks is the most checkpoints that settle keeps in its mirror.
+if not slot or old_scheme ~= scheme or not up or restarted then
+  if slot then call("SADD", retired_key, slot) end
+  slot, blocks = call("INCR", next_slot_key), 0
+end
 epoch = epoch or call("INCR", next_slot_key)
 local head = struct.pack(ROW_EPOCH_TO_SPEED_TPS, epoch, prefill, decode, in_flight, slot, flags, scheme, speed)
-local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, 0, 0, 0, capacity_checkpoints, 0)
+local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, 0, 0, blocks, capacity_blocks, 0)
 local under_way = row and row:sub(UNDER_WAY_TOKENS_AT, WORKER_ID_AT - 1)
   or ("\0"):rep(WORKER_ID_AT - UNDER_WAY_TOKENS_AT)
 call("HSET", load_key, worker_id, head .. middle .. under_way .. worker_id)
-record.slot = slot
+record.slot, record.started, record.confirmed, record.leaving = slot, started, confirmed, leaving
+record.passed, record.checked, record.replica = now, now, replica
 call("HSET", workers_key, worker_id, cjson.encode(record))
-if healthy == "1" then
-  local time = call("TIME")
-  call("ZADD", alive_key, time[1] * 1000 + math.floor(time[2] / 1000), worker_id)
-end
-return slot
+call("ZADD", alive_key, now, worker_id)
+return { slot, in_flight, leaving and "LEAVING" or "UP" }

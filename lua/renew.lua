@@ -51,7 +51,7 @@ local function rebuild(id, worker, prefill, decode, stage)
   return true
 end
 
--- As settle does with a first token, but without the mirror of an approximate worker.
+-- As settle does with a first token.
 local function start(id, lease)
   local epoch, slot, prefill, decode, matched, prompt, _, length, at = struct.unpack(LEASE, lease)
   add_load(lease:sub(at, at + length - 1), epoch, -prefill, 0, 0)

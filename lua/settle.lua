@@ -4,13 +4,16 @@ settle: what became of a reservation: its first token came, or it ended.
 Guarantee: subtracts exactly what the lease still holds, once; a repeated call changes nothing. A worker that has joined
 anew (another epoch) owes nothing. If an id was never booked and its outcome is failed or cancelled, a tombstone is
 left, so that a decide that arrives later books nothing. When a request has finished, the blocks that it computed and
-the engine has not yet reported stay credited to the worker for linger_ms, as the report is on its way. A call for an
-id that was never booked gives back a few expired leases: a fleet at rest has no decide that does so. If a request
-with limits failed and no tokens are told, its client gets back those of the prompt.
+the engine has not yet reported stay credited to the worker for linger_ms, as the report is on its way. An approximate
+worker reports none: its mirror notes the prompts that it computed. A call for an id that was never booked gives back a
+few expired leases: a fleet at rest has no decide that does so. If a request with limits failed and no tokens are told,
+its client gets back those of the prompt.
 
 KEYS: load leases lease
 ARGV: prefix, id, outcome (started, finished, failed, cancelled), tombstone_ms, linger_ms, then for a client with
-      limits the tokens that it has used besides those of the prompt: those of the answer, or fewer than 0
+      limits the tokens that it has used besides those of the prompt: those of the answer, or fewer than 0 (empty: not
+      told), then for an approximate worker the blocks of the prompt that it had when the request came, if those were
+      fewer than the decision said, and how long ago it came at the earliest (ms)
 Returns: {word}: STARTED, SETTLED, UNKNOWN (never booked, or ended long ago), SAME (this call changes nothing)
 Cost: O(log leases + checkpoints); for an unknown id at most 8 leases reaped
 Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
@@ -20,8 +23,9 @@ local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
 local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 
 local LEASE, ROW_SLOT_TO_CAPACITY_BLOCKS, SLOT_AT = ">I4I4I4I4I4I4BB", ">I4I2I4I4I4I4I4I4", 17
+local ROW_BLOCKS, BLOCKS_AT, CAPACITY_BLOCKS_AT = ">I4", 39, 43 -- of a packed row
 local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING, STAGE_TOMBSTONE = 0, 1, 2, 3
-local FLAG_APPROXIMATE, MAX_REAPED, CLIENT_TOKENS = 16, 8, 6
+local FLAG_APPROXIMATE, MAX_REAPED, CLIENT_TOKENS, HELD_BLOCKS, AGE_MS = 16, 8, 6, 7, 8
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then
@@ -49,25 +53,38 @@ end
 local epoch, slot, prefill, decode, matched, prompt, stage, length, at = struct.unpack(LEASE, lease)
 if stage > STAGE_STARTED or (stage == STAGE_STARTED and outcome == "started") then return { "SAME" } end
 call("HDEL", lease_key, id)
--- Engines report blocks in order, so if the deepest checkpoint is confirmed, all blocks are. Confirmed blocks need no
--- credit, and must have none: with it decide would count a block as held even after its eviction.
-local deepest = #lease >= at + length and lease:sub(-8)
-local unreported = outcome == "finished" and deepest
-  and call("SISMEMBER", prefix .. "b:" .. deepest, string.format("%d", slot)) == 0
-local kept_stage = outcome == "started" and STAGE_STARTED or unreported and STAGE_LINGERING
-local _, row
+local worker, row = lease:sub(at, at + length - 1), nil
 if outcome == "started" then
-  _, _, row = release.add(lease:sub(at, at + length - 1), epoch, -prefill, 0, 0)
+  release.add(worker, epoch, -prefill, 0, 0)
 else
   row = release.load(lease)
   local client = release.client(id)
   if client then client.spend(tonumber(ARGV[CLIENT_TOKENS]) or outcome == "failed" and -prompt or 0) end
 end
-if row and stage == STAGE_BOOKED and (outcome == "started" or outcome == "finished") then
-  local row_slot, flags, _, _, _, _, _, capacity = struct.unpack(ROW_SLOT_TO_CAPACITY_BLOCKS, row, SLOT_AT)
-  local mirrors = row_slot == slot and bit.band(flags, FLAG_APPROXIMATE) ~= 0
-  if mirrors then (include "settle/mirror")(prefix, id, lease, capacity, time) end
+
+-- Whether the worker is approximate and has computed the prompt. Then its mirror notes it, once it is over: engines
+-- evict in the order in which requests end.
+local function mirrors()
+  if not row or outcome ~= "finished" and stage == STAGE_BOOKED then return false end
+  local row_slot, flags, _, _, _, _, blocks, capacity = struct.unpack(ROW_SLOT_TO_CAPACITY_BLOCKS, row, SLOT_AT)
+  if row_slot ~= slot or bit.band(flags, FLAG_APPROXIMATE) == 0 then return false end
+  local now_us, held = time[1] * 1000000 + time[2], tonumber(ARGV[HELD_BLOCKS])
+  local kept = (include "settle/mirror")(prefix, id, { slot = slot, blocks = blocks, capacity = capacity,
+    now_us = now_us, lacks = held and held + 1, asked_us = now_us - 1000 * (tonumber(ARGV[AGE_MS]) or 0) })
+  if kept ~= blocks then
+    local current = call("HGET", load_key, worker)
+    local packed = struct.pack(ROW_BLOCKS, kept)
+    call("HSET", load_key, worker, current:sub(1, BLOCKS_AT - 1) .. packed .. current:sub(CAPACITY_BLOCKS_AT))
+  end
+  return true
 end
+
+-- Engines report blocks in order, so if the deepest checkpoint is confirmed, all blocks are. Confirmed blocks need no
+-- credit, and must have none: with it decide would count a block as held even after its eviction.
+local deepest = #lease >= at + length and lease:sub(-8)
+local unreported = not mirrors() and outcome == "finished" and deepest
+  and call("SISMEMBER", prefix .. "b:" .. deepest, string.format("%d", slot)) == 0
+local kept_stage = outcome == "started" and STAGE_STARTED or unreported and STAGE_LINGERING
 if kept_stage then
   local head = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, kept_stage, length)
   call("HSET", lease_key, id, head .. lease:sub(at))

@@ -31,13 +31,15 @@ from warmfleet.api.listening.tls import ServerTls
 from warmfleet.api.openapi.document import documented
 from warmfleet.api.proxies import Proxies
 from warmfleet.api.service_routes import Health, ServiceRoutes
-from warmfleet.background import hung_engines, outage_checks, stock_engines, upkeep, vouching
+from warmfleet.background import hung_engines, outage_checks, upkeep, vouching
 from warmfleet.background.hung_engines import HungEngines
 from warmfleet.background.index_health import IndexHealthWatch
 from warmfleet.background.memory import MemoryWatch
 from warmfleet.background.outage_checks import OutageChecks
 from warmfleet.background.prober import Prober
-from warmfleet.background.stock_engines import StockEngines
+from warmfleet.background.stock import checks
+from warmfleet.background.stock.checks import StockEngines
+from warmfleet.background.stock.engine_list import EngineList
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.background.view_reader import ViewReader
 from warmfleet.background.vouching import Vouching
@@ -96,7 +98,8 @@ def create_app(settings: Settings) -> Doors:
     certificates = ServerTls(settings, metrics) if settings.tls_cert else None
     keys = ClientKeys(settings.client_keys_file, metrics)
     pools = Pools([_pool(tag, settings) for tag in settings.models])
-    addresses = Addresses(settings.worker_addresses, settings.static_workers)
+    engines = EngineList(settings.static_workers)
+    addresses = Addresses(settings.worker_addresses, engines.urls)
     trusted = engine_tls(settings.worker_ca)
     upstream = Upstream(addresses, CONNECT_TIMEOUT_S, metrics.retries.labels("same").inc, trusted)
     engine_client = EngineClient(addresses, CONNECT_TIMEOUT_S, trusted)
@@ -122,7 +125,8 @@ def create_app(settings: Settings) -> Doors:
             stack.push_async_callback(templates.close)
             identities = Identities(executor, Trie(settings.trie_bytes), templates)
             stack.push_async_callback(_drain, router)
-            await stack.enter_async_context(_background(pools, engine_client, identities, settings, metrics))
+            static = StockEngines(pools, engine_client, engines, addresses, settings)
+            await stack.enter_async_context(_background(pools, engine_client, static, identities, settings, metrics))
             if keys.required:
                 followed = _task("client_keys", client_keys.FOLLOW_INTERVAL_S, keys.follow, metrics)
                 stack.push_async_callback(stop, [followed])
@@ -220,7 +224,12 @@ def _pool(tag: str, settings: Settings) -> Pool:
 
 @asynccontextmanager
 async def _background(
-    pools: Pools, engine_client: EngineClient, identities: Identities, settings: Settings, metrics: Metrics
+    pools: Pools,
+    engine_client: EngineClient,
+    static: StockEngines,
+    identities: Identities,
+    settings: Settings,
+    metrics: Metrics,
 ) -> AsyncIterator[None]:
     reader = ViewReader(pools, identities, settings, metrics)
     prober = Prober(pools, engine_client, settings, metrics)
@@ -244,8 +253,7 @@ async def _background(
     rounds += [("apply", 0.0, partial(upkeep.apply, pool, metrics)) for pool in pools.all]  # a step waits by itself
     rounds += [("alarm", ALARM_GAP_S, partial(_alarm, pool, reader, prober)) for pool in pools.all]
     if settings.static_workers:
-        static = StockEngines(pools, engine_client, settings)
-        rounds.append(("health", stock_engines.HEALTH_INTERVAL_S, static.round))
+        rounds.append(("health", checks.HEALTH_INTERVAL_S, static.round))
 
     contact = asyncio.Event()
     tasks = [_task(name, seconds, call, metrics, contact) for name, seconds, call in rounds]

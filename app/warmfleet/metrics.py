@@ -161,6 +161,12 @@ class Metrics:
         """What is known of prompts before they are sent."""
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all decided requests")
         self.matched_tokens = self._counter("matched_tokens", "Prompt tokens that the chosen worker held already")
+        self.cached_predictions = self._counter(
+            "cached_predictions",
+            "Answers of engines without the plugin that told their cached tokens: as_predicted, more or fewer (then "
+            "what is known of that engine was corrected)",
+            "result",
+        )
         self.identity = self._counter(
             "identity", "Requests by how their prompt was identified: exact, engine, text, prefix, load", "kind"
         )

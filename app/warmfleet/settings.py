@@ -13,7 +13,7 @@ import os
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from warmfleet.errors import BadArgument
@@ -118,6 +118,39 @@ def engine_url(text: str) -> str:
     return url
 
 
+class EngineSource(NamedTuple):
+    """One entry of ``WARMFLEET_STATIC_WORKERS``: where engines without the plugin are found.
+
+    kind: ``url`` (where: of one engine), ``dns`` (where: a URL, and every address behind its host is an engine) or
+    ``file`` (where: the path of a file with one engine per line). cache_tokens: of each engine; 0: as it announces.
+    """
+
+    kind: Literal["url", "dns", "file"]
+    where: str
+    cache_tokens: int = 0
+
+
+def engine_source(text: str) -> EngineSource:
+    """``http://10.0.0.7:8000``, ``http+dns://vllm:8000`` or ``file:///etc/engines``, the first two perhaps with
+    ``#cache_tokens=400000``. Raises BadArgument."""
+    where, mark, fragment = text.strip().partition("#")
+    if where.startswith("file:"):
+        path = where.removeprefix("file:").removeprefix("//")
+        if mark or not path.startswith("/"):
+            raise BadArgument(f"{text!r} is not a file of engines, such as file:///etc/warmfleet/engines")
+        return EngineSource("file", path)
+    number = fragment.removeprefix("cache_tokens=")
+    if mark and (number == fragment or not number.isascii() or not number.isdigit() or not 0 < int(number) < 2**40):
+        raise BadArgument(f"{text!r}: after # stands the engine's cache, such as #cache_tokens=400000")
+    cache_tokens = int(number) if mark else 0
+    if not where.startswith("http+dns://"):
+        return EngineSource("url", engine_url(where), cache_tokens)
+    url = engine_url(where.replace("+dns", "", 1))
+    if not urlsplit(url).port:
+        raise BadArgument(f"{text!r} needs a port: http+dns://name:port")
+    return EngineSource("dns", url, cache_tokens)
+
+
 def policies(text: str) -> PerModel[str]:
     """``cost,modelA=sticky`` as a policy for each model. Raises BadArgument for an unknown name."""
     try:
@@ -183,7 +216,10 @@ class Settings:
     )
     decision_sample: float = _setting(0.01, "share of the decisions that the decision log gets, 0 to 1")
     static_workers: tuple[str, ...] = _setting(
-        (), "URLs of engines without the plugin, which the fleet knows as approximate workers"
+        (),
+        "engines without the plugin, which the fleet knows as approximate workers: URLs, `http+dns://name:port` for "
+        "every address behind a name, `file:///path` for a file with one per line, followed when it changes; "
+        "`#cache_tokens=N` after a URL tells the cache of an engine that announces none (connect.md)",
     )
     worker_api_key: str = _secret(
         "", "key for engines, in place of the client's Authorization; empty = the client's own"
@@ -331,8 +367,8 @@ class Settings:
             text = secret(name, environment) if item.metadata.get("secret") else environment.get(name)
             if text is not None:
                 values[item.name] = _cast(name, text, item.default)
-        if "static_workers" in values:
-            values["static_workers"] = tuple(map(engine_url, values["static_workers"]))
+        for entry in values.get("static_workers", ()):
+            engine_source(entry)
         return cls(**values).checked()
 
     def checked(self) -> Settings:

@@ -16,7 +16,8 @@ from tests.conftest import poll
 from warmfleet import main
 from warmfleet.api import http_connection
 from warmfleet.api.listening.server import Sockets
-from warmfleet.background import hung_engines, outage_checks, probe, stock_engines, upkeep
+from warmfleet.background import hung_engines, outage_checks, probe, upkeep
+from warmfleet.background.stock import checks
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import server
 from warmfleet.pools import degraded
@@ -41,7 +42,7 @@ CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
     "connect_timeout_s": [(main, "CONNECT_TIMEOUT_S")],
     "buffer_max_bytes": [(relay, "BUFFER_MAX_BYTES")],
     "header_timeout_s": [(http_connection, "HEADER_TIMEOUT_S")],
-    "health_interval_s": [(outage_checks, "CHECK_INTERVAL_S"), (stock_engines, "HEALTH_INTERVAL_S")],
+    "health_interval_s": [(outage_checks, "CHECK_INTERVAL_S"), (checks, "HEALTH_INTERVAL_S")],
     "probe_timeout_s": [(probe, "BLOCKS_TIMEOUT_S")],
     "redis_retry_s": [(degraded, "REDIS_RETRY_S")],
     "renew_interval_s": [(upkeep, "RENEW_INTERVAL_S")],

@@ -30,7 +30,7 @@ async def chains_left(world: World) -> list[bytes]:
 @pytest.mark.parametrize("parts_at", [0, 280])
 async def test_a_long_conversation_on_a_stock_engine_is_known_to_its_end(world: World, parts_at: int) -> None:
     await world.ticked()
-    await world.fleet.register("stock", RECORD, 20_000, True)
+    await world.fleet.register("stock", RECORD, 20_000)
     if parts_at:
         await world.done(world.ask(world.chain(400)[: 8 * 300]))
     whole = world.chain(512)
@@ -45,17 +45,17 @@ async def test_a_long_conversation_on_a_stock_engine_is_known_to_its_end(world: 
 
 async def test_kappa_is_not_charged_for_what_a_stock_engine_merely_holds(world: World) -> None:
     await world.ticked()
-    await world.fleet.register("a", RECORD, 20_000, True)
+    await world.fleet.register("a", RECORD, 20_000)
     chain = world.chain(200)
     await world.done(world.ask(chain))
-    await world.fleet.register("b", RECORD, 20_000, True)
+    await world.fleet.register("b", RECORD, 20_000)
     _, rows = await world.fleet.explain(world.ask(chain))
     assert {row.worker_id: row.cost_s for row in rows}["b"] == pytest.approx(0.32, rel=0.01)
 
 
 async def test_an_open_request_does_not_hide_what_another_was_sent(world: World) -> None:
     await world.ticked()
-    await world.fleet.register("a", RECORD, 20_000, True)
+    await world.fleet.register("a", RECORD, 20_000)
     head = world.chain(50)
     sent = world.chain(62, head=head)
     await world.done(world.ask(sent))

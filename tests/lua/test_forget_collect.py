@@ -134,11 +134,11 @@ async def test_small_slots_go_many_at_a_time(store: aioredis.Redis, fleet: Fleet
 async def test_the_mirror_of_an_approximate_worker_is_collected(store: aioredis.Redis, fleet: Fleet) -> None:
     keys = fleet.keys
     await store.sadd(keys.retired, 7)
-    await store.zadd(f"{keys.prefix}lru:7", {block(1): 1, block(2): 2, block(3): 3})
+    await store.zadd(f"{keys.prefix}lru:7", {block(1): 1, block(2): 2, b"outdated up to here": 2.5, block(3): 3})
     await store.hset(keys.speculative(block(1)), mapping={"7": 1, "8": 1})
     await store.hset(keys.speculative(block(2)), "7", "2")
     await collected(fleet)
     assert await store.hgetall(keys.speculative(block(1))) == {b"8": b"1"}
     assert await store.hgetall(keys.speculative(block(2))) == {b"7": b"1"}
-    assert not await store.exists(keys.speculative(block(3)))
+    assert not await store.exists(keys.speculative(block(3)), f"{keys.prefix}x:outdated up to here")
     assert not await store.exists(f"{keys.prefix}lru:7")

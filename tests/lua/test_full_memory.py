@@ -92,7 +92,7 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
         "prove": lambda: fleet.prove("s.0", "n1", "proven", ""),
         "vouch": lambda: fleet.vouch("w1.0", "n1"),
         "eject": lambda: fleet.eject("w1.0", good=False),
-        "register": lambda: fleet.register("plain", {"scheme_id": 1}, 10, healthy=True),
+        "register": lambda: fleet.register("plain", {"scheme_id": 1}, 10),
         "lag": lambda: fleet.truth([]),
         "audit": lambda: fleet.audit(3600),
     }

@@ -11,7 +11,7 @@ import pytest
 from tests.lua.world import READY, SCHEME, World
 
 from warmfleet.errors import BadArgument, NoWorker
-from warmfleet.fleet import RENEW_AT_ONCE, Flag, LoadRow, Renewal, Stage
+from warmfleet.fleet import RENEW_AT_ONCE, Check, Flag, LoadRow, Renewal, Stage
 
 RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
 
@@ -112,7 +112,8 @@ async def row_of(world: World, name: str) -> LoadRow:
 
 async def test_a_registered_worker_is_routable_and_a_repeat_is_its_heartbeat(world: World) -> None:
     await world.ticked()
-    slot = await world.fleet.register("stock", RECORD, 50, True)
+    slot, in_flight, word = await world.fleet.register("stock", RECORD, 50)
+    assert (in_flight, word) == (0, "UP")
     row = await row_of(world, "stock")
     assert row == LoadRow(
         epoch=slot + 1, slot=slot, scheme=SCHEME, capacity_blocks=50,
@@ -121,42 +122,123 @@ async def test_a_registered_worker_is_routable_and_a_repeat_is_its_heartbeat(wor
     ask = world.ask(world.chain(4))
     assert (await world.fleet.decide(ask)).worker_id == "stock"
     await world.store.zadd(world.keys.alive, {"stock": 1_000})
-    assert await world.fleet.register("stock", RECORD, 60, True) == slot
+    assert await world.fleet.register("stock", RECORD, 60) == (slot, 1, "UP")
     assert cast("float", await world.store.zscore(world.keys.alive, "stock")) > 1_000
     row = await row_of(world, "stock")
     assert (row.in_flight, row.capacity_blocks) == (1, 60)
     (view,) = await world.fleet.workers()
     assert (view.url, view.models, view.routable, view.proof) == (RECORD["url"], ["m"], True, "approximate")
+    await world.fleet.settle(ask.reservation, "finished")
+    await world.fleet.register("stock", RECORD, 60)
+    assert (await row_of(world, "stock")).blocks == 4, "a heartbeat keeps what the mirror counts"
 
 
 async def test_an_unhealthy_worker_is_out_at_once_and_returns_with_a_new_slot(world: World) -> None:
     await world.ticked()
-    slot = await world.fleet.register("stock", RECORD, 50, True)
-    assert await world.fleet.register("stock", RECORD, 50, False) == slot
+    assert await world.fleet.register("stock", RECORD, 50, Check("FAILED")) == (0, 0, "OUT"), "it never passed"
+    slot = (await world.fleet.register("stock", RECORD, 50)).slot
+    await world.done(world.ask(world.chain(4)))
+    assert await world.fleet.register("stock", RECORD, 50, Check("FAILED")) == (slot, 0, "OUT")
     with pytest.raises(NoWorker):
         await world.fleet.decide(world.ask(world.chain(4)))
-    back = await world.fleet.register("stock", RECORD, 50, True)
+    back = (await world.fleet.register("stock", RECORD, 50)).slot
     assert back != slot
     assert await cast("Any", world.store.smembers(world.keys.retired)) == {b"%d" % slot}
     assert (await world.fleet.decide(world.ask(world.chain(4)))).worker_id == "stock"
+    assert (await row_of(world, "stock")).blocks == 0
 
 
 async def test_another_scheme_is_another_slot(world: World) -> None:
-    slot = await world.fleet.register("stock", RECORD, 50, True)
-    other = await world.fleet.register("stock", RECORD | {"scheme_id": 8}, 50, True)
-    assert other != slot
+    slot = (await world.fleet.register("stock", RECORD, 50)).slot
+    other = await world.fleet.register("stock", RECORD | {"scheme_id": 8}, 50)
+    assert other.slot != slot
     assert (await row_of(world, "stock")).scheme == 8
+
+
+async def test_a_process_that_started_anew_is_another_slot(world: World) -> None:
+    slot = (await world.fleet.register("stock", RECORD, 50)).slot
+    for started, same in ((1_763_000_001, True), (1_763_000_001, True), (0, True), (1_763_000_002, False)):
+        found = (await world.fleet.register("stock", RECORD | {"started": started}, 50)).slot
+        assert (found == slot) is same, "known late, and once not read, is no restart"
+        slot = found
+    late = await world.fleet.register("stock", RECORD | {"started": 1_763_000_001}, 50)
+    assert late.slot == slot, "a check of another replica that began before the restart"
+    assert (await world.fleet.register("stock", RECORD | {"started": 1_763_000_002}, 50)).slot == slot
+
+
+# Several replicas check one engine: A and B.
+
+
+async def test_a_replica_that_does_not_reach_it_does_not_take_it_from_the_others(world: World) -> None:
+    slot = (await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A"))).slot
+    for since_s in (0.0, 60.0, 65.0):
+        await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A"))
+        assert await world.fleet.register("stock", RECORD, 50, Check("FAILED", "B", since_s)) == (slot, 0, "UP")
+
+
+async def test_a_replica_takes_it_out_if_no_check_has_passed_since_its_own_failed(world: World) -> None:
+    await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A"))
+    assert (await world.fleet.register("stock", RECORD, 50, Check("FAILED", "B"))).word == "UP"
+    await asyncio.sleep(0.02)  # by the clock of Redis
+    assert (await world.fleet.register("stock", RECORD, 50, Check("FAILED", "B", 0.01))).word == "OUT"
+
+
+async def test_replicas_that_hash_otherwise_do_not_take_its_slot_in_turn(world: World) -> None:
+    """One replica has WARMFLEET_TOKENIZER and the other has not: the scheme that stands stays while it is confirmed."""
+    other = RECORD | {"scheme_id": 8}
+    slot = (await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A"))).slot
+    assert (await world.fleet.register("stock", other, 50, Check("PASSED", "B"))).slot == slot
+    assert (await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A"))).slot == slot
+    record = json.loads(await cast("Any", world.store.hget(world.keys.workers, "stock")))
+    assert record["scheme_id"] == SCHEME
+    record["confirmed"] -= 20_000  # A is gone
+    await cast("Any", world.store.hset(world.keys.workers, "stock", json.dumps(record)))
+    await world.fleet.register("stock", other, 50, Check("PASSED", "C"))
+    await world.fleet.register("stock", other, 50, Check("PASSED", "B"))
+    assert (await row_of(world, "stock")).scheme == 8
+
+
+async def test_one_that_is_listed_no_longer_drains_and_then_goes(world: World) -> None:
+    await world.ticked()
+    slot = (await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A"))).slot
+    ask = world.ask(world.chain(4))
+    await world.fleet.decide(ask)
+    assert await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A")) == (slot, 1, "LEAVING")
+    with pytest.raises(NoWorker):
+        await world.fleet.decide(world.ask(world.chain(4)))
+    await world.fleet.settle(ask.reservation, "finished")
+    assert await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A", 5.0)) == (slot, 0, "LEAVING")
+    assert await world.fleet.forget("stock")
+    assert await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A", 9.0)) == (0, 0, "GONE")
+    assert await world.fleet.workers() == []
+
+
+async def test_one_that_another_replica_lists_stays(world: World) -> None:
+    await world.ticked()
+    await world.fleet.register("stock", RECORD, 50, Check("PASSED", "B"))
+    await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A"))
+    assert (await world.fleet.register("stock", RECORD, 50, Check("PASSED", "B"))).word == "UP"
+    assert (await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A", 5.0))).word == "LISTED"
+    assert (await world.fleet.decide(world.ask(world.chain(4)))).worker_id == "stock"
+
+
+async def test_leaving_does_not_end_what_the_operator_drains(world: World) -> None:
+    await world.fleet.register("stock", RECORD, 50)
+    assert await world.fleet.drain("stock", draining=True)
+    await world.fleet.register("stock", RECORD, 50, Check("LEAVING"))
+    await world.fleet.register("stock", RECORD, 50)
+    assert (await row_of(world, "stock")).flags & Flag.DRAINING
 
 
 async def test_what_register_refuses(world: World) -> None:
     await world.workers(1)
     before = await world.row(1)
     with pytest.raises(BadArgument):
-        await world.fleet.register("w1.0", RECORD, 50, True)  # it joined by its own stream
+        await world.fleet.register("w1.0", RECORD, 50)  # it joined by its own stream
     with pytest.raises(BadArgument):
-        await world.fleet.register("stock", RECORD, 0, True)
+        await world.fleet.register("stock", RECORD, 0)
     with pytest.raises(BadArgument):
-        await world.fleet.run("register", "stock", "not json", 5, 1)
+        await world.fleet.run("register", "stock", "not json", 5, "PASSED", "A", 0, 15_000)
     assert await world.row(1) == before
 
 

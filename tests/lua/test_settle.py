@@ -1,4 +1,4 @@
-"""settle: gives back exactly the booked load, once, in any order; mirrors the prompts of approximate workers."""
+"""settle: gives back exactly the booked load, once, in any order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.conftest import PATIENT
-from tests.lua.world import BLOCK, SCHEME, World
+from tests.lua.world import World
 
 from warmfleet.errors import BadArgument
 from warmfleet.fleet import Ask, Fleet, Spans, Stage
@@ -140,62 +140,3 @@ async def test_what_settle_refuses(world: World) -> None:
         await world.fleet.settle("wf-1", cast("Any", "gone"))
     with pytest.raises(BadArgument):
         await world.fleet.settle("", "failed")
-
-
-# ---------------------------------------------------------------- approximate workers
-
-
-async def approximate(world: World, capacity: int) -> int:
-    await world.ticked()
-    record = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
-    return await world.fleet.register("stock", record, capacity, True)
-
-
-async def mirror(world: World, slot: int) -> list[bytes]:
-    return cast("list[bytes]", await world.store.zrange(f"{world.keys.prefix}lru:{slot}", 0, -1))
-
-
-async def test_an_approximate_worker_keeps_what_it_was_sent(world: World) -> None:
-    slot = await approximate(world, 100)
-    chain = world.chain(40)
-    ask = world.ask(chain)
-    decision = await world.fleet.decide(ask)
-    assert (decision.worker_id, decision.server_id, decision.approximate) == ("stock", "stock", True)
-    assert decision.url == "http://10.9.9.9:8000"
-    await world.fleet.settle(ask.reservation, "started")
-    grid = [1, 16, 32, 40]
-    assert set(await mirror(world, slot)) == {chain[8 * block - 8 : 8 * block] for block in grid}
-    await world.fleet.settle(ask.reservation, "failed")  # gives its own counts back; the mirror has one of each
-    assert all(counts == {slot: 1} for counts in (await world.speculation()).values())
-    again = await world.fleet.decide(world.ask(world.chain(60, head=chain)))
-    assert (again.matched_tokens, again.speculative) == (40 * BLOCK, False), "held, as far as anybody knows"
-
-
-async def test_a_mirror_knows_where_conversations_part(world: World) -> None:
-    await approximate(world, 100)
-    head = world.chain(70)
-    turns = [world.chain(120, head=head), world.chain(110, head=head)]
-    for turn in turns:
-        await world.done(world.ask(turn))
-    assert await world.leases() == {}
-    for turn in turns:
-        decision = await world.fleet.decide(world.ask(world.chain(150, head=turn)))
-        assert decision.matched_tokens == len(turn) // 8 * BLOCK
-
-
-async def test_the_mirror_keeps_its_bound_and_gives_up_the_oldest_and_deepest(world: World) -> None:
-    slot = await approximate(world, 10)
-    made = (1, 16, 32, 64, 70)
-    chains = [world.chain(70) for _ in range(3)]
-    for chain in chains:
-        await world.done(world.ask(chain))
-    kept = await mirror(world, slot)
-    assert len(kept) == 10
-    assert set(kept) == {chain[8 * at - 8 : 8 * at] for chain in chains[1:] for at in made}
-    ask = world.ask(world.chain(2))  # two checkpoints: the two deepest of the oldest go
-    await world.fleet.decide(ask)
-    await world.fleet.settle(ask.reservation, "finished")
-    gone = {chains[1][8 * at - 8 : 8 * at] for at in (64, 70)}
-    assert gone.isdisjoint(await mirror(world, slot))
-    assert len(await mirror(world, slot)) == 10
-    assert set(await world.speculation()) == set(await mirror(world, slot))

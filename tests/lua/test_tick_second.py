@@ -11,7 +11,7 @@ import pytest
 from tests.lua.stream import Core, blocks
 from tests.lua.ticking import EVERY, now_ms, slow_tick, ticking, worker
 
-from warmfleet.fleet import Flag, Fleet
+from warmfleet.fleet import Check, Flag, Fleet
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
@@ -148,10 +148,15 @@ async def test_a_stream_that_nobody_can_write_to_any_more_keeps_nobody(store: ai
     assert not await store.exists(core.stream)
 
 
-async def test_an_approximate_worker_that_its_router_calls_unhealthy_stays(store: aioredis.Redis, fleet: Fleet) -> None:
-    await fleet.register("ap", {"scheme_id": 1, "url": "http://x", "models": ["m"]}, 100, healthy=True)
-    await store.zrem(fleet.keys.alive, "ap")
-    assert (await slow_tick(fleet)).forget == ()
+async def test_an_approximate_worker_stays_while_a_replica_checks_it(store: aioredis.Redis, fleet: Fleet) -> None:
+    record = {"scheme_id": 1, "url": "http://x", "models": ["m"]}
+    await fleet.register("ap", record, 100)
+    await fleet.register("ap", record, 100, Check("FAILED"))
+    assert (await slow_tick(fleet)).forget == (), "it is checked, and may come back"
+    known = json.loads(await cast("Any", store.hget(fleet.keys.workers, "ap")))
+    await store.hset(fleet.keys.workers, "ap", json.dumps(known | {"checked": now_ms() - 3_600_000}))
+    assert (await slow_tick(fleet)).forget == ("ap",), "no replica lists it any more"
+    await fleet.register("ap", record, 100)
     await store.zadd(fleet.keys.alive, {"ap": now_ms() - 3_600_000})
     assert (await slow_tick(fleet)).forget == ("ap",)
 

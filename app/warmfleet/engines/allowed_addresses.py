@@ -23,18 +23,22 @@ METADATA = frozenset(
 
 
 class Addresses:
-    """The ranges of ``WARMFLEET_WORKER_ADDRESSES``, and the hosts of ``named_urls``, which are always allowed."""
+    """The ranges of ``WARMFLEET_WORKER_ADDRESSES``, and the hosts that the operator named, which are always allowed."""
 
-    def __init__(self, ranges: Sequence[str], named_urls: Sequence[str] = ()) -> None:
+    def __init__(self, ranges: Sequence[str], named_urls: Iterable[str] = ()) -> None:
         self._ranges: list[Network] = [ipaddress.ip_network(text, strict=False) for text in ranges]
-        self._named = {(urlsplit(url).hostname or "").lower() for url in named_urls}
+        self.name(named_urls)
+
+    def name(self, urls: Iterable[str]) -> None:
+        """The hosts of these URLs, and no others, are named by the operator from now on."""
+        self._named = {(urlsplit(url).hostname or "").lower() for url in urls}
 
     def named(self, host: str) -> bool:
-        """Whether the settings name this host."""
+        """Whether the operator named this host."""
         return host.lower() in self._named
 
     def allows(self, host: str) -> bool:
-        """Whether the settings name this host, or it is an address in a range. Raises ValueError for other names."""
+        """Whether the operator named this host, or it is an address in a range. Raises ValueError for other names."""
         if self.named(host):
             return True
         address = ipaddress.ip_address(host)

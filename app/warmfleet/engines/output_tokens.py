@@ -6,6 +6,8 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from warmfleet.engines.followed_stream import Sink
 
 _TOLD = re.compile(rb'"(?:completion|output)_tokens" ?: ?(\d{1,9})')  # in a text of the answer, \" is not "
@@ -41,12 +43,14 @@ class OutputTokens:
 
     def counted(self, client: Sink) -> Sink:
         """``client``, with every piece that it gets seen here first."""
-        return _Counted(self, client)
+        return Watched(self.see, client)
 
 
-class _Counted:
-    def __init__(self, output: OutputTokens, client: Sink) -> None:
-        self._see = output.see
+class Watched:
+    """A client whose pieces of an answer are shown to ``see`` first."""
+
+    def __init__(self, see: Callable[[bytes], None], client: Sink) -> None:
+        self._see = see
         self._client = client
 
     def pass_on(self, data: bytes) -> bool:

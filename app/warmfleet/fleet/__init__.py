@@ -22,11 +22,12 @@ from warmfleet.fleet.reservations import (
     Renewal,
     Reservations,
     Seen,
+    Shortfall,
     new_reservation,
 )
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
-from warmfleet.fleet.views import Memory, Views, WorkerView
+from warmfleet.fleet.views import Check, Memory, Registered, Views, WorkerView
 from warmfleet.fleet.worker.state import WorkerState
 
 
@@ -48,6 +49,7 @@ __all__ = [
     "Ask",
     "Audited",
     "Candidate",
+    "Check",
     "ClientLimits",
     "ClientUse",
     "Decision",
@@ -61,9 +63,11 @@ __all__ = [
     "Queue",
     "QueueLimits",
     "Queued",
+    "Registered",
     "Renewal",
     "Reservations",
     "Seen",
+    "Shortfall",
     "Spans",
     "Stage",
     "Standing",

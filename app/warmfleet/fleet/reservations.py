@@ -188,6 +188,16 @@ class Candidate:
     cost_s: float
 
 
+class Shortfall(NamedTuple):
+    """An approximate worker had fewer blocks of a prompt than the decision said.
+
+    held_blocks: that it had when the prompt came; age_s: how long ago that was at the earliest.
+    """
+
+    held_blocks: int
+    age_s: float
+
+
 class Renewal(NamedTuple):
     """A reservation that is still open. prefill_tokens: still booked for it, 0 after its first token."""
 
@@ -259,24 +269,36 @@ class Reservations(ScriptClient):
             use,
         )
 
-    async def settle(self, reservation: str, outcome: Outcome, tokens: int = 0) -> str:
+    async def settle(
+        self, reservation: str, outcome: Outcome, tokens: int = 0, shortfall: Shortfall | None = None
+    ) -> str:
         """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. It is safe to repeat.
 
-        tokens: count as used by a client with limits, besides the prompt. Raises FleetUnavailable.
+        tokens: count as used by a client with limits, besides the prompt. shortfall: its worker's mirror is corrected.
+        Raises FleetUnavailable.
         """
-        command = self.settle_command(reservation, outcome, tokens)
+        command = self.settle_command(reservation, outcome, tokens, shortfall)
         answer = await self.call("settle", command, self.timeouts.upkeep_s)
         return str(answer[0].decode())
 
-    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, tokens: int = 0) -> None:
+    def tell(
+        self,
+        reservation: str,
+        outcome: Outcome,
+        on_answer: OnAnswer,
+        tokens: int = 0,
+        shortfall: Shortfall | None = None,
+    ) -> None:
         """``settle`` without waiting: Redis takes it before every call of this client that is made later.
 
         It goes to Redis with the next of these, or after two milliseconds.
         """
-        command = self.settle_command(reservation, outcome, tokens)
+        command = self.settle_command(reservation, outcome, tokens, shortfall)
         self.send("settle", command, self.timeouts.upkeep_s, on_answer, patient=True)
 
-    def settle_command(self, reservation: str, outcome: Outcome, tokens: int = 0) -> bytes:
+    def settle_command(
+        self, reservation: str, outcome: Outcome, tokens: int = 0, shortfall: Shortfall | None = None
+    ) -> bytes:
         """The packed call of settle. tokens: matter only to a client with limits; without any none are sent."""
         spans = self.spans
         if self._outcomes_spans is not spans:
@@ -285,10 +307,13 @@ class Reservations(ScriptClient):
         if rest is None:
             packed_rest = (pack_text(outcome), pack_int(spans.tombstone_ms), pack_int(spans.linger_ms))
             rest = self._outcomes[outcome] = b"".join(packed_rest)
-        if tokens:
-            head = self._settle.head(len(SCRIPT_ARGS["settle"]) + 1) + self._packed_prefix
-            return head + pack_text(reservation) + rest + pack_int(tokens)
-        return self._settle_head + pack_text(reservation) + rest
+        if not tokens and shortfall is None:
+            return self._settle_head + pack_text(reservation) + rest
+        more = [pack_int(tokens) if tokens else NOTHING]
+        if shortfall is not None:
+            more += [pack_int(shortfall.held_blocks), pack_int(round(1_000 * shortfall.age_s))]
+        head = self._settle.head(len(SCRIPT_ARGS["settle"]) + len(more)) + self._packed_prefix
+        return b"".join((head, pack_text(reservation), rest, *more))
 
     async def reap(self) -> int:
         """Give back expired leases, at most REAP_AT_ONCE; returns how many had expired.

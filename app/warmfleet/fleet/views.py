@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from warmfleet.errors import BadRequest, NotFound
 from warmfleet.fleet.client import ScriptClient, redis_errors
@@ -13,7 +13,7 @@ from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.worker.records import Records
 from warmfleet.fleet.worker.state import WorkerState, heard, proof_of, state_of
 from warmfleet.protocol import artifacts
-from warmfleet.protocol.wire import WireError
+from warmfleet.protocol.wire import WORKER_TTL_SECONDS, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
@@ -29,6 +29,32 @@ PROBE_EXPIRES_S = 120  # a probe lasts 40 s at most
 Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
 Vouched = Literal["VOUCHED", "RENEWED", "REFUSED"]
 Verdict = Literal["EJECTED", "READMITTED", "REFUSED", "SAME"]
+Registration = Literal["UP", "OUT", "LEAVING", "LISTED", "GONE"]
+
+
+class Check(NamedTuple):
+    """What a replica found of an engine without the plugin. replica: a random word of its own.
+
+    found: ``LEAVING`` if the check passed, but the replica lists the engine no longer. since_s: for how long this
+    replica has found it so, 0 the first time.
+    """
+
+    found: Literal["PASSED", "FAILED", "LEAVING"]
+    replica: str = ""
+    since_s: float = 0.0
+
+
+PASSED = Check("PASSED")
+
+
+class Registered(NamedTuple):
+    """What is registered of such an engine after a check; the words are those of lua/register.lua."""
+
+    slot: int
+    in_flight: int
+    word: Registration
+
+
 EJECTED_S = 5.0, 300.0  # how long a worker is out the first time; doubled each time, and never longer than the second
 
 
@@ -256,16 +282,24 @@ class Views(ScriptClient):
         )
         return cast("Proved", answer.decode())
 
-    async def register(self, worker_id: str, record: dict[str, Any], capacity_checkpoints: int, healthy: bool) -> int:
-        """Register an approximate worker, or keep it alive; returns its slot. record: scheme_id, url, models, ..."""
-        slot = await self.keep(
+    async def register(
+        self, worker_id: str, record: dict[str, Any], capacity_blocks: int, check: Check = PASSED
+    ) -> Registered:
+        """Tell what a check of an approximate worker found. record: scheme_id, url, models, started, ...
+
+        Raises FleetUnavailable.
+        """
+        slot, in_flight, word = await self.keep(
             "register",
             worker_id=worker_id,
             record_json=json.dumps(record, separators=(",", ":")),
-            capacity_checkpoints=capacity_checkpoints,
-            healthy=int(healthy),
+            capacity_blocks=capacity_blocks,
+            found=check.found,
+            replica=check.replica,
+            since_ms=round(1000 * check.since_s),
+            ttl_ms=round(1000 * WORKER_TTL_SECONDS),
         )
-        return int(slot)
+        return Registered(slot, in_flight, cast("Registration", word.decode()))
 
     async def vouch(self, worker_id: str, nonce: str) -> Vouched:
         """This worker's engine answers over HTTP, though its heartbeats are missing: it stays routable for a TTL.

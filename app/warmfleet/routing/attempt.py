@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.engines.output_tokens import OutputTokens
+    from warmfleet.engines.told_usage import AnswerTail
     from warmfleet.errors import WarmfleetError
-    from warmfleet.fleet import Decision
+    from warmfleet.fleet import Decision, Shortfall
     from warmfleet.metrics import Counter, Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Job
@@ -87,14 +88,16 @@ class Attempts:
         never = (*prompt.unable_workers, *failed_workers) if failed_workers else prompt.unable_workers
         return Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing)
 
-    def tell(self, pool: Pool, reservation: str, outcome: Outcome, tokens: int = 0) -> None:
+    def tell(
+        self, pool: Pool, reservation: str, outcome: Outcome, tokens: int = 0, shortfall: Shortfall | None = None
+    ) -> None:
         """Tell Redis an outcome, and wait for nothing. An outcome that it does not take is told by a background round,
-        without the tokens.
+        without the tokens and the shortfall.
 
         Redis takes it before every decision that is asked for later, because all go over one connection.
         """
         self._telling += 1
-        pool.fleet.tell(reservation, outcome, partial(self._told, pool, reservation, outcome), tokens)
+        pool.fleet.tell(reservation, outcome, partial(self._told, pool, reservation, outcome), tokens, shortfall)
 
     def _told(
         self, pool: Pool, reservation: str, outcome: Outcome, _answer: object, error: WarmfleetError | None
@@ -130,11 +133,12 @@ class Attempt:
     are other workers that failed a request a moment ago, which the last decision passed over. ``explanation`` explains
     the decision as JSON; empty if the client asked for none. ``on_first_byte`` is called before the client is answered;
     None unless two attempts race. ``output`` counts the tokens of the answer, for a client with limits only.
+    ``tail``: the end of an approximate worker's answer, and ``shortfall`` what that says it lacked of the prompt.
     """
 
     __slots__ = (
         "_attempts", "_avoids_failing", "_before", "avoided", "decision", "explanation", "never", "on_first_byte",
-        "output", "pool", "reservation", "state",
+        "output", "pool", "reservation", "shortfall", "state", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -157,6 +161,8 @@ class Attempt:
         self.explanation = b""
         self.on_first_byte: Callable[[Attempt], None] | None = None
         self.output: OutputTokens | None = None
+        self.tail: AnswerTail | None = None
+        self.shortfall: Shortfall | None = None
 
     # ------------------------------------------------ what becomes of it
 
@@ -276,4 +282,4 @@ class Attempt:
             tokens = 0 if self.output is None else self.output.count
             if outcome == "failed" and self.decision is not None and self.decision.use is not None:
                 tokens = -self.decision.prompt_tokens  # a client with limits pays nothing for a failure
-            self._attempts.tell(pool, reservation, outcome, tokens)
+            self._attempts.tell(pool, reservation, outcome, tokens, self.shortfall)

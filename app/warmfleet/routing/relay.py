@@ -11,7 +11,10 @@ import orjson
 
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.engines.output_tokens import OutputTokens
+from warmfleet.engines.told_usage import AnswerTail
 from warmfleet.errors import EngineTimeout, Stopping, UpstreamError, UpstreamGone
+from warmfleet.fleet import Shortfall
+from warmfleet.pools.cache_reports import CacheReports
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
 
@@ -45,6 +48,7 @@ class Relay:
         self._metrics = metrics
         self._requests, self._waits = cache(metrics.requests.labels), cache(metrics.first_byte_seconds.labels)
         self._answer_headers = settings.answer_headers
+        self._cache_reports = CacheReports(metrics)
         self._handoff = Handoff(metrics, enabled=settings.token_handoff)
 
     async def forward(
@@ -69,7 +73,10 @@ class Relay:
             if response.status in tried_elsewhere:
                 begun = response.status in (500, 504)
                 raise UpstreamGone(f"The worker answered {response.status}.", refused=not begun, answered=True)
-            return await self._relay(job, attempt, decision, response, answer)
+            ended = await self._relay(job, attempt, decision, response, answer)
+            if attempt.tail is not None:
+                attempt.shortfall = self._shortfall(job, decision, attempt.tail)
+            return ended
         finally:
             response.close()  # gives up what has not come: the engine stops its work at once
 
@@ -97,7 +104,7 @@ class Relay:
         else:
             piece, whole = await _read(response)
         _check(job, response, piece, streams=streams)
-        self._first_byte(job, attempt, decision, response.status, streams=not whole)
+        self._first_byte(job, attempt, decision, response.status, piece if whole else None)
         headers = [field for field in response.headers if field[0] in PASSED_BACK]
         headers += answer_headers(job.call.request_id, attempt, decision, self._answer_headers)
         if job.call.limits is not None:
@@ -113,7 +120,7 @@ class Relay:
                 able = job.pool.view.handoff.get(decision.worker_id)
                 followed = job.continuable.follow(client, able.identity_key if able else "")
             try:
-                await _stream(response, _counted(attempt, followed or client), piece)
+                await _stream(response, _watched(attempt, followed or client), piece)
             except UpstreamError as error:
                 if not isinstance(error, EngineTimeout):
                     job.pool.outliers.failed(decision)
@@ -133,6 +140,14 @@ class Relay:
                     followed.close()
         return "finished" if response.status < 400 else "failed"
 
+    def _shortfall(self, job: Job, decision: Decision, tail: AnswerTail) -> Shortfall | None:
+        """What an approximate worker lacked of the prompt, by its answer; None if it lacked nothing that is known."""
+        # Engines compute a prompt anew, whatever they hold, if its log-probabilities are asked for.
+        if job.request.text_only or b'"prompt_logprobs"' in job.body:
+            return None
+        held = self._cache_reports.held_blocks(job.pool.view, job.prompt, decision, tail.usage())
+        return None if held is None else Shortfall(held, time.perf_counter() - job.call.received_at)
+
     async def go_on(self, job: Job, attempt: Attempt, decision: Decision, continued: ContinuedStream) -> Ended:
         """Let the chosen worker continue a stream whose first part the client has. Raises UpstreamError if it fails."""
         response = self._start(job, attempt, decision, job.body)
@@ -144,7 +159,7 @@ class Relay:
             attempt.prefill_done()
             if job.call.limits is not None:
                 attempt.output = OutputTokens()
-            await _stream(response, _counted(attempt, continued), piece)
+            await _stream(response, _watched(attempt, continued), piece)
         except UpstreamGone as error:
             if not error.answered:  # a refusal of what it was sent is no fault of the worker
                 job.pool.outliers.failed(decision)
@@ -153,8 +168,12 @@ class Relay:
             response.close()
         return "finished"
 
-    def _first_byte(self, job: Job, attempt: Attempt, decision: Decision, status: int, *, streams: bool) -> None:
-        """The first byte of an answer came. streams: more will come, so that the first token is now."""
+    def _first_byte(self, job: Job, attempt: Attempt, decision: Decision, status: int, whole: bytes | None) -> None:
+        """The first byte of an answer came. whole: the answer; None if more will come, so that the first token is
+        now."""
+        streams = whole is None
+        if decision.approximate and status == 200:
+            attempt.tail = AnswerTail(whole or b"")
         if attempt.on_first_byte is not None:
             attempt.on_first_byte(attempt)
         pool, waited_s = job.pool, time.perf_counter() - job.call.received_at
@@ -234,8 +253,11 @@ async def _read(response: EngineResponse) -> tuple[bytes, bool]:
     return b"".join(pieces), response.at_eof
 
 
-def _counted(attempt: Attempt, client: Sink) -> Sink:
-    return client if attempt.output is None else attempt.output.counted(client)
+def _watched(attempt: Attempt, client: Sink) -> Sink:
+    """``client``, whose pieces are seen first by whatever reads the answer on its way. Most answers nothing reads."""
+    if attempt.output is not None:
+        client = attempt.output.counted(client)
+    return client if attempt.tail is None else attempt.tail.watching(client)
 
 
 async def _stream(response: EngineResponse, client: Sink, piece: bytes) -> None:

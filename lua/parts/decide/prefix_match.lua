@@ -6,7 +6,8 @@ reservations will make (x:<hash> at checkpoints, and between these the chains c:
 
 Guarantee: only reads. Exact while each worker's set of blocks is prefix-closed. At most max_probes calls for confirmed
 blocks and 8 times as many for chains; beyond that a match is a lower bound and s.flagged is 1.
-Takes the state, the key prefix, prompt_tokens, max_probes, and the place of the first chain in ARGV.
+Takes the state, the key prefix, prompt_tokens, max_probes, the place of the first chain in ARGV, and the key of the
+leases' records.
 Returns an error reply, or nil. Adds to the state, by candidate: matched (tokens), speculated (blocks; set if the match
 is still being made), confirmed (blocks), counted (a reservation counts at block 1 there), node and replace (the block
 where this chain leaves a chain that is being made there, and whether that chain's maker is to be replaced); and
@@ -16,9 +17,11 @@ local call, sub, floor = redis.call, string.sub, math.floor
 local max, min, format = math.max, math.min, string.format
 local MARK_MAKER, MARK_TRAIL = "+", "=" -- of the fields of x:
 local HOPS_PER_PROBE, MAX_CHAIN_BYTES = 8, 65536
+local FLAGS_AT, ROW_FLAGS, FLAG_APPROXIMATE = 21, ">I2", 16 -- of a packed row
+local LEASE_STAGE_AT, STAGE_STARTED = 25, 1
 local checkpoints = include "decide/checkpoints"
 
-return function(s, prefix, prompt, max_probes, first_chain)
+return function(s, prefix, prompt, max_probes, first_chain, lease_key)
   local b, x = prefix .. "b:", prefix .. "x:"
   local flagged, largest, probes, confirmed, speculated, matched, chain_of = 0, 1, max_probes, {}, {}, {}, {}
   local counted, node, replace, hops = {}, {}, {}, HOPS_PER_PROBE * max_probes
@@ -80,9 +83,14 @@ return function(s, prefix, prompt, max_probes, first_chain)
   -- followed, too. A hash stands for all blocks before it, so one comparison tells whether two chains are still the
   -- same. Starts at `block` and asks only for blocks beyond `depth`. Returns the last block that is known or being
   -- made, whether it is being made (not yet in the mirror), the node where a longer chain belongs, and whether the
-  -- maker that is noted there is to be replaced.
-  local function follow(hashes, block, depth, slot)
-    local n, whole, making, parted, takes, field = #hashes / 8, depth, false, nil, false, format("%d", slot)
+  -- maker that is noted there is to be replaced. Nobody reports the blocks of an approximate worker: a maker whose
+  -- first token came has made them there, though the mirror notes them only when it ends.
+  local function follow(hashes, block, depth, i)
+    local n, whole, making, parted, takes, field = #hashes / 8, depth, false, nil, false, format("%d", s.slots[i])
+    local approximate = bit.band(struct.unpack(ROW_FLAGS, s.rows[i], FLAGS_AT), FLAG_APPROXIMATE) ~= 0
+    local function made_by(maker)
+      return approximate and (call("HGET", lease_key, maker) or ""):byte(LEASE_STAGE_AT) == STAGE_STARTED
+    end
     while hops > 0 do
       hops = hops - 1
       local makes, maker, trail = unpack(call("HMGET", x .. sub(hashes, block * 8 - 7, block * 8), field,
@@ -103,7 +111,7 @@ return function(s, prefix, prompt, max_probes, first_chain)
         local middle = floor((low + high + 1) / 2)
         if same(middle) then low = middle else high = middle - 1 end
       end
-      if low > whole then whole, making = low, low > kept end
+      if low > whole then whole, making = low, low > kept and not made_by(maker) end
       -- A chain that ended here is lengthened where it begins, one that goes another way is left at the next block.
       parted, takes = whole >= last and block or whole + 1, whole >= last or maker and length == 0
       if whole >= n or whole < block then break end
@@ -142,8 +150,8 @@ return function(s, prefix, prompt, max_probes, first_chain)
           return block == 1 and makers or call("HKEYS", x .. sub(hashes, block * 8 - 7, block * 8))
         end)
         for i, block in pairs(made) do
-          local own, slot = depth[i] or 0, s.slots[i]
-          local whole, making, parted, takes = follow(hashes, block, own, slot)
+          local own = depth[i] or 0
+          local whole, making, parted, takes = follow(hashes, block, own, i)
           node[i], replace[i] = parted, takes
           if whole > own then matched[i], speculated[i] = min(whole * size, prompt), making and whole or nil end
         end

@@ -1,41 +1,128 @@
 --[[
-settle/mirror: notes in the mirror of an approximate worker that it was sent a prompt.
+settle/mirror: notes in the mirror of an approximate worker that it has served a prompt.
 
-The index cannot know what such a worker holds, so it notes what the worker was sent. The oldest prompt and its deepest
-block are given up first. Each checkpoint keeps a trail, the hashes up to the next checkpoint; a longer chain lengthens
-it.
+The index cannot know what such a worker holds, so the mirror notes what it was sent, block by block, and gives up what
+was used longest ago and, of one prompt, the deepest blocks first, as engines do. It is a tree: a node is a block at
+which chains part, or block 1, or a power of two from 16 on; its trail (field slot= of x:) holds the hashes of the
+blocks up to the next node. All blocks of a node were used last by the same request: a request that uses only some of
+them splits the node. So a node is never younger than the node before it.
 
-Takes the key prefix, the reservation's id, its lease, the capacity of the worker in checkpoints, and the server's time
-as TIME gives it.
+If the engine's answer said that it lacked a block that the mirror had, then an engine that evicts the block that was
+used longest ago holds nothing either that was used before that one. `lru:` gets a member OUTDATED right behind the node
+of that block: all up to it is given up, at most MIRROR_EVICTIONS nodes at a time.
+
+Guarantee: no more blocks than `capacity` stay, unless more than MIRROR_EVICTIONS nodes would have to go at once; they
+go with the next prompts, and no block is added beyond twice the capacity.
+Takes the key prefix, the reservation's id, and a table: slot, blocks (in the mirror so far), capacity, now_us; lacks
+(the first block of the prompt that the engine lacked, nil: none) and asked_us (when the prompt came at the earliest).
+Returns the number of blocks in the mirror.
 --]]
-local call = redis.call
-local LEASE, MARK_MAKER, MARK_TRAIL, MIRROR_EVICTIONS = ">I4I4I4I4I4I4BB", "+", "=", 64
+local call, sub, min, format = redis.call, string.sub, math.min, string.format
+local MARK_MAKER, MARK_TRAIL, OUTDATED = "+", "=", "outdated up to here" -- of the fields of x:; of lru:, no hash
+local FIRST_POWER, MAX_NODES, MIRROR_EVICTIONS = 16, 64, 128
+local function exact(number) return format("%.0f", number) end
 
-return function(prefix, id, lease, capacity, time)
-  local _, slot, _, _, _, _, _, length, at = struct.unpack(LEASE, lease)
-  slot = string.format("%d", slot)
-  local lru, added, depth, here = prefix .. "lru:" .. slot, 0, 0, 1
+return function(prefix, id, worker)
+  local slot, blocks, capacity = format("%d", worker.slot), worker.blocks, worker.capacity
+  local lru, trail_of = prefix .. "lru:" .. slot, slot .. MARK_TRAIL
   local chain = call("GET", prefix .. "c:" .. slot .. ":" .. id) or ""
-  for from = at + length, #lease, 8 do
-    local hash, there = lease:sub(from, from + 7), chain:find(lease:sub(from + 8, from + 15), here + 8, true)
-    local key, trail = prefix .. "x:" .. hash, chain:sub(here + 8, (there or 0) + 7)
-    depth = depth + 1
-    if call("ZADD", lru, string.format("%.0f", time[1] * 1000000 + time[2] - depth), hash) == 1 then
-      added = added + 1
-      call("HINCRBY", key, slot, 1)
-      call("HSET", key, slot .. MARK_TRAIL, trail)
-    elseif #trail > call("HSTRLEN", key, slot .. MARK_TRAIL) then
-      local kept = call("HGET", key, slot .. MARK_TRAIL) or ""
-      if trail:sub(1, #kept) == kept then call("HSET", key, slot .. MARK_TRAIL, trail) end
+  local last = #chain / 8
+  local function hash_at(block) return sub(chain, block * 8 - 7, block * 8) end
+  local function key_of(hash) return prefix .. "x:" .. hash end
+
+  -- Bytes that two runs of hashes have in common. A hash stands for all before it, so one comparison tells.
+  local function common(a, b)
+    local low, high = 0, min(#a, #b) / 8
+    if sub(a, 1, high * 8) == sub(b, 1, high * 8) then return high * 8 end
+    while low < high do
+      local middle = math.ceil((low + high) / 2)
+      if sub(a, middle * 8 - 7, middle * 8) == sub(b, middle * 8 - 7, middle * 8) then
+        low = middle
+      else
+        high = middle - 1
+      end
     end
-    here = there or here
+    return low * 8
   end
-  local over = math.min(call("ZCARD", lru) - capacity, added + MIRROR_EVICTIONS)
-  if over <= 0 then return end
-  local evicted = call("ZPOPMIN", lru, over)
-  for i = 1, #evicted, 2 do
-    local key = prefix .. "x:" .. evicted[i]
-    call("HDEL", key, slot .. MARK_TRAIL)
-    if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
+
+  local function make(hash, trail, score)
+    local key = key_of(hash)
+    call("HINCRBY", key, slot, 1)
+    call("HSET", key, trail_of, trail)
+    call("ZADD", lru, score, hash)
   end
+
+  -- Where the node of this block is: its place in lru:; nil if the mirror does not have the block.
+  local function used_us(block)
+    local at = 1
+    for _ = 1, MAX_NODES do
+      local trail = call("HGET", key_of(hash_at(at)), trail_of)
+      if not trail then return end
+      local next_at = at + common(trail, sub(chain, at * 8 + 1)) / 8 + 1
+      if block < next_at then return tonumber(call("ZSCORE", lru, hash_at(at)) or "") end
+      at = next_at
+    end
+  end
+
+  if worker.lacks then
+    local used = used_us(worker.lacks)
+    local mark = tonumber(call("ZSCORE", lru, OUTDATED) or "") or 0
+    -- Used since: another request may have made it anew after the engine looked.
+    if used and used < worker.asked_us and used > mark then call("ZADD", lru, format("%.1f", used + 0.5), OUTDATED) end
+  end
+
+  -- Give up what was used longest ago: all before OUTDATED, then what is beyond the capacity.
+  local function evict()
+    local outdated = call("ZSCORE", lru, OUTDATED)
+    for _ = 1, MIRROR_EVICTIONS do
+      if not outdated and blocks <= capacity then return end
+      local oldest = call("ZPOPMIN", lru)
+      if not oldest[1] then return end
+      local key, over = key_of(oldest[1]), blocks - capacity
+      local held = 1 + call("HSTRLEN", key, trail_of) / 8
+      if oldest[1] == OUTDATED then
+        outdated = false
+      elseif not outdated and over < held then
+        call("HSET", key, trail_of, sub(call("HGET", key, trail_of), 1, (held - 1 - over) * 8))
+        call("ZADD", lru, oldest[2], oldest[1])
+        blocks = capacity
+      else
+        call("HDEL", key, trail_of)
+        if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
+        blocks = blocks - held
+      end
+    end
+  end
+
+  -- The prompt was used now: every node on its way, the deepest being the oldest.
+  local function note()
+    local at, nodes, power = 1, 0, FIRST_POWER
+    while at <= last and nodes < MAX_NODES do
+      nodes = nodes + 1
+      while power <= at do power = power * 2 end
+      local hash, score, stop = hash_at(at), exact(worker.now_us - nodes), min(power, last + 1)
+      local key, wanted = key_of(hash), sub(chain, at * 8 + 1, stop * 8 - 8)
+      local kept = call("HGET", key, trail_of)
+      if not kept then
+        make(hash, wanted, score)
+        blocks, at = blocks + 1 + #wanted / 8, stop
+      else
+        local same = common(kept, wanted)
+        local on = at + same / 8 + 1 -- the block after those that both have
+        if same < #kept then -- the rest of it was not used now
+          make(sub(kept, same + 1, same + 8), sub(kept, same + 9), call("ZSCORE", lru, hash) or score)
+          call("HSET", key, trail_of, sub(kept, 1, same))
+        elseif same < #wanted and not call("HGET", key_of(hash_at(on)), trail_of) then
+          call("HSET", key, trail_of, wanted)
+          blocks, on = blocks + (#wanted - #kept) / 8, stop
+        end
+        call("ZADD", lru, score, hash)
+        at = on
+      end
+    end
+  end
+
+  if blocks <= 2 * capacity then note() end
+  evict()
+  return blocks
 end

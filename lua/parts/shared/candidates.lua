@@ -49,10 +49,9 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
       if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
       local ahead, share = prefill + foreign, use == "load" and 1 or capacity > 0 and min(1, blocks / capacity) or 0
       local context, most = decode + foreign_decode, capacity * block
-      -- An engine decodes at a time no more than fits into its cache: all beyond that waits or is computed again. The
-      -- capacity of an engine without the plugin counts checkpoints, so its cache is not known in tokens.
+      -- An engine decodes at a time no more than fits into its cache: all beyond that waits or is computed again.
       count, total_fill = count + 1, total_fill + share
-      if context > most and most > 0 and band(flags, FLAG_APPROXIMATE) == 0 then share = share + context / most - 1 end
+      if context > most and most > 0 then share = share + context / most - 1 end
       if ahead < least_wait then least_wait = ahead end
       rows[count], wait[count], speed[count], fill[count] = row, ahead, tps, share
       slots[count], schemes[count] = slot, use == "match" and scheme or -1

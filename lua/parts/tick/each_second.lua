@@ -40,6 +40,11 @@ return function(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
     return grace or vouched >= now - TTL_MS and vouched <= now
   end
 
+  local function checked(worker)
+    local record = call("HGET", keys.workers, worker)
+    return record and cjson.decode(record).checked
+  end
+
   local alive, alive_servers = scores(keys.alive), scores(keys.alive_servers)
   local rows, speeds, capacities, served, forgets = call("HGETALL", keys.load), {}, {}, {}, 0
   local function forget_if_due(stream, seen, worker)
@@ -66,8 +71,8 @@ return function(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
       end
       if flags ~= was then call("HSET", keys.load, worker, with_flags(row, flags)) end
       if not unheard then forget_if_due("events:" .. worker, alive[worker], worker) end
-    elseif alive[worker] then -- an approximate worker that its router found unhealthy is not in `alive`: it stays
-      forget_if_due("events:" .. worker, alive[worker], worker)
+    else -- one that a replica found unhealthy is not in `alive`, but stays while some replica checks it
+      forget_if_due("events:" .. worker, alive[worker] or checked(worker), worker)
     end
   end
   for _, server in ipairs(call("HKEYS", keys.servers)) do -- rank 0 stands for a server whose workers are all gone

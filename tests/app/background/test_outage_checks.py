@@ -72,7 +72,7 @@ async def test_workers_that_redis_has_lost_are_asked(valkey_url: str, model: str
     async with engine(model) as one, engine(model) as two:
         for number, url in enumerate((one.url, two.url)):
             record = {"scheme_id": 7, "url": url, "models": [model]}
-            await fleet.register(f"w.{number}", record, 10, healthy=True)
+            await fleet.register(f"w.{number}", record, 10)
         pool.show(view_of(await fleet.workers(), None, (), text=True))
         pool.show(view_of((), None, (), text=True))
         await one.die()
@@ -92,7 +92,7 @@ async def test_no_health_is_checked_while_heartbeats_are_heard(valkey_url: str, 
     fleet = Fleet(connect(valkey_url, timeout_s=5), model)
     pool, metrics = Pool(model, fleet, DegradedMode(1.0)), Metrics()
     async with engine(model) as one:
-        await fleet.register("w.0", {"scheme_id": 7, "url": one.url, "models": [model]}, 10, healthy=True)
+        await fleet.register("w.0", {"scheme_id": 7, "url": one.url, "models": [model]}, 10)
         pool.show(view_of(await fleet.workers(), None, (), text=True))
         client = EngineClient(Addresses(("127.0.0.0/8",), ()), 1.0)
         checks = OutageChecks(Pools([pool]), client, metrics)

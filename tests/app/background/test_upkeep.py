@@ -44,7 +44,7 @@ async def test_more_reservations_than_fit_one_call_are_renewed(model: str, valke
     async with connect(valkey_url, timeout_s=5) as client:
         fleet, metrics = Fleet(client, model), Metrics()
         record = {"scheme_id": 7, "url": "http://127.0.0.1:1", "models": [model]}
-        await fleet.register("w.0", record, 10, healthy=True)
+        await fleet.register("w.0", record, 10)
         pool, count = Pool(model, fleet, DegradedMode(1.0)), RENEW_AT_ONCE + 3
         for number in range(count):
             pool.reservations.add(Renewal(f"wf-{number}", "w.0", 1, 1))

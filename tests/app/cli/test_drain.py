@@ -16,7 +16,7 @@ from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
 from warmfleet.__main__ import main
-from warmfleet.background.stock_engines import worker_id
+from warmfleet.background.stock.checks import worker_id
 from warmfleet.cli import drain
 from warmfleet.fleet import WorkerState
 

@@ -16,7 +16,7 @@ from tests.app.replica import replica
 from tests.conftest import poll
 from tests.topology import issue, make_ca
 
-from warmfleet.background.stock_engines import worker_id
+from warmfleet.background.stock.checks import worker_id
 from warmfleet.engines import engine_connection
 from warmfleet.engines import upstream as upstream_module
 from warmfleet.engines.allowed_addresses import Addresses

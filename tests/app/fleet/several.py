@@ -18,7 +18,7 @@ from tests.lua.stream import SCHEME, Core
 from tests.lua.world import READY
 
 from warmfleet.errors import NoWorker
-from warmfleet.fleet import Ask, Fleet, Lease, LoadRow, Stage
+from warmfleet.fleet import Ask, Check, Fleet, Lease, LoadRow, Stage
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet.routing.attempt import AttemptState
 
@@ -123,8 +123,8 @@ class Several:
         name = WORKERS[who % 4]
         if name == APPROXIMATE:
             if b % 2:
-                await self.plain.register(name, RECORD, 9, healthy=False)
-            await self.plain.register(name, RECORD, 9, healthy=True)
+                await self.plain.register(name, RECORD, 9, Check("FAILED"))
+            await self.plain.register(name, RECORD, 9)
         else:
             self.number += 1
             core = Core(self.store, self.plain, name[:-2])

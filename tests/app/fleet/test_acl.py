@@ -256,7 +256,8 @@ async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded, m
         core.stop(5)
         half.stop(5)
     await fleet.step()
-    assert await fleet.register("static-1", {"scheme_id": 1, "url": "http://127.0.0.1:8", "models": ["m"]}, 99, True)
+    record = {"scheme_id": 1, "url": "http://127.0.0.1:8", "models": ["m"]}
+    assert (await fleet.register("static-1", record, 99)).slot
     for worker in ("w2.0", "static-1"):
         assert await fleet.forget(worker)
     for _ in range(20):

@@ -16,11 +16,13 @@ from warmfleet.fleet import (
     SCRIPT_ARGS,
     SCRIPT_KEYS,
     Ask,
+    Check,
     ClientLimits,
     Fleet,
     Place,
     QueueLimits,
     Renewal,
+    Shortfall,
     Spans,
     Weights,
     constants,
@@ -51,7 +53,7 @@ ANSWERS: dict[str, Any] = {
     "prove": b"OK",
     "vouch": b"VOUCHED",
     "eject": b"SAME",
-    "register": 7,
+    "register": [7, 0, b"UP"],
     "forget": 1,
     "drain": 1,
     "collect": [0, 0],
@@ -166,6 +168,9 @@ def test_a_packed_outcome_is_what_redis_py_would_send(fleet: Fleet, outcome: Out
     told = argv("settle", prefix=fleet.keys.prefix, id="wf-é", outcome=outcome, tombstone_ms=13, linger_ms=15)
     assert fleet.settle_command("wf-é", outcome) == sent_by_redis_py(fleet, "settle", told)
     assert fleet.settle_command("wf-é", outcome, 16) == sent_by_redis_py(fleet, "settle", [*told, 16])
+    short = Shortfall(17, 0.018)
+    assert fleet.settle_command("wf-é", outcome, 0, short) == sent_by_redis_py(fleet, "settle", [*told, "", 17, 18])
+    assert fleet.settle_command("wf-é", outcome, 16, short) == sent_by_redis_py(fleet, "settle", [*told, 16, 17, 18])
 
 
 def sent_by_redis_py(fleet: Fleet, script: str, args: Sequence[Any]) -> bytes:
@@ -186,7 +191,7 @@ async def call_the_other_scripts(recorder: Recorder) -> None:
     await recorder.apply_server("w")
     await recorder.prove("w.0", "n1", "url", "no answer", "away", 53, "o1")
     await recorder.warming("w.0", "n2", "o2", 54)
-    await recorder.register("plain", {"a": 1}, 55, healthy=True)
+    await recorder.register("plain", {"a": 1}, 55, Check("FAILED", "r1", 5.9))
     await recorder.drain("w.0", draining=True)
     await recorder.vouch("w.0", "n3")
     await recorder.eject("w.0", good=True)
@@ -224,7 +229,12 @@ async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
             (),
         ),
         ("prove", prove | {"nonce": "n2", "proof": "warming", "owner": "o2", "lease_ms": 54}, ()),
-        ("register", {"worker_id": "plain", "record_json": '{"a":1}', "capacity_checkpoints": 55, "healthy": 1}, ()),
+        (
+            "register",
+            {"worker_id": "plain", "record_json": '{"a":1}', "capacity_blocks": 55, "found": "FAILED"}
+            | {"replica": "r1", "since_ms": 5_900, "ttl_ms": 15_000},
+            (),
+        ),
         ("drain", {"worker_id": "w.0", "draining": 1}, ()),
         ("vouch", {"worker_id": "w.0", "nonce": "n3"}, ()),
         ("eject", {"worker_id": "w.0", "good": 1, "first_ms": 5_000, "most_ms": 300_000}, ()),

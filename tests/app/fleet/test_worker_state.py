@@ -15,7 +15,7 @@ from tests.lua.stream import Core
 from tests.lua.test_apply_server import Server
 from tests.lua.ticking import EVERY, slow_tick
 
-from warmfleet.fleet import Flag, LoadRow, WorkerState
+from warmfleet.fleet import Check, Flag, LoadRow, WorkerState
 from warmfleet.fleet.worker import state as life
 from warmfleet.fleet.worker.state import CHANGES, HELD, HOLDS, JOINED, PROBED, ROUTABLE, SERVING, TURNS, Event, state_of
 
@@ -354,7 +354,8 @@ async def test_a_worker_lives_as_the_tables_say(store: aioredis.Redis, fleet: Fl
 
 async def test_a_stock_engine_lives_as_the_tables_say(store: aioredis.Redis, fleet: Fleet) -> None:
     async def checked(*, healthy: bool) -> WorkerState:
-        await fleet.register("stock", {"scheme_id": 1, "url": URL, "models": ["m"]}, 100, healthy)
+        found = Check("PASSED" if healthy else "FAILED")
+        await fleet.register("stock", {"scheme_id": 1, "url": URL, "models": ["m"]}, 100, found)
         (view,) = await fleet.workers()
         assert view.approximate
         return view.state

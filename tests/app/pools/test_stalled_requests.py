@@ -13,7 +13,7 @@ from tests.app.replica import Replica, replica
 from tests.app.simulated import simulated
 from tests.conftest import poll
 
-from warmfleet.background.stock_engines import worker_id
+from warmfleet.background.stock.checks import worker_id
 from warmfleet.engines.engine_connection import EngineResponse
 from warmfleet.errors import EngineTimeout, UpstreamGone
 from warmfleet.fleet import Flag, LoadRow, WorkerView

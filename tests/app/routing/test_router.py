@@ -30,6 +30,7 @@ from warmfleet.routing.router import Router
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
+    from warmfleet.fleet import Shortfall
     from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.reservations import Outcome
 
@@ -312,9 +313,18 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
             pytest.fail("nothing is to be sent")
 
     class SlowFleet(Fleet):
-        def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, tokens: int = 0) -> None:
+        def tell(
+            self,
+            reservation: str,
+            outcome: Outcome,
+            on_answer: OnAnswer,
+            tokens: int = 0,
+            shortfall: Shortfall | None = None,
+        ) -> None:
             """As over a connection that must be made anew."""
-            asyncio.get_running_loop().call_later(0.05, super().tell, reservation, outcome, on_answer, tokens)
+            asyncio.get_running_loop().call_later(
+                0.05, super().tell, reservation, outcome, on_answer, tokens, shortfall
+            )
 
     async with engine(model, freezing(b"")) as upstream, replica(valkey_url, model, upstream.url) as router:
         settings = Settings(redis_url=valkey_url, models=(model,), decide_timeout_s=1.0)

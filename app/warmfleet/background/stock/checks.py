@@ -1,0 +1,205 @@
+"""Checks the engines without the plugin that the operator lists; registers those that pass as approximate workers.
+
+Every replica checks the engines of its own list, and registers them under the same names, so that an engine is one
+worker whichever replicas list it. The fleet's engines are those of all lists together. One that leaves a replica's list
+drains and is forgotten, unless another replica lists it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from warmfleet.background.stock import engine_facts
+from warmfleet.background.stock.engine_facts import EngineFacts
+from warmfleet.errors import BadArgument, WarmfleetError
+from warmfleet.fleet import Check
+from warmfleet.prompt.block_hashes import TEXT_SCHEME
+from warmfleet.protocol.wire import Scheme, default_none_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet.background.stock.engine_list import EngineList, ListedEngine
+    from warmfleet.engines.allowed_addresses import Addresses
+    from warmfleet.engines.engine_client import EngineClient
+    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.settings import Settings
+
+logger = logging.getLogger("warmfleet.background.stock.checks")
+
+HEALTH_INTERVAL_S = 5.0  # each passed check counts as the engine's heartbeat: a third of the workers' TTL of 15 s
+CHECK_TIMEOUT_S = 3.0
+CHECKS_AT_ONCE = 32
+FACTS_INTERVAL_S = 30.0  # between two readings of an engine's /metrics, which cost it some 20 ms; and after a failure
+NAME_CHARACTERS = 64
+#: Blocks that the mirror of one engine may hold in Redis, and does if the engine's cache is not known: with blocks of
+#: 16 tokens these are 5 million tokens, more than a GPU holds, and take at most 60 MB.
+MAX_MIRROR_BLOCKS = 320_000
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedEngine:
+    """The last check of an engine that passed.
+
+    facts: as read at ``facts_at``. failing_since: None if there was no failed check since. Both in monotonic seconds.
+    """
+
+    pool: Pool
+    record: dict[str, Any]
+    capacity_blocks: int
+    facts: EngineFacts
+    facts_at: float
+    failing_since: float | None = None
+
+
+class StockEngines:
+    """Checks each engine once per round. An engine that passes is registered again, which is its heartbeat."""
+
+    def __init__(
+        self, pools: Pools, client: EngineClient, engines: EngineList, addresses: Addresses, settings: Settings
+    ) -> None:
+        self._pools = pools
+        self._client = client
+        self._list = engines
+        self._addresses = addresses
+        self._settings = settings
+        self._replica = secrets.token_hex(8)
+        self._checked: dict[str, CheckedEngine] = {}  # by URL
+        self._leaving: dict[str, float | None] = {}  # URL -> when Redis was first told, of engines no longer listed
+        self._gate = asyncio.Semaphore(CHECKS_AT_ONCE)
+        self._headers: dict[str, str] = {}
+        if settings.worker_api_key:
+            self._headers["Authorization"] = f"Bearer {settings.worker_api_key}"
+
+    async def round(self) -> None:
+        """Check all listed engines, and those that leave.
+
+        Raises FleetUnavailable if Redis does not take the result, and BadArgument if a list cannot be read.
+        """
+        listed = await self._list.look()
+        urls = {engine.url for engine in listed}
+        self._leaving = {url: self._leaving.get(url) for url in self._checked.keys() - urls}
+        self._addresses.name([*urls, *self._leaving])
+        results = await asyncio.gather(
+            *map(self._check, listed), *map(self._let_go, self._leaving), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        for problem in self._list.problems:
+            raise BadArgument(problem)
+
+    async def _check(self, listed: ListedEngine) -> None:
+        url, now = listed.url, time.monotonic()
+        last = self._checked.get(url)
+        async with self._gate:
+            try:
+                engine = await self._look(listed, last)
+            except (WarmfleetError, ValueError, KeyError, TypeError) as error:
+                if last is None:
+                    logger.warning("engine %s is not usable yet: %s", url, error)
+                    return
+                if last.failing_since is None:
+                    logger.warning("engine %s does not answer: %s", url, error)
+                    last = replace(last, failing_since=now)
+                self._checked[url] = last
+                check = Check("FAILED", self._replica, now - (last.failing_since or now))
+                await last.pool.fleet.register(worker_id(url), last.record, last.capacity_blocks, check)
+                return
+        if last is None or last.failing_since is not None:
+            logger.info("engine %s serves %s", url, engine.pool.tag)
+        self._checked[url] = engine
+        check = Check("PASSED", self._replica)
+        await engine.pool.fleet.register(worker_id(url), engine.record, engine.capacity_blocks, check)
+
+    async def _let_go(self, url: str) -> None:
+        """Forget an engine that is no longer listed, once nothing runs there; it says nothing if others list it."""
+        engine, now, since = self._checked[url], time.monotonic(), self._leaving[url]
+        if since is None:
+            logger.info("engine %s is no longer listed: it gets no new request", url)
+        answers = await self._client.healthy(url, CHECK_TIMEOUT_S)
+        check = Check("LEAVING" if answers else "FAILED", self._replica, 0.0 if since is None else now - since)
+        found = await engine.pool.fleet.register(worker_id(url), engine.record, engine.capacity_blocks, check)
+        gone = found.word in ("LEAVING", "OUT")
+        if since is None or (gone and found.in_flight):  # others have a round to say that they list it
+            self._leaving[url] = now if since is None else since
+            return
+        if gone:
+            await engine.pool.fleet.forget(worker_id(url))
+            logger.info("engine %s has left", url)
+        self._checked.pop(url, None)
+
+    async def _look(self, listed: ListedEngine, last: CheckedEngine | None) -> CheckedEngine:
+        url = listed.url
+        status, body = await self._client.get(url, "/v1/models", self._headers, CHECK_TIMEOUT_S)
+        if status != 200:
+            raise ValueError(f"/v1/models answered {status}")
+        models = [str(entry["id"]) for entry in orjson.loads(body)["data"]]
+        pool = self._pool_of(models)
+        facts, facts_at = (EngineFacts(), 0.0) if last is None else (last.facts, last.facts_at)
+        if last is None or last.failing_since is not None or time.monotonic() - facts_at >= FACTS_INTERVAL_S:
+            facts, facts_at = await self._facts(url, None if last is None else last.facts), time.monotonic()
+        # An engine without the plugin reports no hashes, so it is enough that all routers hash alike. Without a
+        # tokenizer in the settings, routers hash the text of a prompt.
+        scheme = TEXT_SCHEME
+        if self._settings.tokenizer:
+            scheme = Scheme("sha256_cbor", default_none_hash("sha256_cbor"), facts.block_tokens)
+        tokens = listed.cache_tokens or facts.cache_tokens
+        blocks = min(MAX_MIRROR_BLOCKS, max(1, tokens // scheme.block_tokens)) if tokens else MAX_MIRROR_BLOCKS
+        record = {
+            "scheme_id": scheme.scheme_id,
+            "scheme": scheme.as_dict(),
+            "url": url,
+            "models": models,
+            "server_id": worker_id(url),
+            "started": facts.started,
+        }
+        return CheckedEngine(pool, record, blocks, facts, facts_at)
+
+    def _pool_of(self, models: Sequence[str]) -> Pool:
+        """The pool of an engine that serves these models. Raises ValueError."""
+        pool = next((pool for pool in self._pools.all if pool.name in models), None)
+        if pool is None and len(self._pools.all) == 1:
+            pool = self._pools.all[0]
+        if pool is None:
+            raise ValueError(f"it serves {', '.join(models)[:200]}, none of WARMFLEET_MODELS")
+        return pool
+
+    async def _facts(self, url: str, known: EngineFacts | None) -> EngineFacts:
+        """What the engine tells of itself. All replicas must read the same, so an engine that does not answer now is
+        not taken for one that tells nothing: then the facts stay as known, or this raises UpstreamError, ValueError."""
+        try:
+            status, page = await self._client.get(url, "/metrics", self._headers, CHECK_TIMEOUT_S)
+            if status >= 500:
+                raise ValueError(f"/metrics answered {status}")  # noqa: TRY301
+            if status != 200:
+                return EngineFacts()
+            facts = engine_facts.from_metrics(page)
+            if facts.asks_info:
+                status, page = await self._client.get(url, engine_facts.TGI_FACTS, self._headers, CHECK_TIMEOUT_S)
+                facts = engine_facts.from_info(facts, page if status == 200 else b"")
+        except (WarmfleetError, ValueError):
+            if known is None:
+                raise
+            return known
+        return facts
+
+
+def worker_id(url: str) -> str:
+    """The name of a stock engine: host and port, and a digest of its URL if it has a path or a long host name."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")
+    if len(name) > NAME_CHARACTERS or parts.path.strip("/"):
+        name = f"{name[-(NAME_CHARACTERS - 9) :]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    return name

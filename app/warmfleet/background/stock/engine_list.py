@@ -1,0 +1,167 @@
+"""Which engines without the plugin the operator lists: in the settings, in a file that is followed, or in DNS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+import orjson
+
+from warmfleet.errors import BadArgument
+from warmfleet.settings import EngineSource, engine_source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+logger = logging.getLogger("warmfleet.background.stock.engine_list")
+
+MAX_FILE_BYTES = 1_048_576
+MAX_ENGINES = 1_024  # of one replica; those that come later in the lists are left out
+LOOK_UP_TIMEOUT_S = 3.0
+
+
+class ListedEngine(NamedTuple):
+    """An engine that the operator listed. cache_tokens: of its cache, 0 if it is to announce that itself."""
+
+    url: str
+    cache_tokens: int = 0
+
+
+class EngineList:
+    """The engines of all sources. A source that cannot be read keeps the engines of its last reading."""
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        """entries: of the setting. Raises BadArgument, also if a file cannot be used."""
+        self._sources = [engine_source(entry) for entry in entries]
+        self._files = {source.where: _WatchedFile(source.where) for source in self._sources if source.kind == "file"}
+        self._resolved: dict[EngineSource, list[ListedEngine]] = {}
+        self._problems: dict[str, str] = {}
+        for file in self._files.values():
+            file.read_if_changed()
+
+    @property
+    def problems(self) -> Iterable[str]:
+        """What could not be read at the last look, for each file and name that could not."""
+        return self._problems.values()
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the engines that are listed by their own URL, as far as was read."""
+        sources = [*self._sources, *(source for file in self._files.values() for source in file.sources)]
+        return [source.where for source in sources if source.kind == "url"]
+
+    async def look(self) -> list[ListedEngine]:
+        """Read the files that changed, resolve the names, and return the engines in the order of the lists."""
+        for path, file in self._files.items():
+            try:
+                await asyncio.to_thread(file.read_if_changed)
+                self._note(path, "")
+            except BadArgument as error:
+                self._note(path, str(error))
+        given = [source for source in self._sources if source.kind != "file"]
+        given += [source for file in self._files.values() for source in file.sources]
+        named = [source for source in given if source.kind == "dns"]
+        await asyncio.gather(*map(self._resolve, named))
+        self._resolved = {source: engines for source, engines in self._resolved.items() if source in named}
+        found: dict[str, ListedEngine] = {}
+        for source in given:
+            engines = [ListedEngine(source.where, source.cache_tokens)]
+            for engine in self._resolved.get(source, []) if source.kind == "dns" else engines:
+                found.setdefault(engine.url, engine)
+        self._note("engines", "" if len(found) <= MAX_ENGINES else f"only the first {MAX_ENGINES} engines are used")
+        return list(found.values())[:MAX_ENGINES]
+
+    async def _resolve(self, source: EngineSource) -> None:
+        parts = urlsplit(source.where)
+        host, port = parts.hostname or "", parts.port or 80
+        try:
+            async with asyncio.timeout(LOOK_UP_TIMEOUT_S):
+                addresses = await _addresses(host, port)
+        except OSError as error:  # a time-out, too
+            self._note(source.where, f"{host} cannot be resolved, so its last addresses stay: {error}")
+            return
+        self._note(source.where, "")
+        hosts = [f"[{address}]" if ":" in address else address for address in addresses]
+        self._resolved[source] = [
+            ListedEngine(f"http://{name}:{port}{parts.path}", source.cache_tokens) for name in hosts
+        ]
+
+    def _note(self, what: str, problem: str) -> None:
+        """A problem is logged when it begins and when it ends."""
+        if problem and problem != self._problems.get(what):
+            logger.warning("%s", problem)
+        elif not problem and what in self._problems:
+            logger.info("%s: read again", what)
+        if problem:
+            self._problems[what] = problem
+        else:
+            self._problems.pop(what, None)
+
+
+class _WatchedFile:
+    """A file of engines; ``sources`` are those of its last good reading."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._seen: tuple[int, ...] = ()
+        self.sources: list[EngineSource] = []
+
+    def read_if_changed(self) -> None:
+        """Raises BadArgument if the file cannot be used."""
+        try:
+            state = self._path.stat()
+            seen = (state.st_mtime_ns, state.st_size, state.st_ino)
+            if seen == self._seen:
+                return
+            if state.st_size > MAX_FILE_BYTES:
+                raise BadArgument(f"{self._path} has more than {MAX_FILE_BYTES} bytes")
+            data = self._path.read_bytes()
+        except OSError as error:
+            raise BadArgument(f"WARMFLEET_STATIC_WORKERS: {self._path} cannot be read: {error}") from error
+        self.sources = parse(data, str(self._path))
+        self._seen = seen
+
+
+def parse(data: bytes, name: str) -> list[EngineSource]:
+    """The engines of a file called ``name``. Raises BadArgument that names the line.
+
+    A line is a URL, as in the setting, or a JSON object with ``url`` and perhaps ``cache_tokens``. Empty lines, and
+    those that begin with ``#``, are left out.
+    """
+    found = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not (text := line.strip()) or text.startswith(b"#"):
+            continue
+        try:
+            source = engine_source(_as_entry(text))
+            if source.kind == "file":
+                raise BadArgument("a file cannot name another file")  # noqa: TRY301
+        except (ValueError, BadArgument) as error:
+            raise BadArgument(f"WARMFLEET_STATIC_WORKERS: {name}, line {number}: {error}") from None
+        found.append(source)
+    return found
+
+
+def _as_entry(line: bytes) -> str:
+    """The line as an entry of the setting. Raises ValueError."""
+    if not line.startswith(b"{"):
+        return line.decode()
+    entry = orjson.loads(line)
+    if strange := entry.keys() - {"url", "cache_tokens"}:
+        raise ValueError(f"known fields are url and cache_tokens, not {min(strange)[:80]!r}")
+    url, cache_tokens = entry.get("url"), entry.get("cache_tokens")
+    if not isinstance(url, str) or not isinstance(cache_tokens, int | None) or isinstance(cache_tokens, bool):
+        raise ValueError("url must be a text, and cache_tokens a whole number")  # noqa: TRY004  content of a file
+    return url if cache_tokens is None else f"{url}#cache_tokens={cache_tokens}"
+
+
+async def _addresses(host: str, port: int) -> list[str]:
+    """The addresses behind a name. Of an engine that has one of each version, only that of IPv4: else it were two."""
+    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    versions = {family for family, *_ in entries}
+    only = socket.AF_INET if socket.AF_INET in versions else socket.AF_INET6
+    return sorted({str(address[0]) for family, _, _, _, address in entries if family == only})

@@ -1,0 +1,76 @@
+"""Compares what a decision believed of an approximate worker's cache with what its answer says.
+
+A worker with the plugin, or behind a bridge, reports its blocks. Of an engine that is only a URL the fleet knows what
+it was sent, and what its answers say: ``usage`` tells the cached tokens of the prompt. If these are fewer than the
+decision said, then the engine has evicted them or was restarted, and Redis corrects its mirror
+(lua/parts/settle/mirror).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from warmfleet.engines.told_usage import Usage
+    from warmfleet.fleet import Decision
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.fleet_view import View
+    from warmfleet.pools.identified_prompt import IdentifiedPrompt
+    from warmfleet.prompt.block_hashes import Chain
+
+KNOWN = frozenset({"exact", "engine", "text"})  # kinds of prompts whose length is known
+#: A smaller difference is none: an engine's blocks may be larger than ours, and lengths of texts are estimates.
+TOLERATED_SHARE = 1 / 8
+#: Some engines tell cached tokens only if there are any. One that told before and leaves them out means none, unless it
+#: leaves them out so many times in a row: then it was restarted without the option.
+SILENT_ANSWERS = 8
+MAX_WORKERS = 1_024  # that are known to tell, in one replica
+
+
+class CacheReports:
+    """What the answers of approximate workers told this replica."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._results = {word: metrics.cached_predictions.labels(word) for word in ("as_predicted", "more", "fewer")}
+        self._silent: dict[str, int] = {}  # worker_id -> answers in a row without cached tokens, of workers that told
+
+    def held_blocks(self, view: View, prompt: IdentifiedPrompt, decision: Decision, usage: Usage | None) -> int | None:
+        """The blocks of the prompt that the worker had, if it lacked some that the decision believed it had, else None.
+
+        None, too, if nobody can tell. usage: as the worker's answer told it.
+        """
+        cached = self._cached_tokens(decision, usage)
+        if cached is None or decision.speculative or prompt.kind not in KNOWN or prompt.prompt_count != 1:
+            return None
+        believed = decision.matched_tokens
+        chain = _chain(view, prompt, decision.worker_id)
+        block = chain.block_tokens if chain is not None else 1
+        tolerated = max(block, TOLERATED_SHARE * believed)
+        if believed - cached <= tolerated:
+            self._results["more" if cached - believed > tolerated else "as_predicted"].inc()
+            return None
+        self._results["fewer"].inc()
+        return int(cached) // block
+
+    def _cached_tokens(self, decision: Decision, usage: Usage | None) -> float | None:
+        """In the router's count of the prompt's tokens, which may be an estimate."""
+        if usage is None:
+            return None
+        worker_id = decision.worker_id
+        if usage.cached_tokens is None:
+            silent = self._silent.get(worker_id, SILENT_ANSWERS)
+            if silent >= SILENT_ANSWERS:
+                return None
+            self._silent[worker_id] = silent + 1
+            return 0.0
+        if usage.cached_tokens:
+            if worker_id not in self._silent and len(self._silent) >= MAX_WORKERS:
+                self._silent.clear()
+            self._silent[worker_id] = 0
+        return usage.cached_tokens * decision.prompt_tokens / usage.prompt_tokens
+
+
+def _chain(view: View, prompt: IdentifiedPrompt, worker_id: str) -> Chain | None:
+    """The chain by which the decision matched this worker; None if the worker left the fleet meanwhile."""
+    schemes = [worker.load.scheme for worker in view.workers if worker.worker_id == worker_id]
+    return next((chain for chain in prompt.chains if chain.scheme_id in schemes), None)

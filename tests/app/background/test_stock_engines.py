@@ -1,0 +1,264 @@
+"""Engines without the plugin join, restart and leave; several replicas look after one engine."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.app.engine import Engine, answer_well
+from tests.app.engine import engine as stock
+
+from warmfleet.background.stock import checks as stock_engines
+from warmfleet.background.stock.checks import MAX_MIRROR_BLOCKS, StockEngines, worker_id
+from warmfleet.background.stock.engine_list import EngineList
+from warmfleet.engines.allowed_addresses import Addresses
+from warmfleet.engines.engine_client import EngineClient
+from warmfleet.errors import BadArgument
+from warmfleet.fleet import Ask, Fleet, connect, new_reservation
+from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.pool import Pool, Pools
+from warmfleet.prompt.block_hashes import TEXT_SCHEME, text_chain
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from warmfleet.fleet import WorkerView
+
+
+class Checks:
+    """One replica's checks, run by hand."""
+
+    def __init__(self, redis_url: str, model: str, entries: list[str], **settings: Any) -> None:
+        self.fleet = Fleet(connect(redis_url, timeout_s=5), model)
+        chosen = Settings(redis_url=redis_url, models=(model,), **settings)
+        self.addresses = Addresses(("10.0.0.0/8",))  # the engines of these tests are allowed only if they are listed
+        self.client = EngineClient(self.addresses, 1.0)
+        pools = Pools([Pool(model, self.fleet, DegradedMode(1.0))])
+        self.engines = StockEngines(pools, self.client, EngineList(entries), self.addresses, chosen)
+        self.round = self.engines.round
+
+    async def workers(self) -> dict[str, WorkerView]:
+        return {view.url: view for view in await self.fleet.workers()}
+
+    async def slot(self, url: str) -> int:
+        return (await self.workers())[url].load.slot
+
+
+@pytest.fixture
+async def replica(valkey_url: str, model: str) -> AsyncIterator[Callable[..., Checks]]:
+    made: list[Checks] = []
+
+    def make(*entries: str, **settings: Any) -> Checks:
+        made.append(Checks(valkey_url, model, list(entries), **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.client.close()
+        await one.fleet.close()
+
+
+@asynccontextmanager
+async def engines(model: str, count: int) -> AsyncIterator[list[Engine]]:
+    """Engines whose pages a test may replace, by ``pages``."""
+    async with stock(model) as one, stock(model) as two:
+        yield [one, two][:count]
+
+
+def metrics(engine: Engine, page: bytes | None) -> None:
+    """Let an engine answer /metrics with this page; None: with an error."""
+    before = engine._page
+
+    def pages(path: str) -> bytes:
+        if path != "/metrics":
+            return before(path)
+        if page is None:
+            raise ConnectionError
+        return page
+
+    cast("Any", engine)._page = pages
+
+
+PAGE = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="500"} 1.0\nprocess_start_time_seconds %d\n'
+
+
+async def sent(checks: Checks, url: str, text: bytes = b"word " * 400) -> int:
+    """Send a prompt to its end; returns the blocks that the decision saw."""
+    ask = asked(text)
+    decision = await checks.fleet.decide(ask)
+    assert decision.url == url
+    await checks.fleet.settle(ask.reservation, "finished")
+    return decision.matched_tokens // TEXT_SCHEME.block_tokens
+
+
+def asked(text: bytes) -> Ask:
+    chain = text_chain(text)
+    return Ask(new_reservation(1), (chain,), 16 * len(chain.hashes) // 8 + 1, 600)
+
+
+async def test_a_listed_engine_is_a_worker_with_the_cache_that_it_announces(
+    replica: Callable[..., Checks], model: str
+) -> None:
+    async with engines(model, 2) as (one, two):
+        metrics(two, b"nothing\n")
+        checks = replica(one.url, f"{two.url}#cache_tokens=4096")
+        await checks.round()
+        known = await checks.workers()
+        assert {view.state for view in known.values()} == {"approximate"}
+        assert (known[one.url].load.capacity_blocks, known[two.url].load.capacity_blocks) == (8_000, 256)
+        metrics(one, b"nothing\n")
+        other = replica(one.url)
+        await other.round()
+        assert (await other.workers())[one.url].load.capacity_blocks == MAX_MIRROR_BLOCKS, "it announces nothing"
+
+
+async def test_a_new_process_has_an_empty_mirror_even_if_no_check_failed(
+    replica: Callable[..., Checks], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stock_engines, "FACTS_INTERVAL_S", 0.0)
+    async with engines(model, 1) as (engine,):
+        metrics(engine, PAGE % 1_763_000_000)
+        checks = replica(engine.url)
+        await checks.round()
+        await checks.fleet.step()
+        assert [await sent(checks, engine.url), await sent(checks, engine.url)] == [0, 31]
+        metrics(engine, None)
+        await checks.round()
+        assert await sent(checks, engine.url) == 31, "its page was not read: nothing has changed"
+        metrics(engine, PAGE % 1_763_000_020)
+        await checks.round()
+        assert await sent(checks, engine.url) == 0
+        assert (await checks.workers())[engine.url].load.capacity_blocks == 500
+
+
+async def test_an_engine_that_is_not_read_at_first_is_not_taken_for_another(
+    replica: Callable[..., Checks], model: str
+) -> None:
+    """Else two replicas would register it with other blocks in turn, and its mirror would be empty each time."""
+    async with engines(model, 1) as (engine,):
+        metrics(engine, None)
+        checks = replica(engine.url)
+        await checks.round()
+        assert await checks.workers() == {}
+        metrics(engine, PAGE % 1)
+        await checks.round()
+        assert (await checks.workers())[engine.url].load.capacity_blocks == 500
+
+
+async def test_an_engine_that_a_file_no_longer_lists_leaves_when_nothing_runs_there(
+    replica: Callable[..., Checks], model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "engines"
+    async with engines(model, 2) as (one, two):
+        path.write_text(f"{one.url}\n")
+        checks = replica(f"file://{path}")
+        await checks.round()
+        await checks.fleet.step()
+        await sent(checks, one.url)
+        ask = asked(b"another " * 100)
+        await checks.fleet.decide(ask)
+        path.write_text(f"{two.url}\n")
+        await checks.round()
+        known = await checks.workers()
+        assert (known[one.url].state, known[two.url].state) == ("draining", "approximate")
+        await checks.round()
+        assert (await checks.workers())[one.url].load.in_flight == 1, "it may end what it has"
+        await checks.fleet.settle(ask.reservation, "finished")
+        await checks.round()
+        assert set(await checks.workers()) == {two.url}
+        while (await checks.fleet.collect())[1]:
+            pass
+        left = [key async for key in checks.fleet.redis.scan_iter(f"{checks.fleet.keys.prefix}[xl]*:*")]
+        assert left == [], "what it was sent is forgotten"
+        path.write_text(f"{one.url}\n{two.url}\n")
+        await checks.round()
+        assert (await checks.workers())[one.url].state == "approximate", "it may come back"
+
+
+async def test_an_engine_that_died_before_it_left_is_forgotten(
+    replica: Callable[..., Checks], model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "engines"
+    async with engines(model, 1) as (engine,):
+        path.write_text(engine.url)
+        checks = replica(f"file://{path}")
+        await checks.round()
+        path.write_text("")
+        await engine.die()
+        await checks.round()
+        await checks.round()
+        assert await checks.workers() == {}
+
+
+async def test_replicas_with_other_lists_share_all_engines(
+    replica: Callable[..., Checks], model: str, tmp_path: Path
+) -> None:
+    """The fleet has the engines of all lists. One leaves with the last list that has it."""
+    path = tmp_path / "engines"
+    async with engines(model, 2) as (one, two):
+        path.write_text(f"{one.url}\n{two.url}\n")
+        a, b = replica(f"file://{path}"), replica(one.url)
+        for checks in (a, b, a, b):
+            await checks.round()
+        known = await b.workers()
+        assert set(known) == {one.url, two.url}
+        slots = {url: view.load.slot for url, view in known.items()}
+        path.write_text("")
+        for checks in (a, b, a, b, a, b):
+            await checks.round()
+        assert {url: view.load.slot for url, view in (await b.workers()).items()} == {one.url: slots[one.url]}
+        assert (await b.workers())[one.url].state == "approximate", "the other replica still lists it"
+        assert not a.engines._checked, "who lists it no longer leaves it to the others"
+
+
+async def test_a_replica_that_cannot_reach_an_engine_leaves_it_to_the_others(
+    replica: Callable[..., Checks], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engines(model, 1) as (engine,):
+        a, b = replica(engine.url), replica(engine.url)
+        for checks in (a, b, a):
+            await checks.round()
+        slot = await a.slot(engine.url)
+        monkeypatch.setattr(b.addresses, "name", lambda _urls: None)
+        b.addresses._named = set()
+        for checks in (b, a, b, a, b):
+            await checks.round()
+            assert await a.slot(engine.url) == slot
+            assert (await a.workers())[engine.url].state == "approximate"
+        await engine.die()
+        for checks in (b, a):
+            await checks.round()
+        assert (await a.workers())[engine.url].state == "silent"
+
+
+async def test_a_list_that_cannot_be_read_stops_no_check(
+    replica: Callable[..., Checks], model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "engines"
+    async with engines(model, 1) as (engine,):
+        path.write_text(engine.url)
+        checks = replica(f"file://{path}")
+        await checks.round()
+        path.write_text("nonsense")
+        await checks.fleet.redis.zadd(checks.fleet.keys.alive, {worker_id(engine.url): 1})
+        with pytest.raises(BadArgument, match="line 1"):
+            await checks.round()
+        assert (await checks.workers())[engine.url].state == "approximate", "it was checked all the same"
+
+
+async def test_the_models_of_an_engine_must_be_the_fleets(valkey_url: str, model: str) -> None:
+    async with stock("another", answer_well) as engine:
+        checks = Checks(valkey_url, model, [engine.url])
+        second = Pool(f"{model}-2", checks.fleet, DegradedMode(1.0))
+        checks.engines._pools = Pools([*checks.engines._pools.all, second])
+        await checks.round()
+        assert await checks.workers() == {}
+        cast("Any", engine)._page = lambda _path: json.dumps({"data": [{"id": model}, {"id": "lora"}]}).encode()
+        await checks.round()
+        assert (await checks.workers())[engine.url].models == [model, "lora"]
+        await checks.client.close()
+        await checks.fleet.close()
