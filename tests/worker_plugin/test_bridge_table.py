@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -146,6 +149,21 @@ def test_arrays_of_earlier_engines() -> None:
     assert not table.held
 
 
+@pytest.mark.parametrize("page", [16, 64])
+def test_batches_of_sglang(page: int) -> None:
+    """As SGLang 0.5.23 records and encodes them: a node, a child, a salted node, removals, a reset."""
+    recorded = json.loads((Path(__file__).parent / "sglang_batches.json").read_text())[str(page)]
+    batches = [decode(bytes.fromhex(one), sglang=True) for one in recorded]
+    head, more = list(range(100, 100 + 4 * 64)), list(range(1_000, 1_128))
+    table = BlockTable(Tracker(), page, 1_000)
+    chain = partial(hashes, scheme=scheme_of(page))
+    told = [chain(head), chain(head + more), chain(head + more) | chain(head[:128], salt="tenant")]
+    for events, held in zip(batches, [*told, chain(head) | chain(head[:128], salt="tenant"), set()], strict=True):
+        table.apply(events)
+        assert table.held == held
+    assert not table.unproved
+
+
 @pytest.mark.parametrize("page", [1, 3, 8])
 def test_small_pages_make_larger_blocks(page: int) -> None:
     """SGLang's pages may be one token: a block is held while its last page is."""
@@ -250,5 +268,5 @@ def removed(key: Any, **more: Any) -> bytes:
     return bytes(msgpack.packb([1.0, [{"type": "BlockRemoved", "block_hashes": [key], "medium": "GPU"} | more], 0]))
 
 
-def hashes(ids: list[int], **more: Any) -> set[bytes]:
-    return {digest[-8:] for digest in wire.chain_hashes(CANONICAL, ids, **more)}
+def hashes(ids: list[int], scheme: wire.Scheme = CANONICAL, **more: Any) -> set[bytes]:
+    return {digest[-8:] for digest in wire.chain_hashes(scheme, ids, **more)}

@@ -95,6 +95,7 @@ class BridgedEngine:
         self._leaves = False
         self._read_due = 0.0
         self._failures = 0
+        self._hybrid = False  # its events tell of several KV cache groups, so that it may lack blocks in between
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-engine-{options.name}", daemon=True)
 
     def start(self) -> None:
@@ -155,7 +156,7 @@ class BridgedEngine:
         self._adapters, self._reading = dict(facts.adapters), self._read()
         self._restarted.clear()
         ranks = [self._rank(facts, source, rank) for rank, source in sorted(sources.items())]
-        server = ServerPublisher(self._server_config(facts))
+        server = ServerPublisher(self._server_config(facts, len(ranks)))
         for rank in ranks:
             rank.start()
         deadline = time.monotonic() + CATCH_UP_SECONDS
@@ -197,6 +198,8 @@ class BridgedEngine:
     def _rank(self, facts: EngineFacts, source: EventSource, rank: int) -> Rank:
         options = self.options
         scheme = scheme_of(facts.page_tokens)
+        if not facts.prefix_caching:
+            scheme = wire.Scheme(wire.NO_CACHE, bytes(32), scheme.block_tokens)
         config = PublisherConfig(
             redis_url=self._redis_url,
             model=self._model(facts),
@@ -207,7 +210,7 @@ class BridgedEngine:
             capacity_blocks=max(1, facts.capacity_blocks * facts.page_tokens // scheme.block_tokens),
             max_model_len=facts.max_model_len,
             version=facts.version,
-            closed=True,
+            closed=not self._hybrid,
         )
         return Rank(
             self._context,
@@ -223,7 +226,7 @@ class BridgedEngine:
     def _model(self, facts: EngineFacts) -> str:
         return self.options.model or facts.models[0].strip("/")
 
-    def _server_config(self, facts: EngineFacts) -> ServerConfig:
+    def _server_config(self, facts: EngineFacts, ranks: int) -> ServerConfig:
         files, known = self._tokenizer(facts)
         return ServerConfig(
             redis_url=self._redis_url,
@@ -233,7 +236,7 @@ class BridgedEngine:
             models=facts.models,
             version=facts.version,
             artifacts=files,
-            facts={"max_model_len": facts.max_model_len, **known},
+            facts={"max_model_len": facts.max_model_len, "ranks": ranks, **known},
             adapters=lambda: self._adapters,
         )
 
@@ -272,6 +275,9 @@ class BridgedEngine:
             self._note_restart()
         self._reading = reading
         self._adapters = self.api.adapters()
+        if not self._hybrid and any(rank.table.other_groups for rank in self.ranks):
+            self._hybrid = True
+            self._note_restart()  # what it announced is wrong
         for rank in self.ranks:
             if rank.stopped:
                 self._say(f"not reported any more: {rank.stopped}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from warmfleet_worker.bridge.block_table import BlockTable
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet")
 
 VERIFY_SECONDS = 5.0  # as often as the fleet compares digests; each costs the engine one pass over its kept batches
+LONGEST_VERIFY_SECONDS = 60.0  # while the engine does not answer: each try holds live batches up for 3 s
 BATCHES_AT_ONCE = 256  # between two looks at the clock
 WAIT_SECONDS = 0.2
 REPORT_SECONDS = 60.0  # between two log lines about blocks that were left out
@@ -66,7 +67,7 @@ class Rank:
     ) -> None:
         self.tracker = Tracker()
         self.table = BlockTable(self.tracker, facts.page_tokens, config.capacity_blocks, group, lora_path)
-        self.config = replace(config, scheme=self.table.scheme)
+        self.config = config
         self.caught_up = threading.Event()
         self._sglang = facts.sglang
         self._sockets = EventSockets(context, source.endpoint, source.replay)
@@ -119,12 +120,13 @@ class Rank:
                     self.config.worker_id,
                 )
             self.caught_up.set()
-            due = time.monotonic() + VERIFY_SECONDS
+            pause = VERIFY_SECONDS
+            due = time.monotonic() + pause
             while not self._stopping.is_set():
                 self._sockets.wait(WAIT_SECONDS)
                 if self._sockets.reconnected() or time.monotonic() >= due:
-                    self._sequence.verify()
-                    due = time.monotonic() + VERIFY_SECONDS
+                    pause = VERIFY_SECONDS if self._sequence.verify() else min(2 * pause, LONGEST_VERIFY_SECONDS)
+                    due = time.monotonic() + pause
                 for number, payload in self._sockets.received(BATCHES_AT_ONCE):
                     self._sequence.live(number, payload)
                 self._report()
