@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
 pytest_plugins = ["tests.scheduling"]
+
+# Python files are compiled once, whatever the environment says, and not by each of the many processes that tests start.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # No deadline for Hypothesis examples, because a busy machine slows them; tests of time have bounds of their own.
 settings.register_profile("warmfleet", deadline=None)
@@ -151,7 +157,9 @@ async def fleet(store: aioredis.Redis, model: str) -> Fleet:
     return Fleet(store, model, timeouts=PATIENT)
 
 
-async def poll(check: Callable[[], object], deadline_s: float = 30.0, what: str = "") -> object:
+async def poll(
+    check: Callable[[], object], deadline_s: float = 30.0, what: str = "", *, every_s: float = POLL_S
+) -> object:
     """Call ``check`` (plain or async) until it returns something true, and return that; fail after ``deadline_s``.
 
     Time in which a busy machine did not let this process run does not count.
@@ -166,5 +174,5 @@ async def poll(check: Callable[[], object], deadline_s: float = 30.0, what: str 
         asleep = time.monotonic()
         if asleep > end:
             pytest.fail(f"not within {deadline_s} s: {what or check}")
-        await asyncio.sleep(POLL_S)
-        end += time.monotonic() - asleep - POLL_S
+        await asyncio.sleep(every_s)
+        end += time.monotonic() - asleep - every_s

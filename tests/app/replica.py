@@ -7,6 +7,7 @@ import json
 import socket
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -18,6 +19,7 @@ from warmfleet.api import http_connection
 from warmfleet.api.listening.server import Sockets
 from warmfleet.background import hung_engines, outage_checks, probe, upkeep
 from warmfleet.background.stock import checks
+from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import server
 from warmfleet.pools import degraded
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
     import uvicorn
 
+ASK_S = 0.03  # between two questions to a replica: a page of metrics costs it as much as several requests
+#: One context for all replicas that trust the system's authorities: to read these takes 20 ms of CPU.
+shared_tls = cache(engine_tls)
 #: Constants of modules that a test may replace for the life of its replica, by a name as if they were settings.
 CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
     "apply_interval_s": [(upkeep, "APPLY_INTERVAL_S")],
@@ -94,7 +99,7 @@ class Replica:
             ]
             return sum(states) == count
 
-        await poll(seen, 60, f"{count} routable workers")
+        await poll(seen, 60, f"{count} routable workers", every_s=ASK_S)
 
     async def exact(self) -> None:
         """Return once the replica identifies prompts exactly."""
@@ -102,7 +107,7 @@ class Replica:
         async def known() -> bool:
             return bool(json.loads((await self.get("/workers"))[1])["models"][0]["identity"] == "exact")
 
-        await poll(known, 60, "an exact identity")
+        await poll(known, 60, "an exact identity", every_s=ASK_S)
 
     async def load(self) -> int:
         """Everything that open reservations hold, over all workers."""
@@ -137,6 +142,7 @@ async def replica(
     for name, value in replaced.items():
         for module, constant in CONSTANTS[name]:
             constants.setattr(module, constant, value)
+    constants.setattr(main, "engine_tls", engine_tls if made.worker_ca else shared_tls)
     running = server(made, Sockets([listener], admin))
     task = asyncio.create_task(running._serve())
     fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from tests.conftest import poll, server, valkey_binary
 from tests.e2e.conftest import PATIENT, chat
 from tests.topology import until
 
-from warmfleet.cli.local.ports import free_port
+from warmfleet.cli.local.ports import claim_shared, free_port, listen
 from warmfleet.fleet import Fleet, connect
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def test_what_it_prints_works_as_printed_and_ctrl_c_stops_everything() -> None:
 
 
 def test_a_killed_up_takes_everything_it_started_with_it() -> None:
-    with up("--engines", "2") as command:
+    with up("--engines", "1", "--replicas", "1") as command:
         command.wait_ready()
         [folder] = {Path(one.cmdline()[-1]) for one in command.started if "watchdog.py" in " ".join(one.cmdline())}
         assert folder.is_dir()
@@ -134,7 +134,7 @@ def template_of(address: str) -> str:
 
 
 async def test_ctrl_c_in_mid_stream_leaves_no_load_in_the_store(stream: Callable[..., Stream]) -> None:
-    with server(valkey_binary()) as url, up("--engines", "2", "--redis", url) as command:
+    with server(valkey_binary()) as url, up("--engines", "1", "--replicas", "1", "--redis", url) as command:
         address = command.wait_ready()
         assert template_of(address) == "approved", "the demo's, in any store"
         stream(address)
@@ -150,18 +150,19 @@ async def test_ctrl_c_in_mid_stream_leaves_no_load_in_the_store(stream: Callable
             rows = [worker.load for worker in await fleet.workers()]
         finally:
             await fleet.close()
-        assert len(rows) == 2
-        assert [(row.prefill_tokens, row.decode_tokens, row.in_flight) for row in rows] == [(0, 0, 0)] * 2
+        assert [(row.prefill_tokens, row.decode_tokens, row.in_flight) for row in rows] == [(0, 0, 0)]
         assert command.running() == []
 
 
 def test_a_taken_port_is_said_and_nothing_is_started() -> None:
-    with up("--engines", "1", "--replicas", "1") as first:
-        port = first.wait_ready().rsplit(":", 1)[1]
-        argv = [sys.executable, "-m", "warmfleet", "up", "--port", port]
-        second = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=60)
-        assert second.returncode == 2
-        assert "choose another with --port" in second.stderr
+    with closing(claim_shared("127.0.0.1", 0)) as claimed:  # as another `up` does
+        port = claimed.getsockname()[1]
+        with closing(listen("127.0.0.1", port, shared=True)) as replica:
+            replica.listen()
+            argv = [sys.executable, "-m", "warmfleet", "up", "--port", str(port)]
+            second = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=60)
+    assert second.returncode == 2
+    assert "choose another with --port" in second.stderr
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def test_without_haproxy_it_says_what_to_install(
 
 def test_a_short_real_run_survives_a_kill_and_uses_the_added_replica(tmp_path: Path) -> None:
     require("haproxy")
-    command = [sys.executable, "-m", "warmfleet_loadtest.locust_run", "--duration", "8", "--users", "8"]
+    command = [sys.executable, "-m", "warmfleet_loadtest.locust_run", "--duration", "6", "--users", "4"]
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("app", "worker_plugin", "loadtest"))
     report = tmp_path / "report.html"
     # Beside other work a decision may take longer than the 50 ms of the default; the test is not about fallbacks.

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 from tests.topology import Servers, free_ports, until
@@ -15,8 +16,6 @@ from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:
-    import pytest
-
     from warmfleet.fleet import Fleet
 
 NEVER_S = 1_000_000.0
@@ -28,6 +27,7 @@ async def shown(router: Replica) -> tuple[dict[str, Any], dict[str, Any]]:
     return model["index"], model["workers"][0]["truth"]
 
 
+@pytest.mark.in_turn
 async def test_lag_divergence_resyncs_and_silence(
     fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,8 @@ class Stack:
         self._say = say
         self._claimed: socket.socket | None = None
         self._children: Children | None = None
+        # One for all questions, as each reads the system's authorities. It keeps no connection to a replica.
+        self._http = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 
     def __enter__(self) -> Self:
         try:
@@ -235,7 +237,7 @@ class Stack:
         """The models of ``GET /workers`` at a replica, or at the shared address; none if nothing answers."""
         try:
             url = f"{replica.url if replica else self.address}/workers"
-            answer = httpx.get(url, headers=admin_headers(), timeout=5)
+            answer = self._http.get(url, headers=admin_headers(), timeout=5)
             return list(answer.raise_for_status().json()["models"])
         except httpx.HTTPError:
             return []
@@ -262,7 +264,7 @@ class Stack:
         """The member answers 200 at ``path``. Raises CommandError if its process has ended."""
         self._check_alive([member])
         try:
-            return httpx.get(member.url + path, timeout=2).status_code == httpx.codes.OK
+            return self._http.get(member.url + path, timeout=2).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 

@@ -150,6 +150,7 @@ async def look(port: int, seen: list[int]) -> None:
     """Ask for /readyz again and again, as a balancer does."""
     while True:
         seen.append(await asked(port))
+        await asyncio.sleep(0.02)
 
 
 async def asked(port: int) -> int:
@@ -170,6 +171,7 @@ async def test_a_killed_replica_is_started_again_and_the_others_serve_for_it(
             while len(parent.ready()) == count:  # until the new one is ready, every connection gets an answer
                 assert await asyncio.wait_for(asked(parent.port), 20) == 200
                 answered += 1
+                await asyncio.sleep(0.01)
             assert answered > 20, "none waited for the new one"
         assert parent.matches(r"killed by (SIGKILL); again in 0.5 s \(time 1 in a row\)")
         assert parent.matches(r"killed by (SIGKILL); again in 1.0 s \(time 2 in a row\)")
