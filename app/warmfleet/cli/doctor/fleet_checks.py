@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from warmfleet.background import announced
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok
 from warmfleet.fleet import Flag, WorkerState
-from warmfleet.protocol.wire import Scheme, WireError, default_none_hash
+from warmfleet.protocol.wire import UNMATCHED, Scheme, WireError, default_none_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +29,7 @@ REMEDIES = {
     " be cut, or another process may have joined under its WARMFLEET_WORKER_ID",
     WorkerState.HOSTILE: "restart the engine; if it happens again, compare the versions of plugin and routers",
     WorkerState.DRAINING: "undo it when the engine shall serve again: warmfleet drain {worker} --model {model} --undo",
+    WorkerState.PAUSED: "let its engine go on when it shall serve again: POST /resume, or /wake_up where it sleeps",
     WorkerState.EJECTED: "read the engine's log: it failed requests that other workers served",
     WorkerState.UNHEARD: "mend the engine's way to Redis: it answers over HTTP, but its heartbeats do not come",
     WorkerState.UNREACHABLE: "make its URL reachable from the routers' hosts, or announce another one"
@@ -38,7 +39,7 @@ REMEDIES = {
     WorkerState.SUSPECTED: "wait for its next probe, or let the doctor examine its URL",
 }
 #: Notes, because such a worker serves, or is out by the operator's will, or will soon be in.
-HARMLESS = (WorkerState.DRAINING, WorkerState.WARMING, WorkerState.PENDING, WorkerState.SUSPECTED)
+HARMLESS = (WorkerState.DRAINING, WorkerState.PAUSED, WorkerState.WARMING, WorkerState.PENDING, WorkerState.SUSPECTED)
 #: What to do about a worker that is placed by load only, by the cause that its probe gave.
 CAUSES = {
     "differs": "start it with the tokenizer, --chat-template and flags of the other engines of this model",
@@ -48,6 +49,7 @@ CAUSES = {
     "scheme": "upgrade the routers, or start it with --prefix-caching-hash-algo sha256_cbor and without EAGLE",
     "key": "give the routers WARMFLEET_WORKER_API_KEY, and WARMFLEET_WORKER_ADDRESSES with the engines' addresses",
     "silent": "look which engine answers at its URL: its stream tells nothing of a probe",
+    "unmatched": "start it with --enable-prefix-caching, if its model has layers with full attention",
     "untested": "wait for the next probe; if it stays so, look for its tokenizer in the routers' log",
 }
 
@@ -175,7 +177,8 @@ def schemes(workers: Sequence[WorkerView]) -> list[Finding]:
             groups.setdefault(Scheme.from_dict(worker.record["scheme"]), []).append(worker.worker_id)
         except (WireError, KeyError, TypeError) as error:
             text = f"routers cannot compute the block hashes of {worker.worker_id}: {error}"
-            findings.append(fault("scheme", text, CAUSES["scheme"]))
+            keeps_none = (worker.record.get("scheme") or {}).get("algorithm") in UNMATCHED
+            findings.append(fault("scheme", text, CAUSES["unmatched" if keeps_none else "scheme"]))
     if len(groups) == 1:
         (scheme,) = groups
         findings.append(ok("scheme", f"{_in_words(scheme)}, {seed_of(scheme) or 'a seed that is not known here'}"))
