@@ -32,7 +32,7 @@ FULL = {"fine": 1, "equal": 0}  # the number of the group with full attention
 def told(shape: str) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "worker_plugin"), "CORE_MODEL": str(MODEL)}
     environment |= {"VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [VENV / "bin" / "python", ROOT / "tests/vllm/hybrid_core.py", shape]
+    command = [str(VENV / "bin" / "python"), str(ROOT / "tests/vllm/hybrid_core.py"), shape]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3_000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
