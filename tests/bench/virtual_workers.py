@@ -35,7 +35,8 @@ class VirtualWorker:
     ) -> None:
         self._claim = claim  # a speed and a capacity that are not its own
         self.tracker = Tracker()
-        self.engine = VirtualEngine(config.scheduler(self.tracker), config.costs)
+        scheduler = config.scheduler(self.tracker, lambda: store.clock.now)
+        self.engine = VirtualEngine(scheduler, config.costs)
         self.server_id = f"s{number:02d}"
         self.worker_id = wire.worker_id_of(self.server_id, 0)
         self._woken = False
@@ -58,6 +59,7 @@ class VirtualWorker:
             capacity_blocks=self._claim[1] if self._claim else config.blocks,
             max_model_len=limits.max_model_len,
             version="virtual",
+            closed=not config.ttft_target,
         )
 
     def _server_config(self, number: int, url: str) -> ServerConfig:
