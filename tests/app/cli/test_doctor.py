@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import redis
 from tests.app.cli import answering
+from tests.app.gate import gate
 from tests.app.replica import replica
 from tests.app.simulated import LIMITS, SCHEME, identity, simulated
 from tests.conftest import poll, redis7_binary, server, valkey_binary
@@ -74,7 +75,7 @@ class Told:
 async def doctor(url: str, model: str, *engines: str, **more: Any) -> Told:
     """Run it. more: fields of Plan and of Settings."""
     plan_fields = {name: more.pop(name) for name in ("admin_url", "routers", "wall") if name in more}
-    settings = Settings(redis_url=url, models=(model,), **({"trust_templates": True} | more))
+    settings = Settings(redis_url=url, models=(model,), **({"trust_templates": True, "decide_timeout_s": 2.0} | more))
     plan = Plan(settings, with_ca(url, settings.redis_ca), engines=engines, **plan_fields)
     out = io.StringIO()
     report = Report(out=out, secrets=secrets_of(plan))
@@ -198,6 +199,13 @@ async def test_the_clock_is_off(valkey_url: str, model: str) -> None:
     told.names(
         "clock", "this machine's clock is 90.0 s ahead of Redis'", "let chrony or systemd-timesyncd set the clocks"
     )
+
+
+async def test_redis_is_far_away(valkey_url: str, model: str) -> None:
+    async with gate(valkey_url) as door:
+        door.delay_s = 0.03
+        told = await doctor(f"redis://127.0.0.1:{door.port}", model, decide_timeout_s=0.05)
+        told.names("latency", "after 50 ms a request goes by the last known fleet", "put Redis near the routers")
 
 
 async def test_a_server_that_only_reads(model: str) -> None:
@@ -360,6 +368,33 @@ async def test_an_announced_url_is_asked_for_its_health_only_and_gets_no_key(val
     assert told.of("url", State.OK), told.printed
     assert len(seen) == 1
     assert "authorization" not in seen[0][0]
+
+
+@pytest.mark.parametrize("ranges", [("10.0.0.0/8",), ("127.0.0.0/8",)])
+async def test_an_announced_url_that_routers_would_not_use_is_not_connected_to(
+    ranges: tuple[str, ...], valkey_url: str, model: str
+) -> None:
+    connected: list[object] = []
+    async with await asyncio.start_server(lambda *got: connected.append(got), "127.0.0.1", 0) as port:
+        url = (
+            f"http://127.0.0.1:{port.sockets[0].getsockname()[1]}"
+            if ranges[0][:2] == "10"
+            else "http://169.254.169.254"
+        )
+        async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, url=url):
+            await complete(fleet)
+            told = await doctor(valkey_url, model, worker_addresses=ranges)
+    told.names("allowed", "is outside WARMFLEET_WORKER_ADDRESSES", "add the engines' addresses")
+    assert not told.of("url", State.OK)
+    assert connected == []
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://engine:port"])
+async def test_an_announced_url_that_cannot_be_read(url: str, valkey_url: str, model: str) -> None:
+    async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, url=url), stock() as other:
+        await complete(fleet)
+        told = await doctor(valkey_url, model, other)
+    told.names("allowed", "routers with this environment send nothing there", "WARMFLEET_WORKER_ADDRESSES")
 
 
 async def test_workers_that_hash_in_different_ways(valkey_url: str, model: str) -> None:

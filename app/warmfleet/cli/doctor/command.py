@@ -18,7 +18,7 @@ from warmfleet.cli.doctor import engine_checks, fleet_checks, parity_checks, red
 from warmfleet.cli.doctor.engine_checks import Engine
 from warmfleet.cli.doctor.finding import Finding, Report, State, skipped
 from warmfleet.cli.doctor.parity_checks import Subject
-from warmfleet.cli.doctor.reach import is_loopback, reach
+from warmfleet.cli.doctor.reach import is_loopback, place_of, resolve
 from warmfleet.cli.local import running_stack
 from warmfleet.cli.serve import variables
 from warmfleet.engines.allowed_addresses import Addresses
@@ -264,16 +264,15 @@ async def _urls(plan: Plan, workers: Sequence[WorkerView]) -> list[Finding]:
     async with _client(addresses, plan) as (client, tls):
 
         async def one(url: str) -> list[Finding]:
-            engine = Engine(url, client, tls)
+            host, port = place_of(url)
             async with room:
-                got = await reach(engine.host, engine.port)
-                if forbidden := engine_checks.allowed(url, addresses, got.addresses):
+                got = await resolve(host, port)
+                if forbidden := engine_checks.allowed(url, addresses, got.addresses):  # before anything is sent there
                     return forbidden
-                found = await engine_checks.reachable(engine)
+                reached = await engine_checks.reachable(Engine(url, client, tls, addresses=got.addresses))
             names = ", ".join(worker.worker_id for worker in workers if worker.url.rstrip("/") == url)
-            return [_of_url(one, names, url) for one in found if one.state is not State.OK] or [
-                _url_ok(plan, names, url)
-            ]
+            wrong = [_of_url(found, names, url) for found in reached if found.state is not State.OK]
+            return wrong or [_url_ok(plan, names, url)]
 
         groups = await asyncio.gather(*[one(url) for url in list(urls)[:MAX_URLS]])
     return [finding for group in groups for finding in group]
@@ -281,14 +280,14 @@ async def _urls(plan: Plan, workers: Sequence[WorkerView]) -> list[Finding]:
 
 def _of_url(found: Finding, names: str, url: str) -> Finding:
     remedy = found.remedy
-    if is_loopback(urlsplit(url).hostname or ""):
+    if is_loopback(place_of(url)[0]):
         remedy = f"start the engine on this machine; if it runs on another one: {engine_checks.LOOPBACK_HELP}"
     return Finding("url", found.state, f"{names} announces {fleet_checks.shown(url)}: {found.detail}", remedy)
 
 
 def _url_ok(plan: Plan, names: str, url: str) -> Finding:
     local = all(is_loopback(host) for host, _ in parse(plan.url).nodes)
-    if is_loopback(urlsplit(url).hostname or "") and not local:
+    if is_loopback(place_of(url)[0]) and not local:
         text = f"{names} announces {fleet_checks.shown(url)}, which means another machine to routers elsewhere"
         return Finding("url", State.NOTE, text, engine_checks.LOOPBACK_HELP)
     return Finding("url", State.OK, f"{names} at {fleet_checks.shown(url)} answers from here")
@@ -315,7 +314,7 @@ async def _engine(plan: Plan, known: Known, url: str, report: Report) -> None:
         if found[-1].state is not State.OK:
             report.add([skipped("engine", "nothing more can be asked of it")])
             return
-        got = await reach(engine.host, engine.port)
+        got = await resolve(engine.host, engine.port)
         addresses = Addresses(plan.settings.worker_addresses, plan.settings.static_workers)
         report.add(engine_checks.allowed(url, addresses, got.addresses))
         await _checked(report, "version", engine_checks.version(engine))
@@ -336,8 +335,15 @@ async def _engine(plan: Plan, known: Known, url: str, report: Report) -> None:
             report.add([engine_checks.joined(engine, mine, everybody, list(known.workers))])
         if served.names:
             worker = next((one for one in mine if one.server is not None), mine[0] if mine else None)
-            rank = str(worker.record.get("rank", 0)) if worker is not None and len(mine) > 1 else ""
-            await _probe(plan, Subject(engine, served.names[0], known.fleets.get(tag), worker, rank), report)
+            subject = Subject(engine, served.names[0], known.fleets.get(tag), worker, _rank(worker, mine))
+            await _probe(plan, subject, report)
+
+
+def _rank(worker: WorkerView | None, mine: Sequence[WorkerView]) -> str:
+    """The rank to name in a request; empty for a server with a single core, which refuses such a header."""
+    if worker is None or sum(one.record.get("server_id") == worker.record.get("server_id") for one in mine) < 2:
+        return ""
+    return str(worker.record.get("rank", 0))
 
 
 def _mine(known: Known, url: str, addresses: Sequence[str]) -> tuple[str, list[WorkerView]]:

@@ -6,11 +6,10 @@ import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok
 from warmfleet.cli.doctor.fleet_checks import JOIN_HELP, shown
-from warmfleet.cli.doctor.reach import is_loopback, reach
+from warmfleet.cli.doctor.reach import is_loopback, place_of, reach
 from warmfleet.errors import UpstreamError
 
 if TYPE_CHECKING:
@@ -38,21 +37,21 @@ LOOPBACK_HELP = "set WARMFLEET_WORKER_URL=http://ITS_HOST:PORT at that engine: 1
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine by its URL. key: its API key; empty = none is sent."""
+    """One engine by its URL. key: its API key; empty = none is sent. addresses: of its host, if they are known."""
 
     url: str
     client: EngineClient
     tls: ssl.SSLContext
     key: str = ""
+    addresses: tuple[str, ...] = ()
 
     @property
     def host(self) -> str:
-        return urlsplit(self.url).hostname or ""
+        return place_of(self.url)[0]
 
     @property
     def port(self) -> int:
-        parts = urlsplit(self.url)
-        return parts.port or (443 if parts.scheme == "https" else 80)
+        return place_of(self.url)[1]
 
     @property
     def headers(self) -> dict[str, str]:
@@ -67,7 +66,8 @@ class Engine:
 
 async def reachable(engine: Engine) -> list[Finding]:
     """Name, connection and TLS from here, and /health."""
-    got = await reach(engine.host, engine.port, engine.tls if engine.url.startswith("https") else None)
+    tls = engine.tls if engine.url.startswith("https") else None
+    got = await reach(engine.host, engine.port, tls, engine.addresses)
     if got.failed:
         remedy = REACH_REMEDIES[got.failed]
         if is_loopback(engine.host) and got.failed == "connection":
@@ -94,8 +94,8 @@ def allowed(url: str, addresses: Addresses, resolved: Sequence[str]) -> list[Fin
     """Whether routers with these settings would send requests there."""
     try:
         addresses.check(url)
-        addresses.allowed_of(urlsplit(url).hostname or "", resolved)
-    except (UpstreamError, OSError) as error:
+        addresses.allowed_of(place_of(url)[0], resolved)
+    except (UpstreamError, OSError, ValueError) as error:
         remedy = "add the engines' addresses to WARMFLEET_WORKER_ADDRESSES of every router"
         return [fault("allowed", f"routers with this environment send nothing there: {error}", remedy)]
     return []
@@ -171,9 +171,9 @@ def key_reaches(engine: Engine, *, wanted: bool, listed: bool) -> list[Finding]:
 
 def same_engine(url: str, workers: Sequence[WorkerView], addresses: Sequence[str]) -> list[WorkerView]:
     """The workers that announce this URL, or one of the addresses that its host has."""
-    wanted = _place(url)
+    wanted = place_of(url)
     places = {wanted, *((address, wanted[1]) for address in addresses)}
-    return [worker for worker in workers if worker.url and _place(worker.url) in places]
+    return [worker for worker in workers if worker.url and place_of(worker.url) in places]
 
 
 def joined(engine: Engine, mine: Sequence[WorkerView], others: Sequence[WorkerView], tags: Sequence[str]) -> Finding:
@@ -186,8 +186,8 @@ def joined(engine: Engine, mine: Sequence[WorkerView], others: Sequence[WorkerVi
                 "plugin", text, "install the plugin (pip install ./worker_plugin) for exact knowledge of its cache"
             )
         return ok("plugin", f"it has joined as {names}")
-    near = [worker for worker in others if worker.url and _place(worker.url)[1] == engine.port]
-    loop = [worker for worker in near if is_loopback(urlsplit(worker.url).hostname or "")]
+    near = [worker for worker in others if worker.url and place_of(worker.url)[1] == engine.port]
+    loop = [worker for worker in near if is_loopback(place_of(worker.url)[0])]
     if loop and not is_loopback(engine.host):
         text = f"no worker announces {shown(engine.url)}, but {loop[0].worker_id} announces {shown(loop[0].url)}"
         return fault("plugin", text, LOOPBACK_HELP)
@@ -199,11 +199,6 @@ def joined(engine: Engine, mine: Sequence[WorkerView], others: Sequence[WorkerVi
         f"pip install ./worker_plugin beside vLLM, set WARMFLEET_REDIS_URL there; {JOIN_HELP}; if VLLM_PLUGINS is"
         " set, add `warmfleet`; where the engine announces another address, set WARMFLEET_WORKER_URL",
     )
-
-
-def _place(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    return (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _json(body: bytes) -> Any:

@@ -10,7 +10,11 @@ import ssl
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CONNECT_S = 3.0
 AT_MOST = 4  # addresses of one name that are tried
@@ -28,8 +32,8 @@ class Reached:
     seconds: float = 0.0
 
 
-async def reach(host: str, port: int, tls: ssl.SSLContext | None = None, limit_s: float = CONNECT_S) -> Reached:
-    """Resolve, connect and, with ``tls``, shake hands; then hang up."""
+async def resolve(host: str, port: int, limit_s: float = CONNECT_S) -> Reached:
+    """The addresses of a host; nothing is connected to."""
     try:
         async with asyncio.timeout(limit_s):
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -37,13 +41,20 @@ async def reach(host: str, port: int, tls: ssl.SSLContext | None = None, limit_s
         return Reached("name", f"no answer of the resolver within {limit_s:g} s")
     except (OSError, UnicodeError) as error:
         return Reached("name", in_words(error))
-    addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
-    last = Reached("name", "it has no address")
-    for address in addresses[:AT_MOST]:
+    return Reached("", addresses=tuple(dict.fromkeys(str(entry[4][0]) for entry in found)))
+
+
+async def reach(
+    host: str, port: int, tls: ssl.SSLContext | None = None, addresses: Sequence[str] = (), limit_s: float = CONNECT_S
+) -> Reached:
+    """Connect and, with ``tls``, shake hands; then hang up. addresses: of the host; empty = they are resolved first."""
+    named = Reached("", addresses=tuple(addresses)) if addresses else await resolve(host, port, limit_s)
+    last = named if named.failed else Reached("name", "it has no address")
+    for address in named.addresses[:AT_MOST]:
         last = await _connect(address, port, host, tls, limit_s)
         if not last.failed:
             break
-    return Reached(last.failed, last.why, addresses, last.seconds)
+    return Reached(last.failed, last.why, named.addresses, last.seconds)
 
 
 async def _connect(address: str, port: int, host: str, tls: ssl.SSLContext | None, limit_s: float) -> Reached:
@@ -65,6 +76,15 @@ async def _connect(address: str, port: int, host: str, tls: ssl.SSLContext | Non
     with suppress(OSError):
         await writer.wait_closed()
     return Reached("", seconds=seconds)
+
+
+def place_of(url: str) -> tuple[str, int]:
+    """Host and port of an http URL; ("", 0) if it cannot be read: workers announce whatever they like."""
+    try:
+        parts = urlsplit(url)
+        return (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        return "", 0
 
 
 def is_loopback(host: str) -> bool:
