@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from tests.conftest import poll
 
+from warmfleet_worker import server_publisher
 from warmfleet_worker.protocol import artifacts, wire
 from warmfleet_worker.server_address import (
     Bound,
@@ -117,17 +118,44 @@ async def test_a_server_is_ready_when_its_health_is_fine(status: int, tmp_path: 
         assert await asyncio.to_thread(healthy, Bound(None, 0, path)) is (status == 200)
 
 
+@pytest.fixture
+def server(redis_url: str, model: str) -> Iterator[ServerPublisher]:
+    config = ServerConfig(
+        redis_url, model, "s1", "http://127.0.0.1:8000", ("m", "m2"), "v1", ARTIFACTS, {"max_model_len": 4_096}
+    )
+    publisher = ServerPublisher(config)
+    yield publisher
+    publisher.stop()
+
+
+async def test_what_no_server_uses_any_more_expires(
+    fleet: Fleet, store: aioredis.Redis, server: ServerPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what was stored and never announced: the server ends here before any router hears of it."""
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.02)
+    server.start()
+    await poll(lambda: server.joined)
+    keys = [key async for key in store.scan_iter(f"{fleet.keys.artifact('s1', '*')}".replace("{", "\\{"))]
+    assert len(keys) > 4
+    for key in keys:
+        assert server_publisher.ARTIFACT_SECONDS - 60 < await store.ttl(key) <= server_publisher.ARTIFACT_SECONDS
+    # While the server lives, its files do.
+    await store.expire(keys[0], 100)
+    monkeypatch.setattr(server_publisher, "IN_USE_SECONDS", 0.0)
+    await poll(lambda: _lives(store, keys[0]))
+    monkeypatch.setattr(server_publisher, "IN_USE_SECONDS", 3_600.0)
+    # One that is lost is stored again.
+    await store.delete(keys[0])
+    monkeypatch.setattr(server_publisher, "IN_USE_SECONDS", 0.0)
+    await poll(lambda: _lives(store, keys[0]))
+
+
+async def _lives(store: aioredis.Redis, key: bytes) -> bool:
+    return bool(await store.ttl(key) > 1_000)
+
+
 class TestPublisher:
     """The join waits for the port and holds everything, and the server joins again when its stream is lost."""
-
-    @pytest.fixture
-    def server(self, redis_url: str, model: str) -> Iterator[ServerPublisher]:
-        config = ServerConfig(
-            redis_url, model, "s1", "http://127.0.0.1:8000", ("m", "m2"), "v1", ARTIFACTS, {"max_model_len": 4_096}
-        )
-        publisher = ServerPublisher(config)
-        yield publisher
-        publisher.stop()
 
     async def applied(self, fleet: Fleet, store: aioredis.Redis) -> dict[bytes, bytes]:
         await fleet.step()

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from warmfleet_worker.protocol import artifacts, wire
 from warmfleet_worker.stream import Outage, Refused, StreamGone, StreamWriter, connect
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.warmfleet")
 
 YOUNG_SECONDS = 60.0  # a failover of Redis may lose a join or an artifact this young, and no router would ask for it
+ARTIFACT_SECONDS = 86_400  # a file lives so long after its server last used it: nobody else removes what none announces
+IN_USE_SECONDS = 3_600.0  # between two words of a server that it uses its files
 READY_SECONDS = 120.0  # a server that does not listen by then joins all the same; the routers' probe then fails
 
 
@@ -62,7 +64,8 @@ class ServerPublisher:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="warmfleet-server", daemon=True)
         self.joined = False
-        self._joined_at = 0.0
+        self._joined_at = self._used_at = 0.0
+        self._files: list[str] = []  # the keys of the chunks of all artifacts
         self._adapters: dict[str, str] = {}
 
     def start(self) -> None:
@@ -95,20 +98,37 @@ class ServerPublisher:
     def _round(self) -> None:
         """Join, if that is due, and send a heartbeat."""
         moved = self._stream.moved and time.monotonic() - self._joined_at < YOUNG_SECONDS
-        if not self.joined or moved or dict(self.config.adapters()) != self._adapters:
+        if not self.joined or moved or dict(self.config.adapters()) != self._adapters or not self._uses_files():
             self._join()
         self._stream.flush()  # entries that a failed round has left
         self._stream.put("heartbeat")
         self._stream.flush()
 
+    def _uses_files(self) -> bool:
+        """Let the files in Redis live on, once an hour. False if one is missing."""
+        if time.monotonic() - self._used_at < IN_USE_SECONDS:
+            return True
+        self._used_at = time.monotonic()
+        lost = [key for key in self._files if not self._lives_on(key)]
+        return not lost
+
+    def _lives_on(self, key: str) -> bool:
+        """Let a file expire in a day from now. False if it is not there."""
+        try:
+            return bool(self._stream.client.expire(key, ARTIFACT_SECONDS))
+        except NoPermissionError:  # the rules of an older `warmfleet acl`: then it does not expire
+            return True
+
     def _join(self) -> None:
         config, manifest = self.config, {}
-        self._adapters = dict(config.adapters())
+        self._adapters, self._files, self._used_at = dict(config.adapters()), [], time.monotonic()
         for name, content in config.artifacts.items():
             manifest[name], chunks = artifacts.split(content)
             for sha256, piece in chunks.items():  # one call for each, so that no call is long
                 # SETNX: the ACL allows a worker to add artifacts, not to overwrite them
-                self._stream.client.setnx(self._keys.artifact(config.server_id, sha256), piece)
+                self._files.append(self._keys.artifact(config.server_id, sha256))
+                self._stream.client.setnx(self._files[-1], piece)
+                self._lives_on(self._files[-1])
         self._stream.join(
             wire.dumps(
                 {

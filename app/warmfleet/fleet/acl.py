@@ -72,7 +72,7 @@ def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = 
         *("resetkeys", "resetchannels", "-@all", *(f"+{command}" for command in allowed)),
         _selector("W", streams, "xadd"),
         _selector("R", map(keys.command, workers), "get"),
-        _selector("W", [keys.artifact(server_id, "*")], "setnx"),
+        _selector("W", [keys.artifact(server_id, "*")], "setnx", "expire"),
     ]
 
 
@@ -81,5 +81,5 @@ def user(name: str, password: str, rules: Sequence[str]) -> str:
     return " ".join([name, "reset", "on", "#" + hashlib.sha256(password.encode()).hexdigest(), *rules])
 
 
-def _selector(access: str, keys: Iterable[str], command: str) -> str:
-    return "(" + " ".join(f"%{access}~{key}" for key in keys) + f" +{command})"
+def _selector(access: str, keys: Iterable[str], *commands: str) -> str:
+    return "(" + " ".join([*(f"%{access}~{key}" for key in keys), *(f"+{command}" for command in commands)]) + ")"

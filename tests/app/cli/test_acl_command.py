@@ -44,7 +44,7 @@ def test_one_more_worker_as_commands(capsys: pytest.CaptureFixture[str]) -> None
         " resetkeys resetchannels -@all +ping +select"
         " (%W~wf:{a~b}:events:w.0 %W~wf:{a~b}:events:w.1 %W~wf:{a~b}:server:w %W~wf:{a~b}:hello +xadd)"
         " (%R~wf:{a~b}:command:w.0 %R~wf:{a~b}:command:w.1 +get)"
-        " (%W~wf:{a~b}:artifact:w:* +setnx)"
+        " (%W~wf:{a~b}:artifact:w:* +setnx +expire)"
     )
 
 

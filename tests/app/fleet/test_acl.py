@@ -20,7 +20,7 @@ from warmfleet.cli.acl import lines, rules_of
 from warmfleet.cli.parser import build_parser
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Ask, Fleet, Renewal, connect
-from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS, WORKER_COMMANDS
+from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS, WORKER_COMMANDS, user, worker_rules
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
@@ -85,7 +85,9 @@ def attempt(client: redis.Redis, *words: object) -> str:
 @pytest.mark.parametrize("name", ["router", "worker-w1"])
 def test_every_command_that_is_not_listed_is_refused(guarded: Guarded, name: str) -> None:
     allowed = {"cluster|slots"} | set(
-        (*SCRIPT_COMMANDS, *ROUTER_COMMANDS) if name == "router" else (*WORKER_COMMANDS, "xadd", "get", "setnx")
+        (*SCRIPT_COMMANDS, *ROUTER_COMMANDS)
+        if name == "router"
+        else (*WORKER_COMMANDS, "xadd", "get", "setnx", "expire")
     )
     admin = guarded.client("admin")
     admin.response_callbacks.clear()  # as the server says it
@@ -142,6 +144,7 @@ VERBS: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "XADD": (("MAXLEN", "~", "9", "*", "f", "v"), STREAMS),
     "GET": ((), COMMANDS),
     "SETNX": (("v",), ARTIFACTS),
+    "EXPIRE": (("60",), ARTIFACTS),
 }
 
 
@@ -158,6 +161,32 @@ def test_an_artifact_is_never_overwritten(guarded: Guarded) -> None:
         key = KEYS.artifact("w2", "1" * 64)
         assert (client.setnx(key, "first"), client.setnx(key, "second")) == (True, False)
         assert attempt(client, "GET", key) == "refused"
+
+
+@pytest.mark.parametrize("rights", ["today's", "of an older version"])
+async def test_files_of_a_worker_expire_as_far_as_its_rights_let_them(guarded: Guarded, rights: str) -> None:
+    """With rules that know no EXPIRE the server joins all the same, and its files stay until it is forgotten."""
+    name = "w8" if rights == "today's" else "w9"
+    told = user(f"worker-{name}", f"secret-worker-{name}", worker_rules(MODEL, name)).split(" ", 2)
+    rules = told[2].replace(" +expire", "") if name == "w9" else told[2]
+    with guarded.client("admin") as admin:
+        admin.execute_command("ACL", "SETUSER", f"worker-{name}", *_words(rules))  # type: ignore[no-untyped-call]
+        files = {"chat_template.jinja": b"{{ messages }}"}
+        half = ServerPublisher(
+            ServerConfig(guarded.url(f"worker-{name}"), MODEL, name, "http://127.0.0.1:9", ("m",), "v1", files)
+        )
+        half.start()
+        try:
+            await poll(lambda: half.joined, what="it joined")
+        finally:
+            half.stop(5)
+        [key] = list(admin.scan_iter(KEYS.artifact(name, "*").replace("{", "\\{")))
+        assert (admin.ttl(key) > 0) == (name == "w8")
+
+
+def _words(rules: str) -> list[str]:
+    """The rules of a user, one by one: what stands in brackets is one."""
+    return re.findall(r"\([^)]*\)|\S+", rules)
 
 
 def test_a_router_has_the_keys_of_its_models_only(guarded: Guarded) -> None:
