@@ -170,7 +170,7 @@ async def test_files_of_a_worker_expire_as_far_as_its_rights_let_them(guarded: G
     told = user(f"worker-{name}", f"secret-worker-{name}", worker_rules(MODEL, name)).split(" ", 2)
     rules = told[2].replace(" +expire", "") if name == "w9" else told[2]
     with guarded.client("admin") as admin:
-        admin.execute_command("ACL", "SETUSER", f"worker-{name}", *_words(rules))  # type: ignore[no-untyped-call]
+        admin.execute_command("ACL", "SETUSER", f"worker-{name}", *_words(rules))
         files = {"chat_template.jinja": b"{{ messages }}"}
         half = ServerPublisher(
             ServerConfig(guarded.url(f"worker-{name}"), MODEL, name, "http://127.0.0.1:9", ("m",), "v1", files)
