@@ -22,10 +22,10 @@ RUN_STAMP := $(VENV)/.run-ready
 DEV_STAMP := $(VENV)/.dev-ready
 CHECKOV_STAMP := .venv-checkov/.ready
 
-.PHONY: help run test nightly check format lock bench loadtest deps vllm checkov clean
+.PHONY: help run test nightly check format lock bench loadtest deps vllm vllm-matrix checkov clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(RUN_STAMP) ## start a store, four simulated engines and two routers behind one address
 	@$(VENV)/bin/warmfleet up $(ARGS)
@@ -58,6 +58,9 @@ loadtest: deps $(DEV_STAMP) ## drive the local stack through haproxy with Locust
 
 vllm: ## build an environment with real vLLM on the CPU, and tiny models
 	@$(PYTHON) tests/vllm/setup.py
+
+vllm-matrix: $(DEV_STAMP) vllm ## try the plugin on the cores of vLLM 0.28 to 0.33, which are downloaded (1 GB)
+	@STRICT_TOOLS=1 $(PY) -m pytest -s -m long tests/vllm/test_matrix.py $(ARGS)
 
 deps: ## install redis-server, haproxy, luacheck and openssl where they are missing (apt-get, as root or by sudo)
 	@$(PYTHON) tests/os_tools.py

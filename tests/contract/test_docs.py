@@ -55,7 +55,7 @@ def commands() -> list[str]:
 
 
 def targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def code_blocks(text: str) -> list[str]:

@@ -13,15 +13,16 @@ import sys
 import time
 from typing import Any
 
-BLOCK_TOKENS = 32
-BLOCKS = 128
-MAX_TOKENS = 2_048
+BLOCK_TOKENS = int(os.environ.get("CORE_BLOCK_TOKENS", "32"))
+BLOCKS = int(os.environ.get("CORE_BLOCKS", "128"))
+MODEL_LEN = int(os.environ.get("CORE_MODEL_LEN", "2048"))
+BUDGET = 2_048  # tokens of one step
 
 
 class Core:
     """A Scheduler that takes its sampled tokens from a random number generator."""
 
-    def __init__(self, model: str, blocks: int = BLOCKS, budget: int = MAX_TOKENS) -> None:
+    def __init__(self, model: str) -> None:
         import torch
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -34,18 +35,18 @@ class Core:
             model=model,
             served_model_name="tiny",
             block_size=BLOCK_TOKENS,
-            max_model_len=max(MAX_TOKENS, budget),
-            max_num_batched_tokens=budget,
+            max_model_len=MODEL_LEN,
+            max_num_batched_tokens=BUDGET,
             max_num_seqs=16,
             enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256_cbor",
         ).create_engine_config()
-        self.config.cache_config.num_gpu_blocks = blocks
+        self.config.cache_config.num_gpu_blocks = BLOCKS
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=16, dtype=torch.float32)
         groups = [KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=spec)]
         self.scheduler = Scheduler(
             vllm_config=self.config,
-            kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+            kv_cache_config=KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS,
@@ -130,6 +131,24 @@ class Answers:
                             ]
         return {"counted": counted, "table": core.table()}
 
+    def bench(self, requests: int, tokens: int, answer: int, pause_s: float) -> dict[str, Any]:
+        """Run so many new prompts to their end, four at a time; a pause after each step stands for the model's work.
+
+        Returns CPU seconds of the thread that steps and of the whole process, and the seconds of each step.
+        """
+        core, steps = self.core, []
+        thread = 0.0
+        for number in range(requests):
+            prompt = [core.rng.randrange(3, 8_000) for _ in range(tokens)]
+            core.add(f"cmpl-wf-{core.rng.randrange(10**22):022}.x-0", prompt, answer)
+            while len(core.scheduler.requests) >= 4 or (number == requests - 1 and core.scheduler.requests):
+                cpu, began = time.thread_time(), time.perf_counter()
+                core.step()
+                steps.append(time.perf_counter() - began)
+                thread += time.thread_time() - cpu
+                time.sleep(pause_s)
+        return {"thread_s": thread, "process_s": time.process_time(), "steps_s": steps}
+
     def reset(self) -> dict[str, Any]:
         return {"reset": self.core.scheduler.reset_prefix_cache(), "table": self.core.table()}
 
@@ -190,6 +209,26 @@ class Answers:
 
         return {part.name: missing(part) for part in Part}
 
+    def differs(self) -> dict[str, str]:
+        """What of this version is not as in others, in words for the table."""
+        from importlib.util import find_spec
+
+        from vllm.renderers import online_renderer
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core import kv_cache_utils
+
+        roots = set()
+        for _ in range(2):
+            kv_cache_utils.init_none_hash(get_hash_fn_by_name("sha256_cbor"))
+            roots.add(bytes(kv_cache_utils.NONE_HASH))
+        launcher = find_spec("vllm.entrypoints.launchers")
+        return {
+            "root": "random" if len(roots) > 1 else "fixed",
+            "lookahead": "yes" if hasattr(self.core.config, "num_hash_lookahead_tokens") else "no",
+            "server": "launchers" if launcher else "openai.api_server",
+            "chat_ids": "yes" if hasattr(online_renderer, "_reused_prompt_token_ids") else "no",
+        }
+
     def log(self) -> list[str]:
         return self.said
 
@@ -199,11 +238,11 @@ def main() -> None:
 
     said: list[str] = []
 
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+    def keep(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return True
 
-    logging.getLogger("vllm.warmfleet").addHandler(Keep())
+    logging.getLogger("vllm.warmfleet").addFilter(keep)  # vLLM sets up its log later, and takes handlers away then
     answers, sys.stdout = sys.stdout, sys.stderr  # vLLM may print
     from warmfleet_worker.plugin import register
 

@@ -290,3 +290,20 @@ async def test_no_heartbeat_is_sent_while_the_engine_stands_still(
                 return (age or 9.0) < 5 * wire.HEARTBEAT_SECONDS
 
             await poll(young, 10, "heartbeats come again")
+
+
+async def test_a_goodbye_is_said_although_it_is_asked_for_in_the_middle_of_a_step(
+    fleet: Fleet, redis_url: str, model: str
+) -> None:
+    asked = False
+
+    def load() -> Load:  # called when the step has already looked whether it is the last one
+        nonlocal asked
+        asked = True
+        publisher._stopping.set()
+        return Load()
+
+    with publishing(redis_url, model, Tracker(), load=load) as publisher:
+        await asyncio.to_thread(publisher._thread.join, 10)
+        assert asked
+    assert [entry[b"o"] for _, entry in await stream(fleet)][-1] == b"leave"

@@ -150,6 +150,7 @@ class ServerPublisher:
             try:
                 self._stream.put("leave")
                 self._stream.flush()
+                logger.info("warmfleet: server %s said goodbye", self.config.server_id)
             except (RedisError, Refused, StreamGone, OSError) as error:
                 logger.info("warmfleet: could not say goodbye: %s", error)
         self._stream.close()

@@ -107,6 +107,7 @@ class WorkerPublisher:
 
     def _run(self) -> None:
         while self._state.stopped is None:
+            leaving = self._stopping.is_set()  # before the step, which then says goodbye
             try:
                 self.step(time.monotonic())
             except StreamGone:
@@ -119,7 +120,8 @@ class WorkerPublisher:
                     break
             else:
                 self._outage.over()
-                if self._stopping.is_set():
+                if leaving:
+                    logger.info("warmfleet: %s said goodbye", self.config.worker_id)
                     break
                 self._wait()
         self._stream.close()

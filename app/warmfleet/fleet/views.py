@@ -119,6 +119,13 @@ class WorkerView:
         return bool(self.load.flags & Flag.DRAINING)
 
     @property
+    def said_goodbye(self) -> bool:
+        """Its engine core or its API server has ended, or is about to, and told so."""
+        return not self.approximate and (
+            self.heartbeat_age_s is None or (self.server is not None and self.server_age_s is None)
+        )
+
+    @property
     def approximate(self) -> bool:
         """It has no plugin: a replica registered it and checks its health."""
         return bool(self.load.flags & Flag.APPROXIMATE)

@@ -55,9 +55,10 @@ class LastKnown:
             return
         if before is self._with_routable or view.read_at - before.read_at > LAST_KNOWN_S:
             self._none_since = view.read_at
-        drained = {worker.worker_id for worker in view.workers if worker.draining}
-        if drained:  # workers are remembered over an outage, but a drain is an order
-            others = tuple(worker for worker in self._with_routable.workers if worker.worker_id not in drained)
+        # Workers are remembered over an outage. But a drain is an order, and a server that ends may still be up.
+        left = {worker.worker_id for worker in view.workers if worker.draining or worker.said_goodbye}
+        if left:
+            others = tuple(worker for worker in self._with_routable.workers if worker.worker_id not in left)
             self._with_routable = replace(self._with_routable, workers=others)
 
     @property

@@ -94,6 +94,17 @@ async def test_a_worker_that_stays_unroutable_is_forgotten(fleet: Fleet, now: fl
     assert pool.last_known.workers == ()
 
 
+async def test_a_worker_that_said_goodbye_is_not_remembered(fleet: Fleet, now: float) -> None:
+    """Its server may still be up, to finish what it has: it would refuse the request, or be cut off in its middle."""
+    known = LastKnown(fleet)
+    known.show(View(tuple(replace(worker(name), server={}) for name in "abc"), read_at=now - 2))
+    core_left = replace(worker("a"), state=WorkerState.SILENT, heartbeat_age_s=None)
+    server_left = replace(worker("b"), state=WorkerState.JOINING, server={}, server_age_s=None)
+    server_unheard = replace(server_left, worker_id="c", server_age_s=30.0)
+    known.show(View((core_left, server_left, server_unheard), read_at=now - 1))
+    assert [one.worker_id for one in known.workers] == ["c"]
+
+
 async def test_no_worker_is_forgotten_while_nothing_is_read(fleet: Fleet, now: float) -> None:
     """Redis came back empty, and is away again before its workers have joined."""
     pool = Pool("m", fleet, DegradedMode(1.0))

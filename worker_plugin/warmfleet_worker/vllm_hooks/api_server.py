@@ -225,7 +225,7 @@ async def find_disabled_thinking_effort(state: Any) -> None:
 def token_handoff(state: Any, model_config: Any) -> list[str]:
     """The kinds of request (``completions``, ``chat``) that may carry token ids in place of text, with equal answers.
 
-    Completions have always taken token ids, chats take them since vLLM 0.32. The code asks this vLLM itself.
+    Completions have always taken token ids, chats take them at least since vLLM 0.28. The code asks this vLLM itself.
     """
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.renderers import hf

@@ -1,0 +1,180 @@
+"""What the plugin costs an engine: ``python -m tests.bench.bench_plugin`` prints one JSON object as its last line.
+
+Real vLLM's own core (Scheduler, block pool, hasher; no model) works off prompts of 4,000 tokens that no other one
+shares, in blocks of 16, through a cache that is full: each request stores 250 blocks and evicts 250. It runs in several
+processes, one for each way: without the plugin, and with it while Redis is healthy, slow (every answer 200 ms late) or
+away, and with T-LRU eviction besides. They take turns of a few requests, so that other work on the machine
+hits all ways alike. A pause of 2 ms after each step stands for the model's work.
+
+``thread_ms``: CPU of the engine's thread for a request, that of the block hashes left out, which vLLM computes
+elsewhere. ``process_ms``: CPU of the whole process for a request, the plugin's own thread with it.
+``step_...``: how long a step takes (``schedule`` and ``update_from_output``), in ms of wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.conftest import server, valkey_binary
+from tests.drills.toxic import Toxic
+from tests.vllm.engine import MODEL, ROOT, VENV, free_port
+from tests.vllm.trees import environment, tree
+
+from warmfleet.background.supervisor import stop
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Fleet, connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+TOKENS, ANSWER, PAUSE_S = 4_000, 16, 0.002
+BLOCK_TOKENS, BLOCKS = 16, 1_500
+TURN = 16  # requests of one way before the next one's turn
+LATE_S = 0.2
+UPKEEP_S = 0.05
+TTFT_TARGET_S = "0.5"  # by which T-LRU gives up the ends of prompts
+
+
+class Core:
+    """One process of ``tests/vllm/core.py``."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        pipe = subprocess.PIPE
+        command = [str(VENV / "bin" / "python"), "-m", "tests.vllm.core"]
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  it lives as long as the process
+        self.process = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, stderr=self.log, text=True)
+        self.turns: list[dict[str, Any]] = []
+        self.process_s = 0.0
+
+    def line(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            raise RuntimeError(f"the core died:\n{self.log.read()[-4_000:]}")
+        return json.loads(line)
+
+    def ask(self, what: str, **more: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"ask": what} | more) + "\n")
+        self.process.stdin.flush()
+        return self.line()["answer"]
+
+    def turn(self) -> None:
+        done = self.ask("bench", requests=TURN, tokens=TOKENS, answer=ANSWER, pause_s=PAUSE_S)
+        used, self.process_s = done["process_s"] - self.process_s, done["process_s"]
+        self.turns.append(done | {"process_s": used})
+
+    def figures(self) -> dict[str, float]:
+        turns = self.turns[1:]  # the first one fills the cache
+        steps = sorted(1e3 * one for turn in turns for one in turn["steps_s"])
+        per_request = {name: [1e3 * turn[name] / TURN for turn in turns] for name in ("thread_s", "process_s")}
+        return {
+            "thread_ms": round(statistics.median(per_request["thread_s"]), 3),
+            "process_ms": round(statistics.median(per_request["process_s"]), 3),
+            "step_p50_ms": round(steps[len(steps) // 2], 3),
+            "step_p99_ms": round(steps[len(steps) * 99 // 100], 3),
+            "step_longest_ms": round(steps[-1], 3),
+            "steps": len(steps),
+        }
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.log.close()
+
+
+@asynccontextmanager
+async def applied(url: str, model: str) -> AsyncIterator[None]:
+    """Apply the stream of this model's worker, as routers do; without them the plugin would join again and again."""
+    fleet = Fleet(connect(url, timeout_s=5), model)
+
+    async def upkeep() -> None:
+        while True:
+            with suppress(FleetUnavailable):
+                await fleet.step()
+            await asyncio.sleep(UPKEEP_S)
+
+    task = asyncio.create_task(upkeep())
+    try:
+        yield
+    finally:
+        await stop([task])
+        await fleet.close()
+
+
+async def measure(ways: dict[str, dict[str, str]], version: str, turns: int) -> dict[str, Any]:
+    """Figures by way. ways: name -> the environment of the plugin; without WARMFLEET_REDIS_URL it is inactive."""
+    base = environment(tree(version)) if version else environment(ROOT / ".cache" / "installed")
+    base |= {"CORE_MODEL": str(MODEL), "CORE_BLOCK_TOKENS": str(BLOCK_TOKENS), "CORE_BLOCKS": str(BLOCKS)}
+    base["CORE_MODEL_LEN"] = "8192"
+    with ExitStack() as stack:
+        cores = {}
+        for name, more in ways.items():
+            cores[name] = core = Core(base | more)
+            stack.callback(core.close)
+        for core in cores.values():
+            await asyncio.to_thread(core.line)
+        for number in range(turns + 1):
+            for core in cores.values():
+                await asyncio.to_thread(core.turn)
+            print(f"turn {number} of {turns}", file=sys.stderr, flush=True)
+        found = {name: core.figures() for name, core in cores.items()}
+        for name, core in cores.items():
+            joined = any("joined" in line for line in await asyncio.to_thread(core.ask, "log"))
+            assert joined == (name not in ("off", "away")), f"{name}: the plugin has joined: {joined}"
+    plain = found["off"]
+    for name, figures in found.items():
+        if name != "off":
+            figures["added_thread_ms"] = round(figures["thread_ms"] - plain["thread_ms"], 3)
+            figures["added_process_ms"] = round(figures["process_ms"] - plain["process_ms"], 3)
+    return found
+
+
+async def bench(options: argparse.Namespace) -> dict[str, Any]:
+    port = free_port()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server(options.server or valkey_binary(), "--port", str(port)) as url,
+    ):
+        toxic = Toxic(port)
+        async with AsyncExitStack() as stack:
+            await toxic.start()
+            stack.push_async_callback(toxic.stop)
+            toxic.late_s = LATE_S / 2  # each of the two directions
+            urls = {
+                "healthy": url,
+                "slow": f"redis://127.0.0.1:{toxic.port}",
+                "away": f"unix://{Path(folder) / 'nobody'}",
+            }
+            ways: dict[str, dict[str, str]] = {name: {"WARMFLEET_REDIS_URL": where} for name, where in urls.items()}
+            ways["healthy, T-LRU"] = ways["healthy"] | {"WARMFLEET_TTFT_TARGET_S": TTFT_TARGET_S}
+            ways = {"off": {}} | ways
+            for number, (name, environ) in enumerate(ways.items()):
+                environ |= {"WARMFLEET_WORKER_ID": "core", "WARMFLEET_MODEL": f"way-{number}"}
+                if name not in ("off", "away"):
+                    await stack.enter_async_context(applied(url, f"way-{number}"))
+            return await measure(ways, options.version, options.turns)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=12, help=f"of {TURN} requests for each way")
+    parser.add_argument(
+        "--version", default="", help="a version of vLLM from tests/vllm/trees.py; default: the installed"
+    )
+    parser.add_argument("--server", default="", help="path of redis or valkey")
+    print(json.dumps(asyncio.run(bench(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()

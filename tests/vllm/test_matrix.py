@@ -1,0 +1,273 @@
+"""The plugin on the core of every vLLM from 0.28 to 0.33: what it reports is what that core itself says.
+
+    make vllm-matrix
+
+downloads the wheels, which takes 960 MB and 2.4 GB of disk below ``.cache/``, and ends with a table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+from array import array
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.conftest import poll, server, valkey_binary
+from tests.vllm.engine import MODEL, VENV
+from tests.vllm.trees import VERSIONS, environment, tree
+
+from warmfleet.fleet import Fleet
+from warmfleet.fleet.client import connect
+from warmfleet.prompt.block_hashes import Hasher
+from warmfleet.protocol.wire import DIGEST_BYTES, Scheme
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from warmfleet.fleet import WorkerView
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long(
+        minutes=4,
+        shows=(
+            "the plugin on the core of each vLLM from 0.28 to 0.33, which are downloaded: index, hashes, load, "
+            "prefills; a table of what differs (`make vllm-matrix`)"
+        ),
+    ),
+    pytest.mark.timeout(900),
+]
+
+ROUNDS, REQUESTS, TOKENS = 4, 60, 600
+#: Columns of the table: what a cell counts.
+CHECKS = {
+    "internals": "missing",
+    "index == table": "blocks",
+    "evictions": "blocks",
+    "reset": "blocks left",
+    "hashes": "equal",
+    "prefills": "equal",
+    "load": "",
+    "salts, adapters": "",
+    "NONE_HASH": "",
+    "look-ahead": "",
+    "server in": "",
+    "ids for chats": "",
+}
+
+
+@dataclass
+class Results:
+    """The cells of the table by version and column."""
+
+    cells: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def table(self) -> str:
+        head = ["vLLM", *[f"{name} ({unit})" if unit else name for name, unit in CHECKS.items()]]
+        rows = [[version, *[cells.get(name, "FAILED") for name in CHECKS]] for version, cells in self.cells.items()]
+        return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[Results]:
+    found = Results()
+    yield found
+    print(f"\n\n{found.table()}")
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[str]:
+    with server(valkey_binary()) as url:
+        yield url
+
+
+class Core:
+    """A process that runs ``core.py`` on the tree of one version."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    async def ask(self, what: str, **more: Any) -> Any:
+        return await asyncio.to_thread(self._ask, {"ask": what} | more)
+
+    def _ask(self, question: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self.line()["answer"]
+
+    def line(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the core died, see its log"
+        return cast("dict[str, Any]", json.loads(line))
+
+
+@contextmanager
+def running(version: str, redis_url: str, log: Path) -> Iterator[Core]:
+    ours = {
+        "CORE_MODEL": str(MODEL),
+        "WARMFLEET_REDIS_URL": redis_url,
+        "WARMFLEET_WORKER_ID": "core",
+        "WARMFLEET_MODEL": tag(version),
+    }
+    command, pipe = [str(VENV / "bin" / "python"), "-m", "tests.vllm.core"], subprocess.PIPE
+    environ = environment(tree(version)) | ours
+    with (
+        log.open("w") as told,
+        subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, stderr=told, text=True) as process,
+    ):
+        try:
+            core = Core(process)
+            assert core.line() == {"version": version}
+            yield core
+        finally:
+            process.kill()
+
+
+def tag(version: str) -> str:
+    return f"vllm-{version}"
+
+
+@asynccontextmanager
+async def fleet_of(version: str, store: str) -> AsyncIterator[Fleet]:
+    fleet = Fleet(connect(store, timeout_s=5), tag(version))
+    try:
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+async def step(fleet: Fleet) -> WorkerView | None:
+    while await fleet.step():
+        pass
+    return next(iter(await fleet.workers()), None)
+
+
+async def same(fleet: Fleet, table: list[str]) -> int:
+    """Wait until the index is this table, entry by entry; returns how many blocks it has."""
+    truth = {bytes.fromhex(key)[-12:-4] for key in table}
+
+    async def equal() -> bool:
+        view = await step(fleet)
+        held: Any = await fleet.redis.smembers(fleet.keys.slot(view.record["slot"])) if view else None
+        return bool(held == truth)
+
+    await poll(equal, 90, "index == the core's table")
+    return len(truth)
+
+
+async def entries(fleet: Fleet) -> list[dict[bytes, bytes]]:
+    """The entries of the worker's stream that are not applied yet."""
+    return [entry for _, entry in cast("Any", await fleet.redis.xrange(fleet.keys.events("core.0")))]
+
+
+async def prefills(fleet: Fleet, counted: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Wait for the entries that report these requests, before any is applied; [cached tokens, prompt tokens] by id."""
+    seen: dict[str, list[int]] = {}
+
+    async def all_told() -> bool:
+        for entry in await entries(fleet):
+            if entry[b"o"] == b"progress":
+                seen.update({name: [cached, prompt] for name, cached, prompt in json.loads(entry[b"d"])})
+        return counted.keys() <= seen.keys()
+
+    await poll(all_told, 90, "every prefill is reported")
+    return {name: seen[name] for name in counted}
+
+
+def cases() -> list[dict[str, Any]]:
+    rng = random.Random(3)
+    salts, adapters = (None, "a tenant", "Grüße 東京"), (None, ("one", "/adapters/one"), ("two", "/adapters/two"))
+    return [
+        {"tokens": [rng.randrange(150_000) for _ in range(rng.choice([31, 32, 300]))], "salt": salt, "lora": adapter}
+        for salt in salts
+        for adapter in adapters
+        for _ in range(3)
+    ]
+
+
+def router_hashes(scheme: Scheme, case: dict[str, Any]) -> list[str]:
+    hasher = Hasher(scheme)
+    packed = hasher.packed(
+        hasher.digests(
+            scheme.none_hash, 0, array("I", case["tokens"]), case["salt"], case["lora"] and tuple(case["lora"])
+        )
+    )
+    return [packed[at : at + 8].hex() for at in range(0, len(packed), 8)]
+
+
+async def compare_hashes(core: Core) -> tuple[int, str]:
+    """Compare vLLM's own hashes with the router's, by every algorithm; returns their number and the form of keys."""
+    asked, count, forms = cases(), 0, set()
+    found = await core.ask("hashes", algorithms=list(DIGEST_BYTES), cases=asked)
+    for algorithm, told in found.items():
+        scheme = Scheme.from_dict(told["scheme"])
+        assert scheme.algorithm == algorithm
+        forms.add(scheme.extra_keys)
+        for case, own in zip(asked, told["hashes"], strict=True):
+            assert router_hashes(scheme, case) == own, (algorithm, case)
+            count += len(own)
+    (form,) = forms
+    return count, form
+
+
+async def check_load(core: Core, fleet: Fleet) -> str:
+    held = await core.ask("hold")
+    truth = [held[name] for name in ("running", "waiting", "prefill", "decode")]
+
+    async def told() -> bool:
+        beats = [json.loads(entry[b"d"]) for entry in await entries(fleet) if entry[b"o"] == b"heartbeat"]
+        return bool(beats) and [*beats[-1][:2], *beats[-1][3:5]] == truth
+
+    await poll(told, 90, f"the load is reported: {held}")
+    return f"{held['running']} + {held['waiting']} requests, {held['prefill']} + {held['decode']} foreign tokens"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_what_is_reported_is_what_the_core_says(
+    version: str, store: str, results: Results, tmp_path: Path
+) -> None:
+    cells = results.cells.setdefault(version, {})
+    with running(version, store, tmp_path / "log") as core:
+        async with fleet_of(version, store) as fleet:
+            lacks = [reason for reason in (await core.ask("lacks")).values() if reason]
+            assert lacks == []
+            cells["internals"] = "0"
+            blocks, reported, evicted = [], 0, 0
+            for _ in range(ROUNDS):
+                ran = await core.ask("run", requests=REQUESTS, tokens=TOKENS)
+                assert await prefills(fleet, ran["counted"]) == ran["counted"]
+                assert len(ran["counted"]) == REQUESTS
+                reported += len(ran["counted"])
+                evicted += sum(len(one[b"d"]) // 8 for one in await entries(fleet) if one[b"o"] == b"removed")
+                blocks.append(await same(fleet, ran["table"]))
+            cells["prefills"] = f"{reported} of {reported}"
+            cells["index == table"] = ", ".join(map(str, blocks))
+            counts = await fleet.counts()
+            assert not [
+                name
+                for name in counts
+                if name.startswith(("gap", "mismatch", "resync_gap", "resync_digest", "malformed"))
+            ], counts
+            assert evicted > 10 * blocks[-1]
+            cells["evictions"] = str(evicted)
+            cells["load"] = await check_load(core, fleet)
+            await same(fleet, (await core.ask("finish"))["table"])
+            reset = await core.ask("reset")
+            assert (reset["reset"], reset["table"]) == (True, [])
+            cells["reset"] = str(await same(fleet, []))
+            again = await core.ask("run", requests=REQUESTS, tokens=TOKENS)
+            assert await same(fleet, again["table"]) > REQUESTS, "the new table is followed, too"
+            count, form = await compare_hashes(core)
+            cells["hashes"], cells["salts, adapters"] = f"{count} of {count}", form
+            differs = await core.ask("differs")
+            cells["NONE_HASH"], cells["look-ahead"] = differs["root"], differs["lookahead"]
+            cells["server in"], cells["ids for chats"] = differs["server"], differs["chat_ids"]
+            assert [line for line in await core.ask("log") if "joined" not in line] == []
