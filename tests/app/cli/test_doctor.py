@@ -541,6 +541,29 @@ async def test_an_engine_that_does_not_tell_cached_tokens(
         assert told.of("prefix caching", State.OK)
 
 
+async def test_an_engine_that_tells_nothing_of_its_cache(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = answers.usage
+    monkeypatch.setattr(answers, "usage", lambda *words: usage(*words) | {"prompt_tokens_details": None})
+    monkeypatch.setattr(api, "metrics_text", lambda *_: "sglang:num_running_reqs 0\n")
+    async with stock() as url:
+        told = await doctor(valkey_url, model, url)
+    told.names("prefix caching", "neither answers nor metrics tell", "SGLang with --enable-cache-report", State.NOTE)
+
+
+async def test_engines_that_are_listed_and_not_registered(valkey_url: str, model: str, tmp_path: Path) -> None:
+    async with stock(Served((model,))) as url, replica(valkey_url, model, url):
+        other = "http://127.0.0.1:9"
+        told = await doctor(valkey_url, model, static_workers=(url, other, "http+dns://no-such-host.invalid:80"))
+        detail = f"WARMFLEET_STATIC_WORKERS lists {other}, but no router has registered it"
+        told.names("listed", detail, f"answer /v1/models with {model}")
+        told.names("listed", "no-such-host.invalid cannot be resolved", "mend that entry")
+        assert [one.detail.partition(" is ")[0] for one in told.of("listed", State.OK)] == [url]
+        told = await doctor(valkey_url, model, url)
+        assert "without the plugin" in told.of("plugin", State.NOTE)[0].detail
+
+
 async def test_an_engine_with_a_key_and_another_model(valkey_url: str, model: str) -> None:
     async with stock(Served(("other",), SECRET)) as url:
         told = await doctor(valkey_url, model, url)

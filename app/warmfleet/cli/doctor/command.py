@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from warmfleet.background.stock.engine_list import EngineList
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.doctor import engine_checks, fleet_checks, parity_checks, redis_checks, rights_checks, router_checks
 from warmfleet.cli.doctor.engine_checks import Engine
@@ -73,10 +74,18 @@ class Plan:
 
 @dataclass
 class Known:
-    """What was learned of the fleet: all workers by model tag, and the clients to look at them again."""
+    """What was learned of the fleet: all workers by model tag, and the clients to look at them again.
 
+    listed: the engines of WARMFLEET_STATIC_WORKERS.
+    """
+
+    listed: EngineList
     workers: dict[str, list[WorkerView]] = field(default_factory=dict)
     fleets: dict[str, Fleet] = field(default_factory=dict)
+
+    @property
+    def everybody(self) -> list[WorkerView]:
+        return [worker for workers in self.workers.values() for worker in workers]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -134,7 +143,7 @@ def secrets_of(plan: Plan) -> tuple[str, ...]:
 async def examine(plan: Plan, report: Report) -> None:
     """Run all checks; every finding goes to the report."""
     async with AsyncExitStack() as stack:
-        known = Known()
+        known = Known(EngineList(plan.settings.static_workers))
         for model in plan.settings.models:
             fleet = Fleet(connect(plan.url, model_tag(model), timeout_s=CONNECT_S), model, PATIENCE)
             stack.push_async_callback(fleet.close)
@@ -145,6 +154,9 @@ async def examine(plan: Plan, report: Report) -> None:
             for model in plan.settings.models:
                 report.part(f"Workers of {model}")
                 await _workers(plan, known, model, report)
+            if plan.settings.static_workers:
+                report.part("Engines of WARMFLEET_STATIC_WORKERS")
+                await _checked(report, "listed", _listed(known))
         for url in plan.engines:
             report.part(f"Engine {fleet_checks.shown(url)}")
             await _engine(plan, known, url, report)
@@ -189,7 +201,7 @@ async def _redis(plan: Plan, known: Known, report: Report) -> None:
     for model, fleet in known.fleets.items():
         with suppress(WarmfleetError):  # told where the workers are checked
             known.workers[model] = await fleet.workers()
-    capacity = sum(worker.load.capacity_blocks for workers in known.workers.values() for worker in workers)
+    capacity = sum(worker.load.capacity_blocks for worker in known.everybody)
 
     async def servers() -> list[Finding]:
         """In a Cluster each model may have a server of its own."""
@@ -248,7 +260,7 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
 
     await _checked(report, "workers", read())
     report.progress("asking the workers' URLs for /health")
-    await _checked(report, "url", _urls(plan, known.workers.get(model, [])))
+    await _checked(report, "url", _urls(plan, known, known.workers.get(model, [])))
 
     async def read_again() -> list[Finding]:
         return fleet_checks.fights(known.workers.get(model, []), await fleet.workers())
@@ -256,10 +268,10 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
     await _checked(report, "names", read_again())
 
 
-async def _urls(plan: Plan, workers: Sequence[WorkerView]) -> list[Finding]:
+async def _urls(plan: Plan, known: Known, workers: Sequence[WorkerView]) -> list[Finding]:
     """Whether the URLs that workers announce can be reached from here; those of silent workers are not asked."""
     urls = dict.fromkeys(worker.url.rstrip("/") for worker in workers if worker.url and worker.heard)
-    addresses = Addresses(plan.settings.worker_addresses, (*plan.settings.static_workers, *plan.engines))
+    addresses = Addresses(plan.settings.worker_addresses, (*await _named(known), *plan.engines))
     room = asyncio.Semaphore(URLS_AT_ONCE)
     async with _client(addresses, plan) as (client, tls):
 
@@ -276,6 +288,19 @@ async def _urls(plan: Plan, workers: Sequence[WorkerView]) -> list[Finding]:
 
         groups = await asyncio.gather(*[one(url) for url in list(urls)[:MAX_URLS]])
     return [finding for group in groups for finding in group]
+
+
+async def _named(known: Known) -> list[str]:
+    """The URLs that the operator lists as engines: routers use these whatever their addresses."""
+    return [engine.url for engine in await known.listed.look()]
+
+
+async def _listed(known: Known) -> list[Finding]:
+    """Each engine of the list against the workers, and what of the list cannot be read."""
+    urls = (await _named(known))[:MAX_URLS]
+    remedy = "mend that entry of WARMFLEET_STATIC_WORKERS; see app/docs/connect.md"
+    found = [Finding("listed", State.FAULT, problem, remedy) for problem in known.listed.problems]
+    return found + [engine_checks.listed(url, known.everybody, list(known.workers)) for url in urls]
 
 
 def _of_url(found: Finding, names: str, url: str) -> Finding:
@@ -315,7 +340,7 @@ async def _engine(plan: Plan, known: Known, url: str, report: Report) -> None:
             report.add([skipped("engine", "nothing more can be asked of it")])
             return
         got = await resolve(engine.host, engine.port)
-        addresses = Addresses(plan.settings.worker_addresses, plan.settings.static_workers)
+        addresses = Addresses(plan.settings.worker_addresses, await _named(known))
         report.add(engine_checks.allowed(url, addresses, got.addresses))
         await _checked(report, "version", engine_checks.version(engine))
         tag, mine = _mine(known, url, got.addresses)
@@ -330,9 +355,8 @@ async def _engine(plan: Plan, known: Known, url: str, report: Report) -> None:
             return [*served.findings, *engine_checks.key_reaches(engine, wanted=by_plugin, listed=listed)]
 
         await _checked(report, "models", models())
-        everybody = [worker for workers in known.workers.values() for worker in workers]
         if known.workers:
-            report.add([engine_checks.joined(engine, mine, everybody, list(known.workers))])
+            report.add([engine_checks.joined(engine, mine, known.everybody, list(known.workers))])
         if served.names:
             worker = next((one for one in mine if one.server is not None), mine[0] if mine else None)
             subject = Subject(engine, served.names[0], known.fleets.get(tag), worker, _rank(worker, mine))

@@ -201,6 +201,19 @@ def joined(engine: Engine, mine: Sequence[WorkerView], others: Sequence[WorkerVi
     )
 
 
+def listed(url: str, workers: Sequence[WorkerView], tags: Sequence[str]) -> Finding:
+    """An engine of WARMFLEET_STATIC_WORKERS: whether some router has registered it."""
+    found = same_engine(url, workers, ())
+    if found:
+        return ok("listed", f"{shown(url)} is the worker {found[0].worker_id} ({found[0].state})")
+    return fault(
+        "listed",
+        f"WARMFLEET_STATIC_WORKERS lists {shown(url)}, but no router has registered it",
+        f"give every router this list; the engine must answer /v1/models with {' or '.join(tags)}: let the doctor"
+        " examine its URL, and see the routers' log",
+    )
+
+
 def _json(body: bytes) -> Any:
     try:
         return json.loads(body)

@@ -260,6 +260,10 @@ async def _cached(subject: Subject, second: Answer, predicted: int, before: floa
                 f"{second.cached} of {second.prompt_tokens} tokens of the second probe were cached, {told}",
             )
         ]
+    if second.cached is None and before is None:
+        text = "neither answers nor metrics tell how many prompt tokens were cached"
+        remedy = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
+        return [note("prefix caching", text, f"{remedy}: routers correct by it what they believe of its cache")]
     hits = await _more_hits(subject, before) if second.cached is None else False
     if not hits:
         text = "the same prompt sent twice was not cached the second time: prefix caching is off, or its cache is full"
