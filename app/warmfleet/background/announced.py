@@ -47,7 +47,9 @@ class Grouping:
         """Identity key -> the workers that brought it, the most frequent key first, and of equally frequent ones the
         key of the first worker.
 
-        A worker that brought no files is in no group.
+        A worker that brought no files is in no group. One that announces fewer facts than a group, and contradicts none
+        of them, is in that group, behind those that announce all: a bridge cannot know them all, and its workers are
+        probed with texts like any others.
         """
         groups: dict[str, list[WorkerView]] = {}
         known: dict[int, tuple[Mapping[str, Any], str]] = {}
@@ -58,6 +60,10 @@ class Grouping:
                 known[at] = self._known.get(at) or (server, identity_key(worker))
                 groups.setdefault(known[at][1], []).append(worker)
         self._known = known
+        for key in list(groups) if len(groups) > 1 else ():
+            fuller = (other for other in groups if other != key and _is_part(groups[key][0], groups[other][0]))
+            if home := next(fuller, None):
+                groups[home] += groups.pop(key)
         return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
@@ -79,6 +85,11 @@ def _identity_of(worker: WorkerView) -> dict[str, Any]:
     artifacts = (worker.server or {}).get("artifacts") or {}
     digests = {name: entry.get("sha256") for name, entry in artifacts.items()}
     return {name: facts[name] for name in TOKEN_FACTS if name in facts} | digests
+
+
+def _is_part(worker: WorkerView, other: WorkerView) -> bool:
+    """Whether the other announces all that this one does, with equal values, and more."""
+    return _identity_of(worker).items() < _identity_of(other).items()
 
 
 def _facts(worker: WorkerView) -> Mapping[str, Any]:

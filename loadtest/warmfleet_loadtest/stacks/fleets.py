@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,8 +49,8 @@ POLICIES = (
 DIRECT = {"session-sticky": "session", "least-loaded": "least"}
 AFFINITY = "session-affinity"  # Warmfleet with policy cost; the client sends a session always to the same replica
 #: Fleets whose engines have no plugin. Warmfleet learns what they hold from their KV events, through
-#: `warmfleet bridge`; or from the requests that it sent to them.
-CONNECTIONS = ("bridge", "approximate")
+#: `warmfleet bridge`; or from the requests that it sent to them. In a mixed fleet every third engine has the plugin.
+CONNECTIONS = ("bridge", "approximate", "mixed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,22 +159,31 @@ def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
 
 
 def _start_connected(
-    processes: Processes, connection: str, setup: Setup, store: str
+    processes: Processes, connection: str, setup: Setup, store: str, name: str = "engines"
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Start engines and connect them to the store. Returns their URLs, and those that replicas must be told."""
-    if connection == "approximate":
-        engines, _events = _start_engines(processes, setup, [])
-        return engines, engines
+    """Start engines and connect them to the store. Returns their URLs, and those that replicas must be told.
+
+    name: of their process.
+    """
+    if connection == "mixed":
+        started: list[str] = []
+        static: tuple[str, ...] = ()
+        for index, one in enumerate(("plugin", "bridge", "approximate")):
+            share = replace(setup, engines=(setup.engines + 2 - index) // 3)
+            if share.engines:
+                engines, listed = _start_connected(processes, one, share, store, f"engines-{one}")
+                started, static = [*started, *engines], (*static, *listed)
+        return tuple(started), static
+    options = {"plugin": ["--redis", store], "bridge": ["--kv-events"], "approximate": []}[connection]
+    engines, events = _start_engines(processes, setup, options, name)
     if connection == "bridge":
-        engines, events = _start_engines(processes, setup, ["--kv-events"])
-        _start_bridge(processes, store, engines, events)
-        return engines, ()
-    engines, _events = _start_engines(processes, setup, ["--redis", store])
-    return engines, ()
+        replays = [int(port) for port in re.findall(r"replays .* port (\d+)\n", processes.log(name))]
+        _start_bridge(processes, store, list(zip(engines, events, replays, strict=True)))
+    return engines, engines if connection == "approximate" else ()
 
 
-def _start_bridge(processes: Processes, store: str, engines: Sequence[str], events: Sequence[int]) -> None:
-    """Start one bridge for these engines. Prompts are token ids, or texts of the demo's tokenizer."""
+def _start_bridge(processes: Processes, store: str, engines: Sequence[tuple[str, int, int]]) -> None:
+    """Start one bridge. engines: URL, port of events, port of replays."""
     folder = processes.folder / "tokenizer"
     folder.mkdir()
     tokenizer = PromptTokenizer.load()
@@ -182,25 +191,35 @@ def _start_bridge(processes: Processes, store: str, engines: Sequence[str], even
         (folder / name).write_bytes(content)
     names = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    replays = [int(port) for port in re.findall(r"replays .* port (\d+)\n", processes.log("engines"))]
     argv = [sys.executable, "-m", "warmfleet_worker.bridge", "--redis", store, "--tokenizer", str(folder)]
-    for url, live, replay in zip(engines, events, replays, strict=True):
+    for url, live, replay in engines:
         argv += ["--engine", f"{url}=tcp://127.0.0.1:{live},replay=tcp://127.0.0.1:{replay}"]
     processes.spawn("bridge", "bridge", argv)
 
 
-def _start_engines(processes: Processes, setup: Setup, more: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
-    """(URLs, ports of KV events) of the engines, as they print them."""
+def _start_engines(
+    processes: Processes, setup: Setup, more: Sequence[str], name: str = "engines"
+) -> tuple[tuple[str, ...], list[int]]:
+    """(URLs, ports of KV events) of the engines of one process, as they print them."""
     argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", "0", "--count", str(setup.engines)]
-    argv += ["--model", MODEL, "--blocks", str(setup.blocks), "--worker-id", "sim", "--mode", setup.mode]
+    argv += [
+        "--model",
+        MODEL,
+        "--blocks",
+        str(setup.blocks),
+        "--worker-id",
+        name.replace("engines", "sim"),
+        "--mode",
+        setup.mode,
+    ]
     argv += ["--step-time", setup.step_time, "--fcfs-decode", str(setup.decode_s), *more]
-    processes.spawn("engines", "engines", argv)
+    processes.spawn("engines", name, argv)
 
     def urls() -> list[str]:
-        return re.findall(r"serves \S+ on (http://\S+)\n", processes.log("engines"))
+        return re.findall(r"serves \S+ on (http://\S+)\n", processes.log(name))
 
-    processes.wait("engines", lambda: len(urls()) == setup.engines)
-    return tuple(urls()), [int(port) for port in re.findall(r"publishes .* port (\d+)\n", processes.log("engines"))]
+    processes.wait(name, lambda: len(urls()) == setup.engines)
+    return tuple(urls()), [int(port) for port in re.findall(r"publishes .* port (\d+)\n", processes.log(name))]
 
 
 def _start_replicas(

@@ -1,0 +1,94 @@
+"""The bridge as a process: its list of engines, its counters, and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import urllib.request
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from warmfleet_worker.bridge import __main__, bridge, status
+from warmfleet_worker.bridge.bridge import Bridge
+from warmfleet_worker.bridge.bridged_engine import EngineOptions, server_id_of
+from warmfleet_worker.bridge.rank import RankCounts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What engines were told to do; none of them does anything."""
+    done: list[str] = []
+
+    def engine(options: EngineOptions, *_: Any) -> Any:
+        return SimpleNamespace(
+            start=lambda: done.append(f"start {options.name}"),
+            stop=lambda leave=False: done.append(f"stop {options.name}, leaves: {leave}"),
+        )
+
+    monkeypatch.setattr(bridge, "BridgedEngine", engine)
+    monkeypatch.setattr(bridge, "APART_SECONDS", 0.0)
+    return done
+
+
+def test_engines_come_and_go_with_the_list(told: list[str]) -> None:
+    one, two = EngineOptions("http://a:1"), EngineOptions("http://b:2")
+    followed = Bridge("redis://store:6379")
+    followed.follow([one, two])
+    followed.follow([one, two])
+    followed.follow([two])
+    followed.stop()
+    assert told == ["start a-1", "start b-2", "stop a-1, leaves: True", "stop b-2, leaves: False"]
+
+
+@pytest.fixture
+def counting() -> Iterator[Bridge]:
+    """A bridge with one engine of one rank."""
+    made = Bridge("redis://store:6379")
+    counts = RankCounts(7, 30, 1, 2, 0, complete=False, unproved={"parent": 4})
+    rank = SimpleNamespace(config=SimpleNamespace(worker_id="a-1.0"), counts=counts)
+    options = EngineOptions("http://a:1")
+    made.engines[options] = cast("Any", SimpleNamespace(options=options, state="reported", ranks=[rank]))
+    yield made
+    made._context.destroy()
+
+
+def test_counters_are_served(counting: Bridge) -> None:
+    server = status.serve(counting, 0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.server_address[1]}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    server.shutdown()
+    server.server_close()
+    assert {
+        'warmfleet_bridge_engine_up{engine="a-1"} 1',
+        'warmfleet_bridge_blocks{worker="a-1.0"} 7',
+        'warmfleet_bridge_complete{worker="a-1.0"} 0',
+        'warmfleet_bridge_lost_total{worker="a-1.0"} 2',
+        'warmfleet_bridge_unproved_total{worker="a-1.0",reason="parent"} 4',
+    } <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--redis or WARMFLEET_REDIS_URL must name the fleet's store"),
+        (["--redis", "redis://store:6379"], "no engine is given"),
+        (["--redis", "store:6379", "--engine", "http://a:1"], "not with 'store'"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WARMFLEET_REDIS_URL", raising=False)
+    assert __main__.main(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("warmfleet bridge: ")
+    assert said in line
+
+
+def test_names_of_engines() -> None:
+    assert server_id_of("https://gpu1.example.org") == "gpu1.example.org-443"
+    assert server_id_of("http://[fd00::1]:8000") == "fd00--1-8000"
+    assert server_id_of("http://gateway/engines/a") != server_id_of("http://gateway/engines/b")
