@@ -118,7 +118,9 @@ def test_tags_of_blocks_that_changed_or_are_in_use_are_dropped() -> None:
 def test_a_block_has_one_tag_and_its_place_is_that_of_the_last() -> None:
     tags = Tags()
     tags.tag([(1, b"a"), (2, b"b")], ended=False)
+    tags.keep([1, 3])
     tags.tag([(3, b"c"), (1, b"a")], ended=False)
+    tags.keep([2])
     tags.tag([(2, b"b")], ended=True)
     assert len(tags) == 3
     tags.keep([3])

@@ -7,6 +7,7 @@ reasoning, say) does not matter.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,9 @@ class NextPrompt:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._waiting: dict[bytes, _Turn] = {}  # by the hash of the prompt's last full block, oldest first
+        self._waiting: OrderedDict[bytes, _Turn] = (
+            OrderedDict()
+        )  # by the hash of the prompt's last full block, oldest first
         self._growth, self._gap_s = Mean(), Mean()
 
     @property
@@ -73,10 +76,12 @@ class NextPrompt:
         last = min(prompt_tokens // self._block_tokens, len(hashes)) - 1
         waiting = self._waiting
         # The prompt's own last block is left out: whoever waits there sent this very prompt before.
-        for index in range(last - 1, max(-1, last - 1 - MAX_LOOKUPS), -1):
-            turn = waiting.get(hashes[index])
-            if turn is not None and not shared(hashes[index]):
-                del waiting[hashes[index]]
+        earlier = hashes[max(0, last - MAX_LOOKUPS) : max(0, last)]
+        # A first turn finds nobody: that is seen in one C call.
+        for block_hash in () if waiting.keys().isdisjoint(earlier) else reversed(earlier):
+            turn = waiting.get(block_hash)
+            if turn is not None and not shared(block_hash):
+                del waiting[block_hash]
                 self._growth.add(max(0, prompt_tokens - turn.tokens))
                 self._gap_s.add(now - turn.at)
                 break
@@ -84,4 +89,4 @@ class NextPrompt:
             waiting.pop(hashes[last], None)
             waiting[hashes[last]] = _Turn(tokens, now)
             if len(waiting) > MAX_WAITING:
-                del waiting[next(iter(waiting))]
+                waiting.popitem(last=False)

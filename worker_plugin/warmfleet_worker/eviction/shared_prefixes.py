@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 MAX_ENDS = 16_384  # blocks after which prompts have gone on; the one not seen for longest is forgotten
 #: A conversation alone goes on in two ways after a block: with the answer as it was generated, and with the answer as
 #: the template repeats it in the next prompt. So three different ways mean several conversations.
@@ -17,16 +23,27 @@ class SharedPrefixes:
     def __init__(self) -> None:
         # By the hash of a block: the hash of the block that last followed it, and how often that was another than
         # before. The one noted last stands last.
-        self._ends: dict[bytes, tuple[bytes, int]] = {}
+        self._ends: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
+        self._shared: set[bytes] = set()  # those of them that changed often enough
 
     def note(self, known: bytes, new: bytes) -> None:
         """A request went on with the block ``new`` after ``known``, the last block that was in the cache before."""
         following, changes = self._ends.pop(known, (new, 0))
-        self._ends[known] = (new, changes + (following != new))
+        changes += following != new
+        self._ends[known] = (new, changes)
+        if changes >= SHARED_CHANGES:
+            self._shared.add(known)
         if len(self._ends) > MAX_ENDS:
-            del self._ends[next(iter(self._ends))]
+            self._shared.discard(self._ends.popitem(last=False)[0])
 
     def ends_at(self, block_hash: bytes) -> bool:
         """Whether several conversations share the prefix that ends with this block."""
-        found = self._ends.get(block_hash)
-        return found is not None and found[1] >= SHARED_CHANGES
+        return block_hash in self._shared
+
+    def length(self, hashes: Sequence[bytes]) -> int:
+        """How many blocks of a chain are a shared prefix: up to the last block where one ends."""
+        if not self._shared.isdisjoint(hashes):
+            for index in range(len(hashes) - 1, -1, -1):
+                if hashes[index] in self._shared:
+                    return index + 1
+        return 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 
 class Tags:
@@ -16,23 +17,19 @@ class Tags:
     """
 
     def __init__(self) -> None:
-        self._ended: dict[int, bytes] = {}
-        self._beyond: dict[int, bytes] = {}
+        # Ordered, because a plain dict looks for its first key among all those that were taken away before it.
+        self._ended: OrderedDict[int, bytes] = OrderedDict()
+        self._beyond: OrderedDict[int, bytes] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._ended) + len(self._beyond)
 
     def tag(self, blocks: Iterable[tuple[int, bytes]], *, ended: bool) -> None:
-        """Tag blocks, which come in the order in which they are to be given up. An earlier tag of theirs is void."""
-        chosen, other = (self._ended, self._beyond) if ended else (self._beyond, self._ended)
-        for number, block_hash in blocks:
-            other.pop(number, None)
-            chosen.pop(number, None)  # or it would keep its old place
-            chosen[number] = block_hash
+        """Tag blocks without a tag, which come in the order in which they are to be given up."""
+        (self._ended if ended else self._beyond).update(blocks)
 
-    def keep(self, numbers: Iterable[int]) -> None:
+    def keep(self, numbers: Sequence[int]) -> None:
         """Take the tags off these blocks."""
-        numbers = list(numbers)
         for tags in (self._ended, self._beyond):
             if tags and not tags.keys().isdisjoint(numbers):  # one C call, and the usual end
                 for number in numbers:
@@ -46,7 +43,7 @@ class Tags:
         taken: list[int] = []
         for tags in (self._ended, self._beyond):
             while tags and len(taken) < count:
-                number = next(iter(tags))
-                if valid(number, tags.pop(number)):
+                number, block_hash = tags.popitem(last=False)
+                if valid(number, block_hash):
                     taken.append(number)
         return taken

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from itertools import repeat
+from operator import eq
 from typing import TYPE_CHECKING
 
 from warmfleet_worker.eviction.next_prompt import NextPrompt
@@ -67,24 +69,22 @@ class TailEviction:
         """Decide about the blocks of a request that is finished; ``now`` in monotonic seconds."""
         numbers, hashes = request.numbers, request.hashes
         known = len(numbers)
-        while known and self._known.get(numbers[known - 1]) != hashes[known - 1]:
+        for is_known in map(eq, map(self._known.get, reversed(numbers)), reversed(hashes)):
+            if is_known:
+                break
             known -= 1
         if known < len(numbers):
             self._known.update(zip(numbers[known:], hashes[known:], strict=True))
             if known:
                 self._shared.note(hashes[known - 1], hashes[known])
-        self._used_at.update(dict.fromkeys(numbers, now))
+        self._used_at.update(zip(numbers, repeat(now), strict=False))
         self.next_prompt.finished(hashes, request.prompt_tokens, request.tokens, now, self._shared.ends_at)
         kept = 0 if request.ended else min(len(numbers), self.budget_blocks(request.tokens, now))
-        beyond = []
-        for index in range(len(numbers) - 1, kept - 1, -1):
-            if self._shared.ends_at(hashes[index]):
-                kept = index + 1
-                break
-            beyond.append((numbers[index], hashes[index]))
-        self.tags.keep(numbers[:kept])
-        self.tags.tag(beyond, ended=request.ended)
-        self.tagged += len(beyond)
+        if kept < len(numbers):
+            kept = max(kept, self._shared.length(hashes))
+        self.tags.keep(numbers)
+        self.tags.tag(zip(reversed(numbers[kept:]), reversed(hashes[kept:]), strict=True), ended=request.ended)
+        self.tagged += len(numbers) - kept
 
     def budget_blocks(self, tokens: int, now: float) -> int:
         """How many blocks of a conversation of so many tokens must stay for its next request to meet the objective."""

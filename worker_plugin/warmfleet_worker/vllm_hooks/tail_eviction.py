@@ -142,13 +142,10 @@ class TailEvictionHook:
 
     def _finished(self, request: Any, blocks: list[Any]) -> None:
         """Its blocks are free, as far as no other request uses them. Those that are not full have no hash."""
-        numbers, hashes = [], []
-        for block in blocks:
-            block_hash = block.block_hash
-            if block_hash is None:
-                break
-            numbers.append(block.block_id)
-            hashes.append(block_hash)
+        hashes = [block.block_hash for block in blocks]
+        if None in hashes:
+            del hashes[hashes.index(None) :]
+        numbers = [block.block_id for block in blocks[: len(hashes)]]
         finished = Finished(numbers, hashes, request.num_prompt_tokens, request.num_tokens, says_ended(request))
         self.eviction.finished(finished, time.monotonic())
 
