@@ -1,0 +1,136 @@
+"""Stock vLLM behind the bridge: the index is the engines' own block tables, whatever is lost or killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.app.joined import proven
+from tests.app.replica import Replica, replica
+from tests.conftest import poll
+from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine, free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long(
+        minutes=3,
+        shows=(
+            "vLLM without the plugin behind the bridge: its index equals the engine's block table while blocks are "
+            "evicted and copied, after a reset, after the bridge was killed, and after the engine was"
+        ),
+    ),
+]
+
+
+def stock() -> tuple[VllmEngine, str]:
+    """An engine with vLLM's usual hash (pickle, sha256), and what it publishes, as the bridge's option."""
+    live, replay = free_port(), free_port()
+    config = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    config |= {"endpoint": f"tcp://*:{live}", "replay_endpoint": f"tcp://*:{replay}"}
+    arguments = ("--kv-events-config", json.dumps(config), "--prefix-caching-hash-algo", "sha256")
+    engine = VllmEngine(EngineOptions(blocks=140, arguments=arguments, start_s=500))
+    return engine, f"{engine.url}=tcp://127.0.0.1:{live},replay=tcp://127.0.0.1:{replay}"
+
+
+@contextmanager
+def bridge(redis_url: str, option: str) -> Iterator[subprocess.Popen[bytes]]:
+    argv = [sys.executable, "-m", "warmfleet_worker.bridge", "--redis", redis_url, "--engine", option]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(argv, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def equal(router: Replica, engine: VllmEngine, *, empty: bool = False) -> int:
+    """Return when the index has as many blocks as the engine's table, by group 0; and their number.
+
+    The index is in the bridge's own chain, so hashes differ. That each of its entries is right is shown by matches:
+    see ``predicted``.
+    """
+
+    async def same() -> bool:
+        [worker] = await router.fleet.workers()
+        held = await cast("Any", router.fleet.redis.scard(router.fleet.keys.slot(worker.load.slot)))
+        table = await asyncio.to_thread(engine.table)
+        return bool(held == len(table)) and (empty or held > 0)
+
+    await poll(same, 60, "the index equals the table")
+    return len(await asyncio.to_thread(engine.table))
+
+
+async def predicted(router: Replica, body: dict[str, Any]) -> tuple[int, int]:
+    """(matched tokens that the router foretold, cached tokens that the engine reports)."""
+    body = {"model": SERVED_NAME, "max_tokens": 4, "temperature": 0} | body
+    status, headers, answer = await router.post(body, **{"content-type": "application/json"})
+    assert status == 200, answer
+    usage = json.loads(answer)["usage"]
+    return int(headers["x-warmfleet-matched-tokens"]), usage["prompt_tokens_details"]["cached_tokens"]
+
+
+async def work(router: Replica, chance: random.Random, requests: int) -> int:
+    """Prompts with common heads, some of them again, some exactly as long as whole blocks; predicted is cached."""
+    heads = [[3 + chance.randrange(250) for _ in range(32 * 8)] for _ in range(3)]
+    tokens = 0
+    for _ in range(requests):
+        own = [3 + chance.randrange(250) for _ in range(chance.choice((0, 32, 100, 400)))]
+        body: dict[str, Any] = {"prompt": [*chance.choice(heads), *own]}
+        if chance.random() < 0.2:
+            body["cache_salt"] = "tenant"
+        if chance.random() < 0.2:
+            body["vllm_xargs"] = {"kv_cache_report_mode": "full"}
+        matched, cached = await predicted(router, body)
+        assert matched <= cached
+        tokens += cached - matched
+    return tokens
+
+
+@pytest.mark.timeout(1_500)
+async def test_the_index_is_the_table_of_stock_vllm(valkey_url: str) -> None:
+    chance = random.Random(5)
+    engine, option = stock()
+    try:
+        engine.start()
+        await asyncio.to_thread(engine.wait)
+        for _ in range(6):  # before anybody listens
+            await asyncio.to_thread(engine.complete, [3 + chance.randrange(250) for _ in range(320)])
+        async with replica(valkey_url, SERVED_NAME, decide_timeout_s=5.0) as router:
+            with bridge(valkey_url, option):
+                await proven(router)
+                print("blocks at the start", await equal(router, engine))
+                short = await work(router, chance, 40)
+                print("blocks after work", await equal(router, engine), "tokens cached and not foretold:", short)
+                await asyncio.to_thread(engine.reset_prefix_cache)
+                await asyncio.to_thread(engine.complete, [5] * 100)  # vLLM tells of a reset with the next request only
+                await equal(router, engine)
+                await work(router, chance, 10)
+                await equal(router, engine)
+            for _ in range(20):  # while no bridge listens
+                await asyncio.to_thread(engine.complete, [3 + chance.randrange(250) for _ in range(320)])
+            with bridge(valkey_url, option):
+                print("blocks after the bridge was killed", await equal(router, engine))
+                await proven(router)
+                engine.kill()
+                await poll(lambda: gone(router), 60, "the engine has left")
+                engine.start()
+                await asyncio.to_thread(engine.wait)
+                await proven(router)
+                await work(router, chance, 10)
+                print("blocks after the engine was killed", await equal(router, engine))
+    finally:
+        engine.remove()
+
+
+async def gone(router: Replica) -> bool:
+    return not any(worker.routable for worker in await router.fleet.workers())
