@@ -308,8 +308,8 @@ async def _metrics(subject: Subject) -> bytes:
 def handoff(subject: Subject, *, wanted: bool) -> list[Finding]:
     """Whether routers can send this engine token ids in place of text. wanted: WARMFLEET_TOKEN_HANDOFF."""
     worker = subject.worker
-    if worker is None or worker.server is None or worker.approximate:
-        return []
+    if worker is None or worker.approximate or not subject.facts:
+        return []  # nobody announced what it takes
     able = token_capability(worker, announced.identity_key(worker))
     if not wanted:
         return [
