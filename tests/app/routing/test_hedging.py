@@ -13,6 +13,8 @@ from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engi
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
+from warmfleet.errors import NoWorker, UpstreamGone
+from warmfleet.pools.pool import Pool
 from warmfleet.routing.rescue import hedging, retry_budget
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ WHOLE = b"".join(b'data: {"choices": [{"index": 0, "text": " %d"}]}\n\n' % numbe
 class Plan:
     """What the engines do with their requests, in the order in which these come, whichever engine is asked.
 
-    Words of ``does``: ``waits`` for ``go``, then answers; ``dies`` after ``go``; ``fails`` with 500; ``begins`` to
-    answer, and goes on after ``go``; ``hangs``; any other word: answers well.
+    Words of ``does``: ``waits`` for ``go``, then answers; ``dies`` after ``go``; ``breaks`` off once both are asked;
+    ``fails`` with 500 then; ``begins`` to answer, and goes on after ``go``; ``hangs``; any other word: answers well.
     """
 
     does: list[str]
@@ -41,6 +43,8 @@ class Plan:
         self.asked.append(one.url)
         if word in ("waits", "dies"):
             await self.go.wait()
+        if word in ("breaks", "fails"):
+            await self.both_asked()
         if word == "hangs":
             await asyncio.sleep(60)
         if word == "begins":
@@ -49,7 +53,7 @@ class Plan:
             await self.go.wait()
             chunk(writer, b"data: [DONE]\n\n")
             chunk(writer, b"")
-        elif word == "dies":
+        elif word in ("dies", "breaks"):
             reset(writer)
         elif word == "fails":
             reply(writer, b"{}", "500 Internal Server Error")
@@ -132,6 +136,42 @@ async def test_a_second_worker_that_fails_is_no_failure(valkey_url: str, model: 
             status, _, said = await asked
             assert (status, said) == (200, WHOLE + b"data: [DONE]\n\n")
             await router.unloaded()
+
+
+@pytest.mark.parametrize(
+    ("does", "avoided"), [(("breaks", "waits"), [0]), (("waits", "breaks"), [1]), (("waits", "fails"), [])]
+)
+async def test_other_requests_avoid_a_worker_that_died(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, does: tuple[str, str], avoided: list[int]
+) -> None:
+    """Whichever of the two it is; an answer of 500 may be the request's own fault."""
+    found: list[str] = []
+    avoid = Pool.avoid
+    monkeypatch.setattr(Pool, "avoid", lambda pool, worker: (found.append(worker), avoid(pool, worker)))
+    async with pair(valkey_url, model, *does) as (router, plan):
+        asked = asyncio.create_task(router.post(STREAM))
+        await plan.both_asked()
+        ids = {one.url: one.worker_id for one in await router.fleet.workers()}
+        await poll(lambda: len(found) == len(avoided), 20, "it is avoided")
+        plan.go.set()
+        assert (await asked)[0] == 200
+        assert found == [ids[plan.asked[number]] for number in avoided]
+        await router.unloaded()
+
+
+@pytest.mark.parametrize(
+    ("error", "blamed"),
+    [
+        (None, False),
+        (NoWorker("no room"), False),
+        (UpstreamGone("died"), True),
+        (UpstreamGone("refused", refused=True), True),
+        (UpstreamGone("503", refused=True, answered=True), True),
+        (UpstreamGone("500", answered=True), False),
+    ],
+)
+def test_a_worker_is_blamed_for_what_no_request_causes(error: Exception | None, blamed: bool) -> None:
+    assert hedging._blames_worker(error) is blamed
 
 
 async def test_a_first_worker_that_fails_meanwhile_is_replaced_by_the_second(valkey_url: str, model: str) -> None:
