@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -82,15 +83,34 @@ async def test_a_cache_is_believed_up_to_four_times_the_median(
     assert (await liar.row()).capacity_blocks == believed
 
 
-async def test_the_index_of_a_worker_is_bounded_by_the_fleets_caches(store: aioredis.Redis, fleet: Fleet) -> None:
+@pytest.mark.parametrize(("typical", "bound"), [(10, 2 * 524_288), (262_144, 16 * 262_144)])
+async def test_the_index_of_a_worker_is_bounded_by_the_fleets_caches(
+    store: aioredis.Redis, fleet: Fleet, typical: int, bound: int
+) -> None:
+    """Or by a million blocks, where those are small."""
     for name in "abc":
-        await answering(store, fleet, name, capacity_blocks=10)
+        await answering(store, fleet, name, capacity_blocks=typical)
     liar = await answering(store, fleet, "d", capacity_blocks=2**31 - 1)
     await slow_tick(fleet)
+    held = struct.pack(">3I", bound + 8 * 128 - 3 * 128, 0, 0)  # as if it had reported so many already
+    await cast("Any", store.hset(fleet.keys.digest, liar.worker_id, held))
     for at in range(20):
         await liar.send("stored", blocks(*range(128 * at, 128 * at + 128)))
     await liar.applied()
-    assert await store.scard(fleet.keys.slot((await liar.row()).slot)) <= 16 * 10 + 8 * 128
+    assert await store.scard(fleet.keys.slot((await liar.row()).slot)) == 3 * 128
+
+
+async def test_a_large_engine_among_small_ones_is_indexed_as_a_whole(store: aioredis.Redis, fleet: Fleet) -> None:
+    for name in "abc":
+        await answering(store, fleet, name, capacity_blocks=10)
+    large = await answering(store, fleet, "d", capacity_blocks=3_000)
+    await slow_tick(fleet)
+    for at in range(20):
+        await large.send("stored", blocks(*range(128 * at, 128 * at + 128)))
+    await large.applied()
+    assert len(await large.holds()) == 20 * 128
+    assert (await large.row()).capacity_blocks == 40, "a decision believes no more"
+    assert "overflow" not in await fleet.counts()
 
 
 async def test_a_worker_holds_at_least_what_it_reported(store: aioredis.Redis, fleet: Fleet) -> None:

@@ -9,6 +9,7 @@ lost(cause), which counts and asks for a snapshot.
 local call = redis.call
 local SLOT_FIELD, FLAGS_FIELD, CAPACITY_BLOCKS_FIELD, FLAG_PARTIAL = 5, 6, 12, 64 -- of an unpacked row; a flag
 local BATCH_BLOCKS, HASH_HALVES, U32 = 128, ">I4I4", 2 ^ 32
+local ALWAYS_BLOCKS = 524288 -- 8 million tokens in blocks of 16; twice as many take 136 MB
 local CHUNK_HASHES_AT = 9 -- of a chunk: the snapshot's id, then hashes
 
 return function(state, operation, count, lost)
@@ -39,9 +40,10 @@ return function(state, operation, count, lost)
   local function packed_hashes(bytes) return bytes >= 0 and bytes % 8 == 0 and bytes <= BATCH_BLOCKS * 8 end
 
   -- An honest engine never holds more than its capacity. The bound is twice that: a batch may add before it removes. If
-  -- less is believed than it claims, twice as much as that has room, as it may be honest.
+  -- less is believed than it claims, it may be honest all the same, one large engine among small ones: its blocks have
+  -- room up to ALWAYS_BLOCKS, and beyond that up to twice what is believed.
   local function room(digest)
-    local most = math.min(record.capacity_blocks, 2 * row[CAPACITY_BLOCKS_FIELD])
+    local most = math.min(record.capacity_blocks, math.max(ALWAYS_BLOCKS, 2 * row[CAPACITY_BLOCKS_FIELD]))
     if not short and digest[1] + BATCH_BLOCKS <= 2 * most + 8 * BATCH_BLOCKS then return true end
     if short then row[FLAGS_FIELD], changed.row = bit.bor(row[FLAGS_FIELD], FLAG_PARTIAL), true end
     lost(short and "partial" or "overflow")
