@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 KINDS = ("deepseek", "qwen3", "llama3", "llama2", "metaspace")  # metaspace: llama2 as transformers makes it
 TEMPLATE = "<｜begin▁of▁sentence｜><｜end▁of▁sentence｜><|im_start|><|im_end|><|eot_id|></s>"  # noqa: RUF001
 CBOR = Hasher(Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16))
-PICKLE = Hasher(Scheme("sha256", default_none_hash("sha256"), 24))
+PICKLE = Hasher(Scheme("sha256", default_none_hash("sha256"), 24, hash_block_tokens=8))
 
 
 @pytest.fixture(scope="module", params=KINDS)
