@@ -15,6 +15,7 @@ import pytest
 import redis
 from tests.app.cli import answering
 from tests.app.gate import gate
+from tests.app.joined import proven
 from tests.app.replica import replica
 from tests.app.simulated import LIMITS, SCHEME, identity, simulated
 from tests.conftest import poll, redis7_binary, server, valkey_binary
@@ -130,7 +131,7 @@ async def complete(fleet: Fleet, count: int = 1) -> None:
 
 async def test_nothing_is_wrong(valkey_url: str, model: str) -> None:
     async with replica(valkey_url, model) as router, simulated(valkey_url, model) as engine:
-        await router.routable(1)
+        await proven(router)
         keys = set(redis.Redis.from_url(valkey_url).scan_iter(f"*{wire.model_tag(model)}*"))
         told = await doctor(valkey_url, model, engine.url, routers=(router.operators,))
         assert told.report.status == 0, told.printed
