@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from warmfleet_worker.bridge.block_table import BlockTable
-from warmfleet_worker.bridge.kv_events import EventError, decode
+from warmfleet_worker.bridge.kv_events import Cleared, EventError, decode
 from warmfleet_worker.bridge.sequence import Sequence
 from warmfleet_worker.bridge.zmq_events import EventSockets
 from warmfleet_worker.load import Load
@@ -149,6 +149,7 @@ class Rank:
             self.lost()
             return
         self.table.apply(events)
+        self._complete = self._complete or any(isinstance(event, Cleared) for event in events)
 
     def lost(self) -> None:
         self._complete = False
