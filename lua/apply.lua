@@ -23,6 +23,7 @@ local FIELD, SHADOW = "events:" .. WORKER_ID, "~" .. WORKER_ID
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER_ID
 local PROBE = PREFIX .. "probe:" .. WORKER_ID
 local ROW, ROW_FIELDS, FLAG_PARTIAL, FLAG_PAUSED = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 15, 64, 2048
+local FLAG_LEARNED = 4096
 local FLAGS_FIELD, SPEED_TPS_FIELD, FOREIGN_PREFILL_TOKENS_FIELD, FOREIGN_DECODE_TOKENS_FIELD = 6, 8, 9, 10
 local BLOCKS_FIELD, CAPACITY_BLOCKS_FIELD, EVICTED_FIELD = 11, 12, 13 -- of an unpacked row
 local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- the largest cache that is believed: in medians of the fleet; in all
@@ -94,7 +95,9 @@ function operation.heartbeat(data, time)
   row[FLAGS_FIELD] = paused and flags + FLAG_PAUSED or flags
   row[FOREIGN_PREFILL_TOKENS_FIELD], row[FOREIGN_DECODE_TOKENS_FIELD] = foreign_prefill, foreign_decode
   row[BLOCKS_FIELD], row[EVICTED_FIELD] = math.max(blocks, live[1]), evicted -- what it reported stored, it holds
-  if speed > 0 then row[SPEED_TPS_FIELD] = speed end
+  if speed > 0 then
+    row[SPEED_TPS_FIELD], row[FLAGS_FIELD] = speed, bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_LEARNED))
+  end
   if not digest_count or record.shadow or short then return true end
   if math.abs(time - (truth.checked or 0)) >= CHECKED_EVERY_MS then truth.checked, changed.record = time, true end
   local whole = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_PARTIAL))

@@ -5,9 +5,10 @@ Guarantee: subtracts exactly what the lease still holds, once; a repeated call c
 anew (another epoch) owes nothing. If an id was never booked and its outcome is failed or cancelled, a tombstone is
 left, so that a decide that arrives later books nothing. When a request has finished, the blocks that it computed and
 the engine has not yet reported stay credited to the worker for linger_ms, as the report is on its way. An approximate
-worker reports none: its mirror notes the prompts that it computed. A call for an id that was never booked gives back a
-few expired leases: a fleet at rest has no decide that does so. If a request with limits failed and no tokens are told,
-its client gets back those of the prompt.
+worker reports nothing: its mirror notes the prompts that it computed. First tokens tell the speed of a worker that does
+not tell it. A call for an id
+that was never booked gives back a few expired leases: a fleet at rest has no decide that does so. If a request with
+limits failed and no tokens are told, its client gets back those of the prompt.
 
 KEYS: load leases lease
 ARGV: prefix, id, outcome (started, finished, failed, cancelled), tombstone_ms, linger_ms, then for a client with
@@ -22,10 +23,11 @@ local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
 local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
 local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 
-local LEASE, ROW_SLOT_TO_CAPACITY_BLOCKS, SLOT_AT = ">I4I4I4I4I4I4BB", ">I4I2I4I4I4I4I4I4", 17
-local ROW_BLOCKS, BLOCKS_AT, CAPACITY_BLOCKS_AT = ">I4", 39, 43 -- of a packed row
+local LEASE, ROW_SLOT_TO_FLAGS, SLOT_AT = ">I4I4I4I4I4I4BB", ">I4I2", 17
+local ROW_BLOCKS_TO_EVICTED, BLOCKS_AT, UNDER_WAY_TOKENS_AT = ">I4I4I4", 39, 51 -- of a packed row
+local ROW_FLAGS_TO_SPEED_TPS, FLAGS_AT, FOREIGN_PREFILL_TOKENS_AT = ">I2I4I4", 21, 31
 local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING, STAGE_TOMBSTONE = 0, 1, 2, 3
-local FLAG_APPROXIMATE, MAX_REAPED, CLIENT_TOKENS, HELD_BLOCKS, AGE_MS = 16, 8, 6, 7, 8
+local FLAG_APPROXIMATE, FLAG_LEARNED, MAX_REAPED, CLIENT_TOKENS, HELD_BLOCKS, AGE_MS = 16, 4096, 8, 6, 7, 8
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then
@@ -53,9 +55,23 @@ end
 local epoch, slot, prefill, decode, matched, prompt, stage, length, at = struct.unpack(LEASE, lease)
 if stage > STAGE_STARTED or (stage == STAGE_STARTED and outcome == "started") then return { "SAME" } end
 call("HDEL", lease_key, id)
+-- Put these bytes into the worker's row, from one position up to the next field's.
+local function change(worker, from, bytes, to)
+  local row = call("HGET", load_key, worker)
+  call("HSET", load_key, worker, row:sub(1, from - 1) .. bytes .. row:sub(to))
+end
+
 local worker, row = lease:sub(at, at + length - 1), nil
 if outcome == "started" then
-  release.add(worker, epoch, -prefill, 0, 0)
+  local _, row_slot, before = release.add(worker, epoch, -prefill, 0, 0)
+  local flags, scheme, speed = 0, 0, 1
+  if row_slot == slot then flags, scheme, speed = struct.unpack(ROW_FLAGS_TO_SPEED_TPS, before, FLAGS_AT) end
+  if speed == 0 or bit.band(flags, FLAG_APPROXIMATE + FLAG_LEARNED) > 0 then
+    speed = (include "settle/learn_speed")(before, prefill, now)
+    if speed > 0 then flags = bit.bor(flags, FLAG_LEARNED) end
+    local packed = struct.pack(ROW_FLAGS_TO_SPEED_TPS, flags, scheme, speed)
+    change(worker, FLAGS_AT, packed, FOREIGN_PREFILL_TOKENS_AT)
+  end
 else
   row = release.load(lease)
   local client = release.client(id)
@@ -66,15 +82,15 @@ end
 -- evict in the order in which requests end.
 local function mirrors()
   if not row or outcome ~= "finished" and stage == STAGE_BOOKED then return false end
-  local row_slot, flags, _, _, _, _, blocks, capacity = struct.unpack(ROW_SLOT_TO_CAPACITY_BLOCKS, row, SLOT_AT)
+  local row_slot, flags = struct.unpack(ROW_SLOT_TO_FLAGS, row, SLOT_AT)
   if row_slot ~= slot or bit.band(flags, FLAG_APPROXIMATE) == 0 then return false end
   local now_us, held = time[1] * 1000000 + time[2], tonumber(ARGV[HELD_BLOCKS])
-  local kept = (include "settle/mirror")(prefix, id, { slot = slot, blocks = blocks, capacity = capacity,
+  local blocks, capacity, evicted = struct.unpack(ROW_BLOCKS_TO_EVICTED, row, BLOCKS_AT)
+  local kept, full = (include "settle/mirror")(prefix, id, { slot = slot, blocks = blocks, capacity = capacity,
     now_us = now_us, lacks = held and held + 1, asked_us = now_us - 1000 * (tonumber(ARGV[AGE_MS]) or 0) })
-  if kept ~= blocks then
-    local current = call("HGET", load_key, worker)
-    local packed = struct.pack(ROW_BLOCKS, kept)
-    call("HSET", load_key, worker, current:sub(1, BLOCKS_AT - 1) .. packed .. current:sub(CAPACITY_BLOCKS_AT))
+  if kept ~= blocks or full > 0 then
+    local packed = struct.pack(ROW_BLOCKS_TO_EVICTED, kept, capacity, evicted + full)
+    change(worker, BLOCKS_AT, packed, UNDER_WAY_TOKENS_AT)
   end
   return true
 end

@@ -3,6 +3,7 @@
     make -s bench NAME=trace                                                    # cost, one replica: 2.5 minutes
     make -s bench NAME=trace TRACE=agents POLICY=cost,session REPLICAS=1,4      # four fleets, 6 minutes each
     make -s bench NAME=trace POLICY=all SEEDS=3 ARGS="--engine-mode step"       # all policies, three seeds
+    make -s bench NAME=trace FLEET=bridge:4,approximate:4,mixed:4               # and cost x 4 beside them
     make -s bench NAME=trace FLEET=vllm-router-kv:1,vllm-router-kv:4,smg:1,session-sticky,session-affinity:4
     make -s bench NAME=trace ARGS="--rows 300 --policy cost,least_loaded"       # a first look: 30 s
 
@@ -248,8 +249,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         fleets = others(args.fleet)
-        if args.policy or not fleets:
-            fleets = ours(args.policy or "cost", args.replicas) + fleets
+        beside = {str(fleet.replicas) for fleet in fleets if fleet.connection != "plugin"}  # engines with the plugin
+        if args.policy or beside or not fleets:
+            fleets = ours(args.policy or "cost", ",".join(sorted(beside)) or args.replicas) + fleets
         bench = bench_of(args)
         args.out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:

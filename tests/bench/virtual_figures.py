@@ -38,6 +38,7 @@ def figures(played: Played, skip: float = 0.1) -> dict[str, float]:
         "evicted_max_over_mean": over_mean(evicted, nothing=1.0),
         "evicted": statistics.fmean(evicted),
         "foreseen": sum(one == 0 for one in off) / len(off),
+        "corrections": cluster.corrections,
         "cpu_s": played.cpu_s,
         "requests_per_cpu_s": len(played.served) / played.cpu_s,
     }

@@ -15,11 +15,12 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
 from tests.bench.virtual_store import VirtualStore
-from tests.bench.virtual_workers import MODEL, VirtualWorker
+from tests.bench.virtual_workers import MODEL, StockWorker, VirtualWorker
 
 from warmfleet.background import upkeep
-from warmfleet.fleet import RENEW_AT_ONCE, Ask, Fleet, Renewal, Weights
+from warmfleet.fleet import RENEW_AT_ONCE, Ask, Fleet, Renewal, Shortfall, Weights
 from warmfleet.fleet.codes import Mark
+from warmfleet.pools.cache_reports import TOLERATED_SHARE
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
 from warmfleet_worker.protocol.wire import RESERVATION_PREFIX
@@ -45,6 +46,7 @@ class Plan:
     direct: sessions that go past the fleet to the engine of this number. known: how the fleet knows of them:
     ``reported`` by heartbeats, ``booked`` at once as if it had sent them, or ``no``.
     claims: speeds (tokens/s) and capacities (blocks) that engines of these numbers claim to have.
+    stock: numbers of the engines that have no plugin, of which the fleet knows what it sent and what their answers say.
     watch: called every watch_s virtual seconds, with the cluster and the time.
     """
 
@@ -58,6 +60,7 @@ class Plan:
     direct: Mapping[int, int] = field(default_factory=dict)
     known: Literal["reported", "booked", "no"] = "reported"
     claims: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    stock: frozenset[int] = frozenset()
     watch: Watch | None = None
     watch_s: float = 1.0
 
@@ -77,8 +80,11 @@ class Cluster:
     def __init__(self, store: VirtualStore, plan: Plan) -> None:
         self.plan = plan
         self.store = store
-        self.workers = [
-            VirtualWorker(store, config, number, plan.claims.get(number)) for number, config in enumerate(plan.engines)
+        self.workers: list[VirtualWorker | StockWorker] = [
+            StockWorker(config, number)
+            if number in plan.stock
+            else VirtualWorker(store, config, number, plan.claims.get(number))
+            for number, config in enumerate(plan.engines)
         ]
         self.fleets = [store.fleet(MODEL, plan.weights) for _ in range(plan.replicas)]
         self.virtual = VirtualFleet([worker.engine for worker in self.workers], self, plan.speed, store.clock)
@@ -86,6 +92,8 @@ class Cluster:
         self.routed: list[tuple[float, int, Request]] = []  # (time, engine, request) of the fleet's own requests
         self.predicted: dict[Request, int] = {}  # matched tokens
         self.rows: dict[str, bytes] = {}  # load rows at the end
+        self.corrections = 0  # answers of engines without the plugin that told fewer cached tokens than were believed
+        self._believed: dict[Request, tuple[float, int]] = {}  # (time, matched tokens) at engines without the plugin
         self._balancer = random.Random(plan.seed)
         self._ids = random.Random(plan.seed)
         self._open: dict[Request, tuple[Fleet, Renewal]] = {}
@@ -130,7 +138,7 @@ class Cluster:
 
         return step
 
-    def _join_later(self, worker: VirtualWorker) -> Any:
+    def _join_later(self, worker: VirtualWorker | StockWorker) -> Any:
         async def join(now: float) -> None:
             await worker.join(self.fleets[0], self.store.clock)
             self.store.clock.now = now
@@ -163,6 +171,8 @@ class Cluster:
         booked = Renewal(reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
         self._open[request] = fleet, booked
         self.predicted[request] = decision.matched_tokens
+        if decision.approximate and not decision.speculative:
+            self._believed[request] = now, decision.matched_tokens
         self.routed.append((now, number, request))
         return number
 
@@ -200,7 +210,16 @@ class Cluster:
     async def finished(self, request: Request, engine: int, now: float) -> None:
         if request in self._open:
             fleet, booked = self._open.pop(request)
-            await fleet.settle(booked.reservation, "finished")
+            await fleet.settle(booked.reservation, "finished", 0, self._shortfall(request, engine, now))
+
+    def _shortfall(self, request: Request, engine: int, now: float) -> Shortfall | None:
+        """What the answer of an engine without the plugin says, as ``pools/cache_reports`` reads it."""
+        asked, believed = self._believed.pop(request, (0.0, 0))
+        block = self.plan.engines[engine].scheme.block_tokens
+        if believed - request.cached_tokens <= max(block, TOLERATED_SHARE * believed):
+            return None
+        self.corrections += 1
+        return Shortfall(request.cached_tokens // block, now - asked)
 
     def _reservation(self) -> str:
         """Return an id like those of ``new_reservation``, but the same in every run."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from warmfleet.background.stock.checks import HEALTH_INTERVAL_S
 from warmfleet_loadtest.simulator.engine_core import load_of
 from warmfleet_loadtest.simulator.virtual_clock import VirtualEngine
 from warmfleet_worker.config import PublisherConfig
@@ -14,6 +16,8 @@ from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from tests.bench.virtual_store import VirtualStore
 
     from warmfleet.fleet import Fleet
@@ -117,3 +121,36 @@ class VirtualWorker:
         self._server._round()
         if self._fleet:
             self._fleet.at(now + wire.HEARTBEAT_SECONDS, self._beat, duty=True)
+
+
+class StockWorker:
+    """An engine without the plugin: a replica's checks register it, and nothing else is known of it."""
+
+    def __init__(self, config: EngineConfig, number: int) -> None:
+        self._config = config
+        self._url = f"http://127.0.0.1:{10_000 + number}"
+        self.engine = VirtualEngine(config.scheduler(None), config.costs)
+        self.worker_id = f"127.0.0.1-{10_000 + number}"
+        self._fleet: VirtualFleet | None = None
+        self._register: Callable[[], Awaitable[object]] | None = None
+
+    async def join(self, fleet: Fleet, clock: Clock) -> None:
+        """Register it as its first check does. It takes 0.2 virtual seconds, as long as a worker with the plugin."""
+        scheme = self._config.scheme
+        record = {"scheme_id": scheme.scheme_id, "scheme": scheme.as_dict(), "url": self._url, "models": [MODEL]}
+        self._register = partial(fleet.register, self.worker_id, record, self._config.blocks)
+        await self._register()
+        clock.now += 0.2
+
+    def keep_going(self, fleet: VirtualFleet) -> None:
+        """Keep checking it from now on."""
+        self._fleet = fleet
+        fleet.at(fleet.clock.now, self._check, duty=True)
+
+    def prefilled(self, reservation: str, request: Request, now: float) -> None:
+        """It reports nothing."""
+
+    async def _check(self, now: float) -> None:
+        if self._register and self._fleet:
+            await self._register()
+            self._fleet.at(now + HEALTH_INTERVAL_S, self._check, duty=True)

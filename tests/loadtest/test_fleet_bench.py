@@ -144,12 +144,13 @@ def test_fleets_by_name() -> None:
     assert (affinity.kind, affinity.policy, affinity.balance) == ("warmfleet", "cost", "session")
     assert (sticky.replicas, sticky.balance) == (0, "session")
     assert not others("smg")[0].takes_ids
-    bridged, approximate = others("bridge:4,approximate:1")
+    bridged, approximate, mixed = others("bridge:4,approximate:1,mixed:4")
     assert (bridged.name, bridged.kind, bridged.policy, bridged.connection) == (
         *("bridge x 4", "warmfleet"),
         *("cost", "bridge"),
     )
     assert (approximate.connection, approximate.replicas) == ("approximate", 1)
+    assert (mixed.name, mixed.connection, mixed.replicas) == ("mixed x 4", "mixed", 4)
 
 
 @pytest.mark.parametrize(

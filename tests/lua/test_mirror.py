@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+import pytest
 from tests.lua.test_credit import matched_blocks
-from tests.lua.world import BLOCK, SCHEME, World
+from tests.lua.world import BLOCK, READY, SCHEME, World
 
-from warmfleet.fleet import LoadRow, Shortfall
+from warmfleet.fleet import Flag, LoadRow, Shortfall
 
 if TYPE_CHECKING:
     from typing import Any
@@ -126,6 +129,22 @@ async def test_the_mirror_is_what_an_engine_of_its_capacity_holds(world: World) 
     assert set(await world.speculation()) == await nodes(world, slot), "nothing is left of what was given up"
 
 
+async def test_evictions_count_against_a_worker_and_fade(world: World) -> None:
+    """Of equal workers the least evicting wins, whether it has the plugin or not."""
+    await approximate(world, 100)
+    await served(world, world.chain(100))
+    assert (await row(world)).evicted == 0
+    await served(world, world.chain(30))
+    assert (await row(world)).evicted == 30
+    await served(world, world.chain(20), Shortfall(0, 0.0))
+    assert (await row(world)).evicted == 50
+    record = json.loads(await cast("Any", world.store.hget(world.keys.workers, "stock")))
+    record["passed"] -= 5_000
+    await cast("Any", world.store.hset(world.keys.workers, "stock", json.dumps(record)))
+    await world.fleet.register("stock", RECORD, 100)
+    assert (await row(world)).evicted == pytest.approx(50 / 2.72, abs=1)
+
+
 async def test_many_small_prompts_that_must_go_at_once_go_with_the_next_prompts(world: World) -> None:
     await approximate(world, 300)
     for _ in range(300):
@@ -206,3 +225,58 @@ async def test_a_shortfall_of_another_incarnation_changes_nothing(world: World) 
     await world.fleet.settle(ask.reservation, "finished", 0, Shortfall(0, 0.0))
     assert await nodes(world, slot) == set()
     assert (await row(world)).blocks == 0
+
+
+# ---------------------------------------------------------------- speed, learned from first tokens
+
+
+async def first_token(world: World, after_ms: int, blocks: int = 100) -> int:
+    """A request whose prefill was under way for so long when its first token came. Returns the speed that is known."""
+    ask = world.ask(world.chain(blocks), extra_tokens=0)
+    await world.fleet.decide(ask)
+    began = replace(await row(world), since_ms=(int(time.time() * 1000) - after_ms) % 2**32)
+    await cast("Any", world.store.hset(world.keys.load, "stock", began.pack("stock")))
+    await world.fleet.settle(ask.reservation, "started")
+    return (await row(world)).speed_tps
+
+
+async def test_first_tokens_tell_the_speed_of_a_worker(world: World) -> None:
+    await approximate(world, 10_000)
+    assert await first_token(world, 400, blocks=2) == 0, "two blocks say nothing"
+    assert await first_token(world, 3_600_000) == 0, "nor does an hour"
+    assert await first_token(world, 400) == pytest.approx(1_600 / 0.4, rel=0.1)
+    for _ in range(40):
+        speed = await first_token(world, 800)
+    assert speed == pytest.approx(1_600 / 0.8, rel=0.1), "an engine that became slower"
+
+
+async def test_prompts_that_are_computed_together_count_as_one(world: World) -> None:
+    """Their first tokens come at once, so the first of them seems slow and the second takes no time."""
+    await approximate(world, 10_000)
+    await first_token(world, 400)
+    for _ in range(40):
+        await first_token(world, 800)
+        speed = await first_token(world, 0)
+    assert speed == pytest.approx(3_200 / 0.8, rel=0.2)
+
+
+async def test_a_worker_whose_heartbeats_tell_a_speed_learns_none(world: World) -> None:
+    """One behind a bridge tells none; one with the plugin tells it from its first prefill on."""
+    await world.workers(2, speed_tps=0)
+    for number, told in ((1, 0), (2, 9_000)):
+        await world.change(number, speed_tps=told)
+        ask = world.ask(world.chain(100), exclude=(f"w{3 - number}.0",))
+        await world.fleet.decide(ask)
+        await world.change(number, since_ms=(int(time.time() * 1000) - 400) % 2**32)
+        await world.fleet.settle(ask.reservation, "started")
+    bridged, plugged = await world.row(1), await world.row(2)
+    assert bridged.speed_tps == pytest.approx(4_000, rel=0.1)
+    assert bridged.flags == READY | Flag.LEARNED
+    assert (plugged.speed_tps, plugged.flags) == (9_000, READY)
+
+
+async def test_a_registered_worker_keeps_its_speed(world: World) -> None:
+    await approximate(world, 10_000)
+    speed = await first_token(world, 400)
+    await world.fleet.register("stock", RECORD, 10_000)
+    assert (await row(world)).speed_tps == speed > 0

@@ -70,8 +70,8 @@ class Pool:
     def usable(self) -> bool:
         """Whether some worker is routable, and prompts can be identified as far as the workers allow it."""
         view = self.view
-        announced = any(worker.server for worker in view.workers)
-        identifiable = view.identity is not None or view.text or not announced
+        needs_ids = bool(view.hashers) or any(worker.server for worker in view.workers)
+        identifiable = view.identity is not None or view.text or not needs_ids
         return identifiable and any(worker.routable for worker in view.workers)
 
     @property

@@ -142,9 +142,6 @@ class Relay:
 
     def _shortfall(self, job: Job, decision: Decision, tail: AnswerTail) -> Shortfall | None:
         """What an approximate worker lacked of the prompt, by its answer; None if it lacked nothing that is known."""
-        # Engines compute a prompt anew, whatever they hold, if its log-probabilities are asked for.
-        if job.request.text_only or b'"prompt_logprobs"' in job.body:
-            return None
         held = self._cache_reports.held_blocks(job.pool.view, job.prompt, decision, tail.usage())
         return None if held is None else Shortfall(held, time.perf_counter() - job.call.received_at)
 

@@ -15,7 +15,7 @@ Guarantee: no more blocks than `capacity` stay, unless more than MIRROR_EVICTION
 go with the next prompts, and no block is added beyond twice the capacity.
 Takes the key prefix, the reservation's id, and a table: slot, blocks (in the mirror so far), capacity, now_us; lacks
 (the first block of the prompt that the engine lacked, nil: none) and asked_us (when the prompt came at the earliest).
-Returns the number of blocks in the mirror.
+Returns the number of blocks in the mirror, and how many were given up because it was full.
 --]]
 local call, sub, min, format = redis.call, string.sub, math.min, string.format
 local MARK_MAKER, MARK_TRAIL, OUTDATED = "+", "=", "outdated up to here" -- of the fields of x:; of lru:, no hash
@@ -23,7 +23,7 @@ local FIRST_POWER, MAX_NODES, MIRROR_EVICTIONS = 16, 64, 128
 local function exact(number) return format("%.0f", number) end
 
 return function(prefix, id, worker)
-  local slot, blocks, capacity = format("%d", worker.slot), worker.blocks, worker.capacity
+  local slot, blocks, capacity, full = format("%d", worker.slot), worker.blocks, worker.capacity, 0
   local lru, trail_of = prefix .. "lru:" .. slot, slot .. MARK_TRAIL
   local chain = call("GET", prefix .. "c:" .. slot .. ":" .. id) or ""
   local last = #chain / 8
@@ -85,11 +85,11 @@ return function(prefix, id, worker)
       elseif not outdated and over < held then
         call("HSET", key, trail_of, sub(call("HGET", key, trail_of), 1, (held - 1 - over) * 8))
         call("ZADD", lru, oldest[2], oldest[1])
-        blocks = capacity
+        blocks, full = capacity, full + over
       else
         call("HDEL", key, trail_of)
         if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
-        blocks = blocks - held
+        blocks, full = blocks - held, full + (outdated and 0 or held)
       end
     end
   end
@@ -124,5 +124,5 @@ return function(prefix, id, worker)
 
   if blocks <= 2 * capacity then note() end
   evict()
-  return blocks
+  return blocks, full
 end

@@ -19,7 +19,7 @@ local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT, WORKER_ID_AT = 5, 51, 59 -- of a p
 local ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS = ">i4i4xxxxI4I2I4I4I4I4I4I4"
 local ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">I4I4"
 local FLAG_SERVER, FLAG_URL, FLAG_PROVEN, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_HOSTILE = 1, 2, 4, 8, 16, 128
-local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED = 256, 512, 1024, 2048 -- only PAUSED is above TRIAL
+local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED = 256, 512, 1024, 2048
 local IN_FLIGHT_AT, ROW_IN_FLIGHT = 13, ">i4"
 local ROUTABLE, MATCHABLE = FLAG_SERVER + FLAG_URL, FLAG_PROVEN + FLAG_APPROXIMATE
 local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_EJECTED + FLAG_PAUSED
@@ -44,7 +44,9 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
     end
     local lives = not alive or alive[sub(row, WORKER_ID_AT)]
     if lives == nil then lives = band(flags, FLAG_UNHEARD) ~= 0 end
-    if flags >= FLAG_TRIAL and unpack_from(ROW_IN_FLIGHT, row, IN_FLIGHT_AT) > 0 then lives = false end
+    if flags >= FLAG_TRIAL and band(flags, FLAG_TRIAL) > 0 and unpack_from(ROW_IN_FLIGHT, row, IN_FLIGHT_AT) > 0 then
+      lives = false
+    end
     if lives and use ~= "no" and #row >= WORKER_ID_AT then
       if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
       local ahead, share = prefill + foreign, use == "load" and 1 or capacity > 0 and min(1, blocks / capacity) or 0

@@ -1,0 +1,28 @@
+--[[
+settle/learn_speed: how fast a worker computes prompts, learned from when their first tokens came. So it is done for
+workers that do not tell it: engines without the plugin.
+
+A prefill ended now, and its row says since when it was under way: since it was booked on an idle worker, or since the
+prefill before it ended. The speed is a mean over WINDOW_S of such time: prompts that were computed together, so that
+their first tokens come together, then count as one.
+
+Guarantee: pure. Takes the row as it was before the prefill was given back, the tokens of the prefill, and the server's
+time in ms. Returns the speed in tokens/s; 0 while it is not known.
+--]]
+local SPEED_TPS_AT, SINCE_MS_AT = 27, 55 -- of a packed row
+local ROW_SPEED_TPS, ROW_SINCE_MS = ">I4", ">I4"
+local U32, WINDOW_S, LONGEST_S, LEAST_S, LEAST_TOKENS, MAX_SPEED = 2 ^ 32, 5, 60, 0.01, 64, 4000000000
+
+return function(row, tokens, now)
+  local speed = struct.unpack(ROW_SPEED_TPS, row, SPEED_TPS_AT)
+  local seconds = (now - struct.unpack(ROW_SINCE_MS, row, SINCE_MS_AT)) % U32 / 1000
+  -- Of a few tokens the time is not that of computing them. After a long time the clock has stepped back.
+  if tokens < LEAST_TOKENS or seconds > LONGEST_S then return speed end
+  if speed == 0 then
+    if seconds < LEAST_S then return 0 end
+    speed = tokens / seconds
+  else
+    speed = speed + (tokens - speed * seconds) / (WINDOW_S + seconds)
+  end
+  return math.floor(math.max(1, math.min(speed, MAX_SPEED)))
+end
