@@ -275,6 +275,13 @@ async def test_a_worker_whose_heartbeats_tell_a_speed_learns_none(world: World) 
     assert (plugged.speed_tps, plugged.flags) == (9_000, READY)
 
 
+async def test_a_worker_that_learned_its_speed_takes_many_requests(world: World) -> None:
+    await approximate(world, 10_000)
+    assert await first_token(world, 400) > 0
+    for _ in range(3):
+        assert (await world.fleet.decide(world.ask(world.chain(2)))).worker_id == "stock"
+
+
 async def test_a_registered_worker_keeps_its_speed(world: World) -> None:
     await approximate(world, 10_000)
     speed = await first_token(world, 400)
