@@ -31,7 +31,7 @@ pytestmark = [
             "prediction is exact, and it never matches blocks of anybody else"
         ),
     ),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1_500),
 ]
 
 LAYERS, HIDDEN, RANK = 2, 64, 8  # the shape of models/tiny, and the rank of the adapters

@@ -42,7 +42,6 @@ pytestmark = [
 WORDS = ("import", "return", "while", "class", "value", "index", "error", "string", "buffer", "module")
 WINDOWS = ROOT / "models" / "tiny-windows"
 BLOCK_TOKENS, HASH_TOKENS = 64, 32
-START_S = 900.0  # several engines start at a time, beside whatever else the machine does
 
 
 class Shown(NamedTuple):
@@ -124,7 +123,7 @@ RANKS = ("vllm-a.0", "vllm-a.1")
 def ranks() -> Iterator[Stack]:
     """Two ranks behind one server, which is of two processes by vLLM's default."""
     with server(valkey_binary()) as redis_url:
-        options = EngineOptions(redis_url=redis_url, arguments=("--data-parallel-size", "2"), start_s=START_S)
+        options = EngineOptions(redis_url=redis_url, arguments=("--data-parallel-size", "2"))
         with running(options) as [engine], replicas(redis_url) as urls:
             yield Stack(dict.fromkeys(RANKS, engine), urls, redis_url)
 
@@ -168,15 +167,12 @@ def mixed() -> Iterator[Stack]:
     sizes = ("--block-size", str(BLOCK_TOKENS), "--prefix-match-unit", str(HASH_TOKENS))
     with server(valkey_binary()) as redis_url:
         options = [
-            EngineOptions(
-                redis_url=redis_url, worker_id="windows", model=WINDOWS, blocks=512, arguments=sizes, start_s=START_S
-            ),
+            EngineOptions(redis_url=redis_url, worker_id="windows", model=WINDOWS, blocks=512, arguments=sizes),
             EngineOptions(
                 redis_url=redis_url,
                 worker_id="plain",
                 model=WINDOWS,
                 arguments=("--no-enable-prefix-caching",),
-                start_s=START_S,
             ),
         ]
         with running(*options) as engines, replicas(redis_url, engines=1) as urls:
@@ -272,9 +268,7 @@ async def test_with_a_kv_connector_texts_are_left_to_the_engine(tmp_path: Path) 
     kept = {"shared_storage_path": str(tmp_path)}
     told = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": kept}
     with server(valkey_binary()) as redis_url:
-        options = EngineOptions(
-            redis_url=redis_url, arguments=("--kv-transfer-config", json.dumps(told)), start_s=START_S
-        )
+        options = EngineOptions(redis_url=redis_url, arguments=("--kv-transfer-config", json.dumps(told)))
         with running(options) as [engine], replicas(redis_url, 1, engines=1) as [url]:
             async with fleet_of(Stack({engine.worker_id: engine}, [url], redis_url)) as fleet:
                 view = (await quiet(fleet))[engine.worker_id]
