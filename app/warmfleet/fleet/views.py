@@ -126,6 +126,11 @@ class WorkerView:
         )
 
     @property
+    def paused(self) -> bool:
+        """Its last heartbeat said that somebody has paused its engine or put it to sleep."""
+        return bool(self.load.flags & Flag.PAUSED)
+
+    @property
     def approximate(self) -> bool:
         """It has no plugin: a replica registered it and checks its health."""
         return bool(self.load.flags & Flag.APPROXIMATE)

@@ -55,8 +55,9 @@ class LastKnown:
             return
         if before is self._with_routable or view.read_at - before.read_at > LAST_KNOWN_S:
             self._none_since = view.read_at
-        # Workers are remembered over an outage. But a drain is an order, and a server that ends may still be up.
-        left = {worker.worker_id for worker in view.workers if worker.draining or worker.said_goodbye}
+        # Workers are remembered over an outage. But a drain is an order, a paused engine lets requests wait, and a
+        # server that ends may still be up.
+        left = {one.worker_id for one in view.workers if one.draining or one.paused or one.said_goodbye}
         if left:
             others = tuple(worker for worker in self._with_routable.workers if worker.worker_id not in left)
             self._with_routable = replace(self._with_routable, workers=others)

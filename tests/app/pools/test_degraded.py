@@ -17,7 +17,7 @@ from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Fleet, LoadRow, WorkerState, WorkerView
+from warmfleet.fleet import Flag, Fleet, LoadRow, WorkerState, WorkerView
 from warmfleet.pools import degraded as fallback_module
 from warmfleet.pools.degraded import LAST_KNOWN_S, LOOK_S, DegradedMode, LastKnown
 from warmfleet.pools.fleet_view import View
@@ -103,6 +103,17 @@ async def test_a_worker_that_said_goodbye_is_not_remembered(fleet: Fleet, now: f
     server_unheard = replace(server_left, worker_id="c", server_age_s=30.0)
     known.show(View((core_left, server_left, server_unheard), read_at=now - 1))
     assert [one.worker_id for one in known.workers] == ["c"]
+
+
+async def test_a_paused_worker_is_not_remembered(fleet: Fleet, now: float) -> None:
+    """Its engine would take the request, and let it wait for as long as the pause lasts."""
+    known = LastKnown(fleet)
+    known.show(View((worker("a"), worker("b")), read_at=now - 2))
+    paused = replace(worker("a"), state=WorkerState.PAUSED, load=LoadRow(flags=Flag.PAUSED))
+    known.show(View((paused,), read_at=now - 1))
+    assert [one.worker_id for one in known.workers] == ["b"]
+    known.show(View((worker("a"),), read_at=now))
+    assert [one.worker_id for one in known.workers] == ["a"], "it goes on"
 
 
 async def test_no_worker_is_forgotten_while_nothing_is_read(fleet: Fleet, now: float) -> None:
