@@ -34,8 +34,7 @@ from warmfleet_loadtest.simulator.scheduler import Limits, Scheduler
 from warmfleet_loadtest.simulator.step_costs import PRESETS, StepCosts, load_costs
 from warmfleet_loadtest.simulator.tail_pool import TailPool
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
-from warmfleet_worker.eviction.objective import objective_of
-from warmfleet_worker.eviction.tail_eviction import TailEviction
+from warmfleet_worker.eviction.tail_eviction import eviction_of
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.server_address import default_server_id, worker_url
 from warmfleet_worker.tracker import Tracker
@@ -77,7 +76,7 @@ class EngineConfig:
 
     def _tail_pool(self, listener: Tracker | None, clock: Callable[[], float]) -> TailPool:
         speed = round(1 / self.costs.prefill_token_s)  # what a real engine would have measured
-        eviction = TailEviction(self.limits.block_tokens, objective_of(self.ttft_target, lambda: speed))
+        eviction = eviction_of(self.ttft_target, lambda: speed, self.limits.block_tokens, self.blocks)
         return TailPool(self.blocks, eviction, listener, clock)
 
 

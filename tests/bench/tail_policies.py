@@ -10,8 +10,8 @@ from math import inf
 
 from tests.bench.tail_conversations import ALPHA_MS, BLOCK_TOKENS, NEXT_PROMPT_TOKENS, Turn
 
-from warmfleet_worker.eviction.objective import Served, objective_of
-from warmfleet_worker.eviction.tail_eviction import Finished, TailEviction
+from warmfleet_worker.eviction.objective import Served
+from warmfleet_worker.eviction.tail_eviction import Finished, eviction_of
 
 MOST_BLOCKS = 1 << 20  # of a conversation, so that its number and a block's index make a number of their own
 THRESHOLD_TOKENS = 1_024  # the paper's Threshold-LRU keeps conversations that are longer
@@ -164,20 +164,26 @@ class PluginLru(Lru):
     def __init__(self, blocks: int, target: str) -> None:
         super().__init__(blocks)
         speed = round(1_000 / ALPHA_MS)
-        self.eviction = TailEviction(BLOCK_TOKENS, objective_of(target, lambda: speed))
+        self.eviction = eviction_of(target, lambda: speed, BLOCK_TOKENS, blocks)
         self._now = 0.0
 
     def serve(self, turn: Turn) -> int:
         self._now = turn.at_s
-        uncached = super().serve(turn)
-        self.eviction.objective.note(Served(turn.at_s, turn.history + turn.prompt, uncached))
-        return uncached
+        prompt = turn.history + turn.prompt
+        cached = self.held.get(turn.conversation, 0)
+        served = Served(turn.at_s, prompt, prompt - cached * BLOCK_TOKENS)
+        self.eviction.first_token(served, self._hashes(turn, prompt // BLOCK_TOKENS))
+        return super().serve(turn)
+
+    def _hashes(self, turn: Turn, blocks: int) -> list[bytes]:
+        """Return the hashes of a conversation's first blocks, which never get other content here."""
+        first = turn.conversation * MOST_BLOCKS
+        return [b"%d" % number for number in range(first, first + blocks)]
 
     def served(self, turn: Turn, length: int) -> None:
         super().served(turn, length)
-        first = turn.conversation * MOST_BLOCKS
-        numbers = range(first, first + self.held.get(turn.conversation, 0))
-        hashes = [b"%d" % number for number in numbers]  # a block never gets other content here
+        first, held = turn.conversation * MOST_BLOCKS, self.held.get(turn.conversation, 0)
+        numbers, hashes = range(first, first + held), self._hashes(turn, held)
         self.eviction.finished(Finished(numbers, hashes, turn.history + turn.prompt, length), turn.at_s)
 
     def make_room(self) -> None:

@@ -35,13 +35,14 @@ class Tags:
                 for number in numbers:
                     tags.pop(number, None)
 
-    def take(self, count: int, valid: Callable[[int, bytes], bool]) -> list[int]:
+    def take(self, count: int, valid: Callable[[int, bytes], bool], *, ended_only: bool = False) -> list[int]:
         """Take up to ``count`` blocks off the tags, in their order, passing over those that are no longer ``valid``.
 
         valid: whether the block of this number is free and still has this hash. Void tags are dropped on the way.
+        ended_only: only blocks of ended conversations.
         """
         taken: list[int] = []
-        for tags in (self._ended, self._beyond):
+        for tags in (self._ended,) if ended_only else (self._ended, self._beyond):
             while tags and len(taken) < count:
                 number, block_hash = tags.popitem(last=False)
                 if valid(number, block_hash):

@@ -21,14 +21,16 @@ from itertools import repeat
 from operator import eq
 from typing import TYPE_CHECKING
 
+from warmfleet_worker.eviction.lru_account import LruAccount
 from warmfleet_worker.eviction.next_prompt import NextPrompt
+from warmfleet_worker.eviction.objective import AdaptiveObjective, objective_of
 from warmfleet_worker.eviction.shared_prefixes import SharedPrefixes
 from warmfleet_worker.eviction.tags import Tags
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from warmfleet_worker.eviction.objective import Objective
+    from warmfleet_worker.eviction.objective import Objective, Served
 
 SILENT_GAPS = 2  # a conversation that is silent for so many mean turn gaps counts as ended
 
@@ -55,9 +57,10 @@ class TailEviction:
     engine's blocks and by the constants of the parts. tagged, given_up: blocks, since the start.
     """
 
-    def __init__(self, block_tokens: int, objective: Objective) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, block_tokens: int, objective: Objective, account: LruAccount | None = None) -> None:
+        self.block_tokens = block_tokens
         self.objective = objective
+        self._account = account  # stops T-LRU while it loses against plain LRU
         self.next_prompt = NextPrompt(block_tokens)
         self.tags = Tags()
         self.tagged = self.given_up = 0
@@ -65,9 +68,17 @@ class TailEviction:
         self._used_at: dict[int, float] = {}  # monotonic seconds at which the last user of a block was finished
         self._known: dict[int, bytes] = {}  # the hashes of the blocks of all finished requests
 
+    def first_token(self, served: Served, hashes: Sequence[bytes]) -> None:
+        """Learn from a request. hashes: of the full blocks of its prompt; none where they are not known any more."""
+        self.objective.note(served)
+        if self._account is not None and hashes:
+            self._account.first_token(hashes, served.prompt_tokens, served.uncached_tokens)
+
     def finished(self, request: Finished, now: float) -> None:
         """Decide about the blocks of a request that is finished; ``now`` in monotonic seconds."""
         numbers, hashes = request.numbers, request.hashes
+        if self._account is not None:
+            self._account.finished(hashes)
         known = len(numbers)
         for is_known in map(eq, map(self._known.get, reversed(numbers)), reversed(hashes)):
             if is_known:
@@ -91,7 +102,7 @@ class TailEviction:
         xi = self.objective.xi_tokens(now)
         if not xi:
             return sys.maxsize
-        return max(0, -((xi - tokens - self.next_prompt.growth_tokens) // self._block_tokens))
+        return max(0, -((xi - tokens - self.next_prompt.growth_tokens) // self.block_tokens))
 
     def is_silent(self, number: int, now: float) -> bool:
         """Whether this free block belongs to nobody who is likely to come back: it may go before tagged ones."""
@@ -103,6 +114,16 @@ class TailEviction:
 
         valid: whether the block of this number is free and still has this hash.
         """
-        taken = self.tags.take(count, valid)
+        taken = self.tags.take(count, valid, ended_only=self._account is not None and self._account.losing)
         self.given_up += len(taken)
         return taken
+
+
+def eviction_of(target: str, speed_tps: Callable[[], int], block_tokens: int, blocks: int) -> TailEviction:
+    """T-LRU for a target (see ``objective_of``) in a cache of ``blocks`` blocks; raises ValueError.
+
+    Who names a target in seconds wants it kept at any price. The adaptive objective must not cost more than it brings.
+    """
+    objective = objective_of(target, speed_tps)
+    account = LruAccount(blocks, block_tokens) if isinstance(objective, AdaptiveObjective) else None
+    return TailEviction(block_tokens, objective, account)

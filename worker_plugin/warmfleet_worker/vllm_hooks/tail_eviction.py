@@ -12,14 +12,16 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.eviction.objective import Served, objective_of
-from warmfleet_worker.eviction.tail_eviction import Finished, TailEviction
+from warmfleet_worker.eviction.objective import Served
+from warmfleet_worker.eviction.tail_eviction import Finished, eviction_of
 from warmfleet_worker.protocol.wire import conversation_ended
 from warmfleet_worker.vllm_hooks.compatibility import Part, missing, refuse
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from warmfleet_worker.eviction.tail_eviction import TailEviction
 
 logger = logging.getLogger("vllm.warmfleet")
 
@@ -45,14 +47,14 @@ def install(
     if reason:
         logger.warning("warmfleet: WARMFLEET_TTFT_TARGET_S has no effect: %s", reason)
         return None
+    manager = scheduler.kv_cache_manager
+    block_tokens = manager.coordinator.single_type_managers[0].block_size
     try:
-        objective = objective_of(target, speed_tps)
+        eviction = eviction_of(target, speed_tps, block_tokens, len(manager.block_pool.blocks))
     except ValueError as error:
         logger.error("warmfleet: %s: blocks are evicted as vLLM does it", error)  # noqa: TRY400 - the sentence says all
         return None
-    manager = scheduler.kv_cache_manager
-    block_tokens = manager.coordinator.single_type_managers[0].block_size
-    hook = TailEvictionHook(manager, TailEviction(block_tokens, objective))
+    hook = TailEvictionHook(manager, eviction)
     hook.install()
     logger.info("warmfleet: blocks are evicted for a time to first token of %s s", target)
     return hook
@@ -127,7 +129,9 @@ class TailEvictionHook:
                     # A request that is already finished again is not in the table.
                     ttft_s = None if request is None else max(0.0, time.time() - request.arrival_time)
                     served = Served(time.monotonic(), prompt, prompt - stats.num_cached_tokens, ttft_s)
-                    self.eviction.objective.note(served)
+                    blocks = self._of_request.get(output.request_id, ())
+                    hashes = [block.block_hash for block in blocks[: prompt // self.eviction.block_tokens]]
+                    self.eviction.first_token(served, () if None in hashes else hashes)
 
     def _log(self) -> None:
         now, eviction = time.monotonic(), self.eviction

@@ -1,0 +1,76 @@
+"""What T-LRU costs or saves against plain LRU, counted in tokens while the engine runs.
+
+Beside the cache a shadow of it is kept, in which plain LRU evicts: hashes only, and of a large cache only some of them.
+Each request is looked up in both. Where T-LRU loses, it is stopped until it would lose no more: an engine that is close
+to thrashing can be pushed over the edge by it, and then its own tail tells nothing any more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MOST_HASHES = 16_384  # in the shadow; of a larger cache every second, fourth ... block is followed
+MEMORY_REQUESTS = 128  # requests count for about so long
+STOP, GO_ON = 0.03, 0.01  # additional uncached tokens, over those that plain LRU would have had
+
+
+class ShadowLru:
+    """The block hashes that plain LRU would hold in a cache of ``blocks`` blocks."""
+
+    def __init__(self, blocks: int) -> None:
+        self._one_in = 1  # a power of two: of so many blocks one is followed, chosen by its hash
+        while blocks > MOST_HASHES * self._one_in:
+            self._one_in *= 2
+        self._size = blocks // self._one_in
+        self._held: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
+
+    def leading(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of a chain are held; a guess half-way where not every block is followed."""
+        held, mask = self._held, self._one_in - 1
+        if not mask:
+            return next((index for index, block_hash in enumerate(hashes) if block_hash not in held), len(hashes))
+        seen = 0
+        for index, block_hash in enumerate(hashes):
+            if not hash(block_hash) & mask:
+                if block_hash not in held:
+                    return (seen + index) // 2
+                seen = index + 1
+        return len(hashes)
+
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """A request uses these blocks; of one request the last block goes first."""
+        held, mask = self._held, self._one_in - 1
+        for block_hash in reversed(hashes):
+            if not (mask and hash(block_hash) & mask):
+                held[block_hash] = None
+                held.move_to_end(block_hash)
+        while len(held) > self._size:
+            held.popitem(last=False)
+
+
+class LruAccount:
+    """Compares each request with what it would have been under plain LRU."""
+
+    def __init__(self, blocks: int, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._shadow = ShadowLru(blocks)
+        self._lost = self._lru = 0.0  # tokens: uncached beyond those of plain LRU, uncached under plain LRU
+        self.losing = False
+
+    def first_token(self, hashes: Sequence[bytes], prompt_tokens: int, uncached_tokens: int) -> None:
+        """A request has its first token. hashes: of the full blocks of its prompt."""
+        reusable = hashes[: (prompt_tokens - 1) // self._block_tokens]  # an engine always computes the last token
+        lru = prompt_tokens - self._shadow.leading(reusable) * self._block_tokens
+        kept = 1 - 1 / MEMORY_REQUESTS
+        self._lost = kept * self._lost + uncached_tokens - lru
+        self._lru = kept * self._lru + lru
+        self.losing = self._lost > (GO_ON if self.losing else STOP) * self._lru
+        self._shadow.use(hashes)
+
+    def finished(self, hashes: Sequence[bytes]) -> None:
+        """A request is finished. hashes: of its full blocks."""
+        self._shadow.use(hashes)
