@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.app.engine import engine
 from tests.app.replica import replica
 
+from warmfleet.background import view_reader
 from warmfleet.fleet import Ask, Decision, Fleet, Place, Queued, new_reservation
+from warmfleet.pools.fleet_view import View, view_of
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet.fleet import WorkerView
     from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.reservations import Outcome
 
@@ -31,16 +36,17 @@ def test_the_id_tells_scripts_what_may_be_compared(prompts: int, exact: bool, ma
 
 
 @pytest.mark.parametrize(
-    ("prompt", "approximate", "told"),
+    ("prompt", "reporter", "told"),
     [
-        (PROMPT, False, ["started", "finished"]),
-        ([PROMPT, "another one"], False, ["finished"]),
-        ([PROMPT, "another one"], True, ["started", "finished"]),  # nobody else will tell
+        (PROMPT, "plugin", ["started", "finished"]),
+        ([PROMPT, "another one"], "plugin", ["finished"]),
+        ([PROMPT, "another one"], "nobody", ["started", "finished"]),  # nobody else will tell
+        ([PROMPT, "another one"], "bridge", ["started", "finished"]),  # as above
     ],
-    ids=["one", "several", "several without plugin"],
+    ids=["one", "several", "several without plugin", "several behind a bridge"],
 )
 async def test_the_first_byte_speaks_for_one_prompt(
-    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, prompt: object, approximate: bool, told: list[str]
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, prompt: object, reporter: str, told: list[str]
 ) -> None:
     """Each report of the engine's plugin gives back one prompt's share; the first byte must not give back all."""
     seen: list[str] = []
@@ -49,16 +55,24 @@ async def test_the_first_byte_speaks_for_one_prompt(
     async def decides(self: Fleet, ask: Ask, place: Place, *, tell: bool) -> Decision | Queued:
         decision = await decide(self, ask, place, tell=tell)
         assert isinstance(decision, Decision)
-        return replace(decision, approximate=approximate)
+        return replace(decision, approximate=reporter == "nobody")
 
-    def tells(self: Fleet, reservation: str, outcome: Outcome, on_answer: OnAnswer, tokens: int = 0) -> None:
+    def viewed(workers: Sequence[WorkerView], *args: Any, **more: Any) -> View:
+        bridged = [
+            replace(one, server={"facts": {"reports_prefills": False}} if reporter == "bridge" else one.server)
+            for one in workers
+        ]
+        return view_of(bridged, *args, **more)
+
+    def tells(self: Fleet, reservation: str, outcome: Outcome, on_answer: OnAnswer, *rest: Any) -> None:
         several = reservation[3] == "-"
         assert several == isinstance(prompt, list)
         seen.append(outcome)
-        tell(self, reservation, outcome, on_answer, tokens)
+        tell(self, reservation, outcome, on_answer, *rest)
 
     monkeypatch.setattr(Fleet, "decide_in_turn", decides)
     monkeypatch.setattr(Fleet, "tell", tells)
+    monkeypatch.setattr(view_reader, "view_of", viewed)
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
         status, _, _ = await router.post({"model": model, "prompt": prompt, "stream": True})
         assert status == 200

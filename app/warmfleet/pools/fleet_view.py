@@ -36,6 +36,7 @@ class View:
     workers, in tokens; limits: the context of each by worker_id, if they differ. urls, ranks: by worker_id; a rank is
     given only to the engine cores of a server that has several. models: the names that routable workers serve; names:
     those that proved workers serve, with how many do. streams: to which the workers and their API servers write.
+    unreported: of whose finished prefills nobody tells: a bridge reports them.
     read_at: monotonic seconds.
     """
 
@@ -56,6 +57,7 @@ class View:
     limits: Mapping[str, int] = field(default_factory=dict)
     ids: tuple[str, ...] = ()
     streams: tuple[str, ...] = ()
+    unreported: frozenset[str] = frozenset()
 
     def barred(self, model: str, tokens: int) -> tuple[str, ...]:
         """The workers that cannot serve a request of ``tokens`` for ``model``: no such adapter, or too short a context.
@@ -125,6 +127,7 @@ def view_of(
             if worker.server and _has_several_cores(worker.server, cores[str(worker.record.get("server_id", ""))])
         },
         adapters=adapters,
+        unreported=frozenset(one.worker_id for one in workers if _facts(one).get("reports_prefills") is False),
         names=Counter(name for worker in proved for name in set(served(worker))),
         models=tuple(dict.fromkeys(name for worker in workers if worker.routable for name in served(worker))),
         max_model_len=max(limits.values(), default=MAX_MODEL_LEN),
@@ -138,6 +141,10 @@ def _has_several_cores(server: Mapping[str, Any], known: int) -> bool:
     known: how many of its cores are in the fleet. Others may still be on their way, so the server's own word counts.
     """
     return max(known, int((server.get("facts") or {}).get("ranks") or 0)) > 1
+
+
+def _facts(worker: WorkerView) -> Mapping[str, Any]:
+    return (worker.server or {}).get("facts") or {}
 
 
 def _max_context(worker: WorkerView) -> int:

@@ -179,7 +179,8 @@ class Relay:
             pool.ttft.observe(waited_s)
         self._requests(job.call.path.name, status, attempt.reservation_word).inc()
         # With several prompts in a request, only the engine knows when the prefill of each is done.
-        if streams and (job.prompt.prompt_count == 1 or decision.approximate):
+        told_once = decision.approximate or decision.worker_id in pool.view.unreported
+        if streams and (job.prompt.prompt_count == 1 or told_once):
             attempt.prefill_done()
 
 

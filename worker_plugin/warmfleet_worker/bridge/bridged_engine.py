@@ -236,7 +236,7 @@ class BridgedEngine:
             models=facts.models,
             version=facts.version,
             artifacts=files,
-            facts={"max_model_len": facts.max_model_len, "ranks": ranks, **known},
+            facts={"max_model_len": facts.max_model_len, "ranks": ranks, "reports_prefills": False, **known},
             adapters=lambda: self._adapters,
         )
 

@@ -107,6 +107,7 @@ FACTS: dict[str, Check] = {
     "placeholders": _object_of(_or_null(_text)),
     "renders": _object,
     "token_handoff": _list_of(_text),
+    "reports_prefills": _flag,
     "loras": _object_of(_text),
     "ranks": _count,
 }
