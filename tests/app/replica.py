@@ -7,7 +7,7 @@ import json
 import socket
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -23,6 +23,7 @@ from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import server
 from warmfleet.pools import degraded
+from warmfleet.prompt.tokenizer import Encoder
 from warmfleet.routing import engine_tokenizer, relay
 from warmfleet.settings import Settings
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 ASK_S = 0.03  # between two questions to a replica: a page of metrics costs it as much as several requests
 #: One context for all replicas that trust the system's authorities: to read these takes 20 ms of CPU.
 shared_tls = cache(engine_tls)
+#: Tokenizers that replicas have loaded, and where their texts may be cut: half a second for the 5 MB of the simulator.
+LOAD, CUTS = Encoder.__dict__["load"], Encoder.cuts
+SHARED = {"load": staticmethod(lru_cache(maxsize=4)(Encoder.load)), "cuts": lru_cache(maxsize=16)(Encoder.cuts)}
 #: Constants of modules that a test may replace for the life of its replica, by a name as if they were settings.
 CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
     "apply_interval_s": [(upkeep, "APPLY_INTERVAL_S")],
@@ -143,6 +147,9 @@ async def replica(
         for module, constant in CONSTANTS[name]:
             constants.setattr(module, constant, value)
     constants.setattr(main, "engine_tls", engine_tls if made.worker_ca else shared_tls)
+    if (Encoder.__dict__["load"], Encoder.cuts) == (LOAD, CUTS):  # unless a test has put something in their place
+        for name, shared in SHARED.items():
+            constants.setattr(Encoder, name, shared)
     running = server(made, Sockets([listener], admin))
     task = asyncio.create_task(running._serve())
     fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)
