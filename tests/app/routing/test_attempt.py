@@ -37,8 +37,10 @@ class Store:
         self.limits = SimpleNamespace(max_engine_wait_s=1.0)
         self.timeouts = SimpleNamespace(request_s=1.0)
 
-    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, tokens: int = 0) -> None:
-        assert (reservation, tokens) == (NAME, 0)
+    def tell(
+        self, reservation: str, outcome: Outcome, on_answer: OnAnswer, tokens: int = 0, shortfall: object = None
+    ) -> None:
+        assert (reservation, tokens, shortfall) == (NAME, 0, None)
         asyncio.get_running_loop().call_soon(self._answer, outcome, on_answer)
 
     def _answer(self, outcome: Outcome, on_answer: OnAnswer) -> None:
@@ -201,7 +203,7 @@ async def test_drained_waits_until_redis_has_taken_or_refused_every_outcome() ->
     booked(attempt)
     answers: list[OnAnswer] = []
 
-    def tell(_reservation: str, _outcome: Outcome, on_answer: OnAnswer, _tokens: int = 0) -> None:
+    def tell(_reservation: str, _outcome: Outcome, on_answer: OnAnswer, *_more: object) -> None:
         answers.append(on_answer)
 
     store.tell = tell  # type: ignore[method-assign, assignment]
