@@ -88,7 +88,7 @@ async def test_a_trial_is_one_request_at_a_time(world: World) -> None:
     await world.fleet.eject("w1.0", good=False)
     await over(world)
     for number in (2, 3):
-        await world.change(number, prefill_tokens=90_000)
+        await world.change(number, prefill_tokens=90_000, in_flight=1)
     first = await world.fleet.decide(world.ask())
     assert (first.worker_id, first.trial) == ("w1.0", True)
     assert await chosen(world) == {"w2.0", "w3.0"}, "though it is the least loaded by far"

@@ -51,7 +51,7 @@ class Router:
         body: dict[str, Any] = {"model": SERVED_NAME, "prompt": text, "max_tokens": 2, "temperature": 0}
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        answer = httpx.post(f"{self.replica.url}/v1/completions", json=body, timeout=120)
+        answer = httpx.post(f"{self.replica.url}/v1/completions", json=body, timeout=240)
         assert answer.status_code == 200, answer.text
         if stream:
             events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
