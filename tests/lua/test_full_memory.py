@@ -100,7 +100,7 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
 
 async def test_what_every_script_does_at_the_limit(own_store: aioredis.Redis, own_fleet: Fleet) -> None:
     calls = await prepared(own_fleet)
-    assert set(calls) == SCRIPT_KEYS.keys() - {"replay"}, "no router runs that"
+    assert set(calls) == SCRIPT_KEYS.keys() - {"replay", "rights"}, "no router runs these"
     await own_store.config_set("maxmemory", 1)
     for name, call in calls.items():
         if name in WRITES_REFUSED:

@@ -61,13 +61,18 @@ class Router:
         time.sleep(0.05)  # its end is told to Redis after two milliseconds
         return int(answer.headers["x-warmfleet-matched-tokens"]), usage["prompt_tokens_details"]["cached_tokens"]
 
-    def worker(self) -> dict[str, Any]:
-        """The one worker, {} while there is none."""
+    def model(self) -> dict[str, Any]:
+        """What /workers tells of the model, {} while the replica does not answer."""
         try:
             [model] = httpx.get(f"{self.replica.url}/workers", timeout=10).json()["models"]
         except (httpx.HTTPError, ValueError):
             return {}
-        return dict(model["workers"][0]) if model["workers"] else {}
+        return dict(model)
+
+    def worker(self) -> dict[str, Any]:
+        """The one worker, {} while there is none."""
+        workers = self.model().get("workers")
+        return dict(workers[0]) if workers else {}
 
     def results(self) -> dict[str, float]:
         page = httpx.get(f"{self.replica.url}/metrics", timeout=10).text
@@ -95,7 +100,8 @@ def router(engine: VllmEngine, valkey_url: str, tmp_path: Path, request: pytest.
     try:
         made = Router(replica)
         until(lambda: made.worker().get("routable"), "the engine is found", 60)
-        until(lambda: httpx.get(f"{replica.url}/readyz", timeout=5).status_code == 200, "prompts can be identified", 60)
+        known = "exact" if request.param == "tokenizer" else "text"
+        until(lambda: made.model().get("identity") == known, "prompts can be identified", 60)
         yield made
     finally:
         replica.process.terminate()
