@@ -130,7 +130,8 @@ def test_predictions_follow_evictions_resets_and_restarts(router: Router, engine
         engine.complete(prompt(seed))
     before = router.results().get("fewer", 0.0)
     matched, cached = router.ask(kept[2], stream=True)
-    assert (matched > 600, cached) == (True, 0)
+    assert matched > 600
+    assert cached < 100, "no more than its beginning is left"
     assert router.results()["fewer"] == before + 1
     assert [router.ask(text)[0] for text in kept[:2]] == [0, 0], "one answer corrected all that was older"
     assert router.ask(kept[2])[0] > 600
