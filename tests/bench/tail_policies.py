@@ -171,7 +171,7 @@ class PluginLru(Lru):
         self._now = turn.at_s
         prompt = turn.history + turn.prompt
         cached = self.held.get(turn.conversation, 0)
-        served = Served(turn.at_s, prompt, prompt - cached * BLOCK_TOKENS)
+        served = Served(prompt, prompt - cached * BLOCK_TOKENS)
         self.eviction.first_token(served, self._hashes(turn, prompt // BLOCK_TOKENS))
         return super().serve(turn)
 

@@ -22,7 +22,7 @@ class Xi:
     def __init__(self, tokens: int | None) -> None:
         self.tokens = tokens
 
-    def xi_tokens(self, now: float) -> int | None:
+    def xi_tokens(self) -> int | None:
         return self.tokens
 
     def note(self, served: Served) -> None: ...
@@ -59,8 +59,8 @@ def test_blocks_beyond_the_budget_go_first_and_the_last_of_them_before_the_other
 def test_the_budget_is_rounded_up_and_counts_the_next_prompt() -> None:
     eviction = TailEviction(BLOCK, Xi(300))
     assert ASSUMED_TOKENS == 200
-    assert eviction.budget_blocks(1_000, 0.0) == math.ceil((1_000 + 200 - 300) / BLOCK)
-    assert eviction.budget_blocks(50, 0.0) == 0
+    assert eviction.budget_blocks(1_000) == math.ceil((1_000 + 200 - 300) / BLOCK)
+    assert eviction.budget_blocks(50) == 0
 
 
 @pytest.mark.parametrize("xi", [None, 0])
@@ -174,10 +174,10 @@ def test_a_conversation_that_is_silent_for_long_counts_as_ended() -> None:
 def test_a_fixed_objective_is_a_time_at_the_measured_speed() -> None:
     speed = [0]
     objective = objective_of("0.5", lambda: speed[0])
-    assert objective.xi_tokens(0.0) is None
+    assert objective.xi_tokens() is None
     speed[0] = 4_000
-    assert objective.xi_tokens(0.0) == 2_000
-    assert FixedObjective(0.0, lambda: 4_000).xi_tokens(0.0) == 0
+    assert objective.xi_tokens() == 2_000
+    assert FixedObjective(0.0, lambda: 4_000).xi_tokens() == 0
 
 
 @pytest.mark.parametrize("target", ["", "soon", "-1", "nan", "inf", "1s"])

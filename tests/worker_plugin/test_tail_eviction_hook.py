@@ -252,7 +252,7 @@ def test_an_objective_that_fails_is_logged_once_and_ends_t_lru(caplog: pytest.Lo
     caplog.clear()
     outputs = {0: SimpleNamespace(outputs=[SimpleNamespace(request_id="a", prefill_stats=object())])}
     for _ in range(3):
-        engine.hook.first_tokens(outputs, {})
+        engine.hook.first_tokens(outputs)
         engine.hook.log()
     assert len(caplog.records) == 1
     assert "free" not in vars(engine.manager)
@@ -262,19 +262,15 @@ def test_the_objective_is_told_of_first_tokens_only() -> None:
     engine = Engine()
     assert engine.hook is not None
     noted: list[Served] = []
-    engine.hook.eviction.objective = SimpleNamespace(note=noted.append, xi_tokens=lambda _now: 1)
+    engine.hook.eviction.objective = SimpleNamespace(note=noted.append, xi_tokens=lambda: 1)
     stats = SimpleNamespace(num_prompt_tokens=100, num_cached_tokens=64)
     outputs = [
         SimpleNamespace(request_id="a", prefill_stats=stats),
         SimpleNamespace(request_id="gone", prefill_stats=stats),
         SimpleNamespace(request_id="b", prefill_stats=None),
     ]
-    requests = {name: SimpleNamespace(arrival_time=0.0) for name in "ab"}
-    engine.hook.first_tokens({0: SimpleNamespace(outputs=outputs)}, requests)
+    engine.hook.first_tokens({0: SimpleNamespace(outputs=outputs)})
     assert [(one.prompt_tokens, one.uncached_tokens) for one in noted] == [(100, 36), (100, 36)]
-    assert noted[0].ttft_s is not None
-    assert noted[0].ttft_s > 1e9
-    assert noted[1].ttft_s is None
 
 
 def test_a_line_tells_what_was_given_up_once_a_minute(

@@ -38,7 +38,7 @@ class TailPool(BlockPool):
 
     def first_token(self, request: Request) -> None:
         uncached = request.prompt_tokens - request.cached_tokens
-        served = Served(self._clock(), request.prompt_tokens, uncached)
+        served = Served(request.prompt_tokens, uncached)
         self.eviction.first_token(served, request.hashes[: request.prompt_tokens // self.eviction.block_tokens])
 
     def over(self, request: Request) -> None:

@@ -23,23 +23,17 @@ EVERY_REQUESTS = 16  # after so many it is taken anew, and before the first so m
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request whose first token is there.
+    """A request whose first token is there. uncached_tokens: of the prompt, as the engine computed them."""
 
-    at: monotonic seconds. uncached_tokens: of the prompt, as the engine computed them. ttft_s: seconds from the
-    request's arrival to its first token, the wait in the engine's queue included; None where that is not known.
-    """
-
-    at: float
     prompt_tokens: int
     uncached_tokens: int
-    ttft_s: float | None = None
 
 
 class Objective(Protocol):
     """Every method runs on the engine's thread: no wait, no loop without a small bound."""
 
-    def xi_tokens(self, now: float) -> int | None:
-        """ξ at ``now`` (monotonic seconds); None or 0: nothing is given up before its turn, as with plain LRU."""
+    def xi_tokens(self) -> int | None:
+        """ξ at present; None or 0: nothing is given up before its turn, as with plain LRU."""
         ...
 
     def note(self, served: Served) -> None:
@@ -54,7 +48,7 @@ class FixedObjective:
         self._target_s = target_s
         self._speed_tps = speed_tps  # prefill tokens per second; 0 = not measured yet
 
-    def xi_tokens(self, now: float) -> int | None:  # noqa: ARG002 - a fixed objective knows no time
+    def xi_tokens(self) -> int | None:
         speed = self._speed_tps()
         return int(self._target_s * speed) if speed else None
 
@@ -76,7 +70,7 @@ class AdaptiveObjective:
         self._noted = 0
         self._xi_tokens: int | None = None
 
-    def xi_tokens(self, now: float) -> int | None:  # noqa: ARG002 - ξ changes with requests, not with seconds
+    def xi_tokens(self) -> int | None:
         return self._xi_tokens
 
     def note(self, served: Served) -> None:

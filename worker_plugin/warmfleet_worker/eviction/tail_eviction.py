@@ -90,16 +90,16 @@ class TailEviction:
                 self._shared.note(hashes[known - 1], hashes[known])
         self._used_at.update(zip(numbers, repeat(now), strict=False))
         self.next_prompt.finished(hashes, request.prompt_tokens, request.tokens, now, self._shared.ends_at)
-        kept = 0 if request.ended else min(len(numbers), self.budget_blocks(request.tokens, now))
+        kept = 0 if request.ended else min(len(numbers), self.budget_blocks(request.tokens))
         if kept < len(numbers):
             kept = max(kept, self._shared.length(hashes))
         self.tags.keep(numbers)
         self.tags.tag(zip(reversed(numbers[kept:]), reversed(hashes[kept:]), strict=True), ended=request.ended)
         self.tagged += len(numbers) - kept
 
-    def budget_blocks(self, tokens: int, now: float) -> int:
+    def budget_blocks(self, tokens: int) -> int:
         """How many blocks of a conversation of so many tokens must stay for its next request to meet the objective."""
-        xi = self.objective.xi_tokens(now)
+        xi = self.objective.xi_tokens()
         if not xi:
             return sys.maxsize
         return max(0, -((xi - tokens - self.next_prompt.growth_tokens) // self.block_tokens))

@@ -11,6 +11,7 @@ import dis
 import importlib
 import inspect
 import logging
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -138,7 +139,7 @@ INTERNALS = (
     Internal(
         Part.EVICTION,
         "vllm.v1.request:Request",
-        ("request_id", "num_prompt_tokens", "num_tokens", "sampling_params", "arrival_time"),
+        ("request_id", "num_prompt_tokens", "num_tokens", "sampling_params"),
         (("is_finished", "self"),),
     ),
     Internal(
@@ -248,11 +249,20 @@ def _names_of(owner: Any) -> set[str]:
     """The names that a module has or declares, or that a class's objects have: fields, and what ``__init__`` sets."""
     names = set(dir(owner))
     for one in getattr(owner, "__mro__", (owner,)):
-        names |= vars(one).get("__annotations__", {}).keys()
+        names |= _annotated(one)
         init = inspect.unwrap(vars(one).get("__init__", object.__init__))
         if inspect.isfunction(init):
             names |= {step.argval for step in dis.get_instructions(init) if step.opname == "STORE_ATTR"}
     return names
+
+
+def _annotated(owner: Any) -> set[str]:
+    """The names that this class or module itself declares with a type. Python 3.14 makes them only when it is asked."""
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return set(annotationlib.get_annotations(owner, format=annotationlib.Format.STRING))
+    return set(vars(owner).get("__annotations__", {}))
 
 
 def _block_map_differs() -> str:

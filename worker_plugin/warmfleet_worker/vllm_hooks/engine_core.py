@@ -150,7 +150,7 @@ class SchedulerReporter:
             for reservation_id, cached_tokens, prompt_tokens in finished_prefills(outputs):
                 publisher.progress(reservation_id, cached_tokens, prompt_tokens)
             if self._tail_eviction is not None:
-                self._tail_eviction.first_tokens(outputs, self._scheduler.requests)
+                self._tail_eviction.first_tokens(outputs)
             self._steps_unreadable = False
 
     def load(self) -> Load:

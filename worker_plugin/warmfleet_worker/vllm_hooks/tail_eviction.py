@@ -112,23 +112,22 @@ class TailEvictionHook:
         vars(self._manager).pop("free", None)
         vars(self._pool).pop("get_new_blocks", None)
 
-    def first_tokens(self, outputs: dict[int, Any], requests: dict[str, Any]) -> None:
+    def first_tokens(self, outputs: dict[int, Any]) -> None:
         """Tell the objective about the requests whose first token is in ``outputs`` of a step."""
-        self._safely(self._first_tokens, outputs, requests)
+        self._safely(self._first_tokens, outputs)
 
     def log(self) -> None:
         """Write a line if blocks were given up, once in LOG_SECONDS. It runs on the publisher's thread."""
         self._safely(self._log)
 
-    def _first_tokens(self, outputs: dict[int, Any], requests: dict[str, Any]) -> None:
+    def _first_tokens(self, outputs: dict[int, Any]) -> None:
         for batch in outputs.values():
             for output in batch.outputs:
                 stats = output.prefill_stats
                 if stats is not None:
-                    prompt, request = stats.num_prompt_tokens, requests.get(output.request_id)
+                    prompt = stats.num_prompt_tokens
+                    served = Served(prompt, prompt - stats.num_cached_tokens)
                     # A request that is already finished again is not in the table.
-                    ttft_s = None if request is None else max(0.0, time.time() - request.arrival_time)
-                    served = Served(time.monotonic(), prompt, prompt - stats.num_cached_tokens, ttft_s)
                     blocks = self._of_request.get(output.request_id, ())
                     hashes = [block.block_hash for block in blocks[: prompt // self.eviction.block_tokens]]
                     self.eviction.first_token(served, () if None in hashes else hashes)
@@ -140,7 +139,7 @@ class TailEvictionHook:
         self._logged_at, self._logged = now, eviction.given_up
         logger.info(
             "warmfleet: tail eviction: %d blocks tagged, %d given up first; objective %s tokens, next prompt %d tokens",
-            *(eviction.tagged, eviction.given_up, eviction.objective.xi_tokens(now)),
+            *(eviction.tagged, eviction.given_up, eviction.objective.xi_tokens()),
             eviction.next_prompt.growth_tokens,
         )
 
