@@ -26,7 +26,7 @@ class Xi:
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
 
-    def xi_tokens(self, now: float) -> int:
+    def xi_tokens(self) -> int:
         return self.blocks * BLOCK
 
     def note(self, served: Served) -> None: ...
