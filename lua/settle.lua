@@ -68,7 +68,8 @@ if outcome == "started" then
   if row_slot == slot then flags, scheme, speed = struct.unpack(ROW_FLAGS_TO_SPEED_TPS, before, FLAGS_AT) end
   if speed == 0 or bit.band(flags, FLAG_APPROXIMATE + FLAG_LEARNED) > 0 then
     speed = (include "settle/learn_speed")(before, prefill, now)
-    if speed > 0 then flags = bit.bor(flags, FLAG_LEARNED) end
+    -- An approximate worker never tells its speed, so it needs no flag; older replicas take LEARNED for a trial.
+    if speed > 0 and bit.band(flags, FLAG_APPROXIMATE) == 0 then flags = bit.bor(flags, FLAG_LEARNED) end
     local packed = struct.pack(ROW_FLAGS_TO_SPEED_TPS, flags, scheme, speed)
     change(worker, FLAGS_AT, packed, FOREIGN_PREFILL_TOKENS_AT)
   end

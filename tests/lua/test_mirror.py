@@ -227,6 +227,37 @@ async def test_a_shortfall_of_another_incarnation_changes_nothing(world: World) 
     assert (await row(world)).blocks == 0
 
 
+async def test_a_node_that_was_given_up_under_a_reservation_has_no_maker(world: World) -> None:
+    """The mirror made it where two prompts part, so no reservation is noted there as its maker."""
+    await approximate(world, 1_000)
+    long, young = world.chain(40), world.chain(30)
+    for chain in (long, world.chain(40, head=long[: 8 * 20]), young):
+        await served(world, chain)
+    asks = [world.ask(long[: 8 * 21]) for _ in range(2)]
+    await world.fleet.decide(asks[0])
+    assert await served(world, young, Shortfall(0, 0.0)) == 30  # the engine evicted all that was used before it
+    decision = await world.fleet.decide(asks[1])
+    assert (decision.matched_tokens, decision.speculative) == (21 * BLOCK, True), "the reservation makes it anew"
+    for ask in asks:
+        await world.fleet.settle(ask.reservation, "finished")
+    assert await matched_blocks(world, world.ask(long)) == {"stock": 21}
+
+
+async def test_a_mirror_whose_blocks_an_older_replica_counted_as_none_never_has_fewer(world: World) -> None:
+    """`register` of before 2026-11-23 writes 0. Fewer than none would wrap, and the mirror would be full for ever."""
+    await approximate(world, 1_000)
+    for blocks in (50, 60):
+        await served(world, world.chain(blocks))
+    await cast("Any", world.store.hset(world.keys.load, "stock", replace(await row(world), blocks=0).pack("stock")))
+    lacking = world.chain(4)
+    await served(world, lacking)
+    await served(world, lacking, Shortfall(0, 0.0))
+    assert (await row(world)).blocks == 0
+    assert await served(world, lacking) == 4
+    await served(world, world.chain(20))
+    assert (await row(world)).blocks == 20
+
+
 # ---------------------------------------------------------------- speed, learned from first tokens
 
 
@@ -278,6 +309,7 @@ async def test_a_worker_whose_heartbeats_tell_a_speed_learns_none(world: World) 
 async def test_a_worker_that_learned_its_speed_takes_many_requests(world: World) -> None:
     await approximate(world, 10_000)
     assert await first_token(world, 400) > 0
+    assert not (await row(world)).flags & Flag.LEARNED, "replicas of before 2026-11-23 take it for a trial"
     for _ in range(3):
         assert (await world.fleet.decide(world.ask(world.chain(2)))).worker_id == "stock"
 

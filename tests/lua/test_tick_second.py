@@ -176,6 +176,9 @@ async def test_an_approximate_worker_stays_while_a_replica_checks_it(store: aior
     known = json.loads(await cast("Any", store.hget(fleet.keys.workers, "ap")))
     await store.hset(fleet.keys.workers, "ap", json.dumps(known | {"checked": now_ms() - 3_600_000}))
     assert (await slow_tick(fleet)).forget == ("ap",), "no replica lists it any more"
+    del known["checked"]
+    await store.hset(fleet.keys.workers, "ap", json.dumps(known))
+    assert (await slow_tick(fleet)).forget == (), "a replica of before 2026-11-23 checks it"
     await fleet.register("ap", record, 100)
     await store.zadd(fleet.keys.alive, {"ap": now_ms() - 3_600_000})
     assert (await slow_tick(fleet)).forget == ("ap",)

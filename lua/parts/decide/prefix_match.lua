@@ -89,7 +89,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
     local n, whole, making, parted, takes, field = #hashes / 8, depth, false, nil, false, format("%d", s.slots[i])
     local approximate = bit.band(struct.unpack(ROW_FLAGS, s.rows[i], FLAGS_AT), FLAG_APPROXIMATE) ~= 0
     local function made_by(maker)
-      return approximate and (call("HGET", lease_key, maker) or ""):byte(LEASE_STAGE_AT) == STAGE_STARTED
+      return approximate and maker and (call("HGET", lease_key, maker) or ""):byte(LEASE_STAGE_AT) == STAGE_STARTED
     end
     while hops > 0 do
       hops = hops - 1

@@ -89,7 +89,8 @@ return function(prefix, id, worker)
       else
         call("HDEL", key, trail_of)
         if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
-        blocks, full = blocks - held, full + (outdated and 0 or held)
+        -- Where replicas of before 2026-11-23 run, the row counts too few.
+        blocks, full = math.max(0, blocks - held), full + (outdated and 0 or held)
       end
     end
   end

@@ -40,9 +40,10 @@ return function(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
     return grace or vouched >= now - TTL_MS and vouched <= now
   end
 
+  -- When a replica last checked this approximate worker. Replicas of before 2026-11-23 do not note it.
   local function checked(worker)
     local record = call("HGET", keys.workers, worker)
-    return record and cjson.decode(record).checked
+    return record and (cjson.decode(record).checked or now)
   end
 
   local alive, alive_servers = scores(keys.alive), scores(keys.alive_servers)
