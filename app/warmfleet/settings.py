@@ -111,6 +111,7 @@ def engine_url(text: str) -> str:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        (parts.hostname or "").encode("idna")  # as every look-up does: no label is empty or above 63 characters
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment:

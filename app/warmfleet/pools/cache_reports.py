@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Chain
 
 KNOWN = frozenset({"exact", "engine", "text"})  # kinds of prompts whose length is known
-#: A smaller difference is none: an engine's blocks may be larger than ours, and lengths of texts are estimates.
+#: A smaller difference is none: lengths of texts are estimates.
 TOLERATED_SHARE = 1 / 8
+#: Nor is one that a single page of the engine explains. Engines find whole pages only, which may be larger than the
+#: blocks that the fleet counts by and are not told (SGLang: --page-size 64): 128 is twice the largest in common use.
+TOLERATED_TOKENS = 128
 #: Some engines tell cached tokens only if there are any. One that told before and leaves them out means none, unless it
 #: leaves them out so many times in a row: then it was restarted without the option.
 SILENT_ANSWERS = 8
@@ -45,7 +48,7 @@ class CacheReports:
         believed = decision.matched_tokens
         chain = _chain(view, prompt, decision.worker_id)
         block = chain.block_tokens if chain is not None else 1
-        tolerated = max(block, TOLERATED_SHARE * believed)
+        tolerated = max(block, TOLERATED_TOKENS, TOLERATED_SHARE * believed)
         if believed - cached <= tolerated:
             self._results["more" if cached - believed > tolerated else "as_predicted"].inc()
             return None

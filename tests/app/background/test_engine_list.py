@@ -41,6 +41,8 @@ def test_what_an_entry_names(text: str, source: EngineSource) -> None:
         ("http://h:8000#cache_tokens=1e6", "cache_tokens="),
         ("http://h:8000#tokens=5", "cache_tokens="),
         ("http+dns://vllm", "needs a port"),
+        ("http+dns://a..b:80", "is not the URL"),
+        (f"http://{'a' * 64}.svc:80", "is not the URL"),
         ("https+dns://vllm:1", "is not the URL"),
         ("file:engines", "file of engines"),
         ("file:///etc/engines#cache_tokens=1", "file of engines"),
@@ -127,6 +129,13 @@ async def test_every_address_behind_a_name_is_an_engine(monkeypatch: pytest.Monk
     assert len(await engines.look()) == 2, "DNS that is away takes no engine"
     assert list(engines.problems)
     assert sum("vllm cannot be resolved" in record.getMessage() for record in caplog.records) == 1
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnicodeError("label too long")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert len(await engines.look()) == 2, "nor does a name that the resolver refuses"
+    monkeypatch.setattr(socket, "getaddrinfo", names.look_up)
     names.of["vllm"] = ["fd00::1"]
     assert await engines.look() == [ListedEngine("http://[fd00::1]:8000", 9)]
 

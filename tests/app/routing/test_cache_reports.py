@@ -25,12 +25,13 @@ class Cache:
     known: list[list[int]] = field(default_factory=list)
     tells: bool = True
     silent: bool = False
+    page_tokens: int = 16
 
     def cached(self, ids: list[int]) -> int:
         shared = [
             next((n for n, (a, b) in enumerate(zip(ids, one, strict=False)) if a != b), len(one)) for one in self.known
         ]
-        return min(max(shared, default=0), len(ids) - 1) // 16 * 16
+        return min(max(shared, default=0), len(ids) - 1) // self.page_tokens * self.page_tokens
 
     async def answer(self, _engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         body = seen.json
@@ -91,6 +92,22 @@ async def test_one_answer_corrects_what_is_known_of_an_engine_that_lost_its_cach
         cache.known.clear()
         await matched(3, prompt_logprobs=1)
         assert await matched(2) > TOKENS * 0.9, "such a request reads no cache, so it says nothing of it"
+
+
+async def test_an_engine_with_larger_pages_keeps_its_mirror(valkey_url: str, model: str) -> None:
+    """It finds whole pages only: of 250 tokens it has 192, where the fleet believes 240."""
+    cache = Cache(page_tokens=64)
+    async with engine(model, cache.answer) as stock, replica(valkey_url, model, stock.url) as router:
+
+        async def matched(number: int) -> int:
+            body = {"model": model, "prompt": [number] * 250, "max_tokens": 1}
+            _, headers, _ = await router.post(body)
+            await router.unloaded()
+            return int(headers["x-warmfleet-matched-tokens"])
+
+        assert [await matched(number) for number in (1, 2)] == [0, 0]
+        assert min([await matched(number) for number in (1, 2, 2, 1)]) > 192
+        assert await router.metric('warmfleet_cached_predictions_total{result="fewer"}') == 0
 
 
 async def test_an_engine_that_was_started_without_the_option_is_not_taken_for_empty(

@@ -81,7 +81,7 @@ class EngineList:
         try:
             async with asyncio.timeout(LOOK_UP_TIMEOUT_S):
                 addresses = await _addresses(host, port)
-        except OSError as error:  # a time-out, too
+        except (OSError, ValueError) as error:  # a time-out, too; ValueError: no name that DNS could know
             self._note(source.where, f"{host} cannot be resolved, so its last addresses stay: {error}")
             return
         self._note(source.where, "")
