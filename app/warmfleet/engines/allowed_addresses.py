@@ -22,6 +22,17 @@ METADATA = frozenset(
 )
 
 
+def tells_credentials(address: str) -> bool:
+    """Whether this literal address is one of METADATA. Raises ValueError for a name."""
+    return _plain(address) in METADATA
+
+
+def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address; that of IPv4 if it is one of these written as IPv6. Raises ValueError."""
+    parsed = ipaddress.ip_address(address)
+    return (parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None) or parsed
+
+
 class Addresses:
     """The ranges of ``WARMFLEET_WORKER_ADDRESSES``, and the hosts that the operator named, which are always allowed."""
 
@@ -41,9 +52,7 @@ class Addresses:
         """Whether the operator named this host, or it is an address in a range. Raises ValueError for other names."""
         if self.named(host):
             return True
-        address = ipaddress.ip_address(host)
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
-            address = address.ipv4_mapped
+        address = _plain(host)
         if address in METADATA:
             return any(address in network and network.num_addresses == 1 for network in self._ranges)
         return any(address in network for network in self._ranges)
@@ -64,8 +73,12 @@ class Addresses:
             raise UpstreamError(f"{parts.hostname} is outside WARMFLEET_WORKER_ADDRESSES")
 
     def allowed_of(self, host: str, resolved: Iterable[str]) -> list[str]:
-        """The allowed ones of the resolved addresses of ``host``. Raises OSError if none is allowed."""
-        allowed = list(resolved) if self.named(host) else [address for address in resolved if self.allows(address)]
+        """The allowed ones of the resolved addresses of ``host``. Raises OSError if none is allowed.
+
+        The operator's word is for the name: METADATA addresses that DNS gives for it need a range, or a word of their own.
+        """
+        named = self.named(host)
+        allowed = [one for one in resolved if (named and not tells_credentials(one)) or self.allows(one)]
         if not allowed:
             raise OSError(f"no address of {host} is inside WARMFLEET_WORKER_ADDRESSES")
         return allowed

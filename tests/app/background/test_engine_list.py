@@ -140,6 +140,15 @@ async def test_every_address_behind_a_name_is_an_engine(monkeypatch: pytest.Monk
     assert await engines.look() == [ListedEngine("http://[fd00::1]:8000", 9)]
 
 
+async def test_a_name_makes_no_engine_of_a_service_that_tells_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch)
+    names.of["vllm"] = ["10.0.0.1", "169.254.169.254"]
+    names.of["six"] = ["fd00:ec2::254", "::ffff:169.254.169.254"]
+    engines = EngineList(["http+dns://vllm:80", "http+dns://six:80"])
+    assert [engine.url for engine in await engines.look()] == ["http://10.0.0.1:80"]
+    assert sum("tell a machine's credentials" in problem for problem in engines.problems) == 2
+
+
 async def test_no_list_is_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_list, "MAX_ENGINES", 3)
     monkeypatch.setattr(engine_list, "MAX_FILE_BYTES", 100)

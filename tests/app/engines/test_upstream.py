@@ -71,6 +71,15 @@ def test_metadata_services_are_asked_only_if_a_range_names_them_alone(host: str)
     assert Addresses((address,)).allows(host)
 
 
+@pytest.mark.parametrize("host", ["169.254.169.254", "fd00:ec2::254", "::ffff:100.100.100.200"])
+def test_a_name_of_the_operator_leads_to_no_metadata_service(host: str) -> None:
+    named = Addresses((), ["http://gpu1:8000"])
+    assert named.allowed_of("gpu1", ["8.8.8.8", host]) == ["8.8.8.8"]
+    with pytest.raises(OSError, match="gpu1"):
+        named.allowed_of("gpu1", [host])
+    assert Addresses((), [f"http://[{host}]" if ":" in host else f"http://{host}"]).allowed_of(host, [host]) == [host]
+
+
 # ------------------------------------------------ the client
 
 

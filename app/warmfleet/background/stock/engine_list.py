@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from warmfleet.engines.allowed_addresses import tells_credentials
 from warmfleet.errors import BadArgument
 from warmfleet.settings import EngineSource, engine_source
 
@@ -84,8 +85,11 @@ class EngineList:
         except (OSError, ValueError) as error:  # a time-out, too; ValueError: no name that DNS could know
             self._note(source.where, f"{host} cannot be resolved, so its last addresses stay: {error}")
             return
-        self._note(source.where, "")
-        hosts = [f"[{address}]" if ":" in address else address for address in addresses]
+        # The addresses that are engines are allowed as if the operator had listed them, and get the engines' key.
+        engines = [address for address in addresses if not tells_credentials(address)]
+        left_out = f"{host}: addresses that tell a machine's credentials are no engines and are left out"
+        self._note(source.where, left_out if len(engines) < len(addresses) else "")
+        hosts = [f"[{address}]" if ":" in address else address for address in engines]
         self._resolved[source] = [
             ListedEngine(f"http://{name}:{port}{parts.path}", source.cache_tokens) for name in hosts
         ]
