@@ -297,6 +297,13 @@ async def test_users_with_too_few_rights(binary: Any, model: str) -> None:
         told.names("worker rights", missing, f"warmfleet acl {model} --worker eng --no-router")
 
 
+async def test_a_user_with_the_rules_of_an_older_version(model: str) -> None:
+    with guarded(model, valkey_binary(), " +expire") as path:
+        told = await doctor(f"unix://router:secret-router@{path}", model, admin_url=f"unix://admin:secret-admin@{path}")
+        missing = f"it may not EXPIRE of {wire.Keys(model).artifact('eng', '*')}"
+        told.names("worker rights", missing, f"warmfleet acl {model} --worker eng --no-router", State.NOTE)
+
+
 async def test_whoever_may_not_look_at_users_is_told_how(model: str) -> None:
     with guarded(model, valkey_binary()) as path:
         told = await doctor(f"unix://router:secret-router@{path}", model)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet.connection.reply_errors import RefusedCall
-from warmfleet.fleet.inspection.rights import in_words, router_rights, worker_rights
+from warmfleet.fleet.inspection.rights import in_words, newer_worker_rights, router_rights, worker_rights
 from warmfleet.protocol.wire import WireError
 
 if TYPE_CHECKING:
@@ -71,9 +71,13 @@ async def _of_worker(inspection: Inspection, model: str, user: str, *, cluster: 
     server = user.removeprefix(WORKER_USER)
     try:
         missing = await inspection.refused_to(user, worker_rights(model, server, cluster=cluster))
+        newer = await inspection.refused_to(user, newer_worker_rights(model, server))
     except (FleetUnavailable, WireError) as error:
         return skipped("worker rights", f"{user}: {error}")
+    remedy = f"print the user again and load it: warmfleet acl {model} --worker {server} --no-router"
     if missing:
-        remedy = f"print the user again and load it: warmfleet acl {model} --worker {server} --no-router"
         return fault("worker rights", f"the plugin's user {user} may not: {in_words(missing)}", remedy)
+    if newer:
+        text = f"{user} has rules of an older version, so files of its worker stay in Redis: it may not {in_words(newer)}"
+        return note("worker rights", text, remedy)
     return ok("worker rights", f"{user} may do what the plugin does")

@@ -89,6 +89,12 @@ def worker_rights(model: str, server_id: str, *, ranks: int = 1, cluster: bool =
     return [*rights, Right(f"SETNX of {keys.artifact(server_id, '*')}", ("setnx", artifact, "v"))]
 
 
+def newer_worker_rights(model: str, server_id: str) -> list[Right]:
+    """What users of workers got since 2026-11-23. The plugin does without, so it is no fault if a user lacks them."""
+    keys = Keys(model)
+    return [Right(f"EXPIRE of {keys.artifact(server_id, '*')}", ("expire", keys.artifact(server_id, "x"), "1"))]
+
+
 def in_words(missing: Sequence[Right], most: int = 8) -> str:
     """The names of the rights, the first few of many."""
     more = f" and {len(missing) - most} more" if len(missing) > most else ""
