@@ -105,6 +105,11 @@ class PerModel(Generic[Value]):
         return ",".join([str(self.default), *(f"{name}={value}" for name, value in self.named.items())])
 
 
+def without_userinfo(url: str) -> str:
+    """An engine's URL, or what was given as one, without user and password: for logs and messages."""
+    return re.sub(r"^(\s*[\w+.-]*://)?.*@", r"\1", url, flags=re.DOTALL)
+
+
 def engine_url(text: str) -> str:
     """The base URL of an engine, which is the part before ``/v1``. Raises BadArgument."""
     url = text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
@@ -115,7 +120,7 @@ def engine_url(text: str) -> str:
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment:
-        raise BadArgument(f"{text!r} is not the URL of an engine, such as http://10.0.0.7:8000")
+        raise BadArgument(f"{without_userinfo(text)!r} is not the URL of an engine, such as http://10.0.0.7:8000")
     return url
 
 
@@ -142,13 +147,15 @@ def engine_source(text: str) -> EngineSource:
         return EngineSource("file", path)
     number = fragment.removeprefix("cache_tokens=")
     if mark and (number == fragment or not number.isascii() or not number.isdigit() or not 0 < int(number) < 2**40):
-        raise BadArgument(f"{text!r}: after # stands the engine's cache, such as #cache_tokens=400000")
+        raise BadArgument(
+            f"{without_userinfo(text)!r}: after # stands the engine's cache, such as #cache_tokens=400000"
+        )
     cache_tokens = int(number) if mark else 0
     if not where.startswith("http+dns://"):
         return EngineSource("url", engine_url(where), cache_tokens)
     url = engine_url(where.replace("+dns", "", 1))
     if not urlsplit(url).port:
-        raise BadArgument(f"{text!r} needs a port: http+dns://name:port")
+        raise BadArgument(f"{without_userinfo(text)!r} needs a port: http+dns://name:port")
     return EngineSource("dns", url, cache_tokens)
 
 

@@ -75,7 +75,7 @@ class Addresses:
     def allowed_of(self, host: str, resolved: Iterable[str]) -> list[str]:
         """The allowed ones of the resolved addresses of ``host``. Raises OSError if none is allowed.
 
-        The operator's word is for the name: METADATA addresses that DNS gives for it need a range, or a word of their own.
+        The operator's word is for the name: METADATA addresses that DNS gives for it need a range, or their own word.
         """
         named = self.named(host)
         allowed = [one for one in resolved if (named and not tells_credentials(one)) or self.allows(one)]

@@ -55,6 +55,35 @@ def test_entries_that_cannot_be_used(text: str, message: str) -> None:
         Settings.from_environment({"WARMFLEET_STATIC_WORKERS": text})
 
 
+@pytest.mark.parametrize("secret", ["user:p@ss/word@", "http://user:p@ss/word@", "http+dns://user:p@ss/word@"])
+async def test_no_message_quotes_a_password(secret: str, tmp_path: Path, caplog: Any) -> None:
+    path = tmp_path / "engines"
+    path.write_text("http://a:1")
+    engines = EngineList([f"file://{path}"])
+    for entry in (f"{secret}h:1?x=1", f"{secret}h:1#tokens=5", f"{secret}h:1#cache_tokens=0"):
+        with pytest.raises(BadArgument, match=r"h:1") as caught:
+            engine_source(entry)
+        assert "word" not in str(caught.value)
+        path.write_text(f"# {entry}\n{entry}\n")
+        await engines.look()
+        assert "line 2" in str(list(engines.problems))
+    assert len(caplog.records) == 3
+    assert "word" not in caplog.text + str(list(engines.problems))
+
+
+async def test_a_name_that_is_resolved_again_is_told_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    caplog.set_level("INFO")
+    names = Names(monkeypatch)
+    engines = EngineList(["http+dns://user:password@vllm:80"])
+    await engines.look()
+    names.of["vllm"] = ["10.0.0.1"]
+    await engines.look()
+    assert "http://vllm:80: read again" in caplog.text
+    assert "password" not in caplog.text
+
+
 async def test_a_file_is_followed_and_a_bad_one_changes_nothing(tmp_path: Path, caplog: Any) -> None:
     path = tmp_path / "engines"
     path.write_text('# ours\n\nhttp://a:1\n{"url": "http://b:2", "cache_tokens": 5000}\n')

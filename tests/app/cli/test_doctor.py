@@ -572,6 +572,16 @@ async def test_engines_that_are_listed_and_not_registered(valkey_url: str, model
         assert "without the plugin" in told.of("plugin", State.NOTE)[0].detail
 
 
+async def test_a_list_of_engines_that_cannot_be_used(valkey_url: str, model: str, tmp_path: Path) -> None:
+    bad, away = tmp_path / "bad", tmp_path / "away"
+    bad.write_text("http://user:hidden@a:1?x=1")
+    told = await doctor(valkey_url, model, static_workers=(f"file://{bad}", f"file://{away}"))
+    told.names("listed", "line 1: 'http://a:1?x=1' is not the URL of an engine", "mend that entry")
+    told.names("listed", f"{away} cannot be read", "mend that entry")
+    assert "hidden" not in told.printed
+    assert told.of("router rights", State.OK), told.printed
+
+
 async def test_an_engine_with_a_key_and_another_model(valkey_url: str, model: str) -> None:
     async with stock(Served(("other",), SECRET)) as url:
         told = await doctor(valkey_url, model, url)

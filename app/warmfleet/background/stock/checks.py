@@ -25,6 +25,7 @@ from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fleet import Check
 from warmfleet.prompt.block_hashes import TEXT_SCHEME
 from warmfleet.protocol.wire import Scheme, default_none_hash
+from warmfleet.settings import without_userinfo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,17 +108,17 @@ class StockEngines:
                 engine = await self._look(listed, last)
             except (WarmfleetError, ValueError, KeyError, TypeError) as error:
                 if last is None:
-                    logger.warning("engine %s is not usable yet: %s", url, error)
+                    logger.warning("engine %s is not usable yet: %s", without_userinfo(url), error)
                     return
                 if last.failing_since is None:
-                    logger.warning("engine %s does not answer: %s", url, error)
+                    logger.warning("engine %s does not answer: %s", without_userinfo(url), error)
                     last = replace(last, failing_since=now)
                 self._checked[url] = last
                 check = Check("FAILED", self._replica, now - (last.failing_since or now))
                 await last.pool.fleet.register(worker_id(url), last.record, last.capacity_blocks, check)
                 return
         if last is None or last.failing_since is not None:
-            logger.info("engine %s serves %s", url, engine.pool.tag)
+            logger.info("engine %s serves %s", without_userinfo(url), engine.pool.tag)
         self._checked[url] = engine
         check = Check("PASSED", self._replica)
         await engine.pool.fleet.register(worker_id(url), engine.record, engine.capacity_blocks, check)
@@ -126,7 +127,7 @@ class StockEngines:
         """Forget an engine that is no longer listed, once nothing runs there; it says nothing if others list it."""
         engine, now, since = self._checked[url], time.monotonic(), self._leaving[url]
         if since is None:
-            logger.info("engine %s is no longer listed: it gets no new request", url)
+            logger.info("engine %s is no longer listed: it gets no new request", without_userinfo(url))
         answers = await self._client.healthy(url, CHECK_TIMEOUT_S)
         check = Check("LEAVING" if answers else "FAILED", self._replica, 0.0 if since is None else now - since)
         found = await engine.pool.fleet.register(worker_id(url), engine.record, engine.capacity_blocks, check)
@@ -136,7 +137,7 @@ class StockEngines:
             return
         if gone:
             await engine.pool.fleet.forget(worker_id(url))
-            logger.info("engine %s has left", url)
+            logger.info("engine %s has left", without_userinfo(url))
         self._checked.pop(url, None)
 
     async def _look(self, listed: ListedEngine, last: CheckedEngine | None) -> CheckedEngine:

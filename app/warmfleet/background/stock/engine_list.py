@@ -13,7 +13,7 @@ import orjson
 
 from warmfleet.engines.allowed_addresses import tells_credentials
 from warmfleet.errors import BadArgument
-from warmfleet.settings import EngineSource, engine_source
+from warmfleet.settings import EngineSource, engine_source, without_userinfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,13 +35,14 @@ class ListedEngine(NamedTuple):
 class EngineList:
     """The engines of all sources. A source that cannot be read keeps the engines of its last reading."""
 
-    def __init__(self, entries: Sequence[str]) -> None:
-        """entries: of the setting. Raises BadArgument, also if a file cannot be used."""
+    def __init__(self, entries: Sequence[str], *, read: bool = True) -> None:
+        """entries: of the setting. Raises BadArgument, also if a file cannot be used; without ``read``, ``look`` reads
+        the files first, and ``problems`` tells those that cannot be used."""
         self._sources = [engine_source(entry) for entry in entries]
         self._files = {source.where: _WatchedFile(source.where) for source in self._sources if source.kind == "file"}
         self._resolved: dict[EngineSource, list[ListedEngine]] = {}
         self._problems: dict[str, str] = {}
-        for file in self._files.values():
+        for file in self._files.values() if read else ():
             file.read_if_changed()
 
     @property
@@ -99,7 +100,7 @@ class EngineList:
         if problem and problem != self._problems.get(what):
             logger.warning("%s", problem)
         elif not problem and what in self._problems:
-            logger.info("%s: read again", what)
+            logger.info("%s: read again", without_userinfo(what))
         if problem:
             self._problems[what] = problem
         else:

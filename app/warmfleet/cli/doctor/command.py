@@ -143,7 +143,7 @@ def secrets_of(plan: Plan) -> tuple[str, ...]:
 async def examine(plan: Plan, report: Report) -> None:
     """Run all checks; every finding goes to the report."""
     async with AsyncExitStack() as stack:
-        known = Known(EngineList(plan.settings.static_workers))
+        known = Known(EngineList(plan.settings.static_workers, read=False))
         for model in plan.settings.models:
             fleet = Fleet(connect(plan.url, model_tag(model), timeout_s=CONNECT_S), model, PATIENCE)
             stack.push_async_callback(fleet.close)

@@ -10,6 +10,7 @@ from warmfleet.background import announced
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok
 from warmfleet.fleet import Flag, WorkerState
 from warmfleet.protocol.wire import UNMATCHED, Scheme, WireError, default_none_hash
+from warmfleet.settings import without_userinfo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,8 +162,7 @@ def _ago(age_s: float | None) -> str:
 
 def shown(url: str) -> str:
     """The URL without user and password."""
-    scheme, slashes, rest = url.partition("://")
-    return scheme + slashes + rest.rpartition("@")[2] if slashes else url or "no URL"
+    return without_userinfo(url) or "no URL"
 
 
 # ---------------------------------------------------------------- schemes and seeds

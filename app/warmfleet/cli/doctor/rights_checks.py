@@ -78,6 +78,8 @@ async def _of_worker(inspection: Inspection, model: str, user: str, *, cluster: 
     if missing:
         return fault("worker rights", f"the plugin's user {user} may not: {in_words(missing)}", remedy)
     if newer:
-        text = f"{user} has rules of an older version, so files of its worker stay in Redis: it may not {in_words(newer)}"
+        text = (
+            f"{user} has rules of an older version, so its worker's files do not expire: it may not {in_words(newer)}"
+        )
         return note("worker rights", text, remedy)
     return ok("worker rights", f"{user} may do what the plugin does")
