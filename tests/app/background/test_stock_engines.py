@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -248,6 +249,76 @@ async def test_a_list_that_cannot_be_read_stops_no_check(
         with pytest.raises(BadArgument, match="line 1"):
             await checks.round()
         assert (await checks.workers())[engine.url].state == "approximate", "it was checked all the same"
+
+
+async def test_engines_that_fail_are_asked_in_turn_and_keep_no_other_waiting(
+    replica: Callable[..., Checks], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stock_engines, "FAILED_IN_A_ROUND", 1)
+    monkeypatch.setattr(stock_engines, "CHECKS_AT_ONCE", 1)
+    dead = [f"http://127.0.0.1:{port}" for port in (7, 9, 11)]
+    async with engines(model, 1) as (engine,):
+        checks = replica(*dead, engine.url)
+        look, asked, healthy = checks.engines._look, [], asyncio.Event()
+
+        async def looked(listed: Any, last: Any) -> Any:
+            asked.append(listed.url)
+            if listed.url in dead and len(asked) > 4:
+                await healthy.wait()
+            found = await look(listed, last)
+            healthy.set()
+            return found
+
+        monkeypatch.setattr(checks.engines, "_look", looked)
+        await checks.round()
+        assert sorted(asked) == sorted([*dead, engine.url]), "all are asked at first"
+        for url in dead:
+            asked.clear()
+            asked += [""] * 4
+            healthy.clear()
+            await asyncio.wait_for(checks.round(), 20)
+            assert sorted(asked[4:]) == sorted([url, engine.url])
+        asked.clear()
+        checks.client.get = answered_by(checks.client.get, dead[0], engine.url)  # type: ignore[method-assign]
+        await checks.round()
+        assert set(await checks.workers()) == {dead[0], engine.url}, "one that came back is in with its turn"
+        asked.clear()
+        await checks.round()
+        assert sorted(asked) == sorted([dead[0], dead[1], engine.url]), "and is asked in every round"
+
+
+def answered_by(get: Callable[..., Any], url: str, other: str) -> Callable[..., Any]:
+    """Requests to ``url`` go to the ``other`` engine."""
+
+    async def instead(base: str, *more: Any) -> Any:
+        return await get(other if base == url else base, *more)
+
+    return instead
+
+
+async def test_engines_that_leave_are_asked_a_few_at_a_time(
+    replica: Callable[..., Checks], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stock_engines, "CHECKS_AT_ONCE", 1)
+    path = tmp_path / "engines"
+    async with engines(model, 2) as (one, two):
+        path.write_text(f"{one.url}\n{two.url}\n")
+        checks = replica(f"file://{path}")
+        await checks.round()
+        path.write_text("")
+        under_way, most = 0, 0
+
+        async def healthy(*_: Any) -> bool:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            await asyncio.sleep(0)
+            under_way -= 1
+            return True
+
+        monkeypatch.setattr(checks.client, "healthy", healthy)
+        await checks.round()
+        assert most == 1
 
 
 async def test_the_models_of_an_engine_must_be_the_fleets(valkey_url: str, model: str) -> None:

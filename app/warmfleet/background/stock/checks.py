@@ -14,6 +14,7 @@ import re
 import secrets
 import time
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -28,7 +29,7 @@ from warmfleet.protocol.wire import Scheme, default_none_hash
 from warmfleet.settings import without_userinfo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from warmfleet.background.stock.engine_list import EngineList, ListedEngine
     from warmfleet.engines.allowed_addresses import Addresses
@@ -40,7 +41,11 @@ logger = logging.getLogger("warmfleet.background.stock.checks")
 
 HEALTH_INTERVAL_S = 5.0  # each passed check counts as the engine's heartbeat: a third of the workers' TTL of 15 s
 CHECK_TIMEOUT_S = 3.0
-CHECKS_AT_ONCE = 32
+#: A round ends with its slowest check, and engines must be checked again within 15 s: so 200 may die at once.
+CHECKS_AT_ONCE = 64
+#: Engines whose last check failed that a round asks again, in turn and beside the others: so no number of dead entries
+#: makes rounds longer than one such check. Of 200 dead engines each is asked about once in a minute.
+FAILED_IN_A_ROUND = 32
 FACTS_INTERVAL_S = 30.0  # between two readings of an engine's /metrics, which cost it some 20 ms; and after a failure
 NAME_CHARACTERS = 64
 #: Blocks that the mirror of one engine may hold in Redis, and does if the engine's cache is not known: with blocks of
@@ -77,13 +82,14 @@ class StockEngines:
         self._replica = secrets.token_hex(8)
         self._checked: dict[str, CheckedEngine] = {}  # by URL
         self._leaving: dict[str, float | None] = {}  # URL -> when Redis was first told, of engines no longer listed
+        self._failed: dict[str, None] = {}  # URLs whose last check failed; that which was asked longest ago is first
         self._gate = asyncio.Semaphore(CHECKS_AT_ONCE)
         self._headers: dict[str, str] = {}
         if settings.worker_api_key:
             self._headers["Authorization"] = f"Bearer {settings.worker_api_key}"
 
     async def round(self) -> None:
-        """Check all listed engines, and those that leave.
+        """Check all listed engines, but only some of those whose last check failed, and those that leave.
 
         Raises FleetUnavailable if Redis does not take the result, and BadArgument if a list cannot be read.
         """
@@ -91,8 +97,13 @@ class StockEngines:
         urls = {engine.url for engine in listed}
         self._leaving = {url: self._leaving.get(url) for url in self._checked.keys() - urls}
         self._addresses.name([*urls, *self._leaving])
+        self._failed = {url: None for url in self._failed if url in urls or url in self._leaving}
+        again = set(islice((url for url in self._failed if url in urls), FAILED_IN_A_ROUND))
         results = await asyncio.gather(
-            *map(self._check, listed), *map(self._let_go, self._leaving), return_exceptions=True
+            *[self._check(engine) for engine in listed if engine.url in again],
+            *[self._in_gate(self._check(engine)) for engine in listed if engine.url not in self._failed],
+            *[self._in_gate(self._let_go(url)) for url in self._leaving],
+            return_exceptions=True,
         )
         for result in results:
             if isinstance(result, BaseException):
@@ -100,23 +111,28 @@ class StockEngines:
         for problem in self._list.problems:
             raise BadArgument(problem)
 
+    async def _in_gate(self, work: Awaitable[None]) -> None:
+        async with self._gate:
+            await work
+
     async def _check(self, listed: ListedEngine) -> None:
         url, now = listed.url, time.monotonic()
         last = self._checked.get(url)
-        async with self._gate:
-            try:
-                engine = await self._look(listed, last)
-            except (WarmfleetError, ValueError, KeyError, TypeError) as error:
-                if last is None:
-                    logger.warning("engine %s is not usable yet: %s", without_userinfo(url), error)
-                    return
-                if last.failing_since is None:
-                    logger.warning("engine %s does not answer: %s", without_userinfo(url), error)
-                    last = replace(last, failing_since=now)
-                self._checked[url] = last
-                check = Check("FAILED", self._replica, now - (last.failing_since or now))
-                await last.pool.fleet.register(worker_id(url), last.record, last.capacity_blocks, check)
+        self._failed.pop(url, None)
+        try:
+            engine = await self._look(listed, last)
+        except (WarmfleetError, ValueError, KeyError, TypeError) as error:
+            self._failed[url] = None
+            if last is None:
+                logger.warning("engine %s is not usable yet: %s", without_userinfo(url), error)
                 return
+            if last.failing_since is None:
+                logger.warning("engine %s does not answer: %s", without_userinfo(url), error)
+                last = replace(last, failing_since=now)
+            self._checked[url] = last
+            check = Check("FAILED", self._replica, now - (last.failing_since or now))
+            await last.pool.fleet.register(worker_id(url), last.record, last.capacity_blocks, check)
+            return
         if last is None or last.failing_since is not None:
             logger.info("engine %s serves %s", without_userinfo(url), engine.pool.tag)
         self._checked[url] = engine
@@ -128,7 +144,9 @@ class StockEngines:
         engine, now, since = self._checked[url], time.monotonic(), self._leaving[url]
         if since is None:
             logger.info("engine %s is no longer listed: it gets no new request", without_userinfo(url))
-        answers = await self._client.healthy(url, CHECK_TIMEOUT_S)
+        answers = url not in self._failed and await self._client.healthy(url, CHECK_TIMEOUT_S)
+        if not answers:
+            self._failed[url] = None
         check = Check("LEAVING" if answers else "FAILED", self._replica, 0.0 if since is None else now - since)
         found = await engine.pool.fleet.register(worker_id(url), engine.record, engine.capacity_blocks, check)
         gone = found.word in ("LEAVING", "OUT")
@@ -139,6 +157,7 @@ class StockEngines:
             await engine.pool.fleet.forget(worker_id(url))
             logger.info("engine %s has left", without_userinfo(url))
         self._checked.pop(url, None)
+        self._failed.pop(url, None)
 
     async def _look(self, listed: ListedEngine, last: CheckedEngine | None) -> CheckedEngine:
         url = listed.url
