@@ -5,7 +5,8 @@ Guarantee: the first check that passes makes its slot and its row; each later on
 back after a failed check, whose process started anew, or whose scheme changed, gets a new slot: the blocks it was sent
 before count for nothing. A worker that joined by its own stream is never touched. Several replicas may check one
 worker. A failed check of the replica whose check passed last takes it out of `alive` at once; one of another replica
-does so from the second on, unless a check has passed meanwhile. One that a replica lists no longer drains, and is
+does so from the second on, unless a check has passed meanwhile. If a replica lists it no longer, its first call changes
+nothing. From its second call on the worker drains, unless a check of another replica has passed meanwhile, and is
 deleted by `forget` when nothing runs there; a replica that still lists it ends that. A scheme stands until no replica
 has confirmed it for ttl_ms, or the replica whose check passed last changes it.
 
@@ -13,8 +14,8 @@ KEYS: workers load alive next_slot retired
 ARGV: worker_id, record_json (an object with scheme_id, url, models, and started: seconds, 0 if it is not known),
       capacity_blocks, found (PASSED, FAILED, or LEAVING: it is no longer listed), replica (a random word),
       since_ms (for how long this replica has found it so: 0 the first time), ttl_ms
-Returns: {slot, requests in flight, word}: UP; OUT (a check failed, or it has never passed one); LEAVING; LISTED
-      (another replica lists it); GONE (it was forgotten)
+Returns: {slot, requests in flight, word}: UP; OUT (a check failed, or it has never passed one); LEAVING (it drains);
+      LISTED (another replica lists it); GONE (it was forgotten)
 Cost: O(log W)
 --]]
 local workers_key, load_key, alive_key, next_slot_key, retired_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -59,8 +60,14 @@ if found == "FAILED" then
   return { slot, in_flight, call("ZSCORE", alive_key, worker_id) and "UP" or "OUT" }
 end
 
--- A check passed. The record that stands is changed by one that agrees with it, or by its own replica.
 local up = row and call("ZSCORE", alive_key, worker_id)
+if found == "LEAVING" and not before.leaving then
+  -- `alive` has the time of the last check that passed, also if a replica of before 2026-11-23 made it.
+  local others = before.replica ~= replica and tonumber(up or 0) > now - ttl_ms
+  if others or since_ms == 0 then return { slot, in_flight, others and "LISTED" or "UP" } end
+end
+
+-- A check passed. The record that stands is changed by one that agrees with it, or by its own replica.
 local scheme, confirmed = tonumber(record.scheme_id) or 0, now
 if up and scheme ~= old_scheme and before.replica ~= replica and (before.confirmed or 0) > now - ttl_ms then
   record, scheme, confirmed = before, old_scheme, before.confirmed
@@ -69,7 +76,6 @@ local started = math.max(tonumber(record.started) or 0, tonumber(before.started)
 local restarted = (tonumber(before.started) or 0) > 0 and started > before.started
 local leaving = before.leaving
 if found == "LEAVING" then
-  if since_ms > 0 and not leaving then return { slot, in_flight, "LISTED" } end
   leaving = leaving or band(flags, FLAG_DRAINING) > 0 and "drained" or "listed"
   flags = bit.bor(flags, FLAG_DRAINING)
 elseif leaving then

@@ -203,29 +203,51 @@ async def test_one_that_is_listed_no_longer_drains_and_then_goes(world: World) -
     slot = (await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A"))).slot
     ask = world.ask(world.chain(4))
     await world.fleet.decide(ask)
-    assert await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A")) == (slot, 1, "LEAVING")
+    assert await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A")) == (slot, 1, "UP")
+    assert await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A", 5.0)) == (slot, 1, "LEAVING")
     with pytest.raises(NoWorker):
         await world.fleet.decide(world.ask(world.chain(4)))
     await world.fleet.settle(ask.reservation, "finished")
-    assert await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A", 5.0)) == (slot, 0, "LEAVING")
+    assert await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A", 7.0)) == (slot, 0, "LEAVING")
     assert await world.fleet.forget("stock")
     assert await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A", 9.0)) == (0, 0, "GONE")
     assert await world.fleet.workers() == []
 
 
-async def test_one_that_another_replica_lists_stays(world: World) -> None:
+@pytest.mark.parametrize("older", [False, True], ids=["of one version", "of two versions"])
+@pytest.mark.parametrize("last", ["A", "B"])
+async def test_a_replica_with_a_new_list_takes_nothing_from_the_others(world: World, last: str, older: bool) -> None:
+    """A lists the engine no longer, B does. At no moment does the engine get no new request."""
     await world.ticked()
-    await world.fleet.register("stock", RECORD, 50, Check("PASSED", "B"))
-    await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A"))
+    await world.fleet.register("stock", RECORD, 50, Check("PASSED", last))
+    words = []
+    for since_s in (0.0, 5.0, 10.0):
+        words.append((await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A", since_s))).word)
+        assert (await world.fleet.decide(world.ask(world.chain(4)))).worker_id == "stock"
+        await world.fleet.register("stock", RECORD, 50, Check("PASSED", "B"))
+        if older:  # it writes the record that it was given, and keeps the row
+            await cast("Any", world.store.hset(world.keys.workers, "stock", json.dumps(RECORD)))
+    assert words == ["UP" if last == "A" else "LISTED", "LISTED", "LISTED"]
+
+
+async def test_one_that_another_replica_lists_drains_no_longer(world: World) -> None:
+    """B did not reach it, or was not there, while A let it drain."""
+    await world.ticked()
+    await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A"))
+    for since_s in (0.0, 5.0):
+        await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A", since_s))
+    assert (await row_of(world, "stock")).flags & Flag.DRAINING
     assert (await world.fleet.register("stock", RECORD, 50, Check("PASSED", "B"))).word == "UP"
-    assert (await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A", 5.0))).word == "LISTED"
+    assert (await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A", 10.0))).word == "LISTED"
     assert (await world.fleet.decide(world.ask(world.chain(4)))).worker_id == "stock"
 
 
 async def test_leaving_does_not_end_what_the_operator_drains(world: World) -> None:
     await world.fleet.register("stock", RECORD, 50)
     assert await world.fleet.drain("stock", draining=True)
-    await world.fleet.register("stock", RECORD, 50, Check("LEAVING"))
+    for since_s in (0.0, 5.0):
+        word = (await world.fleet.register("stock", RECORD, 50, Check("LEAVING", since_s=since_s))).word
+    assert word == "LEAVING"
     await world.fleet.register("stock", RECORD, 50)
     assert (await row_of(world, "stock")).flags & Flag.DRAINING
 

@@ -164,6 +164,8 @@ async def test_an_engine_that_a_file_no_longer_lists_leaves_when_nothing_runs_th
         await checks.fleet.decide(ask)
         path.write_text(f"{two.url}\n")
         await checks.round()
+        assert (await checks.workers())[one.url].state == "approximate", "another replica may list it"
+        await checks.round()
         known = await checks.workers()
         assert (known[one.url].state, known[two.url].state) == ("draining", "approximate")
         await checks.round()
@@ -211,6 +213,7 @@ async def test_replicas_with_other_lists_share_all_engines(
         path.write_text("")
         for checks in (a, b, a, b, a, b):
             await checks.round()
+            assert (await b.workers())[one.url].state == "approximate", "it is never drained"
         assert {url: view.load.slot for url, view in (await b.workers()).items()} == {one.url: slots[one.url]}
         assert (await b.workers())[one.url].state == "approximate", "the other replica still lists it"
         assert not a.engines._checked, "who lists it no longer leaves it to the others"

@@ -2,7 +2,7 @@
 
 Every replica checks the engines of its own list, and registers them under the same names, so that an engine is one
 worker whichever replicas list it. The fleet's engines are those of all lists together. One that leaves a replica's list
-drains and is forgotten, unless another replica lists it.
+drains and is forgotten a round later, unless another replica lists it.
 """
 
 from __future__ import annotations
@@ -140,10 +140,10 @@ class StockEngines:
         await engine.pool.fleet.register(worker_id(url), engine.record, engine.capacity_blocks, check)
 
     async def _let_go(self, url: str) -> None:
-        """Forget an engine that is no longer listed, once nothing runs there; it says nothing if others list it."""
+        """Drain an engine that is no longer listed, and forget it once nothing runs there, unless others list it."""
         engine, now, since = self._checked[url], time.monotonic(), self._leaving[url]
         if since is None:
-            logger.info("engine %s is no longer listed: it gets no new request", without_userinfo(url))
+            logger.info("engine %s is no longer listed: it leaves unless others list it", without_userinfo(url))
         answers = url not in self._failed and await self._client.healthy(url, CHECK_TIMEOUT_S)
         if not answers:
             self._failed[url] = None
