@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from warmfleet.fleet import Lease, LoadRow
 
 U32, I32 = st.integers(0, 2**32 - 1), st.integers(-(2**31), 2**31 - 1)
+U31 = st.integers(0, 2**31 - 1)  # of matched tokens: their highest bit says whether they were judged
 
 
 @given(st.builds(LoadRow, U32, I32, I32, I32, U32, st.integers(0, 2**16 - 1), *(U32,) * 9))
@@ -19,8 +20,8 @@ def test_a_row_survives_packing(row: LoadRow) -> None:
 
 @given(
     st.builds(
-        Lease, U32, U32, U32, U32, U32, U32, st.integers(0, 3), st.from_regex(r"[A-Za-z0-9._-]{0,70}", fullmatch=True),
-        st.lists(st.binary(min_size=8, max_size=8), max_size=30).map(tuple),
+        Lease, U32, U32, U32, U32, U31, U32, st.integers(0, 3), st.from_regex(r"[A-Za-z0-9._-]{0,70}", fullmatch=True),
+        st.lists(st.binary(min_size=8, max_size=8), max_size=30).map(tuple), st.booleans(),
     )
 )  # fmt: skip
 def test_a_lease_survives_packing(lease: Lease) -> None:
