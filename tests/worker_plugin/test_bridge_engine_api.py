@@ -64,7 +64,7 @@ def serve() -> Iterator[Any]:
             def do_GET(self) -> None:
                 found = answers.get(self.path)
                 body = found.encode() if isinstance(found, str) else json.dumps(found).encode()
-                self.send_response(404 if found is None else 200)
+                self.send_response(404 if found is None else found if isinstance(found, int) else 200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -114,6 +114,19 @@ def test_an_engine_that_is_gone_or_dead(serve: Any) -> None:
     with pytest.raises(EngineDown, match="/health answered 404") as odd:
         serve({}).healthy()
     assert not odd.value.gone
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/metrics", "/version", "/kv_event_sources"])
+@pytest.mark.parametrize(("status", "known"), [(404, True), (405, True), (501, True), (401, False), (500, False)])
+def test_what_an_engine_cannot_tell_now_is_asked_again(serve: Any, path: str, status: int, known: bool) -> None:
+    """Facts that are read once, at the join, must not be those of an engine without this path."""
+    api = serve({**VLLM, path: status})
+    if known:
+        api.facts()
+        api.sources()
+    else:
+        with pytest.raises(EngineDown, match=f"{path} answered {status}"):
+            (api.facts(), api.sources())
 
 
 def test_addresses() -> None:

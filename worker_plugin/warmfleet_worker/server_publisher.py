@@ -30,7 +30,8 @@ class ServerConfig:
 
     model: the fleet's model tag. models: the names that it serves. artifacts: files by name, such as the tokenizer.
     facts: settings that decide the token ids of a prompt. ready: tells whether the server listens. adapters: tells
-    name and path of the LoRA adapters that it serves now; the publisher joins again when they change.
+    name and path of the LoRA adapters that it serves now; the publisher joins again when they change. silent: tells
+    that nobody knows now whether the server lives, so that no heartbeat is sent.
     """
 
     redis_url: str
@@ -43,6 +44,7 @@ class ServerConfig:
     facts: Mapping[str, Any] = field(default_factory=dict)
     ready: Callable[[], bool] = lambda: True
     adapters: Callable[[], Mapping[str, str]] = dict
+    silent: Callable[[], bool] = lambda: False
 
 
 class ServerPublisher:
@@ -84,7 +86,8 @@ class ServerPublisher:
         outage = Outage(self._stopping)
         while not self._stopping.is_set():
             try:
-                self._round()
+                if not self.config.silent():
+                    self._round()
             except StreamGone:
                 self.joined = False
                 self._stopping.wait(wire.FLUSH_SECONDS)

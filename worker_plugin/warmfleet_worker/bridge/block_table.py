@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ALGORITHM = "sha256_cbor"
 LEAST_BLOCK_TOKENS = 16  # SGLang's pages may be one token; routers match in blocks of at least so many
-SPARE_BLOCKS = 1_024  # beyond twice the engine's cache: the blocks that the table may know, held or in doubt
+SPARE_BLOCKS = 1_024  # beyond twice the engine's cache: the pages that the table may know, held or in doubt
 
 
 def scheme_of(page_tokens: int) -> wire.Scheme:
@@ -69,7 +69,7 @@ class Block:
 class BlockTable:
     """Applies events in order, and tells ``sink`` every block hash that appears or disappears.
 
-    capacity: blocks of the engine's cache. group: the KV cache group that is followed. lora_path: the path of an
+    capacity: pages of the engine's cache. group: the KV cache group that is followed. lora_path: the path of an
     adapter by its name, None if it is not known. unproved: how many blocks were left out, by reason.
     """
 
@@ -244,7 +244,7 @@ class BlockTable:
         self.unproved[reason] += len(event.keys)
 
     def _keep_bound(self) -> None:
-        """Forget blocks in doubt, the oldest first, once there are too many; at last doubt all that is held."""
+        """Forget blocks in doubt, the oldest first, once there are too many; where that is not enough, all blocks."""
         if len(self._blocks) <= self._limit:
             return
         in_doubt = [key for key, block in self._blocks.items() if not block.copies]

@@ -94,7 +94,7 @@ class BridgedEngine:
         self._wake = threading.Event()
         self._leaves = False
         self._read_due = 0.0
-        self._failures = 0
+        self._failures = self._unresolved = 0  # checks in a row
         self._hybrid = False  # its events tell of several KV cache groups, so that it may lack blocks in between
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-engine-{options.name}", daemon=True)
 
@@ -132,11 +132,18 @@ class BridgedEngine:
 
     def _failed(self, error: Exception) -> None:
         """An engine that is gone leaves the fleet; one that only does not answer gets some time."""
-        self._failures += 1
-        gone = isinstance(error, EngineDown) and error.gone
         if not self.ranks:
             self._say(f"not usable: {error}")
-        elif self._failures >= (REFUSALS if gone else FAILURES):
+            return
+        if isinstance(error, EngineDown) and error.unresolved:  # tells of the name server, not of the engine
+            self._unresolved += 1
+            if self._unresolved >= FAILURES:
+                self._say(f"not reachable from the bridge: {error}")
+                self._reading = replace(self._reading, work=0)  # not known to stand still
+            return
+        self._failures += 1
+        gone = isinstance(error, EngineDown) and error.gone
+        if self._failures >= (REFUSALS if gone else FAILURES):
             self._say(f"gone: {error}")
             self._leave()
 
@@ -165,7 +172,7 @@ class BridgedEngine:
         for rank in ranks:
             rank.publish()
         server.start()
-        self.ranks, self._server, self._failures = ranks, server, 0
+        self.ranks, self._server, self._failures, self._unresolved = ranks, server, 0, 0
         self._say("reported")
 
     def _facts(self) -> EngineFacts:
@@ -173,7 +180,8 @@ class BridgedEngine:
         if options.block_tokens:
             facts = replace(facts, page_tokens=options.block_tokens)
         if not facts.capacity_blocks:
-            facts = replace(facts, capacity_blocks=UNKNOWN_CAPACITY_BLOCKS)
+            pages = scheme_of(facts.page_tokens).block_tokens // facts.page_tokens  # of one block
+            facts = replace(facts, capacity_blocks=UNKNOWN_CAPACITY_BLOCKS * pages)
         if not facts.prefix_caching:
             logger.warning("warmfleet: engine %s has no prefix cache: it is routed by load", options.url)
         return facts
@@ -238,6 +246,8 @@ class BridgedEngine:
             artifacts=files,
             facts={"max_model_len": facts.max_model_len, "ranks": ranks, "reports_prefills": False, **known},
             adapters=lambda: self._adapters,
+            # Then replicas ask the engine themselves, and go on using it if it answers.
+            silent=lambda: self._unresolved >= FAILURES,
         )
 
     def _tokenizer(self, facts: EngineFacts) -> tuple[Mapping[str, bytes], Mapping[str, Any]]:
@@ -266,7 +276,9 @@ class BridgedEngine:
             self._join()
             return
         self.api.healthy()
-        self._failures = 0
+        if self._unresolved >= FAILURES:
+            self._say("reported")
+        self._failures = self._unresolved = 0
         if time.monotonic() < self._read_due:
             return
         self._read_due = time.monotonic() + READ_SECONDS
@@ -283,13 +295,13 @@ class BridgedEngine:
                 self._say(f"not reported any more: {rank.stopped}")
 
     def _read(self) -> Reading:
-        """The load; as before where the engine has no metrics."""
+        """The load; requests as before, and no work to compare, where the engine tells no metrics now."""
         try:
             return self.api.reading()
         except EngineDown as error:
             if error.gone:
                 raise
-            return self._reading
+            return replace(self._reading, work=0)  # unchanged work would look like an engine that stands still
 
     def _load(self, rank: int) -> Load:
         """Called by the publisher of this rank. Foreign requests cannot be told from the fleet's own."""

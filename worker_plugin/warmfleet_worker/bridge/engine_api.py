@@ -17,16 +17,20 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 5.0
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 DEFAULT_PAGE_TOKENS = 16
+NO_SUCH_PATH = (404, 405, 501)
 _SAMPLE = re.compile(r"^([a-z_:]+)(?:\{([^}]*)\})? (\S+)", re.MULTILINE)
 _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 
 
 class EngineDown(Exception):  # noqa: N818 - not an error of ours: the engine does not answer as a healthy one does
-    """gone: nothing listens at the address, or the engine says itself that it is dead."""
+    """gone: nothing listens at the address, or the engine says itself that it is dead.
 
-    def __init__(self, text: str, *, gone: bool = False) -> None:
+    unresolved: no address was found for its name. status: of the answer; 0 without one.
+    """
+
+    def __init__(self, text: str, *, gone: bool = False, unresolved: bool = False, status: int = 0) -> None:
         super().__init__(text)
-        self.gone = gone
+        self.gone, self.unresolved, self.status = gone, unresolved, status
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +196,9 @@ class EngineApi:
         try:
             return self._get(path).decode(errors="replace")
         except EngineDown as error:
-            if error.gone:
-                raise
-            return ""
+            if error.status in NO_SUCH_PATH:
+                return ""
+            raise  # what an engine cannot tell now must not be taken for what it has not
 
     def _get(self, path: str) -> bytes:
         parts = self._parts
@@ -204,14 +208,17 @@ class EngineApi:
             connection.request("GET", parts.path.rstrip("/") + path, headers=self._headers)
             answer = connection.getresponse()
             body = answer.read(MAX_ANSWER_BYTES)
-        except (ConnectionRefusedError, socket.gaierror) as error:
+        except ConnectionRefusedError as error:
             raise EngineDown(f"nothing answers at {self.url}: {error}", gone=True) from error
+        except socket.gaierror as error:
+            raise EngineDown(f"no address is found for {self.host}: {error}", unresolved=True) from error
         except (OSError, http.client.HTTPException, ssl.SSLError) as error:
             raise EngineDown(f"{path}: {type(error).__name__} {error}") from error
         finally:
             connection.close()
         if answer.status != 200:
-            raise EngineDown(f"{path} answered {answer.status}", gone=path == "/health" and answer.status == 503)
+            gone = path == "/health" and answer.status == 503
+            raise EngineDown(f"{path} answered {answer.status}", gone=gone, status=answer.status)
         return body
 
 

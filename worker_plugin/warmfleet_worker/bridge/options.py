@@ -25,8 +25,8 @@ the fleet's Redis, as the plugin does. One process serves many engines. Start vL
   --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq",
                        "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
 
-and SGLang with the same JSON (without enable_kv_cache_events) and --page-size 16 or more. Always set replay_endpoint:
-without it the bridge learns only what an engine stores later, and a lost event costs all that is known of it.
+and SGLang with the same JSON (without enable_kv_cache_events), best with --page-size 16 or more. Always set
+replay_endpoint: without it the bridge learns only what an engine stores later, and a lost event costs all that is known of it.
 
 examples:
   warmfleet bridge --redis redis://redis:6379/0 --engine http://gpu1:8000 --engine http://gpu2:8000

@@ -66,7 +66,7 @@ class Rank:
         on_restart: Callable[[], object] = lambda: None,
     ) -> None:
         self.tracker = Tracker()
-        self.table = BlockTable(self.tracker, facts.page_tokens, config.capacity_blocks, group, lora_path)
+        self.table = BlockTable(self.tracker, facts.page_tokens, facts.capacity_blocks, group, lora_path)
         self.config = config
         self.caught_up = threading.Event()
         self._sglang = facts.sglang
@@ -148,8 +148,12 @@ class Rank:
             logger.warning("warmfleet: %s: %s", self.config.worker_id, error)
             self.lost()
             return
+        overflows = self.table.unproved["overflow"]
         self.table.apply(events)
-        self._complete = self._complete or any(isinstance(event, Cleared) for event in events)
+        if self.table.unproved["overflow"] > overflows:
+            self._complete = False  # the table was emptied, the engine's cache was not
+        elif not self._complete:
+            self._complete = any(isinstance(event, Cleared) for event in events)
 
     def lost(self) -> None:
         self._complete = False

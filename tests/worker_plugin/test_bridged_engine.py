@@ -1,0 +1,97 @@
+"""One engine behind the bridge, without threads: what its answers and its events make of it."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import zmq
+from tests.worker_plugin.test_bridge_table import stored
+
+from warmfleet_worker.bridge import bridged_engine
+from warmfleet_worker.bridge.bridged_engine import BridgedEngine, EngineOptions
+from warmfleet_worker.bridge.engine_api import EngineApi, EngineDown, EngineFacts, EventSource, Reading
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FACTS = EngineFacts("sglang", "sglang-0.5.23", ("m",), "m", {}, 8_192, page_tokens=1, capacity_blocks=40_000)
+UNRESOLVED = EngineDown("no address is found for gpu1", unresolved=True)
+
+
+@pytest.fixture
+def engine() -> Iterator[BridgedEngine]:
+    """Not started; its tokenizer is none."""
+    context = zmq.Context[zmq.Socket[bytes]]()
+    yield BridgedEngine(EngineOptions("http://gpu1:8000"), "redis://store:6379", context, lambda *_: ({}, {}))
+    context.destroy(linger=0)
+
+
+def joined(engine: BridgedEngine) -> list[bool]:
+    """The engine as if it had joined; what its ranks were told by ``stop`` (leave) comes into the list."""
+    told: list[bool] = []
+    rank = SimpleNamespace(stop=lambda leave: told.append(leave), stopped=None, table=SimpleNamespace(other_groups=0))
+    engine.ranks = [cast("Any", rank)]
+    return told
+
+
+def test_a_cache_of_small_pages_is_known_whole(engine: BridgedEngine) -> None:
+    rank = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0)
+    assert rank.config.capacity_blocks == 2_500
+    pages = list(range(32_000))
+    rank.batch(stored(pages, None, pages, block_size=1))
+    assert (rank.counts.blocks, rank.counts.complete) == (2_000, True)
+
+
+def test_a_table_that_overflows_is_not_complete(engine: BridgedEngine) -> None:
+    rank = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0)
+    pages = list(range(90_000))
+    rank.batch(stored(pages, None, [0] * 90_000, block_size=1))
+    assert (rank.counts.blocks, rank.counts.complete) == (0, False)
+
+
+def test_a_name_that_is_not_resolved_is_no_engine_that_is_gone(
+    engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server's heartbeats end, so that replicas ask it themselves."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    with pytest.raises(EngineDown) as down:
+        EngineApi("http://gpu1:8000").healthy()
+    told, silent = joined(engine), engine._server_config(FACTS, 1).silent
+    for _ in range(9):
+        assert not told
+        engine._failed(down.value)
+    assert not told
+    assert silent()
+    monkeypatch.setattr(engine, "api", SimpleNamespace(healthy=lambda: None, reading=Reading, adapters=dict))
+    engine._check()
+    assert not silent()
+    assert engine.state == "reported"
+
+
+def test_nothing_that_listens_is_an_engine_that_is_gone(engine: BridgedEngine) -> None:
+    told = joined(engine)
+    for _ in range(bridged_engine.REFUSALS):
+        assert not told
+        engine._failed(EngineDown("nothing answers", gone=True))
+    assert told == [True]
+
+
+def test_metrics_that_fail_are_no_engine_that_stands_still(
+    engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> Reading:
+        raise EngineDown("/metrics answered 500", status=500)
+
+    joined(engine)
+    monkeypatch.setattr(engine, "api", SimpleNamespace(healthy=lambda: None, reading=fails, adapters=dict))
+    engine._reading = Reading({0: 3}, {}, work=1_000)
+    assert engine._load(0).steps == 1_000
+    engine._check()
+    assert (engine._load(0).running, engine._load(0).steps) == (3, None)
