@@ -34,6 +34,8 @@ VLLM = {
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 1.0
 vllm:num_requests_waiting{engine="1",model_name="m"} 7.0
+vllm:engine_sleep_state{engine="0",model_name="m",sleep_state="awake"} 1.0
+vllm:engine_sleep_state{engine="1",model_name="m",sleep_state="awake"} 0.0
 vllm:generation_tokens_total{engine="0",model_name="m"} 1e+03
 vllm:cache_config_info{block_size="32",num_gpu_blocks="900",enable_prefix_caching="True",engine="0"} 1.0
 process_start_time_seconds 1.79e+09
@@ -92,7 +94,7 @@ def test_vllm_describes_itself(serve: Any) -> None:
     assert api.sources()[1] == EventSource("tcp://127.0.0.1:5558", "tcp://127.0.0.1:5658")
     reading = api.reading()
     assert (reading.running, reading.waiting, reading.work) == ({0: 3, 1: 1}, {1: 7}, 1_000)
-    assert reading.started == 1.79e9
+    assert (reading.started, reading.asleep) == (1.79e9, {1})
     api.healthy()
 
 
@@ -158,6 +160,11 @@ def test_engines_of_the_command_line_and_of_a_file(tmp_path: Path) -> None:
         (["--engine", "gpu1:8000"], "no http URL"),
         (["--engine", "http://127.0.0.1:8000"], "this machine only"),
         (["--engine", "http://a:1=udp://a:2"], "no ZMQ address"),
+        (["--engine", "http://a:80000"], "Port out of range"),
+        (["--engine", "http://a:8000x"], "is no URL of an engine"),
+        (["--engine", "http://[::1"], "is no URL of an engine"),
+        (["--engine", "http://a:1=tcp://a:80000"], "no port from 1"),
+        (["--engine", "http://a:1=tcp://a:2,replay=tcp://a"], "no port from 1"),
         (["--engine", "http://a:1,ranks=two"], "ranks must be a number"),
         (["--engine", "http://a:1,rank=2"], "no option 'rank'; known are"),
         (["--engine", "http://a:1,ranks"], "is no OPTION=VALUE"),

@@ -132,6 +132,13 @@ def test_only_the_followed_group_and_the_engines_own_cache_count() -> None:
     assert table.held == hashes(list(range(16)))
 
 
+def test_blocks_whose_hash_looks_ahead_are_left_out() -> None:
+    table = BlockTable(Tracker(), PAGE, 100)
+    table.apply(decode(stored([1, 2], None, list(range(32)), lookahead_token_ids=[[16], [32]])))
+    assert not table.held
+    assert table.unproved == {"lookahead": 2}
+
+
 def test_whole_digests_serve_as_well_as_numbers() -> None:
     table = BlockTable(Tracker(), PAGE, 100)
     table.apply(decode(stored([b"a" * 32, b"b" * 32], None, list(range(32)))))
@@ -200,6 +207,7 @@ def test_the_table_forgets_what_is_in_doubt_before_it_grows_without_end() -> Non
         msgpack.packb([1.0, [{"type": "BlockStored", "block_hashes": [1]}]]),
         msgpack.packb([1.0, [{"type": "BlockRemoved", "block_hashes": ["text"]}]]),
         msgpack.packb([1.0, [["BlockStored", [1], "x", [1], 16, None]]]),
+        msgpack.packb([1.0, [["BlockStored", [1], None, [1], float("inf"), None]]]),
     ],
 )
 def test_what_is_no_batch_is_refused(payload: bytes) -> None:

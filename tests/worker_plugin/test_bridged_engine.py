@@ -95,3 +95,22 @@ def test_metrics_that_fail_are_no_engine_that_stands_still(
     assert engine._load(0).steps == 1_000
     engine._check()
     assert (engine._load(0).running, engine._load(0).steps) == (3, None)
+
+
+def test_an_engine_that_sleeps_takes_no_requests(engine: BridgedEngine) -> None:
+    engine._reading = Reading(asleep=frozenset({1}))
+    assert [engine._load(rank).paused for rank in (0, 1)] == [False, True]
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_a_rank_whose_thread_dies(engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch, stopping: bool) -> None:
+    """It is not waited for, and the engine joins anew, but not while it is stopped."""
+    rank = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0)
+    monkeypatch.setattr(rank, "_sequence", None)
+    if stopping:
+        rank.stop(leave=False)
+    rank.start()
+    assert rank.caught_up.wait(10)
+    rank._thread.join(10)
+    assert not rank.follows
+    assert engine._restarted.is_set() is not stopping

@@ -137,6 +137,9 @@ class BlockTable:
         if len(event.token_ids) != len(event.keys) * self._page_tokens:
             self._leave_out(event, "tokens")
             return
+        if event.lookahead:  # two blocks of the same tokens would count as copies of one
+            self._leave_out(event, "lookahead")
+            return
         lora = self._lora(event)
         if lora is None and (event.lora is not None or event.lora_unnamed):
             self._leave_out(event, "adapter")

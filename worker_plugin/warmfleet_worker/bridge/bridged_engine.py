@@ -169,6 +169,10 @@ class BridgedEngine:
         deadline = time.monotonic() + CATCH_UP_SECONDS
         for rank in ranks:
             rank.caught_up.wait(max(0.0, deadline - time.monotonic()))
+        if not all(rank.follows for rank in ranks):
+            for rank in ranks:
+                rank.stop(leave=False)
+            raise NotUsableError("its events cannot be followed; the log says why")
         for rank in ranks:
             rank.publish()
         server.start()
@@ -307,7 +311,8 @@ class BridgedEngine:
         """Called by the publisher of this rank. Foreign requests cannot be told from the fleet's own."""
         reading = self._reading
         running, waiting = reading.running.get(rank, 0), reading.waiting.get(rank, 0)
-        return Load(running, waiting, steps=reading.work if running and reading.work else None)
+        steps = reading.work if running and reading.work else None
+        return Load(running, waiting, steps=steps, paused=rank in reading.asleep)
 
     def _lora_path(self, name: str) -> str | None:
         """The path of an adapter; asks the engine about one that was loaded a moment ago."""

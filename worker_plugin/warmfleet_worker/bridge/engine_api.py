@@ -69,13 +69,15 @@ class EventSource:
 class Reading:
     """One look at the load. running, waiting: requests, by rank. work: grows whenever the engine does something.
 
-    started: when the server's process began, seconds since 1970; 0 if it does not say.
+    started: when the server's process began, seconds since 1970; 0 if it does not say. asleep: the ranks that somebody
+    has put to sleep (vLLM's /sleep).
     """
 
     running: Mapping[int, int] = field(default_factory=dict)
     waiting: Mapping[int, int] = field(default_factory=dict)
     work: int = 0
     started: float = 0.0
+    asleep: frozenset[int] = frozenset()
 
 
 class EngineApi:
@@ -162,7 +164,7 @@ class EngineApi:
         """The load, from the engine's own metrics."""
         samples = _samples(self._get("/metrics").decode(errors="replace"))
         running, waiting = dict[int, int](), dict[int, int]()
-        work, started = 0, 0.0
+        work, started, asleep = 0, 0.0, set[int]()
         for name, labels, value in samples:
             rank = int(_number(labels.get("engine") or labels.get("dp_rank")))
             if name in ("vllm:num_requests_running", "sglang:num_running_reqs"):
@@ -173,7 +175,9 @@ class EngineApi:
                 work += int(value)
             elif name == "process_start_time_seconds":
                 started = value
-        return Reading(running, waiting, work, started)
+            elif name == "vllm:engine_sleep_state" and labels.get("sleep_state") == "awake" and value == 0:
+                asleep.add(rank)
+        return Reading(running, waiting, work, started, frozenset(asleep))
 
     # ------------------------------------------------
 

@@ -44,6 +44,7 @@ class Stored:
     lora: str | None = None
     extra_keys: tuple[Any, ...] = ()
     salt: str | None = None
+    lookahead: bool = False  # tokens behind each block entered its hash (vLLM 0.33 with EAGLE)
     lora_unnamed: bool = False  # it has an adapter, and the event does not say which
 
 
@@ -69,7 +70,7 @@ def decode(payload: bytes, *, sglang: bool = False) -> list[Event]:
         batch = msgpack.unpackb(payload, strict_map_key=False)
         raw = batch["events"] if isinstance(batch, dict) else batch[1]
         found = [_event(one, SGLANG_STORED_ARRAY if sglang else VLLM_STORED_ARRAY) for one in raw]
-    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, msgpack.UnpackException) as error:
         raise EventError(f"not a batch of KV events: {type(error).__name__}: {error}"[:200]) from error
     return [event for event in found if event is not None]
 
@@ -111,6 +112,7 @@ def _stored(fields: dict[str, Any]) -> Stored:
         lora=lora,
         extra_keys=extra_keys,
         salt=salt,
+        lookahead=fields.get("lookahead_token_ids") is not None,
         lora_unnamed=lora is None and fields.get("lora_id") is not None,
     )
 

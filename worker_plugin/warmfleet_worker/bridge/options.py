@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ the fleet's Redis, as the plugin does. One process serves many engines. Start vL
                        "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
 
 and SGLang with the same JSON (without enable_kv_cache_events), best with --page-size 16 or more. Always set
-replay_endpoint: without it the bridge learns only what an engine stores later, and a lost event costs all that is known of it.
+replay_endpoint: without it the bridge learns only what an engine stores later, and a lost event costs all that
+is known of it.
 
 examples:
   warmfleet bridge --redis redis://redis:6379/0 --engine http://gpu1:8000 --engine http://gpu2:8000
@@ -45,6 +47,8 @@ When the bridge stops, routers go on using the engines by what they knew last; i
 """
 WORDS = {"endpoint", "replay", "server_id", "model", "tokenizer", "chat_template", "api_key"}
 NUMBERS = {"ranks", "block_tokens", "group"}
+DIGITS = 5
+_TCP_PORT = re.compile("[1-9][0-9]{0,4}")
 
 
 class OptionError(ValueError):
@@ -143,27 +147,36 @@ def _options(given: dict[str, Any], where: str) -> EngineOptions:
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name in NUMBERS:
-            if not str(value).isdecimal():
-                raise OptionError(f"{where}: {name} must be a number, not {value!r}")
+            if not str(value).isdecimal() or len(str(value)) > DIGITS:
+                raise OptionError(f"{where}: {name} must be a number of up to {DIGITS} digits, not {value!r}")
             values[name] = int(value)
         elif not isinstance(value, str):
             raise OptionError(f"{where}: {name} must be a text, not {value!r}")
         else:
             values[name] = value
+    if "url" not in values:
+        raise OptionError(f"{where}: url is missing")
     return EngineOptions(**values)
 
 
 def _check(engines: Sequence[EngineOptions], store: str) -> None:
     names: dict[str, str] = {}
     for engine in engines:
-        parts = urlsplit(engine.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(engine.url)
+            port = parts.port  # read for its check only
+        except ValueError as error:  # such as a port that is no number
+            raise OptionError(f"{engine.url!r} is no URL of an engine: {error}") from error
+        if port == 0 or parts.scheme not in ("http", "https") or not parts.hostname:
             raise OptionError(f"{engine.url!r} is no http URL of an engine")
         if is_loopback(parts.hostname) and not redis_is_local(store):
             raise OptionError(f"{engine.url} means this machine only, but Redis is elsewhere: give the host's address")
         for endpoint in (engine.endpoint, engine.replay):
             if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
                 raise OptionError(f"{engine.url}: {endpoint!r} is no ZMQ address such as tcp://gpu1:5557")
+            port_text = endpoint.rpartition(":")[2]
+            if endpoint.startswith("tcp://") and not (_TCP_PORT.fullmatch(port_text) and int(port_text) < 65_536):
+                raise OptionError(f"{engine.url}: {endpoint!r} has no port from 1 to 65535")
         try:
             wire.check_name(f"{engine.name}.0")
         except wire.WireError as error:

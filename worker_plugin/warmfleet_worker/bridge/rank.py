@@ -88,6 +88,11 @@ class Rank:
         self._publisher.start()
 
     @property
+    def follows(self) -> bool:
+        """Whether events are read."""
+        return self._thread.is_alive()
+
+    @property
     def stopped(self) -> str | None:
         """Why the publisher has stopped for good; None while it works."""
         return self._publisher.state.stopped
@@ -133,9 +138,11 @@ class Rank:
         except Exception:  # a bug of ours: the table may be wrong from now on, so the engine joins anew
             logger.exception("warmfleet: cannot follow the events of %s", self.config.worker_id)
             self.table.clear()
-            self._on_restart()
+            if not self._stopping.is_set():
+                self._on_restart()
         finally:
             self._sockets.close()
+            self.caught_up.set()
 
     # ------------------------------------------------ what the sequence tells
 

@@ -124,5 +124,6 @@ class Sequence:
     def _apply(self, number: int, payload: bytes) -> None:
         self.last = number
         self._known[number] = hash(payload)
-        self._known.pop(number - REMEMBERED, None)
+        if len(self._known) > REMEMBERED:  # numbers may jump, so the oldest is not always this one's minus a constant
+            del self._known[next(iter(self._known))]
         self._listener.batch(payload)
