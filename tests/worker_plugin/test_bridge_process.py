@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import urllib.request
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -41,6 +42,15 @@ def test_engines_come_and_go_with_the_list(told: list[str]) -> None:
     followed.follow([two])
     followed.stop()
     assert told == ["start a-1", "start b-2", "stop a-1, leaves: True", "stop b-2, leaves: False"]
+
+
+def test_a_bridge_that_is_told_to_stop_starts_no_further_engine(told: list[str]) -> None:
+    stopping = threading.Event()
+    followed = Bridge("redis://store:6379", stopping)
+    stopping.set()
+    followed.follow([EngineOptions("http://a:1"), EngineOptions("http://b:2")])
+    followed.stop()
+    assert not told
 
 
 @pytest.fixture

@@ -30,12 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         redis_url, engines = options.redis_url(args), options.engines_of(args)
         if not engines and args.engines is None:
             raise options.OptionError("no engine is given: --engine URL or --engines FILE")  # noqa: TRY301
-        bridge = Bridge(redis_url)
+        stopping = threading.Event()
+        bridge = Bridge(redis_url, stopping)
         server = status.serve(bridge, args.status_port) if args.status_port else None
     except (options.OptionError, OSError) as error:
         print(f"warmfleet bridge: {error}", file=sys.stderr)
         return 2
-    stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     refused = ""

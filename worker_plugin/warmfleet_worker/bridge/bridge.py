@@ -28,11 +28,11 @@ TOKENIZERS = 8  # that are kept loaded, as files
 class Bridge:
     """The engines by their options. ``follow`` may be called again with another list."""
 
-    def __init__(self, redis_url: str) -> None:
+    def __init__(self, redis_url: str, stopping: threading.Event | None = None) -> None:
         self.engines: dict[EngineOptions, BridgedEngine] = {}
         self._redis_url = redis_url
         self._context = zmq.Context[zmq.Socket[bytes]]()
-        self._stopping = threading.Event()
+        self._stopping = stopping or threading.Event()
         self._one_at_a_time = threading.Lock()
         self._tokenizers = lru_cache(TOKENIZERS)(tokenizer_files.load)
 
