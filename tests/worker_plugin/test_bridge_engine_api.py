@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from warmfleet_worker.bridge import options
+from warmfleet_worker.bridge import engine_api, options
 from warmfleet_worker.bridge.engine_api import EngineApi, EngineDown, EventSource, at_rank, reachable
 
 if TYPE_CHECKING:
@@ -57,8 +57,9 @@ SGLANG = {
 
 
 @pytest.fixture
-def serve() -> Iterator[Any]:
-    """A function that serves these answers by path; returns the API that asks for them."""
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that serves these answers by path; returns the API that asks for them, patiently."""
+    monkeypatch.setattr(engine_api, "TIMEOUT_SECONDS", 60.0)  # a test machine may be busy
     servers: list[ThreadingHTTPServer] = []
 
     def start(answers: dict[str, Any]) -> EngineApi:
