@@ -49,7 +49,10 @@ def become_bridge(arguments: Sequence[str]) -> NoReturn:
     except ModuleNotFoundError:
         found = None
     if found is None:
-        raise CommandError("the worker's package is not installed: pip install 'warmfleet-worker[bridge]'")
+        raise CommandError(
+            "the worker's package is not installed: "
+            "pip install './worker_plugin[bridge,hub]' in a checkout of Warmfleet"
+        )
     os.execv(sys.executable, [sys.executable, "-m", BRIDGE, *arguments])  # noqa: S606 - no shell is needed
 
 

@@ -181,7 +181,9 @@ def test_the_plugin_imports_in_an_environment_with_nothing_but_redis(
     bridge = python(interpreter, "-m", "warmfleet_worker.bridge")
     assert bridge.returncode == 2
     assert re.fullmatch(
-        r"warmfleet bridge: \w+ is not installed: pip install 'warmfleet-worker\[bridge\]'\n", bridge.stderr
+        r"warmfleet bridge: \w+ is not installed: "
+        r"pip install '\./worker_plugin\[bridge,hub\]' in a checkout of Warmfleet\n",
+        bridge.stderr,
     )
 
 

@@ -114,3 +114,20 @@ def test_a_rank_whose_thread_dies(engine: BridgedEngine, monkeypatch: pytest.Mon
     rank._thread.join(10)
     assert not rank.follows
     assert engine._restarted.is_set() is not stopping
+
+
+def test_told_to_stop_while_it_reads_an_engine_it_joins_nothing(
+    engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer may take long to load; a worker that joined then would be reported by nobody."""
+    started: list[str] = []
+    monkeypatch.setattr(engine.api, "healthy", lambda: None)
+    monkeypatch.setattr(engine, "_facts", lambda: FACTS)
+    monkeypatch.setattr(engine, "_sources", lambda _facts: {})
+    monkeypatch.setattr(engine, "_read", Reading)
+    monkeypatch.setattr(engine, "_server_config", lambda *_: engine._stopping.set())
+    publisher = SimpleNamespace(start=lambda: started.append("server"))
+    monkeypatch.setattr(bridged_engine, "ServerPublisher", lambda _config: publisher)
+    engine._join()
+    assert not started
+    assert engine._server is None

@@ -169,9 +169,11 @@ class BridgedEngine:
         deadline = time.monotonic() + CATCH_UP_SECONDS
         for rank in ranks:
             rank.caught_up.wait(max(0.0, deadline - time.monotonic()))
-        if not all(rank.follows for rank in ranks):
+        if self._stopping.is_set() or not all(rank.follows for rank in ranks):
             for rank in ranks:
                 rank.stop(leave=False)
+            if self._stopping.is_set():
+                return  # nobody would report it any more
             raise NotUsableError("its events cannot be followed; the log says why")
         for rank in ranks:
             rank.publish()
