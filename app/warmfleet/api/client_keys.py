@@ -8,13 +8,13 @@ import re
 import time
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from warmfleet.errors import BadArgument, Unauthorized
 from warmfleet.fleet import MAX_LIMIT, ClientLimits
+from warmfleet.followed_file import FollowedFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,9 +57,9 @@ class ClientKeys:
     def __init__(self, path: str, metrics: Metrics) -> None:
         """path: the file of keys; empty if clients need none. Raises BadArgument if the file cannot be used."""
         self.required = bool(path)
-        self._path = Path(path)
+        self._path = path
+        self._file = FollowedFile(path, "WARMFLEET_CLIENT_KEYS_FILE", MAX_FILE_BYTES)
         self._metrics = metrics
-        self._seen: tuple[int, ...] = ()
         self._keys: dict[bytes, ClientKey] = {}
         self._limits: dict[str, ClientLimits | None] = {}
         if self.required:
@@ -96,24 +96,19 @@ class ClientKeys:
         return self._limits.get(name)
 
     def _read_if_changed(self) -> None:
-        try:
-            state = self._path.stat()
-            seen = (state.st_mtime_ns, state.st_size, state.st_ino)
-            if seen == self._seen:
-                return
-            if state.st_size > MAX_FILE_BYTES:
-                raise BadArgument(f"{self._path} has more than {MAX_FILE_BYTES} bytes")
-            data = self._path.read_bytes()
-        except OSError as error:
-            raise BadArgument(f"WARMFLEET_CLIENT_KEYS_FILE cannot be read: {error}") from error
-        try:
-            keys = parse(data)
-        except ValueError as error:
-            raise BadArgument(f"WARMFLEET_CLIENT_KEYS_FILE={str(self._path)!r}, {error}") from error
+        keys = self._file.read_if_changed(self._parsed)
+        if keys is None:
+            return
         limits = {key.name: key.limits for key in reversed(keys.values())}
         self._metrics.forget_clients(self._limits.keys() - limits.keys())
         self._keys, self._limits = keys, limits
-        self._seen = seen
+
+    def _parsed(self, data: bytes) -> dict[bytes, ClientKey]:
+        try:
+            keys = parse(data)
+        except ValueError as error:
+            raise BadArgument(f"WARMFLEET_CLIENT_KEYS_FILE={self._path!r}, {error}") from error
+        return keys
 
 
 def parse(data: bytes) -> dict[bytes, ClientKey]:

@@ -27,20 +27,9 @@ logger = logging.getLogger("vllm.warmfleet")
 
 
 def hook_scheduler(redis_url: str) -> None:
-    """Give every Scheduler of this process a ``SchedulerReporter``, and let its steps pass by the reporter.
-
-    If this vLLM differs where blocks are concerned, nothing is hooked but a line in the log of each engine core.
-    """
-    reason = missing(Part.BLOCKS)
-    try:
-        from vllm.v1.core.sched.scheduler import Scheduler
-    except ImportError:
-        refuse(Part.BLOCKS, reason)  # in every process: without a Scheduler none is known to be an engine core
-        return
-    if not first_time(Scheduler):
-        return
-    if reason:
-        wrap(Scheduler, "__init__", functools.partial(_refused, reason))
+    """Give every Scheduler of this process a ``SchedulerReporter``, and let its steps pass by the reporter."""
+    scheduler_class = _class_to_hook()
+    if scheduler_class is None:
         return
     hook_prefix_cache_reset()
     # By id of the scheduler. Normally a process has one scheduler, which lives as long as the process.
@@ -73,10 +62,29 @@ def hook_scheduler(redis_url: str) -> None:
                 reporter.stop()
         return original(scheduler, *args, **kwargs)
 
-    wrap(Scheduler, "__init__", init)
-    wrap(Scheduler, "schedule", schedule)
-    wrap(Scheduler, "update_from_output", update_from_output)
-    wrap(Scheduler, "shutdown", shutdown)
+    wrap(scheduler_class, "__init__", init)
+    wrap(scheduler_class, "schedule", schedule)
+    wrap(scheduler_class, "update_from_output", update_from_output)
+    wrap(scheduler_class, "shutdown", shutdown)
+
+
+def _class_to_hook() -> Any:
+    """vLLM's Scheduler; None if it is hooked already, or must not be.
+
+    If this vLLM differs where blocks are concerned, nothing is hooked but a line in the log of each engine core.
+    """
+    reason = missing(Part.BLOCKS)
+    try:
+        from vllm.v1.core.sched.scheduler import Scheduler
+    except ImportError:
+        refuse(Part.BLOCKS, reason)  # in every process: without a Scheduler none is known to be an engine core
+        return None
+    if not first_time(Scheduler):
+        return None
+    if reason:
+        wrap(Scheduler, "__init__", functools.partial(_refused, reason))
+        return None
+    return Scheduler
 
 
 def _refused(reason: str, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

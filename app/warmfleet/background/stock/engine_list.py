@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
@@ -13,6 +12,7 @@ import orjson
 
 from warmfleet.engines.allowed_addresses import tells_credentials
 from warmfleet.errors import BadArgument
+from warmfleet.followed_file import FollowedFile
 from warmfleet.settings import EngineSource, engine_source, without_userinfo
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class EngineList:
 
     @property
     def problems(self) -> Iterable[str]:
-        """What could not be read at the last look, for each file and name that could not."""
+        """Why files and names of the list could not be read at the last look, a sentence each."""
         return self._problems.values()
 
     @property
@@ -111,24 +111,15 @@ class _WatchedFile:
     """A file of engines; ``sources`` are those of its last good reading."""
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path)
-        self._seen: tuple[int, ...] = ()
+        self._path = path
+        self._file = FollowedFile(path, f"WARMFLEET_STATIC_WORKERS: {path}", MAX_FILE_BYTES)
         self.sources: list[EngineSource] = []
 
     def read_if_changed(self) -> None:
         """Raises BadArgument if the file cannot be used."""
-        try:
-            state = self._path.stat()
-            seen = (state.st_mtime_ns, state.st_size, state.st_ino)
-            if seen == self._seen:
-                return
-            if state.st_size > MAX_FILE_BYTES:
-                raise BadArgument(f"{self._path} has more than {MAX_FILE_BYTES} bytes")
-            data = self._path.read_bytes()
-        except OSError as error:
-            raise BadArgument(f"WARMFLEET_STATIC_WORKERS: {self._path} cannot be read: {error}") from error
-        self.sources = parse(data, str(self._path))
-        self._seen = seen
+        found = self._file.read_if_changed(lambda data: parse(data, self._path))
+        if found is not None:
+            self.sources = found
 
 
 def parse(data: bytes, name: str) -> list[EngineSource]:
