@@ -189,7 +189,7 @@ def _few(plan: Plan) -> Plan:
 async def phase(router: Router, plan: Plan, seed: str, number: int) -> list[float]:
     """Plain requests at random times; returns the ms that each took. Raises AnswerError if one fails."""
     made = SATURATING.requests(f"{seed} {number}", int(plan.rate * plan.phase_s))
-    return [wait_s * 1e3 for wait_s in await at_rate(router.port, made, plan.rate, number)]
+    return [(answered - sent) * 1e3 for sent, answered in await at_rate(router.port, made, plan.rate, number)]
 
 
 @dataclass

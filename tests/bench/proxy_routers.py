@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import psutil
 from tests.bench.proxy_requests import MODEL
@@ -68,6 +68,27 @@ def on_core(core: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+class OtherWork:
+    """A ``with`` block. Afterwards ``core_share`` is the CPU time per second that other processes than ``pids`` used:
+    0.05 is a twentieth of one core. Time that the host took away counts as used, too.
+    """
+
+    def __init__(self, pids: tuple[int, ...]) -> None:
+        self._pids = pids
+        self.core_share = 0.0
+
+    def __enter__(self) -> Self:
+        self._before, self._started = self._others_s(), time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.core_share = max(0.0, self._others_s() - self._before) / (time.perf_counter() - self._started)
+
+    def _others_s(self) -> float:
+        spent = psutil.cpu_times()
+        return spent.user + spent.nice + spent.system + spent.irq + spent.softirq + spent.steal - cpu_s(self._pids)
 
 
 @dataclass

@@ -86,7 +86,7 @@ async def test_the_client_knows_the_end_of_each_kind_of_answer(chunks: int, gap_
     async with served(lambda: Stub(0)) as port:
         burst = burst_of(requests)
         await in_turn(burst, await connected(port, burst, 2))
-        assert len(burst.heads) == len(burst.waits_s) == len(requests)
+        assert len(burst.heads) == len(burst.spans) == len(requests)
         assert len(await at_rate(port, requests, 1_000.0, 1)) == len(requests)
 
 
