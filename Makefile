@@ -53,7 +53,7 @@ bench: $(DEV_STAMP) ## make -s bench NAME=decide (or apply, sync, identity ...):
 	@test -f "tests/bench/bench_$(NAME).py" || { echo "usage: make -s bench NAME=<name>, one of:" $(BENCHES) >&2; exit 2; }
 	@PYTHONPATH=app:worker_plugin:loadtest $(PY) -m tests.bench.bench_$(NAME) $(ARGS)
 
-loadtest: deps $(DEV_STAMP) ## drive the local stack through haproxy with Locust, leave an HTML report
+loadtest: deps $(DEV_STAMP) ## drive a local fleet behind haproxy with Locust, leave a report (ARGS=--help lists all)
 	@$(PY) -m warmfleet_loadtest.locust_run $(ARGS)
 
 vllm: ## build an environment with real vLLM on the CPU, and tiny models

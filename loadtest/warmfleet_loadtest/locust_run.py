@@ -1,20 +1,30 @@
-"""`make loadtest`: a local fleet behind haproxy, driven by Locust while one replica is killed and one is added.
+"""`make loadtest`: a local fleet under open-loop load by Locust, while replicas and engines come and go.
 
-It starts a store, four simulated engines, three router replicas and haproxy, and runs loadtest/locustfile.py. At 35 %
-of the time it kills one replica (SIGKILL), at 50 % it starts a new one. At the end it writes an HTML report and stops
-everything.
+    make loadtest                                                      # 2 minutes: 3 replicas, 8 simulated engines
+    make loadtest ARGS="--compare"                                     # and the same with session affinity, no router
+    make loadtest ARGS="--compare --duration 300 --rate 8"             # the run whose figures loadtest/README.md has
+    make loadtest ARGS="--arrivals burst --rate 6"                     # constant, poisson, burst, ramp, diurnal
+    make loadtest ARGS="--mix chat=1 --events none"                    # conversations only, and nothing comes or goes
+    make loadtest ARGS="--trace agents --duration 120"                 # a trace instead of generated sessions
+    make loadtest ARGS="--web"                                         # Locust's web page instead of a timed run
+    make loadtest ARGS="--rate 100 --processes 2 --step-time fast"     # Locust in two processes
 
-The run passes if no request has failed. A SIGKILL cuts the streams that ran through the killed replica. A TCP balancer
-cannot mend that, so clients send such a request again, as the OpenAI clients do after a broken connection. Broken
-connections are counted and printed, and are allowed only within KILL_WINDOW_S after the kill: at any other time they
-fail the run. Answers that were routed without a decision (the store was too slow) are printed as a warning.
+It starts a store, simulated engines, replicas of the router and haproxy, all on this machine, drives them with
+loadtest/locustfile.py (which also runs against any other address), and stops everything at the end. By default a
+replica is killed and another one is started, and an engine joins and another one is stopped. The folder --out gets
+report.html (figures, and plots in which these events are marked), the plots, Locust's own reports and figures.json.
+
+A SIGKILL cuts the streams that ran through the killed replica. A TCP balancer cannot mend that, so clients send such a
+request again, as the OpenAI clients do. The run passes if no request failed, if connections broke only within
+KILL_WINDOW_S after something was taken away, if the added replica was used, and if few answers were routed without a
+shared decision. Exit codes: 0 passed, 1 failed, 2 the run could not be made.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,144 +32,271 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from warmfleet_loadtest.stacks.locust_stack import LocustStack
-from warmfleet_loadtest.stacks.processes import StackError, end_on_signals
+import orjson
+
+from warmfleet_loadtest.stacks.locust_stack import AFFINITY, WARMFLEET, LocustStack, Size
+from warmfleet_loadtest.stacks.processes import StackError, answers, end_on_signals, free_ports
+from warmfleet_loadtest.users.arrivals import SHAPES
+from warmfleet_loadtest.users.fleet_run import FleetRun, Mark, describe, verdict, warnings
+from warmfleet_loadtest.users.html_report import save_report
+from warmfleet_loadtest.users.plan import DEFAULT_MIX, DEFAULT_RATE, plan_of
+from warmfleet_loadtest.users.report_figures import ALL, figures
+from warmfleet_loadtest.users.tally import Tally
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
-KILL_AT, ADD_AT = 0.35, 0.5  # share of the duration
-# A fallback is a correct answer that was routed without the shared decision. A run in which a larger share of the
-# answers than this are fallbacks has failed: it says little about the shared decision. Runs on a crowded 2-core machine
-# had 0 to 6 % fallbacks: there the store waited for a CPU longer than the routers wait for the store.
-FALLBACK_SHARE = 0.2
-KILL_WINDOW_S = 3.0  # two health checks (1 s each), and time to send the cut requests again
-FINISH_S = 30  # seconds that users get to finish their last request
-TRAFFIC = "replica-4"
+EVENTS = "20:add engine,35:kill replica,50:add replica,70:stop engine"
+ACTIONS = ("add", "kill", "stop")
+KINDS = ("replica", "engine")
+FINISH_S = 200.0  # that Locust gets for its last requests and its report: more than three tries take
+LATE_S = 60.0  # on a busy machine what was added may get its first request only after the duration
 POLL_S = 0.2
-TRAFFIC_S = 60  # on a busy machine the added replica may get its first request only after the duration
+LOOK_S, TERMINAL_LOOK_S = 10.0, 1.0  # between lines of progress
 
 
-@dataclass(frozen=True)
-class Run:
-    """The driver's part of a run: Unix times of kill and start, connections per replica, Locust's exit status."""
+@dataclass(frozen=True, slots=True)
+class Event:
+    """share: of the duration, when it happens. kind: of KINDS."""
 
-    killed_at: float
-    added_at: float
-    sessions: dict[str, int]
-    locust_status: int
+    share: float
+    action: str
+    kind: str
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 no failures, 1 failures, 2 the run could not be made."""
-    options = _parser().parse_args(argv)
+    """Exit codes: 0 passed, 1 failed, 2 the run could not be made."""
+    parser = _parser()
+    options = parser.parse_args(argv)
     try:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="wf-load-") as folder, LocustStack(Path(folder)) as stack:
-            print("starting a store, 4 simulated engines, 3 router replicas and haproxy ...", flush=True)
-            stack.start()
-            print(f"serving at {stack.url}; {options.users} users for {options.duration} s", flush=True)
-            summary, run = drive(stack, options, Path(folder))
+        events = events_of(options.events)
+        plan_of(_locust_options(options))
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        if options.web:
+            return _web(options)
+        runs = [_run(fleet, options, events) for fleet in ((WARMFLEET, AFFINITY) if options.compare else (WARMFLEET,))]
+        page = save_report(options.out, runs)
     except (StackError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    problems = verdict(summary, run)
-    print(describe(summary, run))
-    print(f"report    {options.report}")
-    for problem in problems:
-        print(f"FAILED    {problem}")
-    print("passed" if not problems else "failed")
-    return 1 if problems else 0
+    for run in runs:
+        print(describe(run))
+        for problem in verdict(run):
+            print(f"FAILED    {problem}")
+        for warning in warnings(run):
+            print(f"WARNING   {warning}")
+        print()
+    print(f"report    {page}")
+    failed = any(verdict(run) for run in runs)
+    print("failed" if failed else "passed")
+    return 1 if failed else 0
 
 
-def drive(stack: LocustStack, options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Run]:
-    """Run Locust against the stack; meanwhile kill one replica and start one. Raises StackError if Locust breaks."""
-    target = folder / "summary.json"
+def _run(fleet: str, options: argparse.Namespace, events: Sequence[Event]) -> FleetRun:
+    """One fleet's run, from the start of its processes to their end. Raises StackError."""
+    chosen = [event for event in events if fleet == WARMFLEET or event.kind == "engine"]
+    with (
+        tempfile.TemporaryDirectory(prefix="wf-load-") as folder,
+        LocustStack(Path(folder), fleet, _size(options, chosen)) as stack,
+    ):
+        _start(stack)
+        print(f"{fleet}: {options.duration:g} s of load at {stack.url}", flush=True)
+        return drive(stack, options, chosen)
+
+
+def _start(stack: LocustStack) -> None:
+    before = "" if stack.fleet == AFFINITY else f"a store, {stack.size.replicas} router replicas, "
+    print(f"{stack.fleet}: starting {before}{stack.size.engines} simulated engines and haproxy ...", flush=True)
+    stack.start()
+
+
+def drive(stack: LocustStack, options: argparse.Namespace, events: Sequence[Event]) -> FleetRun:
+    """Run Locust against the stack, and let things come and go meanwhile. Raises StackError if Locust breaks."""
+    target = stack.folder / "summary.json"
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", stack.url, "--headless"]
-    command += ["--users", str(options.users), "--spawn-rate", str(max(1, options.users / 5))]
-    command += ["--stop-timeout", str(FINISH_S)]
-    command += ["--html", str(options.report), "--only-summary", "--loglevel", "WARNING"]
-    locust = stack.spawn("client", "locust", command, {"WARMFLEET_LOADTEST_SUMMARY": str(target)})
-    stack.wait("locust", lambda: any(stack.sessions().values()))  # it takes seconds to import its modules
-    began = time.monotonic()
-    stack.sleep_until(began + KILL_AT * options.duration)
-    killed_at = time.time()
-    stack.kill("replica-1")
-    print("killed    replica-1 (SIGKILL)", flush=True)
-    stack.sleep_until(began + ADD_AT * options.duration)
-    added_at = time.time()
-    stack.start_replica(4)
-    print("added     replica-4", flush=True)
-    stack.sleep_until(began + options.duration)
-    latest = time.monotonic() + TRAFFIC_S
-    while not stack.sessions().get(TRAFFIC) and time.monotonic() < latest:
-        stack.sleep_until(time.monotonic() + POLL_S)
+    command += [*_locust_arguments(options), "--summary", str(target), "--only-summary", "--loglevel", "WARNING"]
+    command += ["--html", str(options.out / f"locust-{stack.fleet}.html")]
+    used = stack.cpu_s()
+    locust = stack.spawn("client", "locust", command)
+    stack.wait("locust", lambda: _sent(target))  # it takes seconds to import its modules
+    began = float(_read(target)["plan"]["began"])
+    zero = time.monotonic() + began - time.time()
+    live, marks = Live(stack.fleet, target, options.duration), []
+    for event in sorted(events, key=lambda one: one.share):
+        stack.sleep_until(zero + event.share * options.duration, live.look)
+        at_s = time.time() - began
+        marks.append(Mark(at_s, event.action, _happen(stack, event)))
+        live.say(f"{marks[-1].text} at {marks[-1].at_s:.0f} s")
+    stack.sleep_until(zero + options.duration, live.look)
+    added = [mark.name for mark in marks if mark.action == "add"]
+    latest = time.monotonic() + LATE_S
+    while not all(stack.sessions().get(name, 1) for name in added) and time.monotonic() < latest:
+        stack.sleep_until(time.monotonic() + POLL_S, live.look)
+    spent = {kind: seconds - used.get(kind, 0.0) for kind, seconds in stack.cpu_s().items()}
+    sessions, lasted = stack.sessions(), time.time() - began
     locust.send_signal(signal.SIGUSR1)
+    live.say("arrivals are over; waiting for the last answers")
     try:
-        status = locust.wait(timeout=FINISH_S + 60)  # time to write its report
+        status = locust.wait(timeout=FINISH_S)
     except subprocess.TimeoutExpired as error:
         raise StackError(f"Locust did not end:\n{stack.tail('locust')}") from error
-    if not target.exists():
-        raise StackError(f"Locust ended with {status} and no summary:\n{stack.tail('locust')}")
-    return json.loads(target.read_text()), Run(killed_at, added_at, stack.sessions(), status)
+    return FleetRun(stack.fleet, lasted, _read(target), tuple(marks), sessions, spent, status)
 
 
-def verdict(summary: dict[str, Any], run: Run) -> list[str]:
-    """The reasons why this run has failed; empty if it has passed."""
-    problems = [f"request failed: {error}" for error in summary["errors"]]
-    failures = sum(row["failures"] for row in summary["rows"].values())
-    if failures:
-        problems.append(f"{failures} failures")
-    if not any(row["requests"] for name, row in summary["rows"].items() if name.startswith("chat ")):
-        problems.append("no requests were made")
-    stray = [when for when, _ in summary["broken"] if not run.killed_at <= when <= run.killed_at + KILL_WINDOW_S]
-    if stray:
-        seconds = ", ".join(f"{when - run.killed_at:+.1f} s" for when in stray[:10])
-        problems.append(f"{len(stray)} connections broke at other times than the kill ({seconds} from it)")
-    fallbacks, answers = len(summary["fallbacks"]), sum(summary["reservations"].values())
-    if fallbacks > FALLBACK_SHARE * answers:
-        problems.append(f"{fallbacks} of {answers} requests were routed without a decision (fallback)")
-    if not run.sessions.get(TRAFFIC):
-        problems.append(f"the added {TRAFFIC} got no traffic")
-    if run.locust_status != 0 and not problems:
-        problems.append(f"Locust ended with {run.locust_status}")
-    return problems
+def _happen(stack: LocustStack, event: Event) -> str:
+    """Let an event happen. Returns the name of the process. Raises StackError if there is nothing left for it."""
+    places = stack.replicas if event.kind == "replica" else stack.engines
+    name = stack.spare(places) if event.action == "add" else stack.first(places)
+    if event.action == "kill":
+        stack.kill(name)
+    elif event.action == "stop":
+        stack.terminate(name)
+    elif event.kind == "replica":
+        stack.start_replica(name)
+    else:
+        stack.start_engine(name)
+    return name
 
 
-def describe(summary: dict[str, Any], run: Run) -> str:
-    """A summary of the run in a few lines."""
-    lines = [f"{'':10}{'requests':>9}{'failures':>9}{'mean ms':>9}{'p50':>8}{'p95':>8}"]
-    for name, row in sorted(summary["rows"].items()):
-        figures = f"{row['mean_ms']:>9.0f}{row['p50_ms'] or 0:>8.0f}{row['p95_ms'] or 0:>8.0f}"
-        lines.append(f"{name:10}{row['requests']:>9}{row['failures']:>9}{figures}")
-    prompt, matched = summary["prompt_tokens"], summary["matched_tokens"]
-    fallbacks = ", ".join(f"{when - run.killed_at:+.0f}" for when in summary["fallbacks"][:20])
-    kinds = [kind for _, kind in summary["broken"]]
-    lines += [
-        f"cache     {matched:,} of {prompt:,} prompt tokens matched ({matched / max(1, prompt):.0%})",
-        f"workers   {_counts(summary['workers'])}",
-        f"replicas  {_counts(run.sessions)} (connections, health checks not counted)",
-        f"decisions {_counts(summary['reservations'])}",
-        f"broken    {kinds.count('retried')} before an answer, {kinds.count('cut')} in mid-stream; all sent again",
-    ]
-    if fallbacks:
-        lines.append(
-            f"WARNING   {len(summary['fallbacks'])} without a decision (fallback), s from the kill: {fallbacks}"
+def _sent(target: Path) -> bool:
+    """True if Locust's summary counts a request."""
+    return target.exists() and bool(Tally.from_json(_read(target)["tally"]).kinds())
+
+
+def _read(target: Path) -> dict[str, Any]:
+    """The summary that Locust wrote. Raises StackError."""
+    try:
+        return dict(orjson.loads(target.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise StackError(f"Locust wrote no summary: {error}") from error
+
+
+class Live:
+    """How a run goes, on standard error: one line that is redrawn on a terminal, else a line every LOOK_S seconds."""
+
+    def __init__(self, fleet: str, target: Path, duration: float) -> None:
+        self._fleet, self._target, self._duration = fleet, target, duration
+        self._terminal = sys.stderr.isatty()
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Show how the run goes, if it is time for that."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + (TERMINAL_LOOK_S if self._terminal else LOOK_S)
+        print(
+            f"\r{self.text()}" if self._terminal else self.text(),
+            end="" if self._terminal else "\n",
+            file=sys.stderr,
+            flush=True,
         )
-    return "\n".join(lines)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        print(f"{chr(10) if self._terminal else ''}{self._fleet}: {text}", file=sys.stderr, flush=True)
+
+    def text(self) -> str:
+        summary = _read(self._target)
+        total = figures(Tally.from_json(summary["tally"]), 0.0)[ALL]
+        since = max(1e-9, time.time() - float(summary["plan"]["began"]))
+        return (
+            f"{self._fleet}: {min(since, self._duration):3.0f}/{self._duration:.0f} s, {total['sent']} requests "
+            f"({total['sent'] / since:.1f}/s), failed {total['failed']}, hit ratio {total['hit_ratio']:.0%}, "
+            f"TTFT p50 {total['ttft_p50']:g} ms, p90 {total['ttft_p90']:g} ms "
+        )
 
 
-def _counts(found: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in sorted(found.items()))
+def _web(options: argparse.Namespace) -> int:
+    """Locust's web page against a fleet, until Ctrl-C."""
+    with (
+        tempfile.TemporaryDirectory(prefix="wf-load-") as folder,
+        LocustStack(Path(folder), WARMFLEET, _size(options, ())) as stack,
+    ):
+        _start(stack)
+        (port,) = free_ports(1)
+        command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", stack.url]
+        command += [*_locust_arguments(options), "--web-host", "127.0.0.1", "--web-port", str(port)]
+        stack.spawn("client", "locust", command)
+        stack.wait("locust", lambda: answers(f"http://127.0.0.1:{port}/"))
+        print(f"open http://127.0.0.1:{port} and start a run there; Ctrl-C ends everything", flush=True)
+        while True:
+            stack.sleep_until(time.monotonic() + 60)
+
+
+def events_of(text: str) -> list[Event]:
+    """The events of ``20:add engine,35:kill replica``; none for ``none``. Raises ValueError."""
+    events = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if part == "none":
+            continue
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*:\s*(\w+)\s+(\w+)", part)
+        if not found or found[2] not in ACTIONS or found[3] not in KINDS or not 0 < float(found[1]) < 100:
+            raise ValueError(f"--events {part!r}: write PERCENT:ACTION KIND, such as 35:kill replica, or none")
+        events.append(Event(float(found[1]) / 100, found[2], found[3]))
+    return events
+
+
+def _size(options: argparse.Namespace, events: Sequence[Event]) -> Size:
+    added = [event.kind for event in events if event.action == "add"]
+    return Size(
+        options.replicas,
+        options.engines,
+        options.blocks,
+        options.step_time,
+        spare_replicas=added.count("replica"),
+        spare_engines=added.count("engine"),
+    )
+
+
+def _locust_options(options: argparse.Namespace) -> argparse.Namespace:
+    """Our own options as those of the locustfile. Only a ramp and a day need to know their end from the begin."""
+    seconds = options.duration if options.arrivals in ("ramp", "diurnal") else options.duration + LATE_S
+    return argparse.Namespace(**vars(options), seconds=seconds)
+
+
+def _locust_arguments(options: argparse.Namespace) -> list[str]:
+    given = vars(_locust_options(options))
+    names = ("rate", "arrivals", "seconds", "mix", "seed", "trace", "speed", "rows")
+    arguments = [word for name in names for word in (f"--{name}", str(given[name]))]
+    return arguments + (["--processes", str(options.processes)] if options.processes > 1 else [])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m warmfleet_loadtest.locust_run", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
     seconds = os.environ.get("DURATION") or "120"
-    parser.add_argument("--duration", type=int, default=seconds, help="seconds (default: DURATION, else 120)")
-    parser.add_argument("--users", type=int, default=24, help="simulated users (default %(default)s)")
-    parser.add_argument("--report", type=Path, default=Path("out/loadtest.html"), help="default %(default)s")
+    add("--duration", type=float, default=seconds, help="seconds of each run (default: DURATION, else 120)")
+    add("--compare", action="store_true", help="then the same load on the same engines with session affinity only")
+    add("--web", action="store_true", help="start Locust's web page, where runs are started by hand")
+    add("--out", type=Path, default=Path("out/loadtest"), help="folder of the report (default %(default)s)")
+    load = parser.add_argument_group("load (loadtest/locustfile.py explains it)")
+    load.add_argument("--rate", type=float, default=DEFAULT_RATE, help="requests per second (default %(default)s)")
+    load.add_argument("--arrivals", choices=list(SHAPES), default="poisson", help="default %(default)s")
+    load.add_argument("--mix", default=DEFAULT_MIX, help="parts of the requests (default %(default)s)")
+    load.add_argument("--seed", default="1", help="equal seeds give equal loads (default %(default)s)")
+    load.add_argument("--trace", default="", help="play a trace instead: conversation, agents or a file")
+    load.add_argument("--speed", type=float, default=6.0, help="trace seconds per second (default %(default)s)")
+    load.add_argument("--rows", type=int, default=0, help="play only the trace's first rows; 0 = all")
+    load.add_argument("--processes", type=int, default=1, help="processes that send (default %(default)s)")
+    fleet = parser.add_argument_group("fleet")
+    fleet.add_argument("--replicas", type=int, default=3, help="of the router (default %(default)s)")
+    fleet.add_argument("--engines", type=int, default=8, help="simulated ones (default %(default)s)")
+    fleet.add_argument("--blocks", type=int, default=2_048, help="of 16 tokens, per engine (default %(default)s)")
+    fleet.add_argument(
+        "--step-time", default="demo", help="speed of an engine (see engine --help; default %(default)s)"
+    )
+    fleet.add_argument(
+        "--events",
+        default=EVENTS,
+        help="what comes and goes at which percent of the run; kill is SIGKILL, stop is SIGTERM (default %(default)s)",
+    )
     return parser
 
 

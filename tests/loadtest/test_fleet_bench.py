@@ -216,7 +216,7 @@ def test_haproxy_takes_the_configuration(tmp_path: Path) -> None:
         argv = [haproxy_binary(), "-c", "-f", str(tmp_path / "haproxy.cfg")]
         done = subprocess.run(argv, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    assert HAPROXY_CONFIG.read_text().count("    server ") == 4
+    assert "    server " not in HAPROXY_CONFIG.read_text()
 
 
 @pytest.mark.usefixtures("generated")

@@ -1,78 +1,57 @@
-"""The load test's verdict on made-up runs, and one short real run with its kill and its added replica."""
+"""`make loadtest`: its events, and one short real run in which replicas and engines come and go."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.tools import require
 
 from warmfleet_loadtest import locust_run
-from warmfleet_loadtest.locust_run import Run, describe, verdict
+from warmfleet_loadtest.locust_run import EVENTS, Event, events_of
+from warmfleet_loadtest.stacks.locust_stack import AFFINITY, WARMFLEET, LocustStack, Size
 
 ROOT = Path(__file__).parents[2]
-ROW = {"requests": 10, "failures": 0, "mean_ms": 5.0, "p50_ms": 5, "p95_ms": 9}
-SUMMARY: dict[str, Any] = {
-    "rows": {"chat chat": ROW, "TTFT chat": ROW},
-    "errors": [],
-    "fallbacks": [],
-    "broken": [[100.5, "retried"], [101.0, "cut"]],
-    "reservations": {"booked": 10},
-    "workers": {"w1": 10},
-    "matched_tokens": 50,
-    "prompt_tokens": 100,
-}
-RUN = Run(killed_at=100.0, added_at=110.0, sessions={"replica-1": 4, "replica-4": 2}, locust_status=0)
 
 
-def test_a_run_whose_breaks_all_follow_the_kill_passes() -> None:
-    assert verdict(SUMMARY, RUN) == []
+def run(folder: Path, *options: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+    require("haproxy")
+    paths = os.pathsep.join(str(ROOT / source) for source in ("app", "worker_plugin", "loadtest"))
+    # Beside other work a decision may take longer than the 50 ms of the default; the test is not about fallbacks.
+    environment = {**os.environ, "PYTHONPATH": paths, "WARMFLEET_DECIDE_TIMEOUT_S": "2"}
+    command = [sys.executable, "-m", "warmfleet_loadtest.locust_run", "--out", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"errors": ["1 x chat: Refused"], "rows": {"chat chat": ROW | {"failures": 1}}}, "1 failures"),
-        ({"rows": {"TTFT chat": ROW}}, "no requests"),
-        ({"broken": [[99.9, "retried"]]}, "other times than the kill"),
-        ({"broken": [[103.1, "cut"]]}, "other times than the kill"),
-        ({"reservations": {"booked": 7, "fallback": 3}, "fallbacks": [99.0, 104.0, 105.0]}, "3 of 10 requests"),
-    ],
-)
-def test_what_fails_a_run(change: dict[str, Any], message: str) -> None:
-    assert any(message in problem for problem in verdict(deepcopy(SUMMARY) | change, RUN))
-
-
-def test_an_added_replica_without_traffic_fails_a_run() -> None:
-    assert verdict(SUMMARY, replace(RUN, sessions={"replica-1": 4, "replica-4": 0})) == [
-        "the added replica-4 got no traffic"
+def test_events_are_read() -> None:
+    assert events_of("20:add engine, 35.5:kill replica") == [
+        Event(0.2, "add", "engine"),
+        Event(0.355, "kill", "replica"),
     ]
+    assert {(event.action, event.kind) for event in events_of(EVENTS)} == {
+        ("add", "engine"), ("kill", "replica"), ("add", "replica"), ("stop", "engine"),
+    }  # fmt: skip
+    assert events_of("none") == []
 
 
-def test_locusts_own_complaint_fails_a_run() -> None:
-    assert verdict(SUMMARY, replace(RUN, locust_status=1)) == ["Locust ended with 1"]
+@pytest.mark.parametrize("wrong", ["kill replica", "20:kill", "20:kill store", "100:kill replica", "x:add engine"])
+def test_wrong_events_are_told_with_an_example(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        locust_run.main(["--events", wrong])
+
+    assert "such as 35:kill replica" in capsys.readouterr().err
 
 
-def test_the_description_hides_no_break() -> None:
-    text = describe(SUMMARY, RUN)
+def test_a_wrong_load_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        locust_run.main(["--rate", "-1"])
 
-    assert "1 before an answer, 1 in mid-stream" in text
-    assert "50 of 100 prompt tokens matched (50%)" in text
-    assert "replica-1 4, replica-4 2" in text
-
-
-def test_few_fallbacks_are_told_but_fail_nothing() -> None:
-    summary = SUMMARY | {"reservations": {"booked": 9, "fallback": 1}, "fallbacks": [104.0]}
-
-    assert verdict(summary, RUN) == []
-    assert "WARNING   1 without a decision (fallback), s from the kill: +4" in describe(summary, RUN)
+    assert "above 0" in capsys.readouterr().err
 
 
 def test_without_haproxy_it_says_what_to_install(
@@ -80,24 +59,51 @@ def test_without_haproxy_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_args, **_named: None)
 
-    assert locust_run.main(["--report", str(tmp_path / "r.html")]) == 2
+    assert locust_run.main(["--out", str(tmp_path)]) == 2
     assert "make deps" in capsys.readouterr().err
 
 
-def test_a_short_real_run_survives_a_kill_and_uses_the_added_replica(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fleet", "behind"), [(WARMFLEET, "replica"), (AFFINITY, "engine")])
+def test_the_balancer_knows_those_that_may_join(tmp_path: Path, fleet: str, behind: str) -> None:
     require("haproxy")
-    command = [sys.executable, "-m", "warmfleet_loadtest.locust_run", "--duration", "6", "--users", "4"]
-    paths = os.pathsep.join(str(ROOT / folder) for folder in ("app", "worker_plugin", "loadtest"))
-    report = tmp_path / "report.html"
-    # Beside other work a decision may take longer than the 50 ms of the default; the test is not about fallbacks.
-    environment = {**os.environ, "PYTHONPATH": paths, "WARMFLEET_DECIDE_TIMEOUT_S": "2"}
+    stack = LocustStack(tmp_path, fleet, Size(replicas=2, engines=2, spare_replicas=1, spare_engines=1))
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(stack.balancer_config())
+    check = [shutil.which("haproxy") or "/usr/sbin/haproxy", "-c", "-f", str(config)]
+    environment = {**os.environ, "LOADTEST_PORT": "1024", "LOADTEST_STATS": str(tmp_path / "stats")}
 
-    result = subprocess.run(
-        [*command, "--report", str(report)],
-        capture_output=True, text=True, timeout=280, env=environment,
-    )  # fmt: skip
+    done = subprocess.run(check, capture_output=True, text=True, env=environment)
+
+    assert done.returncode == 0, done.stderr
+    assert [f"server {behind}-{place} " in config.read_text() for place in (1, 2, 3, 4)] == [True, True, True, False]
+
+
+def test_a_short_real_run_survives_what_comes_and_goes(tmp_path: Path) -> None:
+    result = run(tmp_path, "--duration", "6", "--rate", "4", "--replicas", "2", "--engines", "2", "--mix", "chat=1")
 
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "killed    replica-1 (SIGKILL)" in result.stdout
     assert result.stdout.endswith("passed\n")
-    assert report.stat().st_size > 10_000
+    found = json.loads((tmp_path / "figures.json").read_text())["warmfleet"]
+    assert [mark.split(" at ")[0] for mark in found["marks"]] == [
+        "engine-3 added", "replica-1 killed", "replica-3 added", "engine-1 stopped",
+    ]  # fmt: skip
+    assert found["figures"]["all"]["failed"] == 0
+    assert "replica-1 killed" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "locust-warmfleet.html").stat().st_size > 10_000
+    assert "warmfleet: replica-1 killed at" in result.stderr
+
+
+@pytest.mark.long(
+    minutes=2,
+    shows="beside session affinity, under Locust: more prompt tokens come from caches, and first tokens sooner",
+)
+def test_the_router_beats_session_affinity(tmp_path: Path) -> None:
+    result = run(tmp_path, "--compare", "--duration", "40", "--rate", "6", timeout=400)
+
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads((tmp_path / "figures.json").read_text())
+    ours, theirs = found["warmfleet"]["figures"]["all"], found["session-affinity"]["figures"]["all"]
+    assert ours["failed"] == theirs["failed"] == 0
+    assert ours["hit_ratio"] > theirs["hit_ratio"]
+    assert ours["ttft_mean"] < theirs["ttft_mean"]

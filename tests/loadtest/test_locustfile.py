@@ -1,171 +1,159 @@
-"""The Locust users against a small OpenAI server that can misbehave, in a Locust process as `make loadtest` runs it."""
+"""The Locust users against a small OpenAI server that can misbehave, in processes as `make loadtest` has them."""
 
 from __future__ import annotations
 
 import json
-import os
+import lzma
 import signal
-import socket
-import struct
 import subprocess
 import sys
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
+from tests.loadtest.openai_server import engine
 from tests.topology import until
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from warmfleet_loadtest.stacks.processes import free_ports, get_json
+from warmfleet_loadtest.users.report_figures import ALL, by_name, figures
+from warmfleet_loadtest.users.tally import Tally
 
-DOCUMENTS = 8  # those of the locustfile, so that one of nine questions is about a document asked about before
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.loadtest.openai_server import Engine
+
 LOCUSTFILE = Path(__file__).parents[2] / "loadtest/locustfile.py"
 
 
-class Engine(BaseHTTPRequestHandler):
-    """Streams three words. faults: the faults of the first requests, one each."""
-
-    faults: list[str]
-    bodies: list[dict[str, Any]]
-
-    def do_GET(self) -> None:
-        self._head(200, "application/json")
-        self.wfile.write(json.dumps({"data": [{"id": "m"}]}).encode())
-
-    def do_POST(self) -> None:
-        self.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        fault = self.faults.pop(0) if self.faults else ""
-        if fault == "reset":
-            self._reset()
-        elif fault == "500":
-            self._head(500, "application/json")
-            self.wfile.write(b'{"error": {"message": "broken engine"}}')
-        else:
-            self._stream(fault)
-
-    def _stream(self, fault: str) -> None:
-        self._head(200, "text/event-stream")
-        for word in ("one", "two", "three"):
-            self._event({"choices": [{"delta": {"content": f"{word} "}}]})
-            if fault == "cut":
-                return None  # the stream ends without an error, but also without [DONE]
-            if fault == "reset in the stream":
-                return self._reset()
-        if fault == "error in the stream":
-            self._event({"error": {"message": "engine died"}})
-        self.wfile.write(b"data: [DONE]\n\n")
-        return None
-
-    def _event(self, data: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
-        self.wfile.flush()
-
-    def _head(self, status: int, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("x-warmfleet-worker", "w1")
-        self.send_header("x-warmfleet-reservation", "booked")
-        self.send_header("x-warmfleet-matched-tokens", "32")
-        self.send_header("x-warmfleet-prompt-tokens", "40")
-        self.end_headers()
-
-    def _reset(self) -> None:
-        """Send RST instead of FIN, as the kernel does for a killed process."""
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close_connection = True
-        self.rfile.close()
-        self.wfile.close()
-        self.connection.close()
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-        """Quiet."""
+def locust(url: str, folder: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", url, "--loglevel", "WARNING"]
+    command += ["--summary", str(folder / "summary.json"), *more]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-@contextmanager
-def engine(*faults: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    bodies: list[dict[str, Any]] = []
-    handler = type("Handler", (Engine,), {"faults": list(faults), "bodies": bodies})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # resets are made on purpose
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+def drive(url: str, folder: Path, enough: Callable[[], bool], *more: str) -> tuple[dict[str, Any], int]:
+    """Run Locust until ``enough()``, then let it finish its requests: (summary, exit status)."""
+    process = locust(url, folder, "--headless", "--html", str(folder / "report.html"), "--seconds", "0", *more)
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", bodies
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def drive(url: str, folder: Path, user: str, bodies: list[dict[str, Any]], count: int) -> tuple[dict[str, Any], int]:
-    """Run one user until it has begun ``count`` + 1 requests, so that ``count`` have ended: (summary, exit status)."""
-    target = folder / "summary.json"
-    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), user, "--host", url, "--headless"]
-    command += ["--users", "1", "--stop-timeout", "60", "--html", str(folder / "report.html")]
-    environment = {**os.environ, "WARMFLEET_LOADTEST_SUMMARY": str(target), "WARMFLEET_LOADTEST_PACE_S": "0.05"}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        until(lambda: len(bodies) > count or process.poll() is not None, f"{count} requests", seconds=60)
+        until(lambda: enough() or process.poll() is not None, "enough requests", seconds=60)
         process.send_signal(signal.SIGUSR1)
         _, said = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert target.exists(), said
-    return json.loads(target.read_text()), process.returncode
+    assert (folder / "summary.json").exists(), said
+    return json.loads((folder / "summary.json").read_text()), process.returncode
 
 
-def test_a_chat_user_grows_a_conversation_and_is_measured(tmp_path: Path) -> None:
-    with engine() as (url, bodies):
-        summary, status = drive(url, tmp_path, "ChatUser", bodies, 3)
+def continued(seen: type[Engine]) -> list[dict[str, Any]]:
+    """The requests whose conversation has an answer in it."""
+    return [body for body in seen.bodies if any(one["role"] == "assistant" for one in body["messages"])]
 
-    turns = summary["rows"]["chat chat"]["requests"]
+
+def test_conversations_grow_and_are_measured(tmp_path: Path) -> None:
+    with engine() as (url, seen):
+        summary, status = drive(url, tmp_path, lambda: bool(continued(seen)), "ChatUser", "--rate", "15")
+
+    tally = Tally.from_json(summary["tally"])
+    found = figures(tally, 0.0)
+    later = continued(seen)[0]["messages"]
     assert status == 0
-    assert len(bodies) >= turns >= 3
-    assert bodies[1]["messages"][: len(bodies[0]["messages"])] == bodies[0]["messages"]
-    assert bodies[1]["messages"][2] == {"role": "assistant", "content": "one two three "}
-    assert summary["rows"]["TTFT chat"]["requests"] == turns
-    assert summary["workers"] == {"w1": turns}
-    assert summary["reservations"] == {"booked": turns}
-    assert (summary["matched_tokens"], summary["prompt_tokens"]) == (32 * turns, 40 * turns)
-    assert summary["broken"] == []
+    assert later[:-2] in [body["messages"] for body in seen.bodies]
+    assert later[-2] == {"role": "assistant", "content": "one two three "}
+    assert list(found) == ["chat", ALL]
+    assert found["chat"]["sent"] == found["chat"]["answered"] == len(seen.bodies)
+    assert found["chat"]["hit_ratio"] == 0.8
+    assert found["chat"]["ttft_p50"] > 0
+    assert by_name(tally, "worker") == {"w1": len(seen.bodies)}
+    assert by_name(tally, "reservation") == {"booked": len(seen.bodies)}
+    assert summary["tally"]["broken"] == []
     assert "TTFT" in (tmp_path / "report.html").read_text()
 
 
-def test_rag_users_share_documents(tmp_path: Path) -> None:
-    with engine() as (url, bodies):
-        summary, status = drive(url, tmp_path, "RagUser", bodies, DOCUMENTS + 1)
+def test_all_kinds_in_two_processes(tmp_path: Path) -> None:
+    with engine() as (url, seen):
+        more = ("--rate", "40", "--processes", "2", "--arrivals", "burst")
+        summary, status = drive(url, tmp_path, lambda: len(seen.bodies) > 80, *more)
 
-    documents = [body["messages"][0]["content"].split("\n\nQuestion:")[0] for body in bodies]
-    questions = {body["messages"][0]["content"] for body in bodies}
+    tally = Tally.from_json(summary["tally"])
+    found = figures(tally, 0.0)
+    sessions = {headers["X-Session-ID"] for headers in seen.headers_seen}
     assert status == 0
-    assert summary["rows"]["chat rag"]["requests"] >= 3
-    assert len(set(documents)) < len(documents) == len(questions)
+    assert set(found) == {"chat", "rag", "agent", "one-off", ALL}
+    assert found[ALL]["sent"] == found[ALL]["answered"] == len(seen.bodies)
+    assert {"master", "worker 1", "worker 2"} == set(by_name(tally, "cpu"))
+    assert {name.split("-")[-2].split(".")[0] for name in sessions} == {"0", "1"}  # both processes sent
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("reset", "retried"), ("cut", "cut"), ("reset in the stream", "cut")])
-def test_a_broken_connection_is_sent_again_and_counted(tmp_path: Path, fault: str, kind: str) -> None:
-    with engine("", fault) as (url, bodies):
-        summary, status = drive(url, tmp_path, "ChatUser", bodies, 3)
+def test_broken_connections_are_sent_again_and_others_fail(tmp_path: Path) -> None:
+    faults = ["reset", "", "cut", "", "reset in the stream", "", "500", "error in the stream"]
+    with engine(*faults) as (url, seen):
+        # One at a time, so that each fault and its second try follow each other.
+        more = ("OneOffUser", "--rate", "5", "--arrivals", "constant")
+        summary, status = drive(url, tmp_path, lambda: len(seen.bodies) > len(faults), *more)
 
-    assert status == 0
-    assert [found for _, found in summary["broken"]] == [kind]
-    assert bodies[1] == bodies[2]
-    assert summary["rows"]["chat chat"]["failures"] == 0
-
-
-@pytest.mark.parametrize(
-    ("faults", "message"),
-    [
-        (["500"], "500"),
-        (["error in the stream"], "engine died"),
-        (["reset", "reset", "reset"], "retried"),
-    ],
-)
-def test_what_sending_again_cannot_mend_is_a_failure(tmp_path: Path, faults: list[str], message: str) -> None:
-    with engine(*faults) as (url, bodies):
-        summary, status = drive(url, tmp_path, "ChatUser", bodies, len(faults))
-
+    found = figures(Tally.from_json(summary["tally"]), 0.0)
     assert status == 1
-    assert summary["rows"]["chat chat"]["failures"] == 1
-    assert message in summary["errors"][0]
+    assert [kind for _, kind in summary["tally"]["broken"]] == ["retried", "cut", "cut"]
+    assert [seen.bodies[at] == seen.bodies[at + 1] for at in (0, 2, 4, 6)] == [True, True, True, False]
+    assert found[ALL]["failed"] == 2
+    assert any("500" in error for error in summary["errors"])
+    assert any("engine died" in error for error in summary["errors"])
+
+
+def test_a_trace_is_played_to_its_end(tmp_path: Path) -> None:
+    rows = [{"name": "t", "block": 16, "timing": "synthetic"}]
+    rows += [{"t": 0.0, "s": 0, "in": 32, "out": 3, "k": 0, "new": [1, 2]}]
+    rows += [{"t": 0.2, "s": 1, "in": 16, "out": 3, "k": 0, "new": [1]}]
+    rows += [{"t": 0.5, "s": 0, "in": 48, "out": 3, "k": 2, "new": [3]}]
+    trace = tmp_path / "t.jsonl.xz"
+    trace.write_bytes(lzma.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+    with engine() as (url, seen):
+        process = locust(url, tmp_path, "--headless", "--trace", str(trace), "--seconds", "0", "--speed", "2")
+        _, said = process.communicate(timeout=60)
+
+    assert process.returncode == 0, said
+    prompts = sorted((body["prompt"] for body in seen.bodies), key=len)
+    assert [len(prompt) for prompt in prompts] == [16, 32, 48]
+    assert prompts[2][:32] == prompts[1]
+    assert prompts[1][:16] == prompts[0]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert figures(Tally.from_json(summary["tally"]), 0.0)["trace"]["answered"] == 3
+
+
+def test_the_web_page_starts_a_run_and_shows_the_caches(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    page = f"http://127.0.0.1:{port}"
+    with engine() as (url, seen):
+        process = locust(url, tmp_path, "OneOffUser", "--web-host", "127.0.0.1", "--web-port", str(port))
+        try:
+            until(lambda: get_json(f"{page}/stats/requests") is not None, "the page", seconds=60)
+            form = b"rate=20&arrivals=constant&seconds=1&host=" + url.encode()
+            with urllib.request.urlopen(f"{page}/swarm", form, timeout=10) as answer:
+                assert json.load(answer)["success"]
+            until(lambda: get_json(f"{page}/stats/requests")["state"] == "stopped", "the end", seconds=60)
+            stats = get_json(f"{page}/stats/requests")
+        finally:
+            process.kill()
+            process.communicate()
+
+    ((tab),) = stats["extended_stats"]
+    row = {row["kind"]: row for row in tab["data"]}["one-off"]
+    assert row["sent"] == len(seen.bodies) == 20
+    assert row["hit"] == 80.0
+
+
+def test_wrong_options_are_told_before_anything_is_sent(tmp_path: Path) -> None:
+    process = locust("http://127.0.0.1:9", tmp_path, "--headless", "--mix", "cat=1")
+    _, said = process.communicate(timeout=60)
+
+    assert process.returncode == 2
+    assert "kinds: chat, rag, agent, one-off" in said
+
+
+def test_a_server_without_an_answer_fails_the_run(tmp_path: Path) -> None:
+    process = locust("http://127.0.0.1:9", tmp_path, "OneOffUser", "--headless", "--seconds", "5")
+    _, said = process.communicate(timeout=60)
+
+    assert process.returncode == 1
+    assert "no model at http://127.0.0.1:9" in said

@@ -60,9 +60,17 @@ def _hit_ratio(samples: Sequence[Sample], speed: float) -> tuple[list[float], li
 
 
 def line_figure(
-    title: str, x: str, y: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], **scales: str
+    title: str,
+    x: str,
+    y: str,
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    marks: Sequence[tuple[float, str]] = (),
+    **scales: str,
 ) -> Any:
-    """A figure with lines. lines: (x values, y values) by name. scales: ``xscale`` and ``yscale`` if not linear."""
+    """A figure with lines. lines: (x values, y values) by name. scales: ``xscale`` and ``yscale`` if not linear.
+
+    marks: (x value, text) of events, which get a vertical line each.
+    """
     from matplotlib.figure import Figure  # the import takes 0.3 s
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -70,11 +78,18 @@ def line_figure(
     for name, (across, up) in lines.items():
         axes.plot(across, up, label=name)
     axes.set(title=title, xlabel=x, ylabel=y, **scales)
+    for axis in ("x", "y"):
+        if f"{axis}scale" in scales:  # 0.1 and 10 instead of powers of ten
+            getattr(axes, f"{axis}axis").set_major_formatter("{x:g}")
     if "yscale" not in scales:
         axes.set_ylim(0, None)
+    for at, text in marks:
+        axes.axvline(at, color="0.4", linestyle=":", linewidth=1)
+        beside = axes.get_xaxis_transform()  # x in the data's units, y as a share of the height
+        axes.text(at, 0.98, text, transform=beside, rotation=90, ha="right", va="top", fontsize="x-small", color="0.3")
     axes.grid(alpha=0.3)
     if lines:
-        axes.legend(fontsize="small")
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # it hides no line there
     return figure
 
 
@@ -87,9 +102,12 @@ def _loads(samples: Mapping[str, Sequence[Sample]], speed: float) -> Any:
     panels = figure.subplots(rows, min(COLUMNS, len(samples)), sharex=True, sharey=True, squeeze=False)
     for panel, (name, taken) in zip(panels.flat, samples.items(), strict=False):
         for engine in range(len(taken[0].requests)):
-            panel.plot([speed * one.at_s for one in taken], [one.requests[engine] for one in taken], linewidth=0.7)
+            across, up = [speed * one.at_s for one in taken], [one.requests[engine] for one in taken]
+            panel.plot(across, up, linewidth=0.7, label=f"engine {engine + 1}")
         panel.set_title(name, fontsize="small")
         panel.grid(alpha=0.3)
     figure.supxlabel("trace seconds")
     figure.supylabel("requests running or waiting, per engine")
+    names, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(names, labels, loc="outside upper center", ncols=8, fontsize="x-small")
     return figure

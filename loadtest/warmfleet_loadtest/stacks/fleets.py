@@ -27,6 +27,7 @@ from warmfleet_loadtest.stacks.processes import (
     replica_ready,
     start_haproxy,
     start_store,
+    with_servers,
 )
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
@@ -256,16 +257,14 @@ def _all_healthy(url: str, engines: int) -> bool:
 
 def balancer_config(ports: Sequence[int], *, readyz: bool) -> str:
     """haproxy.cfg of the load test with these servers. readyz: check them by GET /readyz, else by connecting."""
-    lines = [line for line in HAPROXY_CONFIG.read_text().splitlines() if not line.lstrip().startswith("server ")]
+    lines = HAPROXY_CONFIG.read_text().splitlines()
     if not readyz:
         lines = [line for line in lines if "httpchk" not in line]
-    return "\n".join([*lines, *(f'    server router-{port} "127.0.0.1:{port}"' for port in ports), ""])
+    return with_servers("\n".join(lines), {f"router-{port}": port for port in ports})
 
 
 def _balanced(processes: Processes, ports: Sequence[int], *, readyz: bool) -> int:
     """Start haproxy in front of these ports. Returns its port."""
-    config = processes.folder / "haproxy.cfg"
-    config.write_text(balancer_config(ports, readyz=readyz))
     [port] = free_ports(1)
-    start_haproxy(processes, config, port)
+    start_haproxy(processes, balancer_config(ports, readyz=readyz), port)
     return port

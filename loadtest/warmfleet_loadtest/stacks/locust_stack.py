@@ -1,67 +1,168 @@
-"""The processes of `make loadtest`: store, engines, replicas, haproxy, Locust. All end with the ``with`` block."""
+"""The processes of `make loadtest`: store, engines, replicas, haproxy, Locust. All end with the ``with`` block.
+
+Two fleets can be compared. ``warmfleet``: haproxy spreads connections over replicas of the router, which choose the
+engines. ``session-affinity``: no router; haproxy reads the header X-Session-ID and sends a session always to the same
+engine, which is all that a common balancer can do for caches.
+"""
 
 from __future__ import annotations
 
 import csv
+import signal
 import socket
+import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+
+import psutil
 
 from warmfleet_loadtest.stacks.processes import (
     HAPROXY_CONFIG,
     Processes,
     StackError,
+    answers,
     free_ports,
     haproxy_binary,
     replica_ready,
     start_haproxy,
     start_store,
+    with_servers,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 MODEL = "loadtest"
-ENGINES, REPLICAS, PLACES = 4, 3, 4
+WARMFLEET, AFFINITY = "warmfleet", "session-affinity"
+FLEETS = (WARMFLEET, AFFINITY)
+SESSION_CONFIG = HAPROXY_CONFIG.with_name("haproxy-session.cfg")
 WATCH_S = 0.5
+TERMINATE_S = 10.0  # that a process gets to end by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """replicas, engines: at the begin. blocks: in the cache of an engine. step_time: a preset of ``step_costs``.
+
+    spare_replicas, spare_engines: places for those that join later.
+    """
+
+    replicas: int = 3
+    engines: int = 8
+    blocks: int = 2_048
+    step_time: str = "demo"
+    spare_replicas: int = 1
+    spare_engines: int = 1
 
 
 class LocustStack(Processes):
     """``start`` starts everything but Locust; ``spawn`` Locust then. url: that of haproxy."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fleet: str = WARMFLEET, size: Size | None = None) -> None:
         super().__init__(folder)
-        self._ports = free_ports(1 + PLACES + ENGINES)
+        self.fleet, self.size = fleet, size or Size()
+        replicas = self.size.replicas + self.size.spare_replicas
+        engines = self.size.engines + self.size.spare_engines
+        ports = iter(free_ports(1 + replicas + engines))
+        self.url = f"http://127.0.0.1:{next(ports)}"
+        #: Ports by name. haproxy knows all of them from the begin, and takes in whatever answers there.
+        self.replicas = {f"replica-{place + 1}": next(ports) for place in range(replicas)}
+        self.engines = {f"engine-{place + 1}": next(ports) for place in range(engines)}
+        self._started: list[str] = []
+        self._gone_s: dict[str, float] = {}  # CPU seconds of processes that were taken away, by kind
         self._store = ""
-        self.url = f"http://127.0.0.1:{self._ports[0]}"
 
     def start(self) -> None:
         """Start all processes and wait until every replica can use every engine. Raises StackError."""
         haproxy_binary()  # raises before anything is started
-        self._store = start_store(self, "--maxmemory", "1gb")
-        for number, port in enumerate(self._ports[1 + PLACES :], 1):
-            engine = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--model", MODEL]
-            name = f"engine-{number}"
-            self.spawn("engines", name, [*engine, "--worker-id", name, "--redis", self._store])
-        for place in range(1, REPLICAS + 1):
-            self.start_replica(place)
-        for place in range(1, REPLICAS + 1):
-            url = f"http://127.0.0.1:{self._ports[place]}"
-            self.wait(f"replica-{place}", partial(replica_ready, url, ENGINES))
-        places = {f"LOADTEST_REPLICA_{place}": str(self._ports[place]) for place in range(1, PLACES + 1)}
-        start_haproxy(self, HAPROXY_CONFIG, self._ports[0], places)
+        if self.fleet == WARMFLEET:
+            self._store = start_store(self, "--maxmemory", "1gb")
+        engines = list(self.engines)[: self.size.engines]
+        for name in engines:
+            self.start_engine(name)
+        for name in engines:
+            self.wait(name, partial(answers, f"http://127.0.0.1:{self.engines[name]}/health"))
+        if self.fleet == WARMFLEET:
+            replicas = list(self.replicas)[: self.size.replicas]
+            for name in replicas:
+                self.start_replica(name)
+            for name in replicas:
+                url = f"http://127.0.0.1:{self.replicas[name]}"
+                self.wait(name, partial(replica_ready, url, self.size.engines))
+        start_haproxy(self, self.balancer_config(), int(self.url.rsplit(":", 1)[1]))
 
-    def start_replica(self, place: int) -> None:
-        """Start the replica for a place (1 to PLACES) in haproxy's configuration. Does not wait for it."""
-        command = [sys.executable, "-m", "warmfleet", "serve", "--port", str(self._ports[place])]
+    def balancer_config(self) -> str:
+        """haproxy's configuration: all places of this fleet, the spare ones, too."""
+        if self.fleet == WARMFLEET:
+            return with_servers(HAPROXY_CONFIG.read_text(), self.replicas)
+        return with_servers(SESSION_CONFIG.read_text(), self.engines)
+
+    def start_engine(self, name: str) -> None:
+        """Start the engine of this name. Does not wait for it."""
+        engine = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(self.engines[name])]
+        engine += ["--model", MODEL, "--blocks", str(self.size.blocks), "--step-time", self.size.step_time]
+        if self._store:
+            engine += ["--worker-id", name, "--redis", self._store]
+        self.spawn("engines", name, engine)
+
+    def start_replica(self, name: str) -> None:
+        """Start the replica of this name. Does not wait for it."""
+        command = [sys.executable, "-m", "warmfleet", "serve", "--port", str(self.replicas[name])]
         environment = {"WARMFLEET_REDIS_URL": self._store, "WARMFLEET_MODELS": MODEL}
         environment["WARMFLEET_TRUST_TEMPLATES"] = "1"  # the templates are those of our own engines
-        self.spawn("replicas", f"replica-{place}", command, environment)
+        environment["WARMFLEET_ADMIN_PORT"] = "0"  # several replicas on this machine: /workers is on their own port
+        self.spawn("replicas", name, command, environment)
+
+    def spare(self, places: Mapping[str, int]) -> str:
+        """The first of these names that was never started. Raises StackError."""
+        return self._one([name for name in places if name not in self._started], "place is left")
+
+    def first(self, places: Mapping[str, int]) -> str:
+        """The first of these names that runs. Raises StackError."""
+        return self._one([name for name in places if name in self._running], "process is left")
+
+    def _one(self, names: list[str], what: str) -> str:
+        if not names:
+            raise StackError(f"--events: no {what}")
+        return names[0]
+
+    def spawn(
+        self, kind: str, name: str, argv: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        self._started.append(name)
+        return super().spawn(kind, name, argv, environment)
+
+    def kill(self, name: str) -> None:
+        self._note_cpu(name)
+        super().kill(name)
+
+    def terminate(self, name: str) -> None:
+        """Ask a process to end (SIGTERM), as a rollout does, and wait until it has."""
+        self._note_cpu(name)
+        _kind, process = self._running[name]
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(TERMINATE_S)
+        super().kill(name)
+
+    def _note_cpu(self, name: str) -> None:
+        kind, process = self._running[name]
+        with suppress(psutil.Error):
+            times = psutil.Process(process.pid).cpu_times()
+            self._gone_s[kind] = self._gone_s.get(kind, 0.0) + times.user + times.system
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far, by kind, with children and with what was taken away."""
+        spent = super().cpu_s()
+        return {kind: spent.get(kind, 0.0) + self._gone_s.get(kind, 0.0) for kind in {**spent, **self._gone_s}}
 
     def sessions(self) -> dict[str, int]:
-        """The number of connections that haproxy has made to each replica. Raises StackError without an answer."""
+        """The number of connections that haproxy has made to each server. Raises StackError without an answer."""
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(5)
@@ -71,10 +172,12 @@ class LocustStack(Processes):
         except OSError as error:
             raise StackError(f"haproxy gives no statistics ({error}):\n{self.tail('haproxy')}") from error
         rows = csv.DictReader(text.removeprefix("# ").splitlines())
-        return {row["svname"]: int(row["stot"]) for row in rows if row["svname"].startswith("replica-")}
+        known = {**self.replicas, **self.engines}
+        return {row["svname"]: int(row["stot"]) for row in rows if row["svname"] in known}
 
-    def sleep_until(self, when: float) -> None:
-        """Sleep until a monotonic time. Raises StackError as soon as Locust or haproxy has ended."""
+    def sleep_until(self, when: float, look: Callable[[], None] = lambda: None) -> None:
+        """Sleep until a monotonic time, and call ``look`` often. Raises StackError once Locust or haproxy has ended."""
         while (left := when - time.monotonic()) > 0:
             self.check("locust", "haproxy")
+            look()
             time.sleep(min(left, WATCH_S))  # the schedule of the run is in wall time

@@ -173,13 +173,18 @@ def _accepts(path: Path) -> bool:
     return False
 
 
-def start_haproxy(processes: Processes, config: Path, port: int, places: Mapping[str, str] | None = None) -> None:
-    """Start haproxy on ``port`` and wait until a server behind it answers.
+def with_servers(config: str, servers: Mapping[str, int]) -> str:
+    """A configuration of haproxy with these servers on this machine. servers: ports by name."""
+    lines = [f'    server {name} "127.0.0.1:{port}"' for name, port in servers.items()]
+    return "\n".join([config.rstrip("\n"), *lines, ""])
 
-    places: further environment variables that ``config`` reads.
-    """
-    environment = {"LOADTEST_PORT": str(port), "LOADTEST_STATS": str(processes.folder / "stats"), **(places or {})}
-    processes.spawn("haproxy", "haproxy", [haproxy_binary(), "-db", "-f", str(config)], environment)
+
+def start_haproxy(processes: Processes, config: str, port: int) -> None:
+    """Start haproxy with this configuration on ``port``, and wait until a server behind it answers."""
+    path = processes.folder / "haproxy.cfg"
+    path.write_text(config)
+    environment = {"LOADTEST_PORT": str(port), "LOADTEST_STATS": str(processes.folder / "stats")}
+    processes.spawn("haproxy", "haproxy", [haproxy_binary(), "-db", "-f", str(path)], environment)
     processes.wait("haproxy", partial(answers, f"http://127.0.0.1:{port}/v1/models"))
 
 

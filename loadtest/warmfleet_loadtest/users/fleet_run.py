@@ -1,0 +1,194 @@
+"""One fleet's run: what was counted, what came and went meanwhile, and whether the run may be believed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from warmfleet_loadtest.users.report_figures import ALL, by_name, figures, generator
+from warmfleet_loadtest.users.tally import Tally
+
+WARM_UP = 0.1  # of the run, whose requests count in no figure but the failures
+# A fallback is a correct answer that was routed without the shared decision. A run in which a larger share of the
+# answers than this are fallbacks has failed: it says little about the shared decision. Runs on a crowded 2-core machine
+# had 0 to 6 % fallbacks: there the store waited for a CPU longer than the routers wait for the store.
+FALLBACK_SHARE = 0.2
+KILL_WINDOW_S = 3.0  # two health checks (1 s each), and time to send the cut requests again
+STOP_WINDOW_S = 6.0  # the same, behind the seconds that an engine gives its open requests when it is asked to end
+BUSY_SHARE = 0.8  # of a core, for programs with one thread; and of all cores
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something came or went. at_s: seconds from the begin. action: ``kill``, ``stop`` or ``add``."""
+
+    at_s: float
+    action: str
+    name: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} {({'kill': 'killed', 'stop': 'stopped', 'add': 'added'})[self.action]}"
+
+    @property
+    def window_s(self) -> float:
+        """For so long after this connections may break."""
+        return {"kill": KILL_WINDOW_S, "stop": STOP_WINDOW_S}.get(self.action, 0.0)
+
+
+@dataclass(frozen=True)
+class FleetRun:
+    """A run as its driver saw it.
+
+    summary: as Locust's process wrote it. sessions: connections per server behind haproxy. cpu_s: seconds by kind of
+    process. locust_status: Locust's exit status; 1 = it saw failures. seconds: of arrivals.
+    """
+
+    fleet: str
+    seconds: float
+    summary: dict[str, Any]
+    marks: tuple[Mark, ...] = ()
+    sessions: dict[str, int] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    locust_status: int = 0
+
+    @cached_property
+    def tally(self) -> Tally:
+        return Tally.from_json(self.summary["tally"])
+
+    @property
+    def began(self) -> float:
+        """Unix time of the begin."""
+        return float(self.summary["plan"]["began"])
+
+    @cached_property
+    def figures(self) -> dict[str, dict[str, float]]:
+        """By kind, without the warm-up; ``sent``, ``answered`` and ``failed`` are those of the whole run."""
+        found = figures(self.tally, self.began + WARM_UP * self.seconds, self.began + self.seconds)
+        whole = figures(self.tally, 0.0)
+        return {
+            kind: row | {name: whole[kind][name] for name in ("sent", "answered", "failed")}
+            for kind, row in found.items()
+        }
+
+    @cached_property
+    def generator(self) -> dict[str, Any]:
+        return generator(self.tally, self.seconds)
+
+
+def verdict(run: FleetRun) -> list[str]:
+    """The reasons why this run has failed; empty if it has passed."""
+    tally, total = run.tally, run.figures[ALL]
+    problems = [f"request failed: {error}" for error in run.summary["errors"]]
+    if total["failed"]:
+        problems.append(f"{total['failed']} failures")
+    if not total["answered"]:
+        problems.append("no requests were answered")
+    strays = [when - run.began for when, _ in tally.broken if not _excused(run, when - run.began)]
+    if strays:
+        seconds = ", ".join(f"{at:.1f}" for at in strays[:10])
+        problems.append(f"{len(strays)} connections broke while nothing was taken away (second {seconds})")
+    reservations = by_name(tally, "reservation")
+    fallbacks, decided = reservations.get("fallback", 0), sum(reservations.values())
+    if fallbacks > FALLBACK_SHARE * decided:
+        problems.append(f"{fallbacks} of {decided} requests were routed without a decision (fallback)")
+    added = [mark.name for mark in run.marks if mark.action == "add" and mark.name in run.sessions]
+    problems += [f"the added {name} got no traffic" for name in added if not run.sessions[name]]
+    if run.locust_status != 0 and not problems:
+        problems.append(f"Locust ended with {run.locust_status}")
+    return problems
+
+
+def _excused(run: FleetRun, at_s: float) -> bool:
+    return any(mark.at_s <= at_s <= mark.at_s + mark.window_s for mark in run.marks)
+
+
+def warnings(run: FleetRun) -> list[str]:
+    """What makes the figures doubtful, without failing the run."""
+    found = []
+    own = run.generator
+    if own["was_the_limit"]:
+        found.append(
+            f"the load generator was the limit: its busiest process used {own['busiest_share']:.0%} of a core, and it "
+            f"sent requests up to {own['late_p99_ms']:g} ms late (p99). Use --processes, or a lower --rate"
+        )
+    share = {kind: used / run.seconds for kind, used in run.cpu_s.items()}
+    found += [
+        f"{kind} was the limit: it used {share[kind]:.0%} of a core"
+        for kind in ("haproxy", "store")  # one thread each, or nearly so
+        if share.get(kind, 0.0) > BUSY_SHARE
+    ]
+    cores = os.cpu_count() or 1
+    if sum(share.values()) > BUSY_SHARE * cores:
+        found.append(f"the machine was the limit: {sum(share.values()):.2f} of {cores} cores were used by this test")
+    if run.tally.fallbacks:
+        seconds = ", ".join(f"{when - run.began:.0f}" for when in run.tally.fallbacks[:20])
+        found.append(f"{len(run.tally.fallbacks)} answers without a decision (fallback), in second {seconds}")
+    return found
+
+
+HEAD = ("requests", "sent", "failed", "hit ratio", "TTFT mean", "p50", "p90", "p99", "gap p50", "p99")
+
+
+def rows(run: FleetRun) -> list[tuple[str, ...]]:
+    """A row of cells for each kind, as HEAD names them. Times are in ms."""
+    names = ("ttft_mean", "ttft_p50", "ttft_p90", "ttft_p99", "gap_p50", "gap_p99")
+    return [
+        (kind, f"{row['sent']}", f"{row['failed']}", f"{row['hit_ratio']:.1%}", *(f"{row[name]:.0f}" for name in names))
+        for kind, row in run.figures.items()
+    ]
+
+
+def facts(run: FleetRun) -> list[tuple[str, str]]:
+    """(name, text) of what the table of figures leaves out."""
+    tally, own = run.tally, run.generator
+    breaks = by_name(tally, "broken")
+    used = {kind: f"{kind} {seconds / run.seconds:.2f}" for kind, seconds in sorted(run.cpu_s.items())}
+    found = [
+        ("rate", f"{run.figures[ALL]['sent'] / run.seconds:.2f} requests/s for {run.seconds:.0f} s"),
+        ("servers", f"{_counts(run.sessions)} (connections; health checks not counted)"),
+        (
+            "broken",
+            f"{breaks.get('retried', 0)} before an answer, {breaks.get('cut', 0)} in mid-stream; all sent again",
+        ),
+        ("cpu", f"{', '.join(used.values())} (cores)"),
+        ("client", _client(own)),
+    ]
+    workers = by_name(tally, "worker")
+    if workers:
+        found.append(("workers", _counts(workers)))
+        found.append(("decisions", _counts(by_name(tally, "reservation"))))
+    if run.marks:
+        found.append(("events", ", ".join(f"{mark.text} at {mark.at_s:.0f} s" for mark in run.marks)))
+    return found
+
+
+def _client(own: dict[str, Any]) -> str:
+    late = f"requests sent late p50 {own['late_p50_ms']:g} ms, p99 {own['late_p99_ms']:g} ms"
+    return f"busiest process {own['busiest_share']:.0%} of a core, loop late p99 {own['lag_p99_ms']:g} ms, {late}"
+
+
+def describe(run: FleetRun) -> str:
+    """A summary of the run in a few lines."""
+    table = [HEAD, *rows(run)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(HEAD))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if not column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]
+    return "\n".join(
+        [
+            f"{run.fleet} (times in ms; the first {WARM_UP:.0%} left out)",
+            *lines,
+            *(f"{name:<10}{text}" for name, text in facts(run)),
+        ]
+    )
+
+
+def _counts(found: dict[str, int]) -> str:
+    return ", ".join(f"{name} {times}" for name, times in found.items())

@@ -1,0 +1,98 @@
+"""The figures of a run, from its tally."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from warmfleet_loadtest.users.tally import SEPARATOR, count, distribution, mean, quantile
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from warmfleet_loadtest.users.tally import Tally
+
+ALL = "all"
+BUSY_SHARE = 0.8  # of a core: a load generator that is busier measures itself
+LATE_SHARE = 0.05  # of the mean TTFT, by which the p99 of its requests may be late
+
+
+def figures(tally: Tally, since: float, until: float = float("inf")) -> dict[str, dict[str, float]]:
+    """The figures by kind, and under ALL. since, until: Unix times; what lies outside is left out."""
+    counts, kinds = tally.total(since, until), tally.kinds()
+    named = {kind: [kind] for kind in kinds} | {ALL: kinds}
+    return {name: _of_kinds(counts, chosen) for name, chosen in named.items()}
+
+
+def _of_kinds(counts: Counter[str], kinds: list[str]) -> dict[str, float]:
+    """Counts, hit ratio (share of prompt tokens), and times in ms."""
+    prompt = count(counts, "prompt", kinds)
+    ttft, total = distribution(counts, "ttft", kinds), distribution(counts, "total", kinds)
+    gap = distribution(counts, "gap", kinds)
+    return {
+        "sent": count(counts, "sent", kinds),
+        "answered": count(counts, "answered", kinds),
+        "failed": count(counts, "failed", kinds),
+        "hit_ratio": round(count(counts, "cached", kinds) / prompt, 4) if prompt else 0.0,
+        "prompt_tokens": prompt,
+        "output_tokens": count(counts, "output", kinds),
+        "ttft_mean": round(mean(ttft), 1),
+        "ttft_p50": quantile(ttft, 0.5),
+        "ttft_p90": quantile(ttft, 0.9),
+        "ttft_p99": quantile(ttft, 0.99),
+        "gap_p50": quantile(gap, 0.5),
+        "gap_p99": quantile(gap, 0.99),
+        "answer_p50": quantile(total, 0.5),
+    }
+
+
+def generator(tally: Tally, seconds: float) -> dict[str, Any]:
+    """The load generator's own health over a run of so many seconds.
+
+    busiest_share: of a core, the busiest of its processes. lag_p99_ms: how late the loop of any of them was.
+    late_p99_ms: how late requests were sent. was_the_limit: True if the figures are rather its own than the fleet's.
+    """
+    counts = tally.total()
+    cpu_s = {name: used / 1e6 for name, used in _named(counts, "cpu").items()}
+    late = distribution(counts, "late", tally.kinds())
+    ttft = distribution(counts, "ttft", tally.kinds())
+    busiest = max(cpu_s.values(), default=0.0) / max(seconds, 1e-9)
+    late_p99 = quantile(late, 0.99)
+    return {
+        "cpu_s": {name: round(used, 2) for name, used in sorted(cpu_s.items())},
+        "busiest_share": round(busiest, 3),
+        "lag_p99_ms": quantile(distribution(counts, "lag", cpu_s), 0.99),
+        "late_p50_ms": quantile(late, 0.5),
+        "late_p99_ms": late_p99,
+        "was_the_limit": busiest > BUSY_SHARE or late_p99 > LATE_SHARE * mean(ttft),
+    }
+
+
+def by_name(tally: Tally, name: str) -> dict[str, int]:
+    """A counter of the whole run by what it counts, such as ``worker`` by its id."""
+    return dict(sorted(_named(tally.total(), name).items()))
+
+
+def _named(counts: Counter[str], name: str) -> dict[str, int]:
+    split = [(full.split(SEPARATOR), times) for full, times in counts.items()]
+    return {parts[1]: times for parts, times in split if parts[0] == name and len(parts) == 2}
+
+
+def over_time(tally: Tally, began: float, seconds: float, window_s: float) -> dict[str, list[tuple[float, float]]]:
+    """(seconds from the begin, value) of stretches of ``window_s`` seconds, by name of the figure.
+
+    rate: requests per second. hit_ratio: share of prompt tokens. ttft_p50, ttft_p90, gap_p50: ms; a stretch without
+    answers has none of these. failed, broken: numbers. began: Unix time. seconds: of the run.
+    """
+    lines: dict[str, list[tuple[float, float]]] = {}
+    kinds = tally.kinds()
+    for number in range(int(seconds / window_s)):
+        at = number * window_s
+        counts = tally.total(began + at, began + at + window_s)
+        found = _of_kinds(counts, kinds)
+        values = {"rate": found["sent"] / window_s, "failed": found["failed"]}
+        values["broken"] = sum(_named(counts, "broken").values())
+        if found["answered"]:
+            values |= {name: found[name] for name in ("hit_ratio", "ttft_p50", "ttft_p90", "gap_p50")}
+        for name, value in values.items():
+            lines.setdefault(name, []).append((at + window_s / 2, value))
+    return lines
