@@ -102,7 +102,8 @@ ROUTER := app/requirements.lock
 LOCAL := loadtest/requirements.lock
 DEV := tests/requirements.lock
 
-# One lock for each place: a router in production, the build of its wheel, `make run`, tests, checkov, real vLLM.
+# One lock for each place: a router in production, the build of its wheel, the plugin in an image, `make run`, tests,
+# checkov, real vLLM.
 # The lock of `make run` holds the versions of the router's, and the tests' lock holds those of `make run`.
 lock: $(UV) ## write the hashed locks anew (ARGS=--upgrade takes the newest versions)
 	$(COMPILE) pyproject.toml -o $(ROUTER)
@@ -110,10 +111,11 @@ lock: $(UV) ## write the hashed locks anew (ARGS=--upgrade takes the newest vers
 	$(COMPILE) pyproject.toml loadtest/pyproject.toml --extra embedded --extra hub --extra demo --extra bench \
 	  --group build --group dev -c $(LOCAL) -o $(DEV)
 	$(COMPILE) --group build -c $(LOCAL) -o app/build.lock
+	$(COMPILE) worker_plugin/pyproject.toml -c $(ROUTER) -o worker_plugin/requirements.lock
 	$(COMPILE) --group checkov -o tests/k8s/requirements.lock
 	$(UV) pip compile --quiet --no-deps --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	  --python-version 3.11 $(ARGS) tests/vllm/requirements.in -o tests/vllm/requirements.lock
-	@! grep -n '://' app/*.lock loadtest/*.lock tests/*.lock tests/*/*.lock
+	@! grep -n '://' app/*.lock worker_plugin/*.lock loadtest/*.lock tests/*.lock tests/*/*.lock
 
 clean: ## remove what make built
 	rm -rf .venv .venv-uv .venv-checkov .venv-vllm models build dist out */build *.egg-info */*.egg-info

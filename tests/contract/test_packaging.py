@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
-LOCKS = [path for folder in ("app", "loadtest", "tests") for path in sorted((ROOT / folder).rglob("*.lock"))]
+PLUGIN = ROOT / "worker_plugin/requirements.lock"
+LOCKS = [
+    path for folder in ("app", "worker_plugin", "loadtest", "tests") for path in sorted((ROOT / folder).rglob("*.lock"))
+]
 ROUTER, LOCAL, DEV = (ROOT / folder / "requirements.lock" for folder in ("app", "loadtest", "tests"))
 
 #: Distribution -> the folder of its pyproject.toml.
@@ -293,6 +296,8 @@ def test_the_locks_cover_what_the_project_asks_for() -> None:
     assert router.items() <= local.items(), "`make run` would run a router on other versions than production"
     assert local.items() <= dev.items(), "`make test` would change what `make run` installed"
     assert pins(ROOT / "app/build.lock").items() <= local.items()
+    assert "redis" in pins(PLUGIN)
+    assert pins(PLUGIN).items() <= router.items(), "the plugin of the worker image would be on another redis"
 
 
 def names(requirements: list[str]) -> set[str]:
