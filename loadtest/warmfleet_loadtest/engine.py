@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.simulator.kv_events import KvEvents
 
+REPLAY_PORTS = 100  # from the port of an engine's KV events to that of their replays
 STOP_SECONDS = 2.0  # that open requests get to end when the engine stops
 
 
@@ -112,12 +113,15 @@ class Engine:
         self.core.progress = self.halves.progress
         self.halves.start()
 
-    def publish_kv_events(self) -> KvEvents:
-        """Publish vLLM's KV events over ZMQ. Returns the publisher, which knows its ports."""
+    def publish_kv_events(self, ports: tuple[int, int] = (0, 0)) -> KvEvents:
+        """Publish vLLM's KV events over ZMQ. ports: of events and replays; 0: any free one.
+
+        Returns the publisher, which knows its ports.
+        """
         # Imported here, because it needs pyzmq and msgpack, which only the development environment has.
         from warmfleet_loadtest.simulator.kv_events import KvEvents
 
-        self.kv_events = KvEvents(self.core.scheduler)
+        self.kv_events = KvEvents(self.core.scheduler, ports)
         self.core.stepped = self.kv_events.publish
         return self.kv_events
 
@@ -151,11 +155,15 @@ async def serve(args: argparse.Namespace) -> None:
             await engine.start(args.host, args.port + index if args.port else 0)
             if args.redis:
                 engine.join(membership(args, engine.port, index), artifacts)
-            if args.kv_events:
-                events = engine.publish_kv_events()
+            url = f"http://{args.host}:{engine.port}"
+            if args.kv_events is not None:
+                first = args.kv_events + index if args.kv_events else 0
+                events = engine.publish_kv_events((first, first and first + REPLAY_PORTS))
                 print(f"engine {index} publishes KV events on port {events.port}", flush=True)
                 print(f"engine {index} replays KV events on port {events.replay_port}", flush=True)
-            print(f"engine {index} serves {args.model[0]} on http://{args.host}:{engine.port}", flush=True)
+                told = f"{url}=tcp://127.0.0.1:{events.port},replay=tcp://127.0.0.1:{events.replay_port}"
+                print(f"engine {index} is bridged by: warmfleet bridge --redis URL --engine {told}", flush=True)
+            print(f"engine {index} serves {args.model[0]} on {url}", flush=True)
         await stopping.wait()
     finally:
         await asyncio.gather(*(engine.stop() for engine in engines))
@@ -200,7 +208,15 @@ def parser() -> argparse.ArgumentParser:
     fleet.add_argument(
         "--worker-id", metavar="ID", default=env("WARMFLEET_WORKER_ID"), help="--count appends -0, -1, ..."
     )
-    fleet.add_argument("--kv-events", action="store_true", help="publish vLLM's KV events over ZMQ, on a free port")
+    fleet.add_argument(
+        "--kv-events",
+        metavar="PORT",
+        type=int,
+        nargs="?",
+        const=0,
+        help="publish vLLM's KV events over ZMQ on this port and those behind it, one for each engine, and replays "
+        f"{REPLAY_PORTS} ports further; without PORT on free ones, which are printed",
+    )
     cache = made.add_argument_group("cache and scheduler, in vLLM's words")
     cache.add_argument("--blocks", type=int, default=4_096, help="--num-gpu-blocks-override (default %(default)s)")
     cache.add_argument("--block-size", type=int, default=16, help="tokens in a block (default %(default)s)")
@@ -228,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 stopped as asked, 1 could not start, 2 wrong arguments."""
     args = parser().parse_args(argv)
     args.model = args.model or ["demo"]
-    if args.kv_events and args.redis:
+    if args.kv_events is not None and args.redis:
         parser().error("--kv-events is for an engine without --redis: only one publisher can listen to the cache")
     try:
         engine_config(args)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from warmfleet_worker.bridge.bridged_engine import EngineOptions
+    from warmfleet_worker.bridge.options import EngineOptions
 
 VLLM = {
     "/v1/models": {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 import threading
 import urllib.request
 from types import SimpleNamespace
@@ -9,10 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from warmfleet_worker.bridge import __main__, bridge, status
+from warmfleet_worker.bridge import __main__, bridge, status, tokenizer_files
 from warmfleet_worker.bridge.bridge import Bridge
-from warmfleet_worker.bridge.bridged_engine import EngineOptions, server_id_of
+from warmfleet_worker.bridge.options import EngineOptions, server_id_of
 from warmfleet_worker.bridge.rank import RankCounts
+from warmfleet_worker.bridge.tokenizer_files import TokenizerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,6 +100,45 @@ def test_wrong_usage_is_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("warmfleet bridge: ")
     assert said in line
+
+
+def test_a_port_that_is_none_is_told_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for port in ("80000", "0", "http"):
+        with pytest.raises(SystemExit) as ended:
+            __main__.main(["--redis", "redis://store:6379", "--engine", "http://a:1", "--status-port", port])
+        assert ended.value.code == 2
+        assert f"--status-port: a port is 1 to 65535, not '{port}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [("HF_ENDPOINT", "", "cannot be reached"), ("HF_HUB_OFFLINE", "1", ""), ("HTTPS_PROXY", "http://proxy:3128", "")],
+)
+def test_a_hub_that_cannot_be_reached_is_not_waited_for(
+    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a proxy, or told to stay offline, only the hub's own client knows."""
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy") or name.startswith(("HF_", "TRANSFORMERS_")):
+            monkeypatch.delenv(name)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        hub = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        monkeypatch.setenv("HF_ENDPOINT", hub)
+        assert not tokenizer_files.hub_away()
+    monkeypatch.setenv(variable, value or hub)
+    assert said in tokenizer_files.hub_away()
+    asked: list[bool] = []
+
+    def from_pretrained(_name: str, *, local_files_only: bool) -> None:
+        asked.append(local_files_only)
+        raise OSError("not here")
+
+    fake = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setitem(sys.modules, "transformers", cast("Any", fake))
+    with pytest.raises(TokenizerError) as error:
+        tokenizer_files.load("no/such-model")
+    assert (asked, error.value.later) == ([bool(said)], bool(said))
+    assert said in str(error.value)
 
 
 def test_names_of_engines() -> None:

@@ -11,8 +11,10 @@ import zmq
 from tests.worker_plugin.test_bridge_table import stored
 
 from warmfleet_worker.bridge import bridged_engine
-from warmfleet_worker.bridge.bridged_engine import BridgedEngine, EngineOptions
+from warmfleet_worker.bridge.bridged_engine import BridgedEngine
 from warmfleet_worker.bridge.engine_api import EngineApi, EngineDown, EngineFacts, EventSource, Reading
+from warmfleet_worker.bridge.options import EngineOptions
+from warmfleet_worker.bridge.tokenizer_files import TokenizerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +97,34 @@ def test_metrics_that_fail_are_no_engine_that_stands_still(
     assert engine._load(0).steps == 1_000
     engine._check()
     assert (engine._load(0).running, engine._load(0).steps) == (3, None)
+
+
+def test_a_hub_that_is_away_is_told_each_time_and_tried_again(
+    engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = [True, True, False]
+
+    def load(name: str, _template: str) -> tuple[dict[str, bytes], dict[str, Any]]:
+        if away.pop(0):
+            raise TokenizerError(f"cannot load the tokenizer {name!r}: the hub cannot be reached", later=True)
+        return {"tokenizer.json": b"{}"}, {}
+
+    api = SimpleNamespace(healthy=lambda: None, reading=Reading, adapters=dict, facts=lambda: FACTS)
+    monkeypatch.setattr(engine, "api", api)
+    monkeypatch.setattr(engine, "_load_tokenizer", load)
+    monkeypatch.setattr(bridged_engine, "TOKENIZER_SECONDS", 0.0)
+    caplog.set_level("INFO", "warmfleet")
+    joined(engine)
+    assert engine._tokenizer(FACTS) == ({}, {})
+    engine._check()
+    assert not engine._restarted.is_set()
+    engine._check()
+    assert engine._restarted.is_set(), "it joins anew, with its tokenizer"
+    assert engine._tokenizer_due == float("inf")
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("loading the tokenizer m" in line for line in said) == 3
+    assert sum("the hub cannot be reached" in line and "trying again in" in line for line in said) == 2
+    assert sum("its tokenizer is there now" in line for line in said) == 1
 
 
 def test_an_engine_that_sleeps_takes_no_requests(engine: BridgedEngine) -> None:

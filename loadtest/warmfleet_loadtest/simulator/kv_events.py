@@ -111,16 +111,19 @@ class KvEvents:
 
 
 def _bind(socket: zmq.Socket[bytes], port: int) -> int:
-    """The port that the socket is bound to. A port that was in use gets free a moment after its socket was closed."""
+    """The port that the socket is bound to. A port that was in use gets free a moment after its socket was closed.
+
+    Raises OSError if the port is taken.
+    """
     if not port:
         return int(socket.bind_to_random_port("tcp://127.0.0.1"))
     deadline = time.monotonic() + 5.0
     while True:
         try:
             socket.bind(f"tcp://127.0.0.1:{port}")
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             if time.monotonic() > deadline:
-                raise
+                raise OSError(f"KV events cannot be published on port {port}: {error}") from error
             time.sleep(0.02)
         else:
             return port

@@ -8,6 +8,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from warmfleet_worker.bridge import options, status
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -18,13 +20,12 @@ logger = logging.getLogger("warmfleet")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    args = options.parser().parse_args(argv)
     try:
-        from warmfleet_worker.bridge import options, status
-        from warmfleet_worker.bridge.bridge import Bridge
+        from warmfleet_worker.bridge.bridge import Bridge  # after --help, which needs no package of others
     except ModuleNotFoundError as error:
         print(MISSING.format(error.name), file=sys.stderr)
         return 2
-    args = options.parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
     try:
         redis_url, engines = options.redis_url(args), options.engines_of(args)

@@ -15,7 +15,7 @@ from warmfleet_worker.bridge.bridged_engine import BridgedEngine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from warmfleet_worker.bridge.bridged_engine import EngineOptions
+    from warmfleet_worker.bridge.options import EngineOptions
 
 logger = logging.getLogger("warmfleet")
 

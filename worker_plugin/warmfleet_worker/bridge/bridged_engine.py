@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import re
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from warmfleet_worker.bridge.block_table import scheme_of
 from warmfleet_worker.bridge.engine_api import EngineApi, EngineDown, EventSource, Reading, at_rank
 from warmfleet_worker.bridge.rank import Rank
-from warmfleet_worker.bridge.tokenizer_files import TokenizerError
+from warmfleet_worker.bridge.tokenizer_files import NONE, TokenizerError
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.load import Load
 from warmfleet_worker.protocol import wire
@@ -26,6 +23,7 @@ if TYPE_CHECKING:
     import zmq
 
     from warmfleet_worker.bridge.engine_api import EngineFacts
+    from warmfleet_worker.bridge.options import EngineOptions
 
     #: Loads a tokenizer: (files by name, facts) of (folder or hub name, file of a chat template).
     LoadTokenizer = Callable[[str, str], tuple[dict[str, bytes], dict[str, Any]]]
@@ -37,36 +35,13 @@ READ_SECONDS = 5.0  # between two readings of metrics and adapters: they cost th
 FAILURES = 3  # unanswered checks in a row, each up to 5 s long, after which an engine counts as gone
 REFUSALS = 2  # the same, where nothing listens at its address
 CATCH_UP_SECONDS = 60.0  # that a replay may take before the engine joins all the same
+TOKENIZER_SECONDS = 60.0  # between two tries to load a tokenizer from a hub that cannot be reached
 ADAPTERS_SECONDS = 1.0  # between two look-ups of an adapter that is not known
 UNKNOWN_CAPACITY_BLOCKS = 65_536  # of an engine that does not say how large its cache is
 
 
 class NotUsableError(Exception):
     """The engine answers, and cannot be reported; the text says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """What the operator says of one engine. Empty or 0: asked from the engine itself.
-
-    sources: of its first rank. block_tokens: of its events. group: the KV cache group to follow.
-    """
-
-    url: str
-    endpoint: str = ""
-    replay: str = ""
-    server_id: str = ""
-    model: str = ""
-    ranks: int = 0
-    block_tokens: int = 0
-    group: int = 0
-    tokenizer: str = ""
-    chat_template: str = ""
-    api_key: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.server_id or server_id_of(self.url)
 
 
 class BridgedEngine:
@@ -94,6 +69,7 @@ class BridgedEngine:
         self._wake = threading.Event()
         self._leaves = False
         self._read_due = 0.0
+        self._tokenizer_due = float("inf")
         self._failures = self._unresolved = 0  # checks in a row
         self._hybrid = False  # its events tell of several KV cache groups, so that it may lack blocks in between
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-engine-{options.name}", daemon=True)
@@ -258,16 +234,31 @@ class BridgedEngine:
 
     def _tokenizer(self, facts: EngineFacts) -> tuple[Mapping[str, bytes], Mapping[str, Any]]:
         name = self.options.tokenizer or facts.root
+        self._tokenizer_due = float("inf")
+        if name != NONE:
+            logger.info("warmfleet: engine %s: loading the tokenizer %s", self.options.url, name)
         try:
             return self._load_tokenizer(name, self.options.chat_template)
         except TokenizerError as error:
+            then = ""
+            if error.later:
+                self._tokenizer_due = time.monotonic() + TOKENIZER_SECONDS
+                then = f"; trying again in {TOKENIZER_SECONDS:.0f} s"
             logger.warning(
                 "warmfleet: engine %s: %s. Until --tokenizer, or WARMFLEET_TOKENIZER at the routers, names one, only "
-                "prompts of token ids are matched",
+                "prompts of token ids are matched%s",
                 self.options.url,
                 error,
+                then,
             )
             return {}, {}
+
+    def _try_tokenizer_again(self) -> None:
+        """Join anew with the tokenizer, if it can be loaded now."""
+        files, _ = self._tokenizer(self._facts())
+        if files:
+            logger.info("warmfleet: engine %s: its tokenizer is there now, so it joins anew", self.options.url)
+            self._note_restart()
 
     # ------------------------------------------------ while it is reported
 
@@ -285,6 +276,8 @@ class BridgedEngine:
         if self._unresolved >= FAILURES:
             self._say("reported")
         self._failures = self._unresolved = 0
+        if time.monotonic() >= self._tokenizer_due:
+            self._try_tokenizer_again()
         if time.monotonic() < self._read_due:
             return
         self._read_due = time.monotonic() + READ_SECONDS
@@ -342,13 +335,3 @@ class BridgedEngine:
         ranks, self.ranks = self.ranks, []
         for rank in ranks:
             rank.stop(leave=leave)
-
-
-def server_id_of(url: str) -> str:
-    """The default name of an engine: its host and port, and a digest of its URL if that is long or has a path."""
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")
-    if len(name) > 48 or parts.path.strip("/"):
-        name = f"{name[-48:]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
-    return name

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from warmfleet_worker.bridge.bridged_engine import EngineOptions
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.protocol.redis_address import parse, with_ca
 from warmfleet_worker.server_address import is_loopback, redis_is_local
@@ -48,7 +48,32 @@ When the bridge stops, routers go on using the engines by what they knew last; i
 WORDS = {"endpoint", "replay", "server_id", "model", "tokenizer", "chat_template", "api_key"}
 NUMBERS = {"ranks", "block_tokens", "group"}
 DIGITS = 5
+MAX_PORT = 65_535
 _TCP_PORT = re.compile("[1-9][0-9]{0,4}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the operator says of one engine. Empty or 0: asked from the engine itself.
+
+    sources: of its first rank. block_tokens: of its events. group: the KV cache group to follow.
+    """
+
+    url: str
+    endpoint: str = ""
+    replay: str = ""
+    server_id: str = ""
+    model: str = ""
+    ranks: int = 0
+    block_tokens: int = 0
+    group: int = 0
+    tokenizer: str = ""
+    chat_template: str = ""
+    api_key: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.server_id or server_id_of(self.url)
 
 
 class OptionError(ValueError):
@@ -87,9 +112,19 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--chat-template", metavar="FILE", default="", help="as vLLM's option of that name")
     made.add_argument(
-        "--status-port", metavar="PORT", type=int, default=0, help="serve counters of all engines on /metrics here"
+        "--status-port",
+        metavar="PORT",
+        type=_port,
+        default=0,
+        help="serve /metrics (counters of all engines) and /health on this port (default: on none)",
     )
     return made
+
+
+def _port(text: str) -> int:
+    if not (_TCP_PORT.fullmatch(text) and int(text) <= MAX_PORT):
+        raise argparse.ArgumentTypeError(f"a port is 1 to {MAX_PORT}, not {text!r}")
+    return int(text)
 
 
 def engines_of(args: argparse.Namespace) -> list[EngineOptions]:
@@ -175,7 +210,7 @@ def _check(engines: Sequence[EngineOptions], store: str) -> None:
             if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
                 raise OptionError(f"{engine.url}: {endpoint!r} is no ZMQ address such as tcp://gpu1:5557")
             port_text = endpoint.rpartition(":")[2]
-            if endpoint.startswith("tcp://") and not (_TCP_PORT.fullmatch(port_text) and int(port_text) < 65_536):
+            if endpoint.startswith("tcp://") and not (_TCP_PORT.fullmatch(port_text) and int(port_text) <= MAX_PORT):
                 raise OptionError(f"{engine.url}: {endpoint!r} has no port from 1 to 65535")
         try:
             wire.check_name(f"{engine.name}.0")
@@ -184,3 +219,13 @@ def _check(engines: Sequence[EngineOptions], store: str) -> None:
         if engine.name in names:
             raise OptionError(f"{engine.url} and {names[engine.name]} have the same server_id {engine.name}")
         names[engine.name] = engine.url
+
+
+def server_id_of(url: str) -> str:
+    """The default name of an engine: its host and port, and a digest of its URL if that is long or has a path."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")
+    if len(name) > 48 or parts.path.strip("/"):
+        name = f"{name[-48:]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    return name

@@ -7,15 +7,25 @@ are taken as they are. A router's probe shows whether the engine really uses the
 from __future__ import annotations
 
 import json
+import os
+import socket
+import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
+HUB = "https://huggingface.co"
+HUB_SECONDS = 3.0  # for a connection to it
 NONE = "none"  # in place of a name: the routers' settings name the tokenizer
 
 
 class TokenizerError(Exception):
-    """The tokenizer cannot be loaded; the text says why and what to do."""
+    """The tokenizer cannot be loaded; the text says why and what to do. later: it may be possible later."""
+
+    def __init__(self, text: str, *, later: bool = False) -> None:
+        super().__init__(text)
+        self.later = later
 
 
 def load(name: str, chat_template: str = "") -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -44,16 +54,39 @@ def _by_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
         raise TokenizerError(
             f"{name!r} is no folder with a {TOKENIZER}, and a hub name needs: pip install 'warmfleet-worker[hub]'"
         ) from None
+    away = "" if Path(name).is_dir() else hub_away()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=bool(away))
         files = {TOKENIZER: tokenizer.backend_tokenizer.to_str().encode()}
     except (OSError, ValueError, AttributeError, KeyError) as error:
+        if away:
+            text = f"cannot load the tokenizer {name!r}: it is not in this machine's cache, and {away}"
+            raise TokenizerError(text, later=True) from error
         raise TokenizerError(f"cannot load the tokenizer {name!r}: {str(error)[:300]}") from error
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, str):
         files[TEMPLATE] = template.encode()
     special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
     return files, {"special_tokens": special, "special_prefix_ids": list(tokenizer("").input_ids)}
+
+
+def hub_away() -> str:
+    """Why no connection to the hub can be made, in words.
+
+    Empty if one can, and where only the hub's client knows: with a proxy, and if it is told to stay offline. Without
+    this look transformers would be silent for a minute, as it asks an unreachable hub for one file after the other.
+    """
+    offline = any(os.environ.get(name) for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    if offline or {"http", "https", "all"} & urllib.request.getproxies().keys():
+        return ""
+    hub = os.environ.get("HF_ENDPOINT") or HUB
+    try:
+        parts = urlsplit(hub)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), HUB_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return f"the hub at {hub} cannot be reached ({error})"
+    return ""
 
 
 def _by_files(folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
