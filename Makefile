@@ -107,8 +107,8 @@ DEV := tests/requirements.lock
 # The lock of `make run` holds the versions of the router's, and the tests' lock holds those of `make run`.
 lock: $(UV) ## write the hashed locks anew (ARGS=--upgrade takes the newest versions)
 	$(COMPILE) pyproject.toml -o $(ROUTER)
-	$(COMPILE) pyproject.toml loadtest/pyproject.toml --extra demo --group build -c $(ROUTER) -o $(LOCAL)
-	$(COMPILE) pyproject.toml loadtest/pyproject.toml --extra embedded --extra hub --extra demo --extra bench \
+	$(COMPILE) pyproject.toml loadtest/pyproject.toml --extra cli --extra demo --group build -c $(ROUTER) -o $(LOCAL)
+	$(COMPILE) pyproject.toml loadtest/pyproject.toml --extra cli --extra embedded --extra hub --extra demo --extra bench \
 	  --group build --group dev -c $(LOCAL) -o $(DEV)
 	$(COMPILE) --group build -c $(LOCAL) -o app/build.lock
 	$(COMPILE) worker_plugin/pyproject.toml -c $(ROUTER) -o worker_plugin/requirements.lock

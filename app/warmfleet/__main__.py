@@ -10,17 +10,26 @@ from typing import TYPE_CHECKING, NoReturn
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.parser import build_parser
+from warmfleet.cli.terminal.completion import complete
 from warmfleet.errors import WarmfleetError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BRIDGE = "warmfleet_worker.bridge"
+INSTALL_BRIDGE = "pip install './worker_plugin[bridge,hub]' in a checkout of Warmfleet"
+BRIDGE_HELP = f"""\
+usage: warmfleet bridge --redis URL --engine URL [--engine URL ...]
+
+Reports engines that have no plugin, by the KV events that vLLM and SGLang publish (app/docs/bridge.md). It is a program
+of the worker's package, which is not installed here: {INSTALL_BRIDGE}
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status. An error that the user can mend is one line on stderr, and 2."""
     parser = build_parser()
+    complete(parser)
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command != "bridge":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -42,17 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def become_bridge(arguments: Sequence[str]) -> NoReturn:
     """Hand over to the bridge: a program of the worker's package, which this package never imports.
 
-    Raises CommandError if it is not installed.
+    Raises CommandError if it is not installed, unless only help is wanted.
     """
     try:
         found = importlib.util.find_spec(BRIDGE)
     except ModuleNotFoundError:
         found = None
+    if found is None and {"-h", "--help"} & set(arguments):
+        print(BRIDGE_HELP)
+        sys.exit(0)
     if found is None:
-        raise CommandError(
-            "the worker's package is not installed: "
-            "pip install './worker_plugin[bridge,hub]' in a checkout of Warmfleet"
-        )
+        raise CommandError(f"the worker's package is not installed: {INSTALL_BRIDGE}")
     os.execv(sys.executable, [sys.executable, "-m", BRIDGE, *arguments])  # noqa: S606 - no shell is needed
 
 

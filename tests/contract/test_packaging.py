@@ -181,6 +181,8 @@ def test_the_plugin_imports_in_an_environment_with_nothing_but_redis(
     assert '"warmfleet_worker.plugin"' in done.stdout
     assert '"warmfleet_worker.vllm_hooks.engine_core"' in done.stdout
     assert '"foreign": ["redis", "warmfleet_worker"]' in done.stdout
+    shown = python(interpreter, "-m", "warmfleet_worker.bridge", "--help")
+    assert shown.stdout.startswith("usage: warmfleet bridge"), "its help needs no package of others"
     bridge = python(interpreter, "-m", "warmfleet_worker.bridge")
     assert bridge.returncode == 2
     assert re.fullmatch(
@@ -200,8 +202,9 @@ def test_the_router_imports_in_an_environment_of_its_lock_alone(production: Path
     done = python(production, "-c", IMPORT_ALL, "warmfleet")
     assert done.returncode == 0, done.stderr
     assert '"warmfleet.routing.router"' in done.stdout
-    shown = python(production, "-m", "warmfleet", "serve", "--help")
-    assert shown.returncode == 0, shown.stderr
+    for command in ("serve", "bridge"):
+        shown = python(production, "-m", "warmfleet", command, "--help")
+        assert (shown.returncode, shown.stdout[:16]) == (0, "usage: warmfleet"), shown.stderr
 
 
 @pytest.mark.parametrize("command", ["up", "demo"])
@@ -292,6 +295,7 @@ def test_the_locks_cover_what_the_project_asks_for() -> None:
     simulator = project(ROOT / "loadtest")["project"]
     wanted = names(simulator["dependencies"] + simulator["optional-dependencies"]["demo"] + groups["build"])
     assert wanted - PROJECTS.keys() <= local.keys()
+    assert names(project(ROOT)["project"]["optional-dependencies"]["cli"]) <= local.keys() - router.keys()
     assert names(groups["dev"] + simulator["optional-dependencies"]["bench"]) <= dev.keys()
     assert router.items() <= local.items(), "`make run` would run a router on other versions than production"
     assert local.items() <= dev.items(), "`make test` would change what `make run` installed"

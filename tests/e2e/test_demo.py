@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from warmfleet.cli import demo
 from warmfleet.cli.local.chat import Answer
+from warmfleet.cli.terminal.progress import Progress
 
 if TYPE_CHECKING:
     import pytest
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def test_the_four_states_pass(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    passed = asyncio.run(demo.four_states(stack))
+    passed = asyncio.run(demo.four_states(stack, Progress()))
     printed = capsys.readouterr().out
     assert passed, printed
     assert printed.count("pass  ") == 4
@@ -23,7 +24,7 @@ def test_the_four_states_pass(stack: Stack, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_conversations_find_their_earlier_turns(stack: Stack) -> None:
-    answers = asyncio.run(demo.converse(stack, demo.Work(conversations=4, turns=3)))
+    answers = asyncio.run(demo.converse(stack, demo.Work(conversations=4, turns=3), Progress()))
     assert len(answers) == 12
     assert demo.computed(answers) < 0.6 * sum(answer.prompt_tokens for answer in answers)
 
@@ -31,6 +32,6 @@ def test_conversations_find_their_earlier_turns(stack: Stack) -> None:
 def test_the_table_shows_both_policies() -> None:
     warm = [Answer("a.0", 90, 90, 100, 0.1, "")] * 10
     cold = [Answer("a.0", 0, 0, 100, 0.3, "")] * 10
-    lines = demo.compare({"cost": warm, "round_robin": cold}).splitlines()
+    lines = str(demo.compare({"cost": warm, "round_robin": cold})).splitlines()
     assert lines[1].split() == ["cost", "10", "90.0%", "100", "100", "ms", "100", "ms"]
     assert lines[2].split() == ["round_robin", "10", "0.0%", "1000", "300", "ms", "300", "ms"]

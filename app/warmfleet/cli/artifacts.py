@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
+import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.cli.client import table
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.running_stack import models_of
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, printable, show
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Fleet, connect
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
@@ -56,15 +58,20 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"{wrong[0]!r} is neither a sha256 nor its first 12 or more hex digits")
     if (options.action == "list") == bool(wanted):
         raise CommandError("list takes no SHA256; show, approve and revoke take at least one")
+    if options.json and options.action != "list":
+        raise CommandError("--json is for list")
     models = models_of(options)
-    asyncio.run(_run(options.action, wanted, options.redis, models))
+    asyncio.run(_run(options.action, wanted, options.redis, models, as_json=options.json))
     return 0
 
 
-async def _run(action: str, wanted: Sequence[str], url: str, models: Sequence[str]) -> None:
+async def _run(action: str, wanted: Sequence[str], url: str, models: Sequence[str], *, as_json: bool) -> None:
     async with _shelves(url, models) as shelves:
+        if action == "list" and as_json:
+            print(json.dumps({shelf.fleet.keys.tag.replace("~", "/"): rows(shelf) for shelf in shelves}, indent=2))
+            return
         if action == "list":
-            print(printable("\n\n".join([listing(shelf) for shelf in shelves])))
+            show(sys.stdout, [part for shelf in shelves for part in listing(shelf)])
             return
         known = set[str]().union(*[shelf.templates() for shelf in shelves])
         for digest in [whole(digest, known) for digest in wanted]:
@@ -101,23 +108,36 @@ async def _shelf(fleet: Fleet) -> Shelf:
     return Shelf(fleet, artifacts, await fleet.approved())
 
 
-def listing(shelf: Shelf) -> str:
+def rows(shelf: Shelf) -> list[dict[str, Any]]:
+    """The files of one model, by name, and approvals of templates that no worker has announced."""
+    found = [
+        {"sha256": sha256, "artifact": artifact.name, "bytes": artifact.entry.get("bytes"), "servers": artifact.servers}
+        for sha256, artifact in sorted(shelf.artifacts.items(), key=lambda item: (item[1].name, item[0]))
+    ]
+    others = sorted(shelf.approved - shelf.artifacts.keys())
+    found += [{"sha256": sha256, "artifact": TEMPLATE, "bytes": None, "servers": []} for sha256 in others]
+    return [
+        row | {"approved": row["sha256"] in shelf.approved if row["artifact"] == TEMPLATE else None} for row in found
+    ]
+
+
+def listing(shelf: Shelf) -> list[Part]:
     """One model's table, with whole digests, because an approval names a digest."""
-    rows: list[tuple[object, ...]] = []
-    for sha256, artifact in sorted(shelf.artifacts.items(), key=lambda item: (item[1].name, item[0])):
-        state = "-" if artifact.name != TEMPLATE else "approved" if sha256 in shelf.approved else "not approved"
-        more = f" and {len(artifact.servers) - NAMED_WORKERS} more" if len(artifact.servers) > NAMED_WORKERS else ""
-        rows.append(
-            (
-                sha256,
-                artifact.name,
-                artifact.entry.get("bytes"),
-                ", ".join(artifact.servers[:NAMED_WORKERS]) + more,
-                state,
-            )
-        )
-    rows += [(sha256, TEMPLATE, "-", "-", "approved") for sha256 in sorted(shelf.approved - shelf.artifacts.keys())]
-    return f"{shelf.fleet.keys.tag}\n" + (table(HEADER, rows) if rows else "no worker has announced a file")
+    title = Toned(shelf.fleet.keys.tag, Tone.HEAD)
+    found = rows(shelf)
+    return [title, Table(HEADER, [_cells(row) for row in found]) if found else "no worker has announced a file"]
+
+
+def _cells(row: dict[str, Any]) -> tuple[object, ...]:
+    states = {
+        None: "-",  # it is no code
+        True: Toned("approved", Tone.GOOD),
+        False: Toned("not approved", Tone.MIND),
+    }
+    servers = ", ".join(row["servers"][:NAMED_WORKERS]) or "-"
+    more = f" and {len(row['servers']) - NAMED_WORKERS} more" if len(row["servers"]) > NAMED_WORKERS else ""
+    size = "-" if row["bytes"] is None else row["bytes"]
+    return row["sha256"], row["artifact"], size, servers + more, states[row["approved"]]
 
 
 def whole(digest: str, known: set[str]) -> str:
@@ -139,11 +159,6 @@ async def _source(shelves: Sequence[Shelf], digest: str) -> str:
             source = await shelf.fleet.artifact(artifact.servers[0], artifact.entry)
             return printable(source.decode("utf-8", "replace"))
     raise CommandError(f"no worker has announced {digest}")
-
-
-def printable(text: str) -> str:
-    """``text`` with control characters written out, so that an unapproved template cannot steer the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 async def _change(action: str, digest: str, shelves: Sequence[Shelf]) -> None:

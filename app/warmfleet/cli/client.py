@@ -1,17 +1,14 @@
-"""HTTP calls of a subcommand to a running replica, and the tables that it prints."""
+"""HTTP calls of a subcommand to a running replica."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.settings import secret
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TIMEOUT_SECONDS = 10.0
 
@@ -40,18 +37,3 @@ def admin_headers() -> dict[bytes, bytes]:
     """The header that a replica requires from its operator, by ``WARMFLEET_ADMIN_KEY``; empty if that is not set."""
     key = secret("WARMFLEET_ADMIN_KEY", os.environ)
     return {b"authorization": f"Bearer {key}".encode()} if key else {}
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Aligned columns of text; columns of numbers are aligned to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in [list(header), *cells]) for column in range(len(header))]
-    right = [bool(rows) and all(isinstance(row[column], int | float) for row in rows) for column in range(len(header))]
-    lines = []
-    for row in [list(header), *cells]:
-        parts = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ]
-        lines.append("  ".join(parts).rstrip())
-    return "\n".join(lines)

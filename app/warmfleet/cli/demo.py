@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
+import sys
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING
 
-from warmfleet.cli.client import table
 from warmfleet.cli.local.chat import Answer, Chat, system, user, words
 from warmfleet.cli.local.engines import EngineOptions
 from warmfleet.cli.local.stack import Plan, Stack
 from warmfleet.cli.local.states import Walk
-from warmfleet.cli.up import say
+from warmfleet.cli.terminal.output import Table, Tone, Toned, show, text_for
+from warmfleet.cli.terminal.progress import Progress
 
 if TYPE_CHECKING:
     import argparse
@@ -38,42 +40,49 @@ def run(options: argparse.Namespace) -> int:
     """Exit status 0 if every state passed and prefix-aware routing computed less, else 1."""
     work = Work(options.conversations, options.turns)
     plan = Plan(engines=EngineOptions(count=options.engines, blocks=BLOCKS))
-    with Stack(plan, say) as stack:
-        say("\nthe four states of a cached prefix")
-        passed = asyncio.run(four_states(stack))
-    results = {}
-    for policy in ("cost", "round_robin"):
-        say(f"\n{work.conversations} conversations of {work.turns} turns, policy {policy}")
-        with Stack(replace(plan, policy=policy), say) as stack:
-            results[policy] = asyncio.run(converse(stack, work))
-    say("\n" + compare(results))
+    with Progress() as progress:
+        with Stack(plan, progress.say, progress.step) as stack:
+            progress.say("\nthe four states of a cached prefix")
+            passed = asyncio.run(four_states(stack, progress))
+        results = {}
+        for policy in ("cost", "round_robin"):
+            progress.say(f"\n{work.conversations} conversations of {work.turns} turns, policy {policy}")
+            with Stack(replace(plan, policy=policy), progress.say, progress.step) as stack:
+                results[policy] = asyncio.run(converse(stack, work, progress))
     saved = computed(results["round_robin"]) - computed(results["cost"])
     better = saved > 0 and first_token(results["cost"]) < first_token(results["round_robin"])
-    say(f"{_word(better)}  prefix-aware routing computed {saved} tokens less and answered sooner")
-    say("\nall passed" if passed and better else "\nFAIL: see above")
+    told = f"  prefix-aware routing computed {saved} tokens less and answered sooner"
+    end = Toned("all passed", Tone.GOOD) if passed and better else Toned("FAIL: see above", Tone.BAD)
+    show(sys.stdout, ["", compare(results), "", (_word(better), told), "", end])
     return 0 if passed and better else 1
 
 
-async def four_states(stack: Stack) -> bool:
+async def four_states(stack: Stack, progress: Progress) -> bool:
     """Print the verdict of each state as it comes; True if all passed."""
+    progress.step("walking through the four states")
     chat = Chat(stack.names[0])
     try:
         walk = Walk(stack, chat, random.Random(SEED))
         verdicts = []
         async for verdict in walk.states():
-            say(f"{_word(verdict.passed)}  {verdict.state}: {verdict.evidence}")
+            line = (_word(verdict.passed), f"  {verdict.state}: {verdict.evidence}")
+            progress.say(text_for(sys.stdout, [line]))
             verdicts.append(verdict.passed)
         return all(verdicts)
     finally:
         await chat.close()
 
 
-async def converse(stack: Stack, work: Work) -> list[Answer]:
+async def converse(stack: Stack, work: Work, progress: Progress) -> list[Answer]:
     """All answers of the comparison. The seed is fixed, so each policy gets the same conversations."""
     chat = Chat(stack.names[0])
     rng = random.Random(SEED)
     groups = -(-work.conversations // CONVERSATIONS_PER_SYSTEM_PROMPT)
     prompts = [words(rng, SYSTEM_TOKENS) for _ in range(groups)]
+    answered = count(1)
+
+    def note_answer() -> None:
+        progress.step("conversations", next(answered), work.conversations * work.turns)
 
     async def conversation(number: int) -> list[Answer]:
         own = random.Random(SEED + 1 + number)
@@ -83,6 +92,7 @@ async def converse(stack: Stack, work: Work) -> list[Answer]:
         for _ in range(work.turns):
             messages.append(user(words(own, TURN_TOKENS)))
             answers.append(await chat.send(stack.address, messages, ANSWER_TOKENS))
+            note_answer()
             messages.append({"role": "assistant", "content": answers[-1].text})
             await asyncio.sleep(own.uniform(0, 2 * THINK_SECONDS))
         return answers
@@ -94,7 +104,7 @@ async def converse(stack: Stack, work: Work) -> list[Answer]:
     return [answer for part in parts for answer in part]
 
 
-def compare(results: dict[str, list[Answer]]) -> str:
+def compare(results: dict[str, list[Answer]]) -> Table:
     """The table of both policies, by the engines' own counts."""
     rows: list[tuple[object, ...]] = []
     for policy, answers in results.items():
@@ -110,7 +120,7 @@ def compare(results: dict[str, list[Answer]]) -> str:
                 f"{1_000 * times[int(0.9 * len(times))]:.0f} ms",
             )
         )
-    return table(("POLICY", "ANSWERS", "HIT RATIO", "TOKENS COMPUTED", "MEAN TTFT", "P90 TTFT"), rows)
+    return Table(("POLICY", "ANSWERS", "HIT RATIO", "TOKENS COMPUTED", "MEAN TTFT", "P90 TTFT"), rows)
 
 
 def computed(answers: list[Answer]) -> int:
@@ -123,5 +133,5 @@ def first_token(answers: list[Answer]) -> float:
     return statistics.fmean(answer.first_token_s for answer in answers)
 
 
-def _word(passed: bool) -> str:
-    return "pass" if passed else "FAIL"
+def _word(passed: bool) -> Toned:
+    return Toned("pass", Tone.GOOD) if passed else Toned("FAIL", Tone.BAD)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.running_stack import models_of
+from warmfleet.cli.terminal.progress import Progress
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, WorkerState, connect
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
@@ -45,7 +46,8 @@ async def _run(names: Sequence[str], url: str, models: Sequence[str], *, undo: b
             done = "is no longer drained" if undo else "gets no new requests"
             print(f"{worker.worker_id} {done}; {_left(worker)}", flush=True)
         if wait:
-            await asyncio.gather(*[_finished(fleet, worker.worker_id) for fleet, worker in chosen])
+            with Progress() as progress:
+                await _all_finished(chosen, progress)
 
 
 @asynccontextmanager
@@ -75,7 +77,21 @@ async def _chosen(names: Sequence[str], fleets: Sequence[Fleet]) -> list[tuple[F
     return chosen
 
 
-async def _finished(fleet: Fleet, worker_id: str) -> None:
+async def _all_finished(chosen: Sequence[tuple[Fleet, WorkerView]], progress: Progress) -> None:
+    left = len(chosen)
+
+    async def one(fleet: Fleet, worker_id: str) -> None:
+        nonlocal left
+        await _finished(fleet, worker_id, progress)
+        left -= 1
+        progress.step(waiting, len(chosen) - left, len(chosen))
+
+    waiting = f"waiting for requests to finish at {', '.join(worker.worker_id for _, worker in chosen)}"
+    progress.step(waiting, 0, len(chosen))
+    await asyncio.gather(*[one(fleet, worker.worker_id) for fleet, worker in chosen])
+
+
+async def _finished(fleet: Fleet, worker_id: str, progress: Progress) -> None:
     """Return when nothing runs at this worker; prints the requests that are left whenever they change.
 
     An outage of Redis meanwhile only delays the end. Raises CommandError if the drain ends before the requests do.
@@ -89,17 +105,17 @@ async def _finished(fleet: Fleet, worker_id: str) -> None:
             left, quiet_since = "Redis does not answer, asking again", float("inf")
         else:
             if worker is None:
-                print(f"{worker_id}: it is gone")
+                progress.say(f"{worker_id}: it is gone")
                 return
             if not worker.draining:
                 raise CommandError(f"{worker_id} is no longer drained: an operator undid it, or Redis has lost it")
             left = _left(worker)
             quiet_since = min(quiet_since, loop.time()) if _idle(worker) else float("inf")
         if loop.time() - quiet_since >= QUIET_S:
-            print(f"{worker_id}: nothing runs there any more", flush=True)
+            progress.say(f"{worker_id}: nothing runs there any more")
             return
         if left != printed:
-            print(f"{worker_id}: {left}", flush=True)
+            progress.say(f"{worker_id}: {left}")
             printed = left
 
 

@@ -7,19 +7,39 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.cli.client import ask, table
+from warmfleet.cli.client import ask
 from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
 
 if TYPE_CHECKING:
     import argparse
 
-HEADER = ("", "WORKER", "MATCHED", "BLOCKS", "SPECULATIVE", "TO COMPUTE", "PREFILL", "DECODE", "IN FLIGHT", "COST")
+HEADER = (
+    "",
+    "WORKER",
+    "CACHED",
+    "SOON",
+    "TO COMPUTE",
+    "PREFILL AHEAD",
+    "DECODING",
+    "IN FLIGHT",
+    "FIRST TOKEN",
+    "COMPARED",
+)
+LEGEND = (
+    "CACHED, SOON, TO COMPUTE: tokens of this prompt that are in the engine's cache (SOON of them only once a running"
+    " request has computed them), and the rest. PREFILL AHEAD, DECODING: tokens of requests that it already has."
+    " FIRST TOKEN: predicted time to the first token, which is the cost; COMPARED: with the chosen one's."
+)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print every worker and the choice; returns 1 if no worker can be chosen."""
     answer = ask("POST", options.url, "/explain", body_of(options))
-    print(json.dumps(answer, indent=2) if options.json else render(answer))
+    if options.json:
+        print(json.dumps(answer, indent=2))
+    else:
+        show(sys.stdout, parts_of(answer))
     return 0 if answer["chosen"] else 1
 
 
@@ -38,37 +58,41 @@ def body_of(options: argparse.Namespace) -> bytes:
     return json.dumps(body).encode()
 
 
-def render(answer: dict[str, Any]) -> str:
-    """The table of workers, the cheapest first.
-
-    MATCHED, TO COMPUTE: tokens of this prompt. PREFILL, DECODE: tokens that open requests have booked. COST: predicted
-    seconds to the first token.
-    """
+def parts_of(answer: dict[str, Any]) -> list[Part]:
+    """The table of workers, the cheapest first, with an arrow at the choice, and a sentence about it."""
     prompt = answer["prompt_tokens"]
     known = f"prompt identified: {answer['identity']}" + (f" ({answer['reason']})" if answer["reason"] else "")
-    lines = [f"{answer['model']}, policy {answer['policy']}: {prompt} tokens, {answer['blocks']} full blocks, {known}"]
-    rows = [_row(candidate, prompt) for candidate in sorted(answer["candidates"], key=lambda row: float(row["cost_s"]))]
-    lines.append(table(HEADER, rows) if rows else "no worker takes requests")
+    head = Toned(f"{answer['model']}", Tone.HEAD)
+    about = f"  policy {answer['policy']}: {prompt} tokens, {answer['blocks']} full blocks, {known}"
+    rows = sorted(answer["candidates"], key=lambda row: float(row["cost_s"]))
+    if not rows:
+        return [(head, about), "no worker takes requests: `warmfleet workers` says why"]
+    chosen_s = next((float(row["cost_s"]) for row in rows if row["chosen"]), float(rows[0]["cost_s"]))
+    parts: list[Part] = [(head, about), Table(HEADER, [_row(row, prompt, chosen_s) for row in rows]), LEGEND]
     if answer["chosen"]:
         turn = "All workers are busy: it would wait for its turn first. As things stand it" if answer["waits"] else "It"
-        lines.append(f"{turn} would go to {answer['chosen']} ({answer['why']}). Nothing was booked.")
-    return "\n".join(lines)
+        parts.append(
+            f"{turn} would go to {answer['chosen']} ({answer.get('because', answer['why'])}). Nothing was booked."
+        )
+    return parts
 
 
-def _row(candidate: dict[str, Any], prompt_tokens: int) -> tuple[object, ...]:
-    matched = candidate["matched_tokens"]
-    return (
-        "->" if candidate["chosen"] else "",
+def _row(candidate: dict[str, Any], prompt_tokens: int, chosen_s: float) -> tuple[object, ...]:
+    """chosen_s: the cost of the worker that is chosen."""
+    matched, cost = candidate["matched_tokens"], float(candidate["cost_s"])
+    cells = (
         candidate["worker_id"],
         matched,
-        candidate["matched_blocks"],
-        candidate["speculative_tokens"],
+        candidate["speculative_tokens"] or "-",
         max(0, prompt_tokens - matched),
         candidate["prefill_tokens"] + candidate["foreign_prefill_tokens"],
         candidate["decode_tokens"],
         candidate["in_flight"],
-        f"{float(candidate['cost_s']):.4f} s",
+        f"{1_000 * cost:.1f} ms",
     )
+    if candidate["chosen"]:
+        return Toned("->", Tone.GOOD), Toned(cells[0], Tone.GOOD), *cells[1:], Toned("chosen", Tone.GOOD)
+    return "", *cells, f"{1_000 * (cost - chosen_s):+.1f} ms"
 
 
 def _read(name: str) -> bytes:

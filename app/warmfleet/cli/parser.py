@@ -8,9 +8,12 @@ from functools import partial
 from importlib import metadata
 
 from warmfleet.cli.local import running_stack
+from warmfleet.cli.terminal import completion
+from warmfleet.cli.terminal.completion import completed
 from warmfleet.settings import POLICIES
 
 MAX_DAYS = 36_500
+MAX_WATCH_S = 86_400
 MAX_LIMIT = 4_294_967_295  # of a client's key, as in ``warmfleet.fleet``
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -33,6 +36,9 @@ Warmfleet sends each request to the vLLM engine whose KV cache already holds its
   warmfleet artifacts                 list chat templates of workers, and approve them
   warmfleet key NAME                  make an API key for a client
   warmfleet acl MODEL                 print Redis users with no more rights than they need
+
+Tables have colour where the package rich is installed (pip install '.[cli]'), unless NO_COLOR is set. The same extra
+completes commands, options, models and workers in your shell:  eval "$(register-python-argcomplete warmfleet)"
 """
 
 UP = """\
@@ -67,11 +73,14 @@ routing, and prints the figures of both. The exit status is 0 if everything pass
 """
 
 WORKERS = """\
-Lists the engines that a replica knows: state, load, cache, age of the last heartbeat. Requests go to engines that are
-proven, suspected, load-only or approximate, and to no others. Exit status 1 if there is none.
+Lists the engines that a replica knows: state, load, cache, age of the last heartbeat; and for each that takes no
+requests, or fewer than it could, why, and what to do. Exit status 1 if none takes requests.
 
 examples:
   warmfleet workers
+  warmfleet workers --watch                       again every second, in place, until Ctrl-C
+  warmfleet workers --watch 10 >> workers.log     a table every ten seconds
+  warmfleet workers --wide                        with URLs, versions, proofs and the state of each index
   warmfleet workers --url http://router:8080 --json
 """
 
@@ -208,7 +217,7 @@ def build_parser() -> argparse.ArgumentParser:
     _serve(_command(commands, "serve", "run one router replica", SERVE))
     _demo(_command(commands, "demo", "show and check what routing gains", DEMO))
     workers = _command(commands, "workers", "list the engines of a running fleet", WORKERS)
-    workers.add_argument("--json", action="store_true", help="print the replica's answer as it came")
+    _workers(workers)
     commands.add_parser("bridge", help="report engines without the plugin, by their KV events", add_help=False)
     _drain(_command(commands, "drain", "send engines no new requests, and let them finish", DRAIN))
     _doctor(_command(commands, "doctor", "check Redis, engines and routers, and say what to do", DOCTOR))
@@ -216,15 +225,18 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("file", nargs="?", help="request body as JSON, - for standard input")
     explain.add_argument("--message", help="a chat request with this one user message")
     explain.add_argument("--prompt", help="a completion request with this prompt")
-    explain.add_argument("--model", help="model name (default: the first that the replica serves)")
+    model = explain.add_argument("--model", help="model name (default: the first that the replica serves)")
+    completed(model, completion.models)
     explain.add_argument("--json", action="store_true", help="print the replica's answer as it came")
     _artifacts(_command(commands, "artifacts", "list chat templates of workers, and approve them", ARTIFACTS))
     _policy(_command(commands, "policy", "show or switch how requests are placed", POLICY))
     replay = _command(commands, "replay", "make the decisions of a log again", REPLAY)
     replay.add_argument("file", metavar="FILE", help="lines of a decision log")
-    replay.add_argument(
+    policy = replay.add_argument(
         "--policy", metavar="NAME", action="append", default=[], help="another policy, or all; repeatable"
     )
+    completed(policy, lambda **_: (*POLICIES, "all"))
+    replay.add_argument("--json", action="store_true", help="print one JSON object: decisions, same, policies")
     _store(replay)
     _key(_command(commands, "key", "make an API key for a client", KEY))
     _acl(_command(commands, "acl", "print Redis users with least rights", ACL))
@@ -308,6 +320,20 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--wide", action="store_true", help="more columns, for a wide terminal")
+    one_of = parser.add_mutually_exclusive_group()
+    one_of.add_argument("--json", action="store_true", help="print the replica's answer as it came")
+    one_of.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        type=_seconds,
+        nargs="?",
+        const=1.0,
+        help="print the table again and again: every second, or so many seconds, until Ctrl-C",
+    )
+
+
 def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=_count, default=4, help="simulated engines (default %(default)s)")
     parser.add_argument(
@@ -322,42 +348,50 @@ def _artifacts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "sha256", nargs="*", metavar="SHA256", help="digest of a template, or its first 12 or more hex digits"
     )
+    parser.add_argument("--json", action="store_true", help="print the list as one JSON object, by model")
     _store_of_models(parser)
 
 
 def _drain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workers", nargs="+", metavar="WORKER", help="name of an engine core, or of its server for all")
+    workers = parser.add_argument(
+        "workers", nargs="+", metavar="WORKER", help="name of an engine core, or of its server for all"
+    )
+    completed(workers, completion.workers)
     parser.add_argument("--undo", action="store_true", help="send them requests again")
     parser.add_argument("--wait", action="store_true", help="return when no request runs there any more")
     _store_of_models(parser)
 
 
 def _policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help=f"{', '.join(POLICIES)}, or default")
+    name = parser.add_argument("name", nargs="?", metavar="NAME", help=f"{', '.join(POLICIES)}, or default")
+    completed(name, lambda **_: (*POLICIES, "default"))
+    parser.add_argument("--json", action="store_true", help="print the policy of each model as one JSON object")
     _store_of_models(parser)
 
 
 def _store_of_models(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    model = parser.add_argument(
         "--model",
         metavar="MODEL",
         action="append",
         default=[],
         help="model tag; repeatable (default: WARMFLEET_MODELS, else those of `warmfleet up`)",
     )
+    completed(model, completion.models)
     _store(parser)
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("engines", nargs="*", metavar="ENGINE", help="base URL of an engine to examine, with a probe")
     parser.add_argument("--router", metavar="URL", action="append", default=[], help="a replica to check; repeatable")
-    parser.add_argument(
+    model = parser.add_argument(
         "--model",
         metavar="MODEL",
         action="append",
         default=[],
         help="model tag; repeatable (default: WARMFLEET_MODELS, else those of `warmfleet up`)",
     )
+    completed(model, completion.models)
     parser.add_argument(
         "--redis",
         metavar="URL",
@@ -437,6 +471,13 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= MAX_WATCH_S:
+        raise argparse.ArgumentTypeError(f"0.1 to {MAX_WATCH_S} seconds")
+    return value
 
 
 def _port(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -16,7 +17,6 @@ from warmfleet.settings import POLICIES
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
 
 TIMEOUT_S = 2.0
 DEFAULT = "default"
@@ -27,29 +27,33 @@ def run(options: argparse.Namespace) -> int:
     if options.name not in (None, DEFAULT, *POLICIES):
         raise CommandError(f"{options.name!r} is no policy; known are {', '.join(POLICIES)}, and {DEFAULT}")
     models = models_of(options)
-    asyncio.run(_run(options.name, options.redis, models))
+    switched: dict[str, str | None] = {}
+    for model in models:
+        switched[model] = asyncio.run(_one(options.name, options.redis, model))
+        if not options.json:
+            print(f"{model}: {switched[model] or 'as each replica is set (WARMFLEET_POLICY)'}", flush=True)
+    if options.json:
+        print(json.dumps(switched, indent=2))
     return 0
 
 
-async def _run(name: str | None, url: str, models: Sequence[str]) -> None:
-    for model in models:
-        try:
-            client = connect(
-                with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", "")), model_tag(model), timeout_s=TIMEOUT_S
-            )
-        except (RedisAddressError, WireError) as error:
-            raise CommandError(str(error)) from error
-        fleet = Fleet(client, model)
-        try:
-            if name is not None:
-                await fleet.switch("" if name == DEFAULT else name)
-            switched_to = await fleet.switched()
-            workers = await fleet.workers()
-        finally:
-            await fleet.close()
-        print(f"{model}: {switched_to or 'as each replica is set (WARMFLEET_POLICY)'}")
-        if not workers:
-            print(
-                f"warmfleet policy: warning: no worker of {model} is known; the policy is for workers to come",
-                file=sys.stderr,
-            )
+async def _one(name: str | None, url: str, model: str) -> str | None:
+    """The policy that the model is switched to; None: each replica goes by its own."""
+    try:
+        client = connect(with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", "")), model_tag(model), timeout_s=TIMEOUT_S)
+    except (RedisAddressError, WireError) as error:
+        raise CommandError(str(error)) from error
+    fleet = Fleet(client, model)
+    try:
+        if name is not None:
+            await fleet.switch("" if name == DEFAULT else name)
+        switched_to = await fleet.switched()
+        workers = await fleet.workers()
+    finally:
+        await fleet.close()
+    if not workers:
+        print(
+            f"warmfleet policy: warning: no worker of {model} is known; the policy is for workers to come",
+            file=sys.stderr,
+        )
+    return switched_to or None

@@ -6,11 +6,14 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.cli.client import table
 from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
+from warmfleet.cli.terminal.progress import Progress
 from warmfleet.errors import BadRequest
 from warmfleet.fleet import connect
 from warmfleet.fleet.replays import Choice, Replays, arguments
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 HEADER = ("POLICY", "SAME WORKER", "MATCHED", "PREDICTED COST", "BUSIEST WORKER")
 TIMEOUT_S = 10.0
 SHOWN = 5
+AS_IT_WAS = "(as it was)"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,23 +43,40 @@ def run(options: argparse.Namespace) -> int:
         client = connect(with_ca(options.redis, os.environ.get("WARMFLEET_REDIS_CA", "")), timeout_s=TIMEOUT_S)
     except RedisAddressError as error:
         raise CommandError(str(error)) from error
-    return asyncio.run(_run(Replays(client), records, wanted)) or int(bool(damaged))
+    again = asyncio.run(_again(Replays(client), records, ["", *wanted]))
+    changed = [(record, made) for record, made in zip(records, again[""], strict=True) if not same(record, made)]
+    rows = [_row(name or AS_IT_WAS, records, choices) for name, choices in again.items()] if wanted else []
+    if options.json:
+        told = {"decisions": len(records), "same": len(records) - len(changed), "damaged_lines": damaged}
+        print(json.dumps(told | {"policies": [row.as_dict() for row in rows]}, indent=2))
+    else:
+        show(sys.stdout, _parts(len(records), changed, rows))
+    return int(bool(changed or damaged))
 
 
-async def _run(replays: Replays, records: Sequence[dict[str, Any]], wanted: Sequence[str]) -> int:
+async def _again(
+    replays: Replays, records: Sequence[dict[str, Any]], policies: Sequence[str]
+) -> dict[str, list[Choice]]:
+    """The choices by each of these policies; "": by that of the record."""
+    found = {}
     try:
-        again = await replays.choices(records)
-        wrong = [(record, new) for record, new in zip(records, again, strict=True) if not same(record, new)]
-        print(f"{len(records) - len(wrong)} of {len(records)} decisions came out exactly as they were")
-        for record, new in wrong[:SHOWN]:
-            was = f"{record['worker_id']} ({record['why']}, {record['cost_s']} s)"
-            print(f"  {record['reservation']}: {was} is {new.worker_id} ({new.why}, {new.cost_s} s) now")
-        if wanted:
-            found = {"(as it was)": again} | {name: await replays.choices(records, name) for name in wanted}
-            print(table(HEADER, [_row(name, records, choices) for name, choices in found.items()]))
+        with Progress() as progress:
+            for name in policies:
+                text = f"making decisions again{f', by {name}' if name else ''}"
+                progress.step(text)
+                found[name] = await replays.choices(records, name, partial(progress.step, text, of=len(records)))
     finally:
         await replays.close()
-    return 1 if wrong else 0
+    return found
+
+
+def _parts(count: int, wrong: Sequence[tuple[dict[str, Any], Choice]], rows: Sequence[Row]) -> list[Part]:
+    tone = Tone.BAD if wrong else Tone.GOOD
+    parts: list[Part] = [Toned(f"{count - len(wrong)} of {count} decisions came out exactly as they were", tone)]
+    for record, new in wrong[:SHOWN]:
+        was = f"{record['worker_id']} ({record['why']}, {record['cost_s']} s)"
+        parts.append(f"  {record['reservation']}: {was} is {new.worker_id} ({new.why}, {new.cost_s} s) now")
+    return [*parts, Table(HEADER, [row.cells() for row in rows])] if rows else parts
 
 
 def same(record: dict[str, Any], new: Choice) -> bool:
@@ -63,19 +84,35 @@ def same(record: dict[str, Any], new: Choice) -> bool:
     return (record["worker_id"], record["why"], record["cost_s"]) == (new.worker_id, new.why, new.cost_s)
 
 
-def _row(name: str, records: Sequence[dict[str, Any]], choices: Sequence[Choice]) -> tuple[object, ...]:
-    """The policy's row: figures over single choices, each on its logged state. A fleet under it would differ."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Figures of one policy over single choices, each on its logged state; a fleet under it would differ.
+
+    same_worker: the share that went where the log says. matched: of prompt tokens. cost_s: mean of the predicted ones.
+    busiest_worker: the share of the worker that was chosen most.
+    """
+
+    policy: str
+    same_worker: float
+    matched: float
+    cost_s: float
+    busiest_worker: float
+
+    def cells(self) -> tuple[object, ...]:
+        shares = f"{self.same_worker:.1%}", f"{self.matched:.1%}"
+        return self.policy, *shares, f"{self.cost_s:.4f} s", f"{self.busiest_worker:.1%}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _row(name: str, records: Sequence[dict[str, Any]], choices: Sequence[Choice]) -> Row:
     count, chosen = max(1, len(choices)), [choice.worker_id for choice in choices]
     agreed = sum(record["worker_id"] == worker for record, worker in zip(records, chosen, strict=True))
     prompt = max(1, sum(record["prompt_tokens"] for record in records))
     busiest = max((chosen.count(worker) for worker in set(chosen)), default=0)
-    return (
-        name,
-        f"{agreed / count:.1%}",
-        f"{sum(choice.matched_tokens for choice in choices) / prompt:.1%}",
-        f"{sum(float(choice.cost_s) for choice in choices) / count:.4f} s",
-        f"{busiest / count:.1%}",
-    )
+    matched, cost_s = (sum(choice.matched_tokens for choice in choices), sum(float(one.cost_s) for one in choices))
+    return Row(name, agreed / count, matched / prompt, cost_s / count, busiest / count)
 
 
 def read(name: str) -> tuple[list[dict[str, Any]], list[int]]:

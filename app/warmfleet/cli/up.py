@@ -15,6 +15,7 @@ from warmfleet.cli.local.engines import EngineOptions
 from warmfleet.cli.local.running_stack import RunningStack, announced
 from warmfleet.cli.local.stack import Plan, Stack
 from warmfleet.cli.local.watch import AnswerWatch
+from warmfleet.cli.terminal.progress import Progress
 from warmfleet.settings import engine_url
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         signal.signal(number, _interrupt)
     plan = plan_of(options)
     try:
-        with Stack(plan, say) as stack:
+        with Progress() as progress, Stack(plan, progress.say, progress.step) as stack:
             local = RunningStack(stack.address, stack.redis_url, stack.models, os.getpid())
             with announced(local):
                 say(usage(stack.address, stack.names[0]))

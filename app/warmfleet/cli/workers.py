@@ -3,106 +3,146 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.cli.client import ask, table
+from warmfleet.cli.client import ask
+from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, redraw, show
+from warmfleet.cli.terminal.remedies import LIMITED, REASONS, SUSPICIONS, remedy
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
-HEADER = (
-    "WORKER", "URL", "STATE", "PROOF", "SLOT", "BLOCKS", "CAPACITY", "IN FLIGHT", "PREFILL", "DECODE", "TOKENS/S",
-    "SEEN", "LAG", "DIGEST", "HEALED", "RESYNCS",
-)  # fmt: skip
-
-SUSPECT = {
-    "prompt": "it counted other prompt tokens than the router: a probe is due",
-    "blocks": "its stream did not report the blocks of prompts: a probe is due",
-}
+HEADER = ("WORKER", "STATE", "CACHE", "IN FLIGHT", "PREFILL", "TOKENS/S", "HEARD", "LAG")
+WIDE = ("DECODE", "URL", "VERSION", "PROOF", "SLOT", "BLOCKS", "CAPACITY", "BATCHES", "DIGEST", "HEALED", "RESYNCS")
+WELL = ("proven", "approximate")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table; 1 if no worker is routable."""
-    answer = ask("GET", options.url, "/workers")
-    print(json.dumps(answer, indent=2) if options.json else render(answer))
+    """Print the table, or with ``--watch`` one table after the other; 1 if no worker is routable, at last."""
+    if options.json:
+        answer = ask("GET", options.url, "/workers")
+        print(json.dumps(answer, indent=2))
+        return _status(answer)
+    last: dict[str, Any] = {"models": []}
+
+    def picture() -> list[Part]:
+        nonlocal last
+        last = ask("GET", options.url, "/workers")
+        return parts_of(last, wide=options.wide)
+
+    def picture_or_why_not() -> list[Part]:
+        try:
+            return picture()
+        except CommandError as error:  # the replica may come back
+            return [Toned(str(error), Tone.BAD)]
+
+    if options.watch is None:
+        show(sys.stdout, picture())
+    else:
+        redraw(sys.stdout, picture_or_why_not, options.watch)
+    return _status(last)
+
+
+def _status(answer: dict[str, Any]) -> int:
     return 0 if any(worker["routable"] for model in answer["models"] for worker in model["workers"]) else 1
 
 
-def render(answer: dict[str, Any]) -> str:
-    """One table per model.
+def parts_of(answer: dict[str, Any], *, wide: bool = False) -> list[Part]:
+    """One table per model, and below it a line and a remedy for each worker that is not used, or not fully.
 
-    STATE: see app/docs/worker-life.md. PROOF: the result of the last probe. PREFILL, DECODE: tokens booked by open
-    requests. SEEN: age of the last heartbeat. LAG: entries of the worker's stream that are not applied yet, and the age
-    of the oldest. DIGEST: time since the worker's digest was last compared with the index. HEALED: how many of the
-    divergences that were found are mended, and the cause of the open one. RESYNCS: snapshots taken over, by cause.
+    STATE: see app/docs/worker-life.md. CACHE: the share that holds blocks. PREFILL, DECODE: tokens booked by open
+    requests. TOKENS/S: measured speed of prefill. HEARD: age of the last heartbeat. LAG: age of the oldest entry of
+    the worker's stream that is not applied yet, and with ``wide`` BATCHES: their number. PROOF: the result of the last
+    probe. DIGEST: time since the worker's digest was last compared with the index. HEALED: how many of the divergences
+    that were found are mended, and the cause of the open one. RESYNCS: snapshots taken over, by cause.
     """
-    parts = []
+    parts: list[Part] = []
     for model in answer["models"]:
-        title = f"{model['model']}  (prompts identified: {model['identity']}, tokenizer: {model['tokenizer']}, "
-        title += f"chat template: {model['template']}, policy: {model['policy']} by {model['policy_by']})"
-        if not model["fresh"]:
-            title += "  the store does not answer: this is the last reading"
+        parts += ["", *_title(model, wide=wide)]
+        workers = model["workers"]
+        if workers:
+            header = HEADER + WIDE if wide else HEADER
+            parts.append(Table(header, [_row(worker, wide=wide) for worker in workers]))
         else:
-            title += "  " + _index(model["index"])
-        title += "\n" + _ttft(model["ttft"])
-        body = table(HEADER, [_row(worker) for worker in model["workers"]]) if model["workers"] else "no workers"
-        reasons = [f"{worker['worker_id']}: {worker['reason']}" for worker in model["workers"] if worker["reason"]]
-        reasons += [
-            f"{worker['worker_id']}: suspected, {SUSPECT[worker['suspect']]}"
-            for worker in model["workers"]
-            if worker["suspect"]
-        ]
-        reasons += [_unheard(worker) for worker in model["workers"] if worker["state"] == "unheard"]
-        reasons += [_ejected(worker) for worker in model["workers"] if worker["state"] == "ejected"]
-        reasons += [_paused(worker) for worker in model["workers"] if worker["state"] == "paused"]
-        reasons += [_draining(worker) for worker in model["workers"] if worker["draining"]]
-        parts.append("\n".join([title, body, *reasons]))
-    return "\n\n".join(parts)
+            parts.append("no workers: `warmfleet doctor` says what is missing")
+        for worker in workers:
+            parts += _not_well(worker, model["model"])
+    return parts[1:] or ["this replica has no model"]
 
 
-def _row(worker: dict[str, Any]) -> tuple[object, ...]:
-    load, age = worker["load"], worker["heartbeat_age_s"]
-    return (
+def _title(model: dict[str, Any], *, wide: bool) -> Iterator[Part]:
+    workers = model["workers"]
+    ready = sum(bool(worker["routable"]) for worker in workers)
+    told = f"  {ready} of {len(workers)} workers take requests; policy: {model['policy']} by {model['policy_by']}"
+    if waiting := model.get("queue", {}).get("waiting"):
+        told += f"; {waiting} requests wait for a worker"
+    yield Toned(model["model"], Tone.HEAD), told
+    yield (
+        f"prompts identified: {model['identity']}; tokenizer: {model['tokenizer']}; chat template: {model['template']}"
+    )
+    if not model["fresh"]:
+        yield Toned("the store does not answer: this is the last reading", Tone.BAD)
+    elif wide:
+        yield _index(model["index"])
+    yield _ttft(model["ttft"])
+
+
+def _row(worker: dict[str, Any], *, wide: bool) -> tuple[object, ...]:
+    load, truth, state = worker["load"], worker["truth"], worker["state"]
+    tone = Tone.GOOD if state in WELL else Tone.MIND if worker["routable"] else Tone.BAD
+    filled = 100 * load["blocks"] / load["capacity_blocks"] if load["capacity_blocks"] else 0.0
+    usual = (
         worker["worker_id"],
-        worker["url"] or "-",
-        worker["state"],
-        worker["proof"],
-        load["slot"],
-        load["blocks"],
-        load["capacity_blocks"],
+        Toned(state, tone),
+        f"{filled:.0f}%",
         load["in_flight"],
         load["prefill_tokens"] + load["foreign_prefill_tokens"],
-        load["decode_tokens"] + load["foreign_decode_tokens"],
-        load["speed_tps"],
-        _age(age),
-        *_truth(worker["truth"]),
+        load["speed_tps"] or "-",
+        _age(worker["heartbeat_age_s"]),
+        _age(truth["lag_s"]) if truth else "-",
     )
+    if not wide:
+        return usual
+    decode = load["decode_tokens"] + load["foreign_decode_tokens"]
+    more = (decode, worker["url"] or "-", worker.get("version") or "-", worker["proof"])
+    return *usual, *more, load["slot"], load["blocks"], load["capacity_blocks"], *_truth(truth)
 
 
-def _unheard(worker: dict[str, Any]) -> str:
-    quiet = _age(worker["heartbeat_age_s"])
-    return f"{worker['worker_id']}: no heartbeat for {quiet}, but its engine answers: check its way to Redis"
+def _not_well(worker: dict[str, Any], model: str) -> list[Part]:
+    """Why a worker takes no requests, or fewer than it could, and what to do; nothing of a worker that is well."""
+    name, state = worker["worker_id"], worker["state"]
+    if worker["routable"] and state not in LIMITED:
+        return []
+    head = (
+        f"{state}, but routable" if worker["routable"] else state if state == "draining" else f"{state}, not routable"
+    )
+    told = (f"{name}: ", Toned(head, Tone.MIND if worker["routable"] else Tone.BAD), f": {_why(worker)}")
+    what_to_do = remedy(name, model, state, worker.get("cause", ""))
+    return [told, ("  -> ", what_to_do)] if what_to_do else [told]
 
 
-def _ejected(worker: dict[str, Any]) -> str:
-    return f"{worker['worker_id']}: ejected, it failed requests that other workers served: read its log"
+def _why(worker: dict[str, Any]) -> str:
+    state = worker["state"]
+    why = REASONS.get(state, "see app/docs/worker-life.md")
+    if state == "suspected" and worker["suspect"] in SUSPICIONS:
+        why = f"{SUSPICIONS[worker['suspect']]}, so a probe is due"
+    elif state in ("silent", "unheard") and worker["heartbeat_age_s"] is not None:
+        why = f"{why}, the last one {_age(worker['heartbeat_age_s'])} ago"
+    elif state == "draining":
+        left = worker["load"]["in_flight"]
+        why = f"{left} requests are left there" if left else "nothing runs there any more"
+    return f"{why} ({worker['reason']})" if worker["reason"] else why
 
 
-def _paused(worker: dict[str, Any]) -> str:
-    return f"{worker['worker_id']}: paused or asleep; vLLM's /resume or /wake_up ends this"
-
-
-def _draining(worker: dict[str, Any]) -> str:
-    left = worker["load"]["in_flight"]
-    return f"{worker['worker_id']}: draining, {left} requests left; `warmfleet drain --undo` ends this"
-
-
-def _truth(truth: dict[str, Any] | None) -> tuple[str, ...]:
+def _truth(truth: dict[str, Any] | None) -> tuple[object, ...]:
     if truth is None:
         return ("-",) * 4
     healed = f"{truth['healed']} of {truth['found']}" + (f", {truth['cause']}" if truth["cause"] else "")
     resyncs = " ".join(f"{cause} {count}" for cause, count in sorted(truth["resyncs"].items()))
-    return f"{truth['lag_batches']}, {_age(truth['lag_s'])}", _age(truth["digest_age_s"]), healed, resyncs or "-"
+    return truth["lag_batches"], _age(truth["digest_age_s"]), healed, resyncs or "-"
 
 
 def _age(seconds: float | None) -> str:
@@ -111,6 +151,8 @@ def _age(seconds: float | None) -> str:
 
 def _ttft(ttft: dict[str, Any]) -> str:
     """The times to first token of streamed answers that this replica gave in the last minute."""
+    if not ttft["requests"]:
+        return "no stream in the last minute at this replica"
     spread = ", ".join(f"{name} {ttft[name.lower() + '_s']:.3f} s" for name in ("P50", "P90", "P99"))
     aim = f"; objective {ttft['objective_s']:g} s, in force {ttft['in_force_s']:.3f} s" if ttft["objective_s"] else ""
     return f"time to first token of {ttft['requests']:.0f} streams, last minute, this replica: {spread}{aim}"

@@ -17,7 +17,7 @@ from warmfleet.fleet.client import argv, redis_errors, script_text
 from warmfleet.fleet.constants import QueueLimits, Spans, Weights, packed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import redis.asyncio as aioredis
 
@@ -44,10 +44,13 @@ class Replays:
         self._redis = redis
         self._source = script_text("replay")
 
-    async def choices(self, records: Sequence[dict[str, Any]], policy: str = "") -> list[Choice]:
+    async def choices(
+        self, records: Sequence[dict[str, Any]], policy: str = "", made: Callable[[int], object] = lambda _count: None
+    ) -> list[Choice]:
         """What is chosen on the state of each record, by ``policy`` (default: the policy of the record).
 
-        Raises FleetUnavailable, and BadRequest for a record that is malformed or cannot be replayed.
+        made: called with the number of choices made so far, now and then. Raises FleetUnavailable, and BadRequest for a
+        record that is malformed or cannot be replayed.
         """
         found: list[Choice] = []
         for start in range(0, len(records), AT_ONCE):
@@ -58,6 +61,7 @@ class Replays:
                         pipe.execute_command("EVAL_RO", self._source, 0, *arguments(record, policy, at))
                     answers = await pipe.execute(raise_on_error=False)
                 found += [_choice(record, answer) for record, answer in zip(chunk, answers, strict=True)]
+            made(len(found))
         return found
 
     async def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ import pytest
 from tests.conftest import server, valkey_binary
 
 from warmfleet.__main__ import main
-from warmfleet.cli.artifacts import printable, whole
+from warmfleet.cli.artifacts import whole
 from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.terminal.output import printable
 from warmfleet.fleet import Fleet, connect
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
@@ -79,6 +81,14 @@ def test_list_show_approve_revoke(
         lines = says("list").splitlines()
         [line] = [line for line in lines if "chat_template" in line]
         assert line.split() == [DIGEST, "chat_template.jinja", str(len(TEMPLATE)), "w1,", "w2", "not", "approved"]
+        [file] = [row for row in json.loads(says("--json", "--model", model))[model] if row["approved"] is not None]
+        assert file == {
+            "sha256": DIGEST,
+            "artifact": "chat_template.jinja",
+            "bytes": len(TEMPLATE),
+            "servers": ["w1", "w2"],
+            "approved": False,
+        }
         assert says("show", DIGEST[:12]) == "{{ messages }}\\x1b[2J\n"
         assert f"{DIGEST} approved" in says("approve", DIGEST[:12].upper())
         assert asyncio.run(approved(valkey_url, model)) == {DIGEST}
@@ -107,6 +117,7 @@ def test_list_show_approve_revoke(
         ("approve --model m", "at least one"),
         (f"list {'a' * 12} --model m", "takes no SHA256"),
         ("approve xyz --model m", "neither a sha256"),
+        (f"show {'a' * 12} --model m --json", "--json is for list"),
         ("show abcdef12345 --model m", "neither a sha256"),
         ("--model a{b", "is not a name"),
         ("--model m --redis nonsense://", "redis"),

@@ -17,11 +17,11 @@ from tests.app.cli.answering import replica
 
 from warmfleet.__main__ import main
 from warmfleet.cli import explain, serve, up, workers
-from warmfleet.cli.client import table
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local import engines, ports
 from warmfleet.cli.local.engines import EngineOptions
 from warmfleet.cli.parser import build_parser
+from warmfleet.cli.terminal.output import plain
 from warmfleet.errors import BadArgument
 
 if TYPE_CHECKING:
@@ -53,12 +53,14 @@ TRUTH = {
 WORKER = {
     "worker_id": "sim-1.0",
     "url": "http://127.0.0.1:9",
+    "version": "vllm-0.32.0",
     "state": "unreachable",
-    "draining": True,
+    "draining": False,
     "routable": False,
     "proof": "url",
     "reason": "it does not answer",
-    "suspect": "prompt",
+    "cause": "",
+    "suspect": "",
     "heartbeat_age_s": None,
     "load": LOAD,
     "truth": TRUTH,
@@ -70,6 +72,7 @@ INDEX = {
     "memory_limit_bytes": 8 * 2**20,
     "counts": {},
 }
+TTFT = {"requests": 12, "p50_s": 0.1, "p90_s": 0.5, "p99_s": 2.0, "objective_s": 0.4, "in_force_s": 0.1}
 MODEL = {
     "model": "demo",
     "fresh": False,
@@ -79,7 +82,7 @@ MODEL = {
     "policy": "cost",
     "policy_by": "setting",
     "index": INDEX,
-    "ttft": {"requests": 12, "p50_s": 0.1, "p90_s": 0.5, "p99_s": 2.0, "objective_s": 0.4, "in_force_s": 0.1},
+    "ttft": TTFT,
 }
 FLEET = {"models": [MODEL | {"workers": [WORKER]}]}
 CANDIDATE = {
@@ -132,7 +135,17 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     "line",
-    ["", "fly", "up --engines 0", "up --port 65536", "up --policy best", "up --replica 1", "demo --turns none"],
+    [
+        "",
+        "fly",
+        "workers --watch 0",
+        "workers --watch --json",
+        "up --engines 0",
+        "up --port 65536",
+        "up --policy best",
+        "up --replica 1",
+        "demo --turns none",
+    ],
 )
 def test_unknown_words_end_with_status_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -141,31 +154,91 @@ def test_unknown_words_end_with_status_2(line: str, capsys: pytest.CaptureFixtur
     assert "usage:" in capsys.readouterr().err
 
 
+def shown(*workers_: dict[str, Any], wide: bool = False, **more: Any) -> str:
+    """What ``warmfleet workers`` prints of a model with these workers. more: other fields of the model."""
+    return plain(workers.parts_of({"models": [MODEL | more | {"workers": list(workers_)}]}, wide=wide))
+
+
 class TestWorkers:
     def test_the_table_says_state_load_and_why(self, capsys: pytest.CaptureFixture[str]) -> None:
         with replica({"/workers": (200, FLEET)}) as (url, _):
             assert main(["workers", "--url", url]) == 1, "none is routable"
         printed = capsys.readouterr().out
+        assert "0 of 1 workers take requests; policy: cost by setting" in printed
         assert "the store does not answer" in printed
-        assert "sim-1.0: it does not answer" in printed
-        assert "sim-1.0: suspected, it counted other prompt tokens than the router" in printed
-        assert re.search(r"^sim-1\.0 .* unreachable +url ", printed, re.MULTILINE)
-        assert re.search(r"^sim-1\.0: draining, \d+ requests left", printed, re.MULTILINE)
-        assert "never" in printed
-        assert "14" in printed, "booked and foreign tokens together"
-        assert re.search(r"17, 1\.2 s +never +2 of 3, gap +gap 2 join 1$", printed, re.MULTILINE)
+        assert "sim-1.0: unreachable, not routable: routers get no answer at its URL (it does not answer)\n" in printed
+        assert "\n  -> make its URL reachable from the routers' hosts" in printed
+        row = next(line.split() for line in printed.splitlines() if line.startswith("sim-1.0  "))
+        assert row == ["sim-1.0", "unreachable", "100%", "7", "14", "7", "never", "1.2", "s"], "with foreign tokens"
 
-    def test_the_title_shows_the_size_of_the_index(self) -> None:
-        model = FLEET["models"][0] | {"fresh": True}
-        assert "tokenizer: slow, no pieces" in workers.render({"models": [model]})
+    def test_its_columns_fit_100_characters_and_wide_shows_the_rest(self) -> None:
+        loaded = dict.fromkeys(LOAD, 12_345_678) | {"in_flight": 123}
+        one = WORKER | {"worker_id": "vllm-qwen3-8b-7d9f8b6c5-x2k4.0", "load": loaded, "heartbeat_age_s": 600.0}
+        head, row = (
+            line for line in shown(one).splitlines() if line.startswith(("WORKER", "vllm-qwen3-8b-7d9f8b6c5-x2k4.0  "))
+        )
+        assert max(len(head), len(row)) <= 100
+        wide = shown(one, wide=True)
+        row = next(line for line in wide.splitlines() if line.startswith("vllm-qwen3-8b-7d9f8b6c5-x2k4.0  "))
+        assert re.search(r"http://127\.0\.0\.1:9 +vllm-0\.32\.0 +url +", row)
+        assert re.search(r" 17 +never +2 of 3, gap +gap 2 join 1$", row)
+
+    @pytest.mark.parametrize(
+        ("fields", "why", "remedy"),
+        [
+            ({"state": "draining"}, "sim-1.0: draining: 7 requests are left", "drain sim-1.0 --model demo --undo"),
+            ({"state": "silent"}, "silent, not routable: no heartbeat comes any more", "start the engine"),
+            ({"state": "silent", "heartbeat_age_s": 20.0}, "the last one 20.0 s ago", "its way to Redis may be cut"),
+            ({"state": "ejected"}, "ejected, not routable: it failed requests", "read the engine's log"),
+            ({"state": "paused"}, "somebody paused its engine, or put it to sleep", "/wake_up"),
+            ({"state": "joining"}, "joining, not routable: only one half of it is heard", "VLLM_PLUGINS"),
+            ({"state": "load-only", "routable": True, "cause": "text"}, "load-only, but routable", "restart it"),
+            ({"state": "suspected", "routable": True, "suspect": "prompt"}, "it counted other prompt", "next probe"),
+            ({"state": "unheard", "routable": True}, "unheard, but routable: no heartbeat", "mend the engine's way"),
+        ],
+    )
+    def test_each_worker_that_is_not_used_has_a_reason_and_a_remedy(
+        self, fields: dict[str, Any], why: str, remedy: str
+    ) -> None:
+        said, help_ = shown(WORKER | {"reason": ""} | fields).splitlines()[-2:]
+        assert why in said
+        assert help_.startswith("  -> ")
+        assert remedy in help_
+
+    def test_a_worker_that_is_well_needs_no_line(self) -> None:
+        well = WORKER | {"state": "proven", "routable": True, "reason": ""}
+        assert shown(well).splitlines()[-1].startswith("sim-1.0  proven  ")
+
+    def test_the_title_shows_prompts_times_and_the_size_of_the_index(self) -> None:
+        assert "tokenizer: slow, no pieces" in shown(WORKER)
         said = "12 streams, last minute, this replica: P50 0.100 s, P90 0.500 s, P99 2.000 s; "
         said += "objective 0.4 s, in force 0.100 s"
-        assert said in workers.render({"models": [model]})
-        assert "index: 1234 entries, 2 retired slots; memory 3 MiB of 8" in workers.render({"models": [model]})
+        assert said in shown(WORKER)
+        assert "no stream in the last minute" in shown(WORKER, ttft=TTFT | {"requests": 0})
+        assert "; 3 requests wait for a worker\n" in shown(WORKER, queue={"waiting": 3})
+        assert "index: 1234 entries, 2 retired slots; memory 3 MiB of 8" in shown(WORKER, wide=True, fresh=True)
         at_rest = TRUTH | {"found": 0, "healed": 0, "cause": "", "resyncs": {}}
-        for truth, said in ((None, "never +- +- +- +-$"), (at_rest, "0 of 0 +-$")):
-            one = WORKER | {"truth": truth}
-            assert re.search(said, workers.render({"models": [model | {"workers": [one]}]}), re.MULTILINE)
+        for truth, end in ((None, "- +- +- +-$"), (at_rest, "0 of 0 +-$")):
+            assert re.search(end, shown(WORKER | {"truth": truth}, wide=True), re.MULTILINE)
+
+    def test_it_is_watched_until_ctrl_c_also_while_no_replica_answers(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        waits = iter([None, None])
+
+        def wait(seconds: float) -> None:
+            assert seconds == 5
+            if next(waits, "end") == "end":
+                raise KeyboardInterrupt
+            answers["/workers"] = (500, {"error": {"message": "it stops"}})
+
+        monkeypatch.setattr("warmfleet.cli.terminal.output.time.sleep", wait)
+        answers: dict[str, tuple[int, Any]] = {"/workers": (200, FLEET)}
+        with replica(answers) as (url, _):
+            assert main(["workers", "--url", url, "--watch", "5"]) == 1
+        printed = capsys.readouterr().out
+        assert printed.count("WORKER  ") == 1
+        assert printed.count("answered 500: it stops") == 2
 
     def test_json_is_passed_through(self, capsys: pytest.CaptureFixture[str]) -> None:
         with replica({"/workers": (200, FLEET)}) as (url, _):
@@ -173,7 +246,7 @@ class TestWorkers:
         assert json.loads(capsys.readouterr().out) == FLEET
 
     def test_a_fleet_without_workers(self) -> None:
-        assert "no workers" in workers.render({"models": [FLEET["models"][0] | {"workers": []}]})
+        assert "no workers: `warmfleet doctor` says what is missing" in shown()
 
 
 class TestExplain:
@@ -184,8 +257,19 @@ class TestExplain:
         assert json.loads(seen[-1][1]) == {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
         printed = capsys.readouterr().out
         assert "It would go to sim-1.0" in printed
-        assert "->" in printed
-        assert "0.0125 s" in printed
+        row = next(line.split() for line in printed.splitlines() if "->" in line)
+        assert row == ["->", "sim-1.0", "32", "-", "8", "15", "3", "1", "12.5", "ms", "chosen"]
+
+    def test_each_engine_is_compared_with_the_chosen_one(self) -> None:
+        other = CANDIDATE | {"worker_id": "sim-2.0", "cost_s": 0.0105, "chosen": False, "speculative_tokens": 16}
+        third = CANDIDATE | {"worker_id": "sim-3.0", "cost_s": 0.5, "chosen": False}
+        told = plain(explain.parts_of(EXPLAINED | {"candidates": [third, CANDIDATE, other]})).splitlines()
+        assert told[1].split()[:4] == ["WORKER", "CACHED", "SOON", "TO"]
+        assert told[2].split()[0] == "sim-2.0", "the cheapest first"
+        assert told[2].endswith("16           8             15         3          1      10.5 ms  -2.0 ms")
+        assert told[3].split()[0] == "->"
+        assert told[4].endswith("500.0 ms  +487.5 ms")
+        assert "CACHED, SOON, TO COMPUTE: tokens of this prompt" in told[5]
 
     def test_explain_says_that_a_request_would_wait(self, capsys: pytest.CaptureFixture[str]) -> None:
         with replica({"/explain": (200, EXPLAINED | {"waits": True})}) as (url, _):
@@ -290,7 +374,3 @@ def test_a_tokenizer_by_name_needs_transformers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(up, "find_spec", lambda _name: None)
     with pytest.raises(CommandError, match="pip install 'transformers>=5'"):
         up.plan_of(build_parser().parse_args(["up", "--tokenizer", "some/model"]))
-
-
-def test_a_table_aligns_words_to_the_left_and_numbers_to_the_right() -> None:
-    assert table(("A", "N"), [("x", 1), ("yy", 22)]) == "A    N\nx    1\nyy  22"

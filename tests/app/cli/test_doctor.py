@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -29,10 +30,12 @@ from warmfleet.cli.doctor.finding import Finding, Report, State
 from warmfleet.cli.local.ports import free_port
 from warmfleet.cli.local.running_stack import RunningStack, announced
 from warmfleet.cli.parser import build_parser
+from warmfleet.cli.terminal import remedies
 from warmfleet.fleet import Flag, Fleet, Truth, WorkerState, WorkerTruth, connect
 from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS
 from warmfleet.fleet.inspection.rights import router_rights
 from warmfleet.fleet.inspection.server import Inspection
+from warmfleet.fleet.worker.state import ROUTABLE
 from warmfleet.protocol.redis_address import with_ca
 from warmfleet.protocol.wire import Scheme
 from warmfleet.settings import Settings
@@ -75,7 +78,7 @@ class Told:
 
 async def doctor(url: str, model: str, *engines: str, **more: Any) -> Told:
     """Run it. more: fields of Plan and of Settings."""
-    plan_fields = {name: more.pop(name) for name in ("admin_url", "routers", "wall") if name in more}
+    plan_fields = {name: more.pop(name) for name in ("admin_url", "routers", "url_from", "wall") if name in more}
     settings = Settings(redis_url=url, models=(model,), **({"trust_templates": True, "decide_timeout_s": 2.0} | more))
     plan = Plan(settings, with_ca(url, settings.redis_ca), engines=engines, **plan_fields)
     out = io.StringIO()
@@ -154,8 +157,15 @@ async def test_redis_is_down(model: str) -> None:
         "reachable", f"127.0.0.1:{port}: no connection (connection refused)", "start Redis there, or correct host"
     )
     assert SECRET not in told.printed
+    assert {"server", "clock", "latency", "router rights", "worker rights", "workers"} == {
+        one.check for _, one in told.report.found if one.state is State.SKIPPED
+    }
+    assert f"Workers of {model}" in told.printed
     told = await doctor("redis://no-such-host.invalid/0", model)
     told.names("reachable", "the name cannot be resolved", "correct the host in WARMFLEET_REDIS_URL")
+    told = await doctor("redis://no-such-host.invalid/0", model, url_from="--redis")
+    told.names("reachable", "the name cannot be resolved", "correct the host in --redis")
+    assert "WARMFLEET_REDIS_URL" not in told.printed
     told = await doctor("unix:///no/such/socket", model)
     told.names("reachable", "there is no socket /no/such/socket", "start Redis with `unixsocket`")
 
@@ -340,6 +350,46 @@ async def test_no_router_and_no_engine(valkey_url: str, model: str) -> None:
     told.names("workers", f"no engine has joined {model}", "install the plugin beside vLLM")
 
 
+async def test_a_mistyped_model_is_told_which_there_are(valkey_url: str, model: str) -> None:
+    async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
+        await complete(fleet)
+        told = await doctor(valkey_url, f"{model}-nope")
+        told.names("workers", f"no engine has joined {model}-nope", "which this Redis has: --model NAME; else install")
+        [finding] = told.of("workers", State.FAULT)
+        assert model in re.split(r"[ ,]+", finding.remedy)
+
+
+async def test_who_may_not_scan_is_told_no_models(model: str) -> None:
+    with guarded(model, valkey_binary()) as path:
+        told = await doctor(f"unix://router:secret-router@{path}", model)
+        assert told.of("workers", State.FAULT)[0].remedy.startswith("install the plugin")
+
+
+async def test_a_worker_that_is_not_heard_is_not_told_to_wait(valkey_url: str, model: str) -> None:
+    async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
+        await complete(fleet)
+        [worker] = await fleet.workers()
+        assert worker.state is WorkerState.PENDING
+        assert fleet_checks.worker_finding(worker, model).state is State.NOTE
+        vouched = replace(worker, heartbeat_age_s=40.0)
+        finding = fleet_checks.worker_finding(vouched, model)
+        assert (finding.state, finding.detail) == (State.FAULT, "eng.0 is pending, last heard 40 s ago")
+        assert "the engine's way to Redis" in finding.remedy
+
+
+async def test_an_engine_without_tokenizer_is_looked_for_where_its_messenger_logs(valkey_url: str, model: str) -> None:
+    async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
+        await complete(fleet)
+        [worker] = await fleet.workers()
+        assert worker.server is not None
+        facts = dict(worker.server["facts"])
+        for reports, said in ((True, "vLLM's log"), (False, "the log of `warmfleet bridge`")):
+            server = worker.server | {"artifacts": {}, "facts": facts | {"reports_prefills": reports}}
+            found = fleet_checks.identities([replace(worker, server=server)])
+            [told] = [one for one in found if one.state is State.NOTE]
+            assert said in told.remedy
+
+
 async def test_half_a_worker(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warmfleet_worker.server_publisher.ServerPublisher.start", lambda _self: None)
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
@@ -447,8 +497,9 @@ def test_a_seed_of_the_operator_is_recognised() -> None:
 
 
 def test_every_state_that_keeps_requests_away_has_a_remedy() -> None:
-    told = {*fleet_checks.REMEDIES, WorkerState.JOINING, WorkerState.LOAD_ONLY}
-    assert set(WorkerState) - told == {WorkerState.GONE, WorkerState.PROVEN, WorkerState.APPROXIMATE}
+    well = {WorkerState.PROVEN, WorkerState.APPROXIMATE}
+    assert set(remedies.REMEDIES) == set(remedies.REASONS) == set(WorkerState) - well
+    assert set(remedies.LIMITED) == ROUTABLE - well
 
 
 async def test_an_index_that_lags_differs_and_lacks_blocks(valkey_url: str, model: str) -> None:
@@ -666,7 +717,7 @@ def test_exit_status_and_json(
     assert faults.keys() == {"routers", "workers"}
     assert all(faults.values()), "every fault has a remedy"
     assert main(["doctor", "--model", model]) == 1
-    assert capsys.readouterr().out.endswith("1 fault.\n")
+    assert capsys.readouterr().out.endswith("\n1 fault, 6 skipped.\n")
 
 
 @pytest.mark.parametrize(

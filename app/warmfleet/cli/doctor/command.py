@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -22,6 +21,7 @@ from warmfleet.cli.doctor.parity_checks import Subject
 from warmfleet.cli.doctor.reach import is_loopback, place_of, resolve
 from warmfleet.cli.local import running_stack
 from warmfleet.cli.serve import variables
+from warmfleet.cli.terminal.progress import Progress
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
@@ -55,13 +55,14 @@ TRIE_BYTES = 1_048_576
 MIN_SECRET = 8  # a shorter one is also a usual word, which would be blotted out everywhere
 ADMIN_REDIS = "WARMFLEET_ADMIN_REDIS_URL"
 ANYWHERE = ("0.0.0.0/0", "::/0")
+OF_REDIS = ("server", "clock", "latency", "router rights", "worker rights")  # checks that take its answers
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to check. url: of Redis, complete. admin_url: of a user who may look at the rights of others; or empty.
 
-    wall: this machine's clock, in seconds.
+    url_from: where ``url`` was given, for remedies. wall: this machine's clock, in seconds.
     """
 
     settings: Settings
@@ -69,6 +70,7 @@ class Plan:
     admin_url: str = ""
     engines: tuple[str, ...] = ()
     routers: tuple[str, ...] = ()
+    url_from: str = redis_checks.VARIABLE
     wall: Callable[[], float] = time.time
 
 
@@ -94,25 +96,25 @@ def run(options: argparse.Namespace) -> int:
     environment = os.environ | (variables(options.env_file) if options.env_file else {})
     plan = plan_of(options, environment)
     quiet = bool(options.json)
-    progress = sys.stderr if sys.stderr.isatty() and not quiet else None
-    report = Report(quiet=quiet, progress_to=progress, secrets=secrets_of(plan))
-    asyncio.run(examine(plan, report))
-    report.progress("")
+    with Progress() as progress:
+        report = Report(quiet=quiet, busy=progress, secrets=secrets_of(plan))
+        asyncio.run(examine(plan, report))
     print(report.as_json() if quiet else f"\n{report.summary()}")
     return report.status
 
 
 def plan_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
     """The command line and the environment of a router as a Plan. Raises CommandError, BadArgument."""
-    given, routers = dict(environment), tuple(options.router)
+    given, routers, url_from = dict(environment), tuple(options.router), redis_checks.VARIABLE
     if options.redis:
+        url_from = "--redis"
         given.pop("WARMFLEET_REDIS_URL_FILE", None)
         given["WARMFLEET_REDIS_URL"] = options.redis
     if options.model:
         given["WARMFLEET_MODELS"] = ",".join(options.model)
     local = running_stack.found(environment)
     if local is not None and not {"WARMFLEET_REDIS_URL", "WARMFLEET_REDIS_URL_FILE"} & given.keys():
-        given["WARMFLEET_REDIS_URL"] = local.redis_url
+        given["WARMFLEET_REDIS_URL"], url_from = local.redis_url, "the URL of `warmfleet up`"
         given.setdefault("WARMFLEET_MODELS", ",".join(local.models))
         routers = routers or (local.address,)
     settings = Settings.from_environment(given)
@@ -128,7 +130,7 @@ def plan_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Plan
             model_tag(model)
     except (RedisAddressError, WireError) as error:
         raise CommandError(str(error)) from error
-    return Plan(settings, url, admin, tuple(map(engine_url, options.engines)), routers)
+    return Plan(settings, url, admin, tuple(map(engine_url, options.engines)), routers, url_from)
 
 
 def secrets_of(plan: Plan) -> tuple[str, ...]:
@@ -157,6 +159,11 @@ async def examine(plan: Plan, report: Report) -> None:
             if plan.settings.static_workers:
                 report.part("Engines of WARMFLEET_STATIC_WORKERS")
                 await _checked(report, "listed", _listed(known))
+        else:
+            report.add([skipped(check, "Redis does not answer") for check in OF_REDIS])
+            for model in plan.settings.models:
+                report.part(f"Workers of {model}")
+                report.add([skipped("workers", "Redis does not answer, where they join")])
         for url in plan.engines:
             report.part(f"Engine {fleet_checks.shown(url)}")
             await _engine(plan, known, url, report)
@@ -191,7 +198,7 @@ async def _checked(report: Report, check: str, work: Awaitable[Finding | Iterabl
 async def _redis_answers(plan: Plan, known: Known, report: Report) -> bool:
     report.progress("connecting to Redis")
     redis = next(iter(known.fleets.values())).redis
-    found = await _checked(report, "reachable", redis_checks.reachable(redis, parse(plan.url), plan.url))
+    found = await _checked(report, "reachable", redis_checks.reachable(redis, parse(plan.url), plan.url, plan.url_from))
     return found[-1].state is State.OK
 
 
@@ -253,9 +260,9 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
     async def read() -> list[Finding]:
         workers = await fleet.workers()
         known.workers[model] = workers
-        reading = fleet_checks.Fleet(
-            model, workers, await fleet.truth(workers), await Inspection(fleet.redis, model, PATIENCE).streams()
-        )
+        look = Inspection(fleet.redis, model, PATIENCE)
+        others = [] if workers else [tag for tag in await look.models() if tag != model]
+        reading = fleet_checks.Fleet(model, workers, await fleet.truth(workers), await look.streams(), others)
         return fleet_checks.all_of(reading)
 
     await _checked(report, "workers", read())

@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, TextIO
 
-from warmfleet.cli.artifacts import printable
+from warmfleet.cli.terminal.output import Tone, Toned, text_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from warmfleet.cli.terminal.progress import Progress
 
 ALL_WELL, FAULTS, NOT_CHECKED = 0, 1, 2
 WIDTH = 8  # of the column with the state
@@ -25,6 +27,15 @@ class State(StrEnum):
     FAULT = "FAULT"
     SKIPPED = "skipped"  # a fault that is told above, or missing rights, made this check impossible
     BROKEN = "broken"  # the check itself failed, which is a bug of the doctor
+
+
+TONES = {
+    State.OK: Tone.GOOD,
+    State.NOTE: Tone.MIND,
+    State.FAULT: Tone.BAD,
+    State.SKIPPED: Tone.FAINT,
+    State.BROKEN: Tone.BAD,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +68,11 @@ def skipped(check: str, why: str) -> Finding:
 class Report:
     """All findings in order, by the part that they belong to. Findings are printed as they come, unless ``quiet``.
 
-    secrets: texts that are never printed, whatever an error message quotes.
+    secrets: texts that are never printed, whatever an error message quotes. busy: shows what takes a while now.
     """
 
     out: TextIO = field(default_factory=lambda: sys.stdout)
-    progress_to: TextIO | None = None
+    busy: Progress | None = None
     quiet: bool = False
     secrets: tuple[str, ...] = ()
     found: list[tuple[str, Finding]] = field(default_factory=list)
@@ -70,21 +81,20 @@ class Report:
     def part(self, name: str) -> None:
         """What is checked from now on, as a heading."""
         self._part = self._safe(name)
-        self._line(f"\n{self._part}" if self.found else self._part)
+        self._line("\n" if self.found else "", Toned(self._part, Tone.HEAD))
 
     def add(self, findings: Iterable[Finding]) -> None:
         for one in findings:
             safe = Finding(one.check, one.state, self._safe(one.detail), self._safe(one.remedy))
             self.found.append((self._part, safe))
-            self._line(f"  {safe.state:{WIDTH}}{safe.check}: {safe.detail}")
+            self._line("  ", Toned(f"{safe.state:{WIDTH}}", TONES[safe.state]), f"{safe.check}: {safe.detail}")
             if safe.remedy:
                 self._line(f"  {'':{WIDTH}}-> {safe.remedy}")
 
     def progress(self, text: str) -> None:
-        """What takes a while now: for a person at a terminal, in place of the last such line."""
-        if self.progress_to is not None:
-            self.progress_to.write(f"\r\x1b[K{self._safe(text)} ..." if text else "\r\x1b[K")
-            self.progress_to.flush()
+        """What takes a while now."""
+        if self.busy is not None:
+            self.busy.step(self._safe(text))
 
     @property
     def status(self) -> int:
@@ -103,16 +113,20 @@ class Report:
         rows = [{"part": part, **asdict(one), "state": one.state.lower()} for part, one in self.found]
         return json.dumps({"status": self.status, "findings": rows}, indent=2)
 
-    def _line(self, text: str) -> None:
-        if not self.quiet:
-            self.progress("")
+    def _line(self, *pieces: str | Toned) -> None:
+        if self.quiet:
+            return
+        text = text_for(self.out, [pieces])
+        if self.busy is not None:
+            self.busy.say(text, self.out)
+        else:
             print(text, file=self.out, flush=True)
 
     def _safe(self, text: str) -> str:
-        """Without secrets, and without control characters, for much of it comes from workers."""
+        """Without secrets."""
         for secret in self.secrets:
             text = text.replace(secret, "***")
-        return printable(text)
+        return text
 
 
 def _counted(counts: dict[State, int]) -> list[tuple[str, int]]:

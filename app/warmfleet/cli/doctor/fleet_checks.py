@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from warmfleet.background import announced
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok
+from warmfleet.cli.terminal.remedies import CAUSES, REMEDIES, remedy
 from warmfleet.fleet import Flag, WorkerState
+from warmfleet.fleet.worker.state import heard
 from warmfleet.protocol.wire import UNMATCHED, Scheme, WireError, default_none_hash
 from warmfleet.settings import without_userinfo
 
@@ -23,46 +25,25 @@ LATE_S = 5.0  # entries are applied within half a second
 SEEDS = 1_024  # PYTHONHASHSEED=0, 1, ... is recognised up to here
 NAMED = 8
 
+PLUGIN_HELP = "see vLLM's log; models that vLLM renders without a template have none"
+BRIDGE_HELP = (
+    "see the log of `warmfleet bridge`: it names what it could not load; give it --tokenizer FOLDER, or set"
+    " WARMFLEET_TOKENIZER at the routers"
+)
 JOIN_HELP = "look for lines with `warmfleet:` in vLLM's log, and compare WARMFLEET_REDIS_URL and WARMFLEET_MODEL"
-#: What to do about each state that takes no requests, or not all of them.
-REMEDIES = {
-    WorkerState.SILENT: "start the engine; if it runs, read the `warmfleet:` lines of its log: its way to Redis may"
-    " be cut, or another process may have joined under its WARMFLEET_WORKER_ID",
-    WorkerState.HOSTILE: "restart the engine; if it happens again, compare the versions of plugin and routers",
-    WorkerState.DRAINING: "undo it when the engine shall serve again: warmfleet drain {worker} --model {model} --undo",
-    WorkerState.PAUSED: "let its engine go on when it shall serve again: POST /resume, or /wake_up where it sleeps",
-    WorkerState.EJECTED: "read the engine's log: it failed requests that other workers served",
-    WorkerState.UNHEARD: "mend the engine's way to Redis: it answers over HTTP, but its heartbeats do not come",
-    WorkerState.UNREACHABLE: "make its URL reachable from the routers' hosts, or announce another one"
-    " (WARMFLEET_WORKER_URL); it must be inside WARMFLEET_WORKER_ADDRESSES of the routers",
-    WorkerState.PENDING: "wait some seconds for a router's probe; see the checks of the engine, and the routers' log",
-    WorkerState.WARMING: "wait: a router sends it popular prefixes first (WARMFLEET_WARM_PREFIXES)",
-    WorkerState.SUSPECTED: "wait for its next probe, or let the doctor examine its URL",
-}
 #: Notes, because such a worker serves, or is out by the operator's will, or will soon be in.
 HARMLESS = (WorkerState.DRAINING, WorkerState.PAUSED, WorkerState.WARMING, WorkerState.PENDING, WorkerState.SUSPECTED)
-#: What to do about a worker that is placed by load only, by the cause that its probe gave.
-CAUSES = {
-    "differs": "start it with the tokenizer, --chat-template and flags of the other engines of this model",
-    "text": "restart it: its tokenizer is not the one that it announced",
-    "chat": "restart it: its chat template or tokenizer is not the one that it announced",
-    "tokens": "look which engine answers at its URL, and restart it: its blocks are hashed otherwise than it announced",
-    "scheme": "upgrade the routers, or start it with --prefix-caching-hash-algo sha256_cbor and without EAGLE",
-    "key": "give the routers WARMFLEET_WORKER_API_KEY, and WARMFLEET_WORKER_ADDRESSES with the engines' addresses",
-    "silent": "look which engine answers at its URL: its stream tells nothing of a probe",
-    "unmatched": "start it with --enable-prefix-caching, if its model has layers with full attention",
-    "untested": "wait for the next probe; if it stays so, look for its tokenizer in the routers' log",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One reading of a model's fleet. tag: of the model."""
+    """One reading of a model's fleet. tag: of the model. others: names of other models in this Redis, where known."""
 
     tag: str
     workers: Sequence[WorkerView]
     truth: Truth
     streams: Streams
+    others: Sequence[str] = ()
 
 
 def all_of(fleet: Fleet) -> list[Finding]:
@@ -92,10 +73,13 @@ def applied(streams: Streams, tag: str) -> Finding:
 
 
 def _nobody(fleet: Fleet) -> Finding:
+    meant = (
+        f"if one of {_some(fleet.others)} is meant, which this Redis has: --model NAME; else " if fleet.others else ""
+    )
     return fault(
         "workers",
         f"no engine has joined {fleet.tag}",
-        "install the plugin beside vLLM, set WARMFLEET_REDIS_URL there to this Redis and"
+        f"{meant}install the plugin beside vLLM, set WARMFLEET_REDIS_URL there to this Redis and"
         f" WARMFLEET_MODEL={fleet.tag}; {JOIN_HELP}; if VLLM_PLUGINS is set, add `warmfleet` to it",
     )
 
@@ -128,9 +112,11 @@ def worker_finding(worker: WorkerView, tag: str) -> Finding:
     if state is WorkerState.LOAD_ONLY:
         cause = str(worker.record.get("cause", ""))
         text = f"{detail} (its cached blocks are not used)"
-        return fault("worker", text, CAUSES.get(cause, "see app/docs/identity.md, Proof"))
+        return fault("worker", text, remedy(name, tag, state, cause))
+    if state is WorkerState.PENDING and not heard(worker.heartbeat_age_s):
+        return fault("worker", f"{detail}{_ago(worker.heartbeat_age_s)}", REMEDIES[WorkerState.UNHEARD])
     make = note if state in HARMLESS and not (state is WorkerState.PENDING and reason) else fault
-    return make("worker", detail, REMEDIES[state].format(worker=name, model=tag))
+    return make("worker", detail, remedy(name, tag, state))
 
 
 def _half(worker: WorkerView) -> Finding:
@@ -139,13 +125,7 @@ def _half(worker: WorkerView) -> Finding:
         text = f"the engine core {worker.worker_id} has joined, its API server {server} has not: it gets no requests"
     else:
         text = f"{worker.worker_id}: its API server {server} is not heard any more{_ago(worker.server_age_s)}"
-    return fault(
-        "halves",
-        text,
-        "look for `warmfleet: server ... joined` in vLLM's log. The API server needs the plugin, too (VLLM_PLUGINS),"
-        " the same WARMFLEET_REDIS_URL and WARMFLEET_WORKER_ID as its core, and where the log refuses a loopback"
-        " address WARMFLEET_WORKER_URL=http://THIS_HOST:PORT",
-    )
+    return fault("halves", text, REMEDIES[WorkerState.JOINING])
 
 
 def _heard(worker: WorkerView) -> str:
@@ -232,14 +212,16 @@ def _in_words(scheme: Scheme) -> str:
 def identities(workers: Sequence[WorkerView]) -> list[Finding]:
     """Whether all workers announce the same tokenizer, template and facts."""
     groups = announced.Grouping().by_identity([worker for worker in workers if worker.heard])
-    nothing = [worker.worker_id for worker in workers if worker.server and not worker.server.get("artifacts")]
+    nothing = [worker for worker in workers if worker.server and not worker.server.get("artifacts")]
+    behind = [worker.worker_id for worker in nothing if bridged(worker)]
+    beside = [worker.worker_id for worker in nothing if not bridged(worker)]
     findings = []
-    if nothing:
-        text = (
-            f"{_some(nothing)} announce no tokenizer and no chat template: prompts are placed by load, or an engine"
-            " is asked"
-        )
-        findings.append(note("identity", text, "see vLLM's log; models that vLLM renders without a template have none"))
+    for names, help_ in ((behind, BRIDGE_HELP), (beside, PLUGIN_HELP)):
+        if names:
+            text = (
+                f"{_some(names)} announce no tokenizer and no chat template: prompts are placed by load, or an engine"
+            )
+            findings.append(note("identity", f"{text} is asked", help_))
     if len(groups) == 1:
         ((key, same),) = groups.items()
         findings.append(ok("identity", f"announced by {len(same)}: {announced.in_words(key, same)}"))
@@ -252,6 +234,11 @@ def identities(workers: Sequence[WorkerView]) -> list[Finding]:
         )
         findings.append(fault("identity", text, CAUSES["differs"]))
     return findings
+
+
+def bridged(worker: WorkerView) -> bool:
+    """A bridge reports this worker: it has no plugin, so nothing of it stands in its engine's log."""
+    return ((worker.server or {}).get("facts") or {}).get("reports_prefills") is False
 
 
 def shared_urls(workers: Sequence[WorkerView]) -> list[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -29,6 +30,7 @@ CALLS, CALLS_S = 100, 1.0  # of a script, to measure the latency
 LATE_SHARE = 0.05  # of the calls beyond the time limit; fewer may be a moment in which this machine was busy
 SLOW_S = 0.005  # every request waits for one script call at least
 MIB = 2**20
+VARIABLE = "WARMFLEET_REDIS_URL"
 
 REMEDIES = {
     "name": "correct the host in WARMFLEET_REDIS_URL, or the DNS of this machine",
@@ -52,8 +54,19 @@ NO_MASTER = {
 }
 
 
-async def reachable(redis: aioredis.Redis, where: RedisAddress, url: str) -> list[Finding]:
-    """Name, connection, TLS, login and version, up to the first that fails. If the last is not ok, that was all."""
+async def reachable(redis: aioredis.Redis, where: RedisAddress, url: str, url_from: str = VARIABLE) -> list[Finding]:
+    """Name, connection, TLS, login and version, up to the first that fails. If the last is not ok, that was all.
+
+    url_from: the variable or option that gave the URL; the findings name it.
+    """
+    found = await _reachable(redis, where, url)
+    return [
+        replace(one, detail=one.detail.replace(VARIABLE, url_from), remedy=one.remedy.replace(VARIABLE, url_from))
+        for one in found
+    ]
+
+
+async def _reachable(redis: aioredis.Redis, where: RedisAddress, url: str) -> list[Finding]:
     steps = [await _node(host, port) for host, port in where.nodes] or [_socket_file(urlsplit(url).path)]
     if all(one.state == "FAULT" for one in steps):
         return steps

@@ -67,19 +67,25 @@ class Member:
 
 
 class Stack:
-    """A context manager: starts a fleet, and stops all of it at the end. ``say`` gets one line per step of progress.
+    """A context manager: starts a fleet, and stops all of it at the end.
 
+    ``say`` gets a line about each step of the start; ``busy`` what takes a while now, and how far it is.
     All replicas share ``address``; each also answers at its own URL in ``replicas``.
     """
 
-    def __init__(self, plan: Plan, say: Callable[[str], None] = lambda _line: None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        say: Callable[[str], None] = lambda _line: None,
+        busy: Callable[[str, int, int], None] = lambda _text, _done, _of: None,
+    ) -> None:
         self.plan = plan
         self.engines: list[Member] = []
         self.replicas: list[Member] = []
         self.redis_url = plan.redis_url
         self.models: tuple[str, ...] = ()
         self.names: tuple[str, ...] = ()
-        self._say = say
+        self._say, self._busy = say, busy
         self._claimed: socket.socket | None = None
         self._children: Children | None = None
         # One for all questions, as each reads the system's authorities. It keeps no connection to a replica.
@@ -99,7 +105,9 @@ class Stack:
     def close(self) -> None:
         """Stop replicas, engines and store. Idempotent."""
         if self._children is not None:
+            self._busy("stopping replicas, engines and store", 0, 0)
             self._children.close()
+        self._busy("", 0, 0)
         if self._claimed is not None:
             self._claimed.close()
 
@@ -144,6 +152,7 @@ class Stack:
         self._say(f"replicas  {_list(self.replicas)}")
         self.wait_routable(len(self.engines))
         self.wait_ready(self.replicas)
+        self._busy("", 0, 0)
 
     def _start_engines(self) -> None:
         options = self.plan.engines
@@ -209,6 +218,7 @@ class Stack:
             alive = [replica for replica in self.replicas if replica.child and replica.child.alive]
             states = [self.fleet(replica) for replica in alive]
             ready = min((sum(map(usable, _workers(models))) for models in states), default=0)
+            self._busy("waiting for workers", ready, count)
             if ready != said or time.monotonic() - said_at > SAY_SECONDS:
                 said, said_at = ready, time.monotonic()
                 self._say(f"workers   {ready} of {count} ready ({said_at - started:.1f} s){self._still_busy(states)}")

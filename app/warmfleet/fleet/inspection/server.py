@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.inspection.rights import Right
     from warmfleet.protocol.redis_address import HostPort, RedisAddress
 
+MODEL_KEYS, SCANNED, SCAN_S = "wf:{*}:workers", 2_000, 1.0  # keys that a step of SCAN looks at, and for how long
 CLOCK_TRIES = 3  # the answer that came quickest tells the clock best
 
 
@@ -146,6 +148,22 @@ class Inspection(ScriptClient):
         if not isinstance(locator, Locator):
             return []
         return [_node(where, self.keys.tag, address, answer) for address, answer in await locator.survey()]
+
+    # ------------------------------------------------ models
+
+    async def models(self, limit_s: float = SCAN_S) -> list[str]:
+        """The names of models that have workers in this Redis, as far as ``limit_s`` lets them be found.
+
+        None is found where this user may not SCAN, which no router needs; in a Cluster only those on the same server.
+        """
+        found, cursor, end = set[str](), b"0", time.monotonic() + limit_s
+        with suppress(RefusedCall):
+            while time.monotonic() < end:
+                cursor, keys = await self.ask("SCAN", cursor, "MATCH", MODEL_KEYS, "COUNT", SCANNED)
+                found |= {key.decode("utf-8", "replace").split("{")[1].partition("}")[0] for key in keys}
+                if cursor == b"0":
+                    break
+        return sorted(tag.replace("~", "/") for tag in found)
 
     # ------------------------------------------------ streams
 

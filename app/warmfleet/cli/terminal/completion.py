@@ -1,0 +1,53 @@
+"""What a shell may complete: the words of the parser, models, workers. It needs argcomplete (extra ``cli``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.cli.local import running_stack
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterable
+
+VARIABLE = "_ARGCOMPLETE"  # set by the shell while it asks for completions
+ASK_S = 0.5  # a person waits at the prompt
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell and end the process, if it is a shell that asks. Returns at once otherwise."""
+    if VARIABLE not in os.environ:
+        return
+    try:
+        import argcomplete
+    except ModuleNotFoundError:
+        return
+    argcomplete.autocomplete(parser)
+
+
+def completed(argument: argparse.Action, words: Callable[..., Iterable[str]]) -> None:
+    """Let argcomplete ask ``words`` for the values of this argument."""
+    argument.completer = words  # type: ignore[attr-defined]  # argcomplete looks for it there
+
+
+def models(**_: Any) -> list[str]:
+    """The models of WARMFLEET_MODELS and of the running stack."""
+    local = running_stack.found()
+    named = os.environ.get("WARMFLEET_MODELS", "").split(",")
+    return sorted({tag.strip() for tag in [*named, *(local.models if local else ())]} - {""})
+
+
+def workers(**_: Any) -> list[str]:
+    """The workers of the running stack and the names of their servers; none if there is no such stack."""
+    local = running_stack.found()
+    if local is None:
+        return []
+    try:
+        with urllib.request.urlopen(f"{local.address}/workers", timeout=ASK_S) as answer:  # noqa: S310  our own URL
+            names = [worker["worker_id"] for model in json.load(answer)["models"] for worker in model["workers"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return sorted({*names, *(name.rpartition(".")[0] for name in names)})

@@ -1,0 +1,171 @@
+"""Where commands print for people: tables and coloured words at a terminal, plain aligned lines everywhere else.
+
+Colour needs the package rich (extra ``cli``). Without it, in a pipe, with NO_COLOR and on a terminal that cannot (TERM
+is ``dumb``) the same words come as plain text, so that nothing that reads them depends on rich.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.console import Console, RenderableType
+
+#: Text of a cell in a column of numbers, which is aligned to the right: with its unit, or a word for "no number".
+_NUMBER = re.compile(r"(([+-]?\d[\d,.]*)( ?[%a-zA-Z]{1,3})?|-|never|)\Z")
+_PICTURE, _NO_PICTURE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen without a cursor, and back
+_HOME, _LINE_END, _REST = "\x1b[H", "\x1b[K\n", "\x1b[J"  # to the first line; clear the rest of a line, of the screen
+
+
+class Tone(StrEnum):
+    """How a word is meant; the value is rich's style for it. The word itself always says the same without colour."""
+
+    GOOD = "green"
+    MIND = "yellow"
+    BAD = "bold red"
+    HEAD = "bold"
+    FAINT = "dim"
+
+
+@dataclass(frozen=True, slots=True)
+class Toned:
+    """A text with its tone."""
+
+    text: str
+    tone: Tone
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells under column heads. As text its columns are aligned, those of numbers to the right."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    def __str__(self) -> str:
+        lines = [self.header, *[[str(cell) for cell in row] for row in self.rows]]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
+        return "\n".join("  ".join(map(_aligned, line, widths, self.right)).rstrip() for line in lines)
+
+    @property
+    def right(self) -> list[bool]:
+        """Which columns hold numbers."""
+        columns = [[str(row[column]) for row in self.rows] for column in range(len(self.header))]
+        return [all(map(_NUMBER.match, cells)) and any(map(str.strip, cells)) for cells in columns]
+
+
+#: What a command prints: a table, a text, or a line made of texts.
+Part = str | Toned | Table | tuple[str | Toned, ...]
+
+
+def plain(parts: Sequence[Part]) -> str:
+    """The parts as text without colour, each on lines of its own."""
+    return printable("\n".join("".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in parts))
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters written out: much of it comes from workers, which must not steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def text_for(out: TextIO, parts: Sequence[Part]) -> str:
+    """The parts as ``out`` takes them: with colour if it is a terminal that shows it."""
+    text = plain(parts)
+    if not is_terminal(out) or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
+        return text
+    console = _console(max(map(len, text.splitlines()), default=0))
+    if console is None:
+        return text
+    for part in parts:
+        console.print(_renderable(part), soft_wrap=not isinstance(part, Table))
+    assert isinstance(console.file, io.StringIO)  # noqa: S101  made so below
+    return console.file.getvalue().rstrip("\n")
+
+
+def show(out: TextIO, parts: Sequence[Part]) -> None:
+    """Print the parts at once."""
+    print(text_for(out, parts), file=out, flush=True)
+
+
+def redraw(out: TextIO, picture: Callable[[], Sequence[Part]], every_s: float) -> None:
+    """Print the picture every so many seconds until Ctrl-C, which leaves the terminal as it was, and the last picture.
+
+    At a terminal each picture takes the place of the one before, cut to the height of the screen. Elsewhere pictures
+    follow each other, each under a line with the time.
+    """
+    in_place, last = is_terminal(out), ""
+    try:
+        if in_place:
+            print(end=_PICTURE, file=out)
+        while True:
+            last = text_for(out, picture())
+            if in_place:
+                lines = _cut(last.splitlines(), shutil.get_terminal_size().lines - 1)
+                print(end=_HOME + _LINE_END.join([*lines, ""]) + _REST, file=out, flush=True)
+            else:
+                print(time.strftime("%Y-%m-%d %H:%M:%S"), last, "", sep="\n", file=out, flush=True)
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        return
+    finally:
+        if in_place:
+            print(_NO_PICTURE + last, file=out, flush=True)
+
+
+def is_terminal(out: TextIO) -> bool:
+    """Whether a person reads it."""
+    return out.isatty()
+
+
+def _aligned(cell: str, width: int, right: bool) -> str:
+    return cell.rjust(width) if right else cell.ljust(width)
+
+
+def _cut(lines: list[str], height: int) -> list[str]:
+    if len(lines) <= height:
+        return lines
+    return [*lines[: height - 1], f"... and {len(lines) - height + 1} more lines: the screen is too low for them"]
+
+
+def _console(width: int) -> Console | None:
+    """A console of rich that writes into a text, as wide as the widest line: the terminal wraps what is too long."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return None
+    columns = max(width + 4, shutil.get_terminal_size().columns)
+    return Console(file=io.StringIO(), force_terminal=True, width=columns, highlight=False, markup=False, emoji=False)
+
+
+def _renderable(part: Part) -> RenderableType:
+    """The part as rich prints it."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    if not isinstance(part, Table):
+        pieces = part if isinstance(part, tuple) else (part,)
+        return Text.assemble(*[_text(piece) for piece in pieces])
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for head, right in zip(part.header, part.right, strict=True):
+        table.add_column(printable(head), justify="right" if right else "left", no_wrap=True)
+    for row in part.rows:
+        table.add_row(*[Text.assemble(_text(cell)) for cell in row])
+    return table
+
+
+def _text(piece: object) -> str | tuple[str, str]:
+    text = printable(str(piece))
+    return (text, piece.tone.value) if isinstance(piece, Toned) else text

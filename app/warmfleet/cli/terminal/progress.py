@@ -1,0 +1,98 @@
+"""A line about what takes a while: on standard error, so that it never gets into what a command prints."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Self, TextIO
+
+from warmfleet.cli.terminal.output import is_terminal, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DRAW_S = 0.2  # between two drawings of the line at a terminal
+SHOWN_FROM_S = 0.5  # what is quicker needs no line
+PLAIN_S = 10.0  # between two lines elsewhere, such as in the log of a CI job
+BAR = 24  # characters
+
+
+class Progress:
+    """At a terminal one line with the seconds so far, and a bar where the end is known; elsewhere a line at times.
+
+    A thread draws it, so it goes on while the command waits for something. It ends with the ``with`` block.
+    """
+
+    def __init__(
+        self, out: TextIO | None = None, *, plain_s: float = PLAIN_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out = out or sys.stderr
+        self._terminal = is_terminal(self._out)
+        self._plain_s, self._clock = plain_s, clock
+        self._text, self._done, self._of = "", 0, 0
+        self._began = self._said = clock()
+        self._drawn = False
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.step("")
+
+    def step(self, text: str, done: int = 0, of: int = 0) -> None:
+        """What is done now; empty: nothing that takes time. done, of: how far it is, if its end is known.
+
+        The seconds count from the first call with this text.
+        """
+        with self._lock:
+            if printable(text) != self._text:
+                self._began = self._said = self._clock()
+            self._text, self._done, self._of = printable(text), done, of
+            if not text:
+                self._clear()
+
+    def say(self, line: str, out: TextIO | None = None) -> None:
+        """Print a line above the line of progress, at once: on standard output, unless ``out`` is another stream."""
+        with self._lock:
+            self._clear()
+            print(line, file=out or sys.stdout, flush=True)
+
+    def tick(self) -> None:
+        """Draw the line if it is time to."""
+        with self._lock:
+            now = self._clock()
+            if not self._text:
+                return
+            line = f"{self._text} ...{_bar(self._done, self._of)} {now - self._began:.0f} s"
+            if self._terminal and now - self._began >= SHOWN_FROM_S:
+                self._out.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
+                self._out.flush()
+                self._drawn = True
+            elif not self._terminal and now - self._said >= self._plain_s:
+                self._said = now
+                print(line, file=self._out, flush=True)
+
+    def _clear(self) -> None:
+        if self._drawn:
+            self._out.write("\r\x1b[K")
+            self._out.flush()
+            self._drawn = False
+
+    def _run(self) -> None:
+        while not self._ended.wait(DRAW_S):
+            self.tick()
+
+
+def _bar(done: int, of: int) -> str:
+    if not of:
+        return ""
+    filled = BAR * min(done, of) // of
+    return f" [{'#' * filled}{'.' * (BAR - filled)}] {done} of {of},"

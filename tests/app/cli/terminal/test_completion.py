@@ -1,0 +1,72 @@
+"""What a shell is told when somebody presses Tab."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.app.cli.answering import replica
+
+from warmfleet.cli.local.running_stack import RunningStack, announced
+from warmfleet.cli.terminal import completion
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("WARMFLEET_MODELS", raising=False)
+
+
+def completions(line: str, folder: Path) -> list[str]:
+    """The words that a shell would offer at the end of this line."""
+    told = folder / "told"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(told),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    subprocess.run([sys.executable, "-m", "warmfleet"], env=environment, capture_output=True, timeout=60, check=True)
+    return told.read_text().split("\n")
+
+
+def test_a_shell_completes_models_of_the_running_stack(tmp_path: Path) -> None:
+    with announced(RunningStack("http://127.0.0.1:9", "redis://a", ("Qwen/Qwen3-8B", "demo"), os.getpid())):
+        assert completions("warmfleet drain gpu1 --model d", tmp_path) == ["demo"]
+
+
+def test_models_come_from_the_environment_and_the_running_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert completion.models() == []
+    monkeypatch.setenv("WARMFLEET_MODELS", "b, a")
+    with announced(RunningStack("http://127.0.0.1:9", "redis://a", ("demo", "a"), os.getpid())):
+        assert completion.models() == ["a", "b", "demo"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (
+            (200, {"models": [{"workers": [{"worker_id": "gpu1.0"}, {"worker_id": "gpu1.1"}]}]}),
+            ["gpu1", "gpu1.0", "gpu1.1"],
+        ),
+        ((404, {}), []),
+        ((200, "<html>"), []),
+        ((200, {"models": 7}), []),
+    ],
+)
+def test_workers_come_from_the_running_stack(answer: tuple[int, object], found: list[str]) -> None:
+    assert completion.workers() == []
+    with (
+        replica({"/workers": answer}) as (url, _),
+        announced(RunningStack(url, "redis://a", ("demo",), os.getpid())),
+    ):
+        assert completion.workers() == found
