@@ -64,6 +64,7 @@ from warmfleet.routing.engine_tokenizer import EngineTokenizer
 from warmfleet.routing.identifier import Identifier
 from warmfleet.routing.router import Router
 from warmfleet.settings import Settings, policies, unknown_variables
+from warmfleet.tracing.exporter import tracing_of
 from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:
@@ -91,10 +92,11 @@ def create_app(settings: Settings) -> Doors:
     """All paths of one replica, with everything behind them; the lifespan of the clients' runs the background tasks.
 
     Raises BadArgument if the settings name no model, or a policy or an objective for a model that they do not name, or
-    a file that cannot be used.
+    a file that cannot be used, or if a variable of OpenTelemetry has a wrong value.
     """
     _check_models(settings)
     metrics, health = Metrics(), Health()
+    tracing = tracing_of(os.environ, metrics)
     certificates = ServerTls(settings, metrics) if settings.tls_cert else None
     keys = ClientKeys(settings.client_keys_file, metrics)
     pools = Pools([_pool(tag, settings) for tag in settings.models])
@@ -115,6 +117,9 @@ def create_app(settings: Settings) -> Doors:
         async with AsyncExitStack() as stack:
             for pool in pools.all:
                 stack.push_async_callback(pool.fleet.close)
+            if tracing is not None:
+                tracing.open()
+                stack.callback(tracing.close)
             log.open()
             stack.callback(log.close)
             await upstream.open()
@@ -140,7 +145,7 @@ def create_app(settings: Settings) -> Doors:
     inside = documented([*service.for_everybody(), *for_operators], (), settings)
     outside = [*service.for_everybody(), *service.for_clients(), *([] if apart else for_operators)]
     outside = documented(outside, paths.all(), settings)
-    proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics))
+    proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics, tracing))
     public = Application(_starlette(outside, lifespan), proxies, Cors(settings.cors_origins))
     clients = Connections(public, health, settings, metrics)
     operators = Connections(ServiceApplication(_starlette(inside)), health, settings, metrics)

@@ -133,6 +133,13 @@ class Metrics:
             "time_limits", "Requests ended by a time limit of the settings: `stream_idle`, `request_max`", "limit"
         )
 
+        self.traces = self._counter(
+            "traces",
+            "Requests that were sampled: their spans were `exported`, `dropped` (too many waited), or `failed` (the "
+            "collector did not take them)",
+            "result",
+        )
+
     def _of_decisions(self) -> None:
         """Decisions and reservations."""
         self.decide_seconds = self._histogram("decide_seconds", "Time that a request waited for its decision")

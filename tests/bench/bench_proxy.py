@@ -313,6 +313,10 @@ def starters(options: argparse.Namespace) -> dict[str, Callable[[Fleet], Router]
         made[NO_HANDOFF] = partial(Fleet.replica, name=NO_HANDOFF, more={"WARMFLEET_TOKEN_HANDOFF": "0"})
     for folder in options.beside:
         made[folder.name] = partial(Fleet.replica, name=folder.name, more=sources(folder))
+    if options.traces:
+        sampled = {"OTEL_EXPORTER_OTLP_ENDPOINT": options.traces, "OTEL_TRACES_SAMPLER": "parentbased_traceidratio"}
+        for name, share in ("traced", "1"), ("traced_1_percent", "0.01"):
+            made[name] = partial(Fleet.replica, name=name, more=sampled | {"OTEL_TRACES_SAMPLER_ARG": share})
     wanted = [name for name in options.peers.split(",") if name]
     missing = peers.missing(wanted, options.peers_folder)
     if missing:
@@ -382,6 +386,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="interpreter of the replicas, with app/requirements.lock installed; one built with profile-guided "
         "optimisation, as the image's is, is about a fifth faster (default: the bench's own)",
+    )
+    made.add_argument(
+        "--traces", metavar="URL", help="of an OTLP collector: replicas that trace every request, and 1 %%, take part"
     )
     made.add_argument("--profile", action="store_true", help="tell where each µs goes, by module")
     made.add_argument("--quick", action="store_true", help="one small round: shows that the bench works, no figures")

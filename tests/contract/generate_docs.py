@@ -26,6 +26,9 @@ are in [worker_plugin/README.md](../../worker_plugin/README.md).
 A secret may also be given by a file, such as `WARMFLEET_ADMIN_KEY_FILE=/run/secrets/admin`: the variable with `_FILE`
 at its end names a file, and the file's content, without white space at its ends, is the value.
 
+Traces are set up by the standard variables of OpenTelemetry, such as `OTEL_EXPORTER_OTLP_ENDPOINT`:
+[tracing.md](tracing.md#variables).
+
 This file is generated from `app/warmfleet/settings.py`: `python -m tests.contract.generate_docs`.
 
 | variable | default | meaning |

@@ -14,6 +14,8 @@ from warmfleet.api.http_request import cleaned_request_id
 from warmfleet.engines.request_headers import header_lines, header_value
 from warmfleet.errors import BadRequest, MethodNotAllowed, Stopping, WarmfleetError
 from warmfleet.routing.call import Call
+from warmfleet.tracing.exporter import unsampled
+from warmfleet.tracing.spans import RequestSpan
 
 if TYPE_CHECKING:
     from warmfleet.api.client_keys import ClientKey, ClientKeys
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.client_answer import ClientAnswer
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
+    from warmfleet.tracing.exporter import Tracing
 
 logger = logging.getLogger("warmfleet.api.completions")
 
@@ -49,9 +52,16 @@ class CompletionsProxy:
     """Serves one path. Its task is cancelled when the client hangs up, in whatever step the call is."""
 
     def __init__(
-        self, path: EnginePath, router: Router, keys: ClientKeys, settings: Settings, metrics: Metrics
+        self,
+        path: EnginePath,
+        router: Router,
+        keys: ClientKeys,
+        settings: Settings,
+        metrics: Metrics,
+        tracing: Tracing | None = None,
     ) -> None:
         self._path = path
+        self._tracing = tracing
         self._keys = keys
         self._methods = {method.encode(): method for method in path.methods}
         self._router = router
@@ -64,27 +74,49 @@ class CompletionsProxy:
         """Answer one request; an error becomes an answer, too."""
         passed_on, for_router = self._read_headers(request.headers)
         request_id = cleaned_request_id(for_router.get(b"x-request-id", b""))
+        trace = None if self._tracing is None else self._trace(self._tracing, request, request_id, passed_on)
         self._metrics.in_flight.inc()
         try:
             client = self._keys.client(request.headers)
             if request.method not in self._methods:
                 takes = ", ".join(self._path.methods)
                 raise MethodNotAllowed(f"This endpoint takes {takes}.", takes)  # noqa: TRY301  one place answers errors
-            await self._router.serve(self._call(request, request_id, client, passed_on, for_router), answer)
+            call = self._call(request, request_id, client, passed_on, for_router)
+            await self._router.serve(call if trace is None else call._replace(trace=trace), answer)
         except asyncio.CancelledError:
+            if trace is not None and answer.lost:
+                trace.hung_up()
             # The client hung up, or the time after a stop signal is over. If part of a plain answer was sent, only
             # closing the connection can tell the client that it is cut off.
             if answer.lost or (answer.started and not answer.complete):
                 raise
             if not answer.complete:
-                await self._refuse(answer, request_id, Stopping())
+                await self._refuse(answer, request_id, Stopping(), trace)
         except WarmfleetError as error:
-            await self._refuse(answer, request_id, error)
+            await self._refuse(answer, request_id, error, trace)
         except Exception:  # a bug of ours
             logger.exception("request %s failed", request_id)
-            await self._refuse(answer, request_id, WarmfleetError(OUR_BUG))
+            await self._refuse(answer, request_id, WarmfleetError(OUR_BUG), trace)
         finally:
             self._metrics.in_flight.dec()
+            if self._tracing is not None and trace is not None:
+                self._tracing.end(trace)
+
+    def _trace(
+        self, tracing: Tracing, request: HttpRequest, request_id: str, passed_on: dict[bytes, Field]
+    ) -> RequestSpan | None:
+        """Begin the span of a request that is sampled; the headers for the engine then lack the traceparent, since
+        each try has its own. The engine of any other request is told that it is not sampled, and asks nobody else.
+        """
+        given = passed_on.pop(b"traceparent", NOTHING)[1]
+        context = tracing.context(given, passed_on.get(b"tracestate", NOTHING)[1])
+        if not context.parent_id:
+            passed_on.pop(b"tracestate", None)  # it belongs to a traceparent
+        if not context.sampled:
+            passed_on[b"traceparent"] = (b"traceparent", unsampled(context))
+            return None
+        method = request.method.decode("ascii", "replace")
+        return RequestSpan(context, self._path, method, request_id, request.received_at)
 
     def _call(
         self,
@@ -132,8 +164,12 @@ class CompletionsProxy:
             passed_on.pop(b"authorization", None)
         return passed_on, for_router
 
-    async def _refuse(self, answer: ClientAnswer, request_id: str, error: WarmfleetError) -> None:
+    async def _refuse(
+        self, answer: ClientAnswer, request_id: str, error: WarmfleetError, trace: RequestSpan | None
+    ) -> None:
         """Answer with the error; if part of another answer was sent, that answer stays cut off."""
+        if trace is not None:
+            trace.refused(error)
         self._metrics.requests.labels(self._path.name, str(error.status), "none").inc()
         if not answer.started:
             await send_error(answer, error, request_id)

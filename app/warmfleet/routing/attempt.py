@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Job
     from warmfleet.routing.tickets import Tickets
+    from warmfleet.tracing.spans import TrySpan
 
 logger = logging.getLogger("warmfleet.routing.attempt")
 
@@ -86,7 +87,10 @@ class Attempts:
         tag = "" if limits is None else limits.tag
         reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact", key=key, client=tag)
         never = (*prompt.unable_workers, *failed_workers) if failed_workers else prompt.unable_workers
-        return Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing)
+        attempt = Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing)
+        if job.call.trace is not None:
+            attempt.span = job.call.trace.begin_try()
+        return attempt
 
     def tell(
         self, pool: Pool, reservation: str, outcome: Outcome, tokens: int = 0, shortfall: Shortfall | None = None
@@ -134,11 +138,12 @@ class Attempt:
     the decision as JSON; empty if the client asked for none. ``on_first_byte`` is called before the client is answered;
     None unless two attempts race. ``output`` counts the tokens of the answer, for a client with limits only.
     ``tail``: the end of an approximate worker's answer, and ``shortfall`` what that says it lacked of the prompt.
+    ``span``: of this attempt in the request's trace; None unless that is traced.
     """
 
     __slots__ = (
         "_attempts", "_avoids_failing", "_before", "avoided", "decision", "explanation", "never", "on_first_byte",
-        "output", "pool", "reservation", "shortfall", "state", "tail",
+        "output", "pool", "reservation", "shortfall", "span", "state", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -163,6 +168,7 @@ class Attempt:
         self.output: OutputTokens | None = None
         self.tail: AnswerTail | None = None
         self.shortfall: Shortfall | None = None
+        self.span: TrySpan | None = None
 
     # ------------------------------------------------ what becomes of it
 
@@ -185,6 +191,8 @@ class Attempt:
     def queued(self) -> None:
         """Redis' answer to the decision was a ticket: all workers are saturated, and the request waits."""
         self.state = AttemptState.QUEUED
+        if self.span is not None:
+            self.span.queued()
 
     def refused(self) -> None:
         """Redis' answer was that the queue is full: the request got no ticket, and has none."""
@@ -242,6 +250,11 @@ class Attempt:
         if self.pool.reservations.prefill_done(self.reservation):
             self._attempts.tell(self.pool, self.reservation, "started")
 
+    def failed(self, error: WarmfleetError) -> None:
+        """The worker failed, or its answer broke off: its span tells why."""
+        if self.span is not None:
+            self.span.failed(error)
+
     def worker_failed(self) -> None:
         """Let all requests avoid this attempt's worker for a moment."""
         if self.decision is not None:
@@ -275,6 +288,8 @@ class Attempt:
         pool.tries.end(reservation)
         if self.decision is not None:
             pool.degraded.give(self.decision.worker_id)
+        if self.span is not None:
+            self.span.end(outcome)
         if state in (AttemptState.ASKED, AttemptState.QUEUED) and pool.fleet.limits.max_engine_wait_s:
             self._attempts.tickets.leave(pool, reservation)
         if state in (AttemptState.ASKED, AttemptState.BOOKED):

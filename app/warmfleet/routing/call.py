@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.engine_paths import EnginePath
     from warmfleet.prompt.request import Request
     from warmfleet.routing.token_handoff import Offer
+    from warmfleet.tracing.spans import RequestSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Call(NamedTuple):
     tenants are kept apart. flow: 8 bytes made of the tenant header's value; the queue takes turns by them.
     patience_s: the longest wait in the queue that the client accepts. received_at: when the body was complete, by
     ``time.perf_counter``. query: of the URL, as the client wrote it. models: the names that the client may use,
-    None for all. limits: of the client's key, None if it has none.
+    None for all. limits: of the client's key, None if it has none. trace: None unless the request is traced.
     """
 
     path: EnginePath
@@ -65,6 +66,7 @@ class Call(NamedTuple):
     query: str = ""
     models: frozenset[str] | None = None
     limits: ClientLimits | None = None
+    trace: RequestSpan | None = None
 
     @property
     def target(self) -> str:

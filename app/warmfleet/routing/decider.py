@@ -76,6 +76,8 @@ class Decider:
                 attempt.refused()
             return decision
         attempt.booked(decision, self._explained(job, ask, decision, rings))
+        if attempt.span is not None:
+            attempt.span.decided(decision, ask.policy)
         self._metrics.prompt_tokens.inc(decision.prompt_tokens)
         self._metrics.matched_tokens.inc(decision.matched_tokens)
         self._decisions(ask.policy, decision.why).inc()
@@ -112,4 +114,6 @@ class Decider:
             self._metrics.client_limits.labels(job.call.limits.name, "unchecked").inc()
         decision = unbooked(attempt.reservation, worker, job.prompt.prompt_tokens)
         attempt.chose_without_redis(decision)
+        if attempt.span is not None:
+            attempt.span.decided(decision, "", reason)
         return decision

@@ -76,14 +76,20 @@ class Relay:
             ended = await self._relay(job, attempt, decision, response, answer)
             if attempt.tail is not None:
                 attempt.shortfall = self._shortfall(job, decision, attempt.tail)
-            return ended
+            return ended  # noqa: TRY300  an else would part the steps
+        except UpstreamError as error:
+            attempt.failed(error)
+            raise
         finally:
             response.close()  # gives up what has not come: the engine stops its work at once
 
     def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:
         """Send the request with this body."""
         call, rank = job.call, job.pool.view.ranks.get(decision.worker_id)
-        headers = call.headers + f"X-Request-Id: {call.id_at_engine(attempt.owner)}\r\n".encode()
+        request_id = call.id_at_engine(attempt.owner)
+        headers = call.headers + f"X-Request-Id: {request_id}\r\n".encode()
+        if attempt.span is not None:
+            headers += attempt.span.sent(request_id, ids=body is not job.body)
         if rank is not None:
             headers += f"X-data-parallel-rank: {rank}\r\n".encode()
         response = self._upstream.start(call.method, decision.url, call.target, body, headers)
@@ -122,6 +128,7 @@ class Relay:
             try:
                 await _stream(response, _watched(attempt, followed or client), piece)
             except UpstreamError as error:
+                attempt.failed(error)
                 if not isinstance(error, EngineTimeout):
                     job.pool.outliers.failed(decision)
                 if followed is not None:
@@ -151,14 +158,17 @@ class Relay:
         try:
             await _head(response)
             if response.status != 200 or response.content_type != EVENTS:
-                raise UpstreamGone(f"Another worker answered {response.status}.", answered=True)  # noqa: TRY301
+                raise UpstreamGone(f"Another worker answered {response.status}.", answered=True)
             piece = await _first_piece(response)
+            if attempt.span is not None:
+                attempt.span.first_byte(response.status)
             attempt.prefill_done()
             if job.call.limits is not None:
                 attempt.output = OutputTokens()
             await _stream(response, _watched(attempt, continued), piece)
-        except UpstreamGone as error:
-            if not error.answered:  # a refusal of what it was sent is no fault of the worker
+        except UpstreamError as error:
+            attempt.failed(error)
+            if isinstance(error, UpstreamGone) and not error.answered:  # a refusal of what it was sent is not its fault
                 job.pool.outliers.failed(decision)
             raise
         finally:
@@ -173,6 +183,8 @@ class Relay:
             attempt.tail = AnswerTail(whole or b"")
         if attempt.on_first_byte is not None:
             attempt.on_first_byte(attempt)
+        if attempt.span is not None:
+            attempt.span.first_byte(status)
         pool, waited_s = job.pool, time.perf_counter() - job.call.received_at
         self._waits(pool.tag).observe(waited_s)
         if streams and status < 400:  # the first byte of a plain answer comes with its last token

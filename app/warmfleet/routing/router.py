@@ -23,6 +23,7 @@ from warmfleet.routing.rescue.retry_budget import RetryBudget
 from warmfleet.routing.tenants import Tenancy
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import offer
+from warmfleet.tracing.spans import PromptFacts
 
 if TYPE_CHECKING:
     from warmfleet.engines.upstream import Upstream
@@ -43,6 +44,7 @@ BUSY = frozenset({429, 502, 503})  # the worker did not begin to work on the req
 FAILED = frozenset({500, 504})  # it did; the request may be the reason
 NO_ANSWER = BUSY | FAILED
 NO_STATUS = frozenset[int]()
+MAX_NAME_CHARACTERS = 200  # of a model, as a client wrote it
 
 
 Forward = Callable[["Job", "Attempt", "Decision", "ClientAnswer", frozenset[int]], Coroutine[Any, Any, "Outcome"]]
@@ -110,6 +112,7 @@ class Router:
                     attempt.worker_failed()
                 retries.worker_failed(decision, error)  # raises the error if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
+                _retried(job, decision.worker_id, error)
                 job = job.admitted()
             except NoWorker as error:
                 retries.no_worker(
@@ -129,6 +132,10 @@ class Router:
         pool = await self.pools.find(request.model)
         _check_model(call, request, pool)
         prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
+        if call.trace is not None:
+            model = (request.model or pool.name)[:MAX_NAME_CHARACTERS]
+            facts = PromptFacts(model, prompt.kind, prompt.reason, prompt.prompt_tokens, request.stream)
+            call.trace.identified(facts)
         return Job(call, request, body, pool, prompt, offer(request, prompt), priority, self._log.wants())
 
     async def place(self, call: Call, handover: Handover) -> Placement:
@@ -219,6 +226,11 @@ def _check_model(call: Call, request: Request, pool: Pool) -> None:
     reachable = {named} if call.body.lstrip().startswith(b"{") else {named, *pool.view.models}
     if not reachable <= call.models:
         raise ModelNotFound(f"The model `{named[:200]}` does not exist here.", "model")
+
+
+def _retried(job: Job, worker_id: str, error: UpstreamGone) -> None:
+    if job.call.trace is not None:
+        job.call.trace.event("retry", **{"warmfleet.worker": worker_id, "error.type": error.code})
 
 
 def _judge(pool: Pool, worker_id: str, ending: Ending) -> None:

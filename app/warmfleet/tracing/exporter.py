@@ -1,0 +1,183 @@
+"""Samples requests, and sends the spans of those that are kept to a collector, from a thread of its own.
+
+No request waits for that: a finished one is put into a queue with a bound, and what finds no room there is counted and
+forgotten.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import httpx
+
+from warmfleet.errors import BadArgument
+from warmfleet.tracing.options import tracing_options
+from warmfleet.tracing.otlp import export_request, request_spans
+from warmfleet.tracing.trace_context import Sampler, new_span_id, traceparent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from warmfleet.metrics import Metrics
+    from warmfleet.tracing.options import TracingOptions
+    from warmfleet.tracing.spans import RequestSpan
+    from warmfleet.tracing.trace_context import TraceContext
+
+logger = logging.getLogger("warmfleet.tracing")
+
+MAX_WAITING = 4_096  # requests; each takes about 2 kB until it is sent
+MAX_BATCH = 256  # requests in one message: about 300 kB
+INTERVAL_S = 1.0  # between two looks at the queue: no request wakes the thread
+RETRY_AFTER_S = (1.0, 3.0)  # before the second and the third try to send a batch
+RETRYABLE = frozenset({429, 502, 503, 504})  # as the standard has it
+LOG_EVERY_S = 60.0
+MAX_TOLD_BYTES = 200  # of a collector's refusal, for the log
+CLOSE_S = 2.0
+
+
+class Tracing:
+    """The traces of one replica: ``open`` starts the thread, ``close`` sends what waits."""
+
+    def __init__(self, options: TracingOptions, metrics: Metrics) -> None:
+        """Raises BadArgument if a certificate cannot be used."""
+        self._options = options
+        self._sampler = Sampler(options.share, by_parent=options.by_parent)
+        # Each of these counters is counted by one thread: the first one by the event loop's, the others by ours.
+        self._dropped, self._exported, self._failed = map(metrics.traces.labels, ("dropped", "exported", "failed"))
+        self._tls = _tls(options)
+        self._waiting: deque[RequestSpan] = deque()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._logged_at = -LOG_EVERY_S
+        self._untold = 0
+        self._resource = {
+            "service.version": version("warmfleet"),
+            "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
+            "telemetry.sdk.name": "warmfleet",
+            "telemetry.sdk.language": "python",
+        } | options.resource
+
+    # ------------------------------------------------ in the event loop
+
+    def context(self, given: bytes, state: bytes) -> TraceContext:
+        """The trace of a request. given: its traceparent, state: its tracestate; empty if it has none."""
+        return self._sampler.context(given, state)
+
+    def end(self, request: RequestSpan) -> None:
+        """The request is over; no more is written into its span. It never waits."""
+        request.end()
+        if len(self._waiting) >= MAX_WAITING:
+            self._dropped.inc()
+            return
+        self._waiting.append(request)
+
+    # ------------------------------------------------ the thread
+
+    def open(self) -> None:
+        """Start the thread that sends."""
+        share, own = self._options.share, "" if self._options.by_parent else ", whatever callers decided"
+        logger.info("traces of %g %% of the requests go to %s%s", 100 * share, self._options.endpoint, own)
+        self._thread = threading.Thread(target=self._run, name="tracing", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Send what waits, unless that takes longer than ``timeout_s``."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with httpx.HTTPTransport(verify=self._tls or False) as transport:  # a client of httpx would log each request
+            while not self._stopping.wait(INTERVAL_S):
+                self._round(transport)
+            self._round(transport)
+
+    def _round(self, transport: httpx.HTTPTransport) -> None:
+        try:
+            self._send_waiting(transport)
+        except Exception:  # a bug of ours costs a batch, and neither the thread nor a request
+            logger.exception("traces were lost")
+
+    def _send_waiting(self, transport: httpx.HTTPTransport) -> None:
+        for _ in range(len(self._waiting) // MAX_BATCH + 1):
+            spans: list[bytes] = []
+            while self._waiting and len(spans) < MAX_BATCH:
+                spans.append(request_spans(self._waiting.popleft()))
+                time.sleep(0)  # lets the event loop go on: to make all spans of a batch may take 20 ms
+            if spans:
+                self._send(transport, spans)
+
+    def _send(self, transport: httpx.HTTPTransport, spans: list[bytes]) -> None:
+        """Send one batch, in several tries if the collector is away or busy."""
+        body = export_request(self._resource, self._resource["service.version"], spans)
+        headers = {"Content-Type": "application/x-protobuf", **self._options.headers}
+        if self._options.gzip:
+            body, headers["Content-Encoding"] = gzip.compress(body, 1), "gzip"
+        limits = {"timeout": httpx.Timeout(self._options.timeout_s).as_dict()}
+        request = httpx.Request("POST", self._options.endpoint, content=body, headers=headers, extensions=limits)
+        for wait_s in (*RETRY_AFTER_S, 0.0):
+            why, again = _exchange(transport, request)
+            if not why:
+                self._exported.inc(len(spans))
+                return
+            if not again or not wait_s or self._stopping.wait(wait_s):
+                break
+        self._failed.inc(len(spans))
+        self._complain(len(spans), why)
+
+    def _complain(self, requests: int, why: str) -> None:
+        """One line for all failures of a minute."""
+        self._untold += requests
+        if time.monotonic() - self._logged_at < LOG_EVERY_S:
+            return
+        text = "the traces of %d requests are lost: the collector %s does not take them: %s"
+        logger.warning(text, self._untold, self._options.endpoint, why)
+        self._logged_at, self._untold = time.monotonic(), 0
+
+
+def tracing_of(environment: Mapping[str, str], metrics: Metrics) -> Tracing | None:
+    """The tracing that these variables ask for; None if it is off. Raises BadArgument."""
+    options = tracing_options(environment)
+    return None if options is None else Tracing(options, metrics)
+
+
+def unsampled(context: TraceContext) -> bytes:
+    """The traceparent by which an engine learns that this trace is not kept, or it would decide by itself."""
+    return traceparent(context.trace_id, new_span_id(), sampled=False)
+
+
+def _exchange(transport: httpx.HTTPTransport, request: httpx.Request) -> tuple[str, bool]:
+    """Why the collector did not take the request, empty if it did; and whether trying again may help."""
+    try:
+        answer = transport.handle_request(request)
+        try:
+            text = answer.read()[:MAX_TOLD_BYTES].decode("utf-8", "replace")
+        finally:
+            answer.close()
+    except (httpx.HTTPError, OSError) as error:
+        return f"{type(error).__name__}: {error}", True
+    if answer.is_success:
+        return "", False
+    return f"it answered {answer.status_code} {text}".strip(), answer.status_code in RETRYABLE
+
+
+def _tls(options: TracingOptions) -> ssl.SSLContext | None:
+    """None without TLS. Raises BadArgument."""
+    if not options.endpoint.startswith("https:"):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=options.certificate or None)
+        if options.client_certificate:
+            context.load_cert_chain(options.client_certificate, options.client_key or None)
+    except (OSError, ssl.SSLError) as error:
+        raise BadArgument(f"OTEL_EXPORTER_OTLP_CERTIFICATE, or that of the client, cannot be used: {error}") from error
+    return context
