@@ -178,7 +178,10 @@ async def test_an_approximate_worker_stays_while_a_replica_checks_it(store: aior
     assert (await slow_tick(fleet)).forget == ("ap",), "no replica lists it any more"
     del known["checked"]
     await store.hset(fleet.keys.workers, "ap", json.dumps(known))
-    assert (await slow_tick(fleet)).forget == (), "a replica of before 2026-11-23 checks it"
+    assert (await slow_tick(fleet)).forget == (), "a replica of before 2026-11-23 may check it"
+    noted = json.loads(await cast("Any", store.hget(fleet.keys.workers, "ap")))
+    assert noted.pop("checked") > now_ms() - 60_000, "from now on its time runs"
+    assert noted == known
     await fleet.register("ap", record, 100)
     await store.zadd(fleet.keys.alive, {"ap": now_ms() - 3_600_000})
     assert (await slow_tick(fleet)).forget == ("ap",)

@@ -29,6 +29,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def engine(options: EngineOptions, *_: Any) -> Any:
         return SimpleNamespace(
+            options=options,
+            ended=True,
+            join=lambda _within_s: None,
             start=lambda: done.append(f"start {options.name}"),
             stop=lambda leave=False: done.append(f"stop {options.name}, leaves: {leave}"),
         )
@@ -55,6 +58,45 @@ def test_a_bridge_that_is_told_to_stop_starts_no_further_engine(told: list[str])
     followed.follow([EngineOptions("http://a:1"), EngineOptions("http://b:2")])
     followed.stop()
     assert not told
+
+
+def test_an_engine_that_is_busy_while_it_leaves_holds_up_no_other(told: list[str]) -> None:
+    """A tokenizer may take minutes to load. Until that engine has said goodbye, nobody else reports under its name."""
+    busy, other = EngineOptions("http://a:1"), EngineOptions("http://b:2")
+    followed = Bridge("redis://store:6379")
+    followed.follow([busy])
+    engine = cast("Any", followed.engines[busy])
+    engine.ended = False
+    again = EngineOptions("http://a:1", tokenizer="another")
+    followed.follow([again, other])
+    assert told == ["start a-1", "stop a-1, leaves: True", "start b-2"]
+    followed.follow([again, other])
+    engine.ended = True
+    followed.follow([again, other])
+    assert told[3:] == ["start a-1"]
+    followed.stop()
+
+
+def test_a_tokenizer_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, loaded = threading.Event(), list[str]()
+
+    def load(name: str, _template: str) -> tuple[dict[str, bytes], dict[str, Any]]:
+        if name == "slow":
+            assert hangs.wait(30)
+        loaded.append(name)
+        return {}, {}
+
+    monkeypatch.setattr(tokenizer_files, "load", load)
+    made = Bridge("redis://store:6379")
+    threads = [threading.Thread(target=made._load_tokenizer, args=("slow", "")) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    made._load_tokenizer("quick", "")
+    hangs.set()
+    for thread in threads:
+        thread.join(30)
+    assert loaded == ["quick", "slow"]  # and one that several engines want is loaded once
+    made.stop()
 
 
 @pytest.fixture

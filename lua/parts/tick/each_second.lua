@@ -40,10 +40,16 @@ return function(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
     return grace or vouched >= now - TTL_MS and vouched <= now
   end
 
-  -- When a replica last checked this approximate worker. Replicas of before 2026-11-23 do not note it.
+  -- When a replica last checked this approximate worker. Replicas of before 2026-11-23 do not note it: then it is noted
+  -- here once, or a worker that they left behind would stay for ever.
   local function checked(worker)
-    local record = call("HGET", keys.workers, worker)
-    return record and (cjson.decode(record).checked or now)
+    local text = call("HGET", keys.workers, worker)
+    local record = text and cjson.decode(text)
+    if record and not record.checked then
+      record.checked = now
+      call("HSET", keys.workers, worker, cjson.encode(record))
+    end
+    return record and record.checked
   end
 
   local alive, alive_servers = scores(keys.alive), scores(keys.alive_servers)

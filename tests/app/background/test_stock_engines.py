@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.app.engine import Engine, answer_well
 from tests.app.engine import engine as stock
+from tests.conftest import poll
 
 from warmfleet.background.stock import checks as stock_engines
 from warmfleet.background.stock.checks import MAX_MIRROR_BLOCKS, StockEngines, worker_id
@@ -288,6 +289,28 @@ async def test_engines_that_fail_are_asked_in_turn_and_keep_no_other_waiting(
         asked.clear()
         await checks.round()
         assert sorted(asked) == sorted([dead[0], dead[1], engine.url]), "and is asked in every round"
+
+
+async def test_so_many_engines_are_asked_at_once_that_all_may_die_at_once(
+    replica: Callable[..., Checks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stock_engines, "CHECKS_AT_ONCE", 1)
+    checks = replica(*[f"http://127.0.0.1:{port}" for port in range(1, 13)])
+    asked, times_out = [], asyncio.Event()
+
+    async def looked(listed: Any, _last: Any) -> Any:
+        asked.append(listed.url)
+        await times_out.wait()
+        raise ValueError("dead")
+
+    monkeypatch.setattr(checks.engines, "_look", looked)
+    round_ = asyncio.create_task(checks.round())
+    await poll(lambda: len(asked) == 4, what="a third: three time-outs of 3 s are 9 s, and engines live for 15")
+    await asyncio.sleep(0)
+    assert len(asked) == 4
+    times_out.set()
+    await round_
+    assert len(asked) == 12
 
 
 def answered_by(get: Callable[..., Any], url: str, other: str) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ logger = logging.getLogger("warmfleet")
 #: Between the starts of two engines. A bridge that was restarted joins anew, and a worker that joins takes no requests
 #: until it is probed. So the engines join one after the other, and the fleet always has the others.
 APART_SECONDS = 1.0
+LEAVE_SECONDS = 5.0  # the list waits for so long until an engine that left it has said goodbye
+STOP_SECONDS = 10.0  # that all engines together may take to end
 TOKENIZERS = 8  # that are kept loaded, as files
 
 
@@ -33,16 +36,22 @@ class Bridge:
         self._redis_url = redis_url
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._stopping = stopping or threading.Event()
-        self._one_at_a_time = threading.Lock()
+        self._ending: list[BridgedEngine] = []  # not listed any more, and still busy
+        self._loading: dict[tuple[str, str], threading.Lock] = {}  # by the arguments; as many as tokenizers were listed
         self._tokenizers = lru_cache(TOKENIZERS)(tokenizer_files.load)
 
     def follow(self, wanted: Sequence[EngineOptions]) -> None:
         """Start the engines that are new, and let those leave the fleet that are not listed any more."""
         for options in [one for one in self.engines if one not in wanted]:
             logger.info("warmfleet: engine %s is not listed any more", options.url)
-            self.engines.pop(options).stop(leave=True)
+            engine = self.engines.pop(options)
+            engine.stop(leave=True)
+            engine.join(LEAVE_SECONDS)
+            self._ending.append(engine)
+        self._ending = [engine for engine in self._ending if not engine.ended]
+        busy = {engine.options.name for engine in self._ending}  # its name is free once it has said goodbye
         for options in wanted:
-            if options not in self.engines and not self._stopping.is_set():
+            if options not in self.engines and options.name not in busy and not self._stopping.is_set():
                 engine = BridgedEngine(options, self._redis_url, self._context, self._load_tokenizer)
                 self.engines[options] = engine
                 engine.start()
@@ -51,11 +60,16 @@ class Bridge:
     def stop(self) -> None:
         """Stop reporting. The fleet goes on using the engines as it knows them, as long as they answer."""
         self._stopping.set()
+        deadline = time.monotonic() + STOP_SECONDS
+        engines = [*self.engines.values(), *self._ending]
         for engine in self.engines.values():
             engine.stop()
-        self._context.destroy(linger=0)
+        for engine in engines:
+            engine.join(max(0.0, deadline - time.monotonic()))
+        if all(engine.ended for engine in engines):  # else sockets are in use, and end with the process
+            self._context.destroy(linger=0)
 
     def _load_tokenizer(self, name: str, chat_template: str) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """Engines of one model share its tokenizer, which takes seconds to load."""
-        with self._one_at_a_time:
+        """Engines of one model share its tokenizer, which takes seconds to load; others do not wait for it."""
+        with self._loading.setdefault((name, chat_template), threading.Lock()):
             return self._tokenizers(name, chat_template)

@@ -78,15 +78,23 @@ class BridgedEngine:
         self._thread.start()
 
     def stop(self, *, leave: bool = False) -> None:
-        """End all threads. leave: the fleet is told that the engine is gone.
+        """Let all threads end. leave: the fleet is told that the engine is gone.
 
         Without that it goes on using the engine as it knows it, as long as the engine answers: only the messenger goes.
         """
         self._leaves = leave
         self._stopping.set()
         self._wake.set()
+
+    def join(self, within_s: float) -> None:
+        """Wait for the end, but not longer: a thread that loads a tokenizer may take minutes more."""
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(within_s)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it runs any more: only then may the engine be reported again under its name."""
+        return not self._thread.is_alive()
 
     # ------------------------------------------------ the thread
 

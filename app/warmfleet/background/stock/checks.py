@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import re
 import secrets
 import time
@@ -41,8 +42,10 @@ logger = logging.getLogger("warmfleet.background.stock.checks")
 
 HEALTH_INTERVAL_S = 5.0  # each passed check counts as the engine's heartbeat: a third of the workers' TTL of 15 s
 CHECK_TIMEOUT_S = 3.0
-#: A round ends with its slowest check, and engines must be checked again within 15 s: so 200 may die at once.
+#: Checks at once; more if there are so many engines that they would not all be checked in ROUND_S if all of them died
+#: at once. A round ends with its slowest check, and engines must be checked again within 15 s.
 CHECKS_AT_ONCE = 64
+ROUND_S = 9.0
 #: Engines whose last check failed that a round asks again, in turn and beside the others: so no number of dead entries
 #: makes rounds longer than one such check. Of 200 dead engines each is asked about once in a minute.
 FAILED_IN_A_ROUND = 32
@@ -83,7 +86,7 @@ class StockEngines:
         self._checked: dict[str, CheckedEngine] = {}  # by URL
         self._leaving: dict[str, float | None] = {}  # URL -> when Redis was first told, of engines no longer listed
         self._failed: dict[str, None] = {}  # URLs whose last check failed; that which was asked longest ago is first
-        self._gate = asyncio.Semaphore(CHECKS_AT_ONCE)
+        self._gate = asyncio.Semaphore(CHECKS_AT_ONCE)  # of the round that runs
         self._headers: dict[str, str] = {}
         if settings.worker_api_key:
             self._headers["Authorization"] = f"Bearer {settings.worker_api_key}"
@@ -98,6 +101,8 @@ class StockEngines:
         self._leaving = {url: self._leaving.get(url) for url in self._checked.keys() - urls}
         self._addresses.name([*urls, *self._leaving])
         self._failed = {url: None for url in self._failed if url in urls or url in self._leaving}
+        at_once = math.ceil((len(urls) + len(self._leaving)) * CHECK_TIMEOUT_S / ROUND_S)
+        self._gate = asyncio.Semaphore(max(CHECKS_AT_ONCE, at_once))
         again = set(islice((url for url in self._failed if url in urls), FAILED_IN_A_ROUND))
         results = await asyncio.gather(
             *[self._check(engine) for engine in listed if engine.url in again],
