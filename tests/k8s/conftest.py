@@ -14,6 +14,7 @@ from warmfleet.main import create_app
 from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.settings import PREFIX, Settings
 
+METRICS = ROOT / "app/docs/metrics.md"  # generated from the program
 #: All three probes of an engine ask this endpoint of vLLM.
 ENGINE_ROUTES = frozenset({"/health"})
 
@@ -21,7 +22,7 @@ ENGINE_ROUTES = frozenset({"/health"})
 @pytest.fixture(scope="session")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Name -> YAML of every combination that is shipped or documented."""
-    return {name: render(name, tmp_path_factory.mktemp(name)) for name in COMBINATIONS}
+    return {name: render(parts, tmp_path_factory.mktemp(name)) for name, parts in COMBINATIONS.items()}
 
 
 @pytest.fixture(scope="session")
@@ -30,10 +31,12 @@ def program() -> Program:
     small = [route for route in doors.clients.connections.application.starlette.routes if isinstance(route, Route)]
     sources = "".join(path.read_text() for path in (ROOT / "worker_plugin/warmfleet_worker").rglob("*.py"))
     return Program(
-        routes={"router": frozenset({*KNOWN, *(route.path for route in small)}), "vllm": ENGINE_ROUTES},
+        routes={"router": frozenset({*KNOWN, *(route.path for route in small)}), "engine": ENGINE_ROUTES},
         settings={
             "router": frozenset(PREFIX + item.name.upper() for item in fields(Settings)),
-            "vllm": frozenset(re.findall(r'"(WARMFLEET_[A-Z_]+)"', sources)),
+            "engine": frozenset(re.findall(r'"(WARMFLEET_[A-Z_]+)"', sources)),
+            "users": frozenset({"WARMFLEET_MODELS"}),
         },
         load_router=Settings.from_environment,
+        metrics=frozenset(re.findall(r"^\| `(warmfleet_\w+)`", METRICS.read_text(), re.MULTILINE)),
     )

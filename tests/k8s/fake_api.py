@@ -13,13 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-import kubernetes_validate
 import yaml
+from tests.k8s.schemas import CUSTOM, VERSION, problem_of
 
 if TYPE_CHECKING:
     from tests.k8s.objects import Manifest
 
-VERSION = "1.37"
 VERBS = ["create", "delete", "get", "list", "patch", "update"]
 
 
@@ -37,11 +36,16 @@ KINDS = (
     Kind("v1", "configmaps", "ConfigMap", "cm"),
     Kind("v1", "secrets", "Secret", ""),
     Kind("v1", "services", "Service", "svc"),
+    Kind("v1", "persistentvolumeclaims", "PersistentVolumeClaim", "pvc"),
     Kind("apps/v1", "deployments", "Deployment", "deploy"),
     Kind("apps/v1", "statefulsets", "StatefulSet", "sts"),
     Kind("policy/v1", "poddisruptionbudgets", "PodDisruptionBudget", "pdb"),
     Kind("networking.k8s.io/v1", "networkpolicies", "NetworkPolicy", "netpol"),
+    Kind("networking.k8s.io/v1", "ingresses", "Ingress", "ing"),
+    Kind("autoscaling/v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler", "hpa"),
 )
+#: Kinds that a cluster has only if its operator installed them.
+CUSTOM_KINDS = tuple(Kind(group, f"{kind.lower()}s", kind, "") for group, kind in CUSTOM)
 
 
 class Refused(Exception):  # noqa: N818  # an answer, not a fault of the server
@@ -66,6 +70,7 @@ class Target(NamedTuple):
 class Store:
     """The objects, and every write that was accepted as (verb, kind, name)."""
 
+    kinds: tuple[Kind, ...] = KINDS
     objects: dict[Target, Manifest] = field(default_factory=dict)
     writes: list[tuple[str, str, str]] = field(default_factory=list)
     version: int = 0
@@ -91,11 +96,8 @@ class Store:
         home = Target(KINDS[0], "", target.namespace)
         if target.kind.namespaced and home not in self.objects:
             raise Refused(404, "NotFound", f'namespaces "{target.namespace}" not found')
-        try:
-            kubernetes_validate.validate(body, VERSION, strict=True)
-        except kubernetes_validate.ValidationError as error:
-            where = ".".join(map(str, error.path))
-            raise Refused(422, "Invalid", f"{target.kind.kind} {target.name}: {where}: {error.message}") from error
+        if problem := problem_of(body):
+            raise Refused(422, "Invalid", f"{target.kind.kind} {target.name}: {problem}")
         if exists and target.kind.group_version == "apps/v1":
             before, after = (item["spec"]["selector"] for item in (self.objects[target], body))
             if before != after:
@@ -117,10 +119,13 @@ class Store:
 
 
 class FakeApi:
-    """``with FakeApi() as api:`` serves on ``api.url`` (loopback, a free port) until the block ends."""
+    """``with FakeApi() as api:`` serves on ``api.url`` (loopback, a free port) until the block ends.
 
-    def __init__(self) -> None:
-        self.store = Store()
+    custom: whether the cluster has the CRDs of Prometheus' operator and of the Gateway API.
+    """
+
+    def __init__(self, *, custom: bool = False) -> None:
+        self.store = Store(KINDS + CUSTOM_KINDS if custom else KINDS)
         handler = type("Handler", (_Handler,), {"store": self.store})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -160,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self) -> Manifest:
         path = urlsplit(self.path).path.strip("/")
-        found = discovery(path)
+        found = discovery(path, self.store.kinds)
         if found is not None:
             return found
         target = self._target()
@@ -186,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
         group_version, rest = ("v1", parts[2:]) if parts[0] == "api" else ("/".join(parts[1:3]), parts[3:])
         namespace = rest[1] if len(rest) > 2 and rest[0] == "namespaces" else ""
         plural, *name = rest[2:] if namespace else rest or [""]
-        for kind in KINDS:
+        for kind in self.store.kinds:
             if (kind.group_version, kind.plural) == (group_version, plural):
                 return Target(kind, namespace, name[0] if name else "")
         raise Refused(404, "NotFound", f"no resource at {self.path}")
@@ -211,9 +216,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: the answer says what failed."""
 
 
-def discovery(path: str) -> Manifest | None:
+def discovery(path: str, kinds: tuple[Kind, ...]) -> Manifest | None:
     """The discovery documents that kubectl reads before its first request; None for any other path."""
-    groups = sorted({kind.group_version for kind in KINDS} - {"v1"})
+    groups = sorted({kind.group_version for kind in kinds} - {"v1"})
     if path == "version":
         return {"major": "1", "minor": VERSION.split(".")[1], "gitVersion": f"v{VERSION}.0"}
     if path == "api":
@@ -228,7 +233,7 @@ def discovery(path: str) -> Manifest | None:
     resources = [
         {"name": kind.plural, "singularName": kind.kind.lower(), "namespaced": kind.namespaced, "kind": kind.kind}
         | {"verbs": VERBS, "shortNames": [kind.short] if kind.short else []}
-        for kind in KINDS
+        for kind in kinds
         if kind.group_version == group_version
     ]
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": group_version, "resources": resources}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Manifest = dict[str, Any]
+VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 NETWORK_PROBES = ("httpGet", "tcpSocket", "grpc")
 
 
@@ -21,6 +23,15 @@ def workloads(objects: list[Manifest]) -> list[Manifest]:
 
 def of_kind(objects: list[Manifest], kind: str) -> list[Manifest]:
     return [item for item in objects if item["kind"] == kind]
+
+
+def replicas_of(objects: list[Manifest], workload: Manifest) -> int:
+    """The least number of pods: that of its autoscaler, else its own."""
+    for scaler in of_kind(objects, "HorizontalPodAutoscaler"):
+        target = scaler["spec"]["scaleTargetRef"]
+        if (target["kind"], target["name"]) == (workload["kind"], workload["metadata"]["name"]):
+            return int(scaler["spec"].get("minReplicas", 1))
+    return int(workload["spec"].get("replicas", 1))
 
 
 def pod(workload: Manifest) -> Manifest:
@@ -56,6 +67,18 @@ def environment(objects: list[Manifest], container: Manifest) -> dict[str, str]:
     return found
 
 
+def undefined(container: Manifest) -> list[str]:
+    """The ``$(NAME)`` of a container that Kubernetes would leave as they stand: NAME is not set, or set later."""
+    known: set[str] = set()
+    known |= {"WARMFLEET_MODEL", "WARMFLEET_MODELS"} if container.get("envFrom") else set()
+    wrong = []
+    for entry in container.get("env", []):
+        wrong += [name for name in VARIABLE.findall(entry.get("value", "")) if name not in known]
+        known.add(entry["name"])
+    words = " ".join([*container.get("command", []), *container.get("args", [])])
+    return wrong + [name for name in VARIABLE.findall(words) if name not in known]
+
+
 def probes_of(container: Manifest) -> Iterator[tuple[str, Manifest]]:
     return (
         (kind, container[kind]) for kind in ("startupProbe", "livenessProbe", "readinessProbe") if kind in container
@@ -78,7 +101,7 @@ def data_of(objects: list[Manifest], kind: str, name: str) -> dict[str, str] | N
 
 
 def referenced(spec: Manifest) -> Iterator[tuple[str, str, str | None]]:
-    """(kind, name, key or None) of every ConfigMap and Secret that a pod needs in order to start."""
+    """(kind, name, key or None) of every ConfigMap, Secret and claim that a pod needs in order to start."""
     for container in [*spec.get("initContainers", []), *spec["containers"]]:
         for source in container.get("envFrom", []):
             for field_name, kind in (("configMapRef", "ConfigMap"), ("secretRef", "Secret")):
@@ -89,12 +112,18 @@ def referenced(spec: Manifest) -> Iterator[tuple[str, str, str | None]]:
                 if field_name in entry.get("valueFrom", {}):
                     found = entry["valueFrom"][field_name]
                     yield kind, found["name"], found["key"]
+    yield from _of_volumes(spec)
+
+
+def _of_volumes(spec: Manifest) -> Iterator[tuple[str, str, str | None]]:
     for volume in spec.get("volumes", []):
         for field_name, kind, name in (("configMap", "ConfigMap", "name"), ("secret", "Secret", "secretName")):
             if field_name in volume:
                 yield kind, volume[field_name][name], None
                 for item in volume[field_name].get("items", []):
                     yield kind, volume[field_name][name], item["key"]
+        if "persistentVolumeClaim" in volume:
+            yield "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"], None
 
 
 def unrestricted(context: Manifest) -> list[str]:

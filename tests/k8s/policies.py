@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import kubernetes_validate
 from tests.k8s.objects import (
     NETWORK_PROBES,
     Manifest,
@@ -27,29 +26,47 @@ from tests.k8s.objects import (
     pod,
     probes_of,
     referenced,
+    replicas_of,
+    undefined,
     unrestricted,
     workloads,
 )
+from tests.k8s.schemas import problem_of
 
 from warmfleet.errors import BadArgument
 
 if TYPE_CHECKING:
     from warmfleet.settings import Settings
 
-KUBERNETES = "1.37"
 #: Memory of a router with one model, without its trie. Measured: 60 MiB for the program, 255 for a tokenizer of 6 MB in
 #: both libraries, 84 for the processes of four templates, and 237 for the seconds in which a new tokenizer is tried.
 ROUTER_BYTES = 640 * 2**20
 CLUSTER_SCOPED = {"Namespace"}
+#: The Secrets that an operator brings, with their keys; k8s/README.md has the same table.
+BROUGHT: dict[str, frozenset[str]] = {
+    "redis-passwords": frozenset({"admin", "router", "worker", "replica", "sentinel"}),
+    "redis-urls": frozenset({"router", "worker"}),
+    "redis-tls": frozenset({"tls.crt", "tls.key", "ca.crt"}),
+    "router-tls": frozenset({"tls.crt", "tls.key"}),
+    "client-keys": frozenset({"keys.jsonl"}),
+    "engine-key": frozenset({"key"}),
+    "hf-token": frozenset({"token"}),
+}
+#: Which pods connect to which, and the port there. A port that the receiver does not have needs no way to it.
+CONNECTIONS = (
+    *(("router", "redis", 6379), ("worker", "redis", 6379), ("router", "worker", 8000)),
+    *(("router", "redis", 26379), ("worker", "redis", 26379), ("redis", "redis", 26379)),
+)
 
 
 @dataclass(frozen=True)
 class Program:
-    """The HTTP paths that each workload's container serves, and the environment variables that it reads."""
+    """What each container serves and reads, by its name: HTTP paths, environment variables; the router's metrics."""
 
     routes: dict[str, frozenset[str]]
     settings: dict[str, frozenset[str]]
     load_router: Callable[[dict[str, str]], Settings]
+    metrics: frozenset[str]
 
 
 Check = Callable[[list[Manifest], Program], list[str]]
@@ -57,13 +74,7 @@ Check = Callable[[list[Manifest], Program], list[str]]
 
 def schema(objects: list[Manifest], _: Program) -> list[str]:
     """Every field exists in this version of Kubernetes and has the right type."""
-    problems = []
-    for item in objects:
-        try:
-            kubernetes_validate.validate(item, KUBERNETES, strict=True)
-        except kubernetes_validate.ValidationError as error:
-            problems.append(f"{name_of(item)}: {'.'.join(map(str, error.path))}: {error.message}")
-    return problems
+    return [f"{name_of(item)}: {problem}" for item in objects if (problem := problem_of(item))]
 
 
 def namespaces(objects: list[Manifest], _: Program) -> list[str]:
@@ -111,14 +122,14 @@ def budgets(objects: list[Manifest], _: Program) -> list[str]:
         if len(owners) != 1:
             problems.append(f"{name_of(item)}: its selector equals that of {len(owners)} workloads")
             continue
-        replicas, may_go = owners[0]["spec"].get("replicas", 1), item["spec"].get("maxUnavailable")
+        replicas, may_go = replicas_of(objects, owners[0]), item["spec"].get("maxUnavailable")
         if not isinstance(may_go, int) or not 1 <= may_go < replicas:
             problems.append(f"{name_of(item)}: maxUnavailable {may_go} of {replicas}")
     covered = {str(item["spec"]["selector"]) for item in of_kind(objects, "PodDisruptionBudget")}
     return problems + [
         f"{name_of(item)}: several replicas without a budget"
         for item in workloads(objects)
-        if item["spec"].get("replicas", 1) > 1 and str(item["spec"]["selector"]) not in covered
+        if replicas_of(objects, item) > 1 and str(item["spec"]["selector"]) not in covered
     ]
 
 
@@ -171,7 +182,7 @@ def settings(objects: list[Manifest], program: Program) -> list[str]:
             read = program.settings.get(container["name"], frozenset())
             ours = {name: value for name, value in found.items() if name.startswith("WARMFLEET_")}
             problems += [f"{name_of(workload)}: {name} is not a setting" for name in sorted(set(ours) - read)]
-            if read and "WARMFLEET_REDIS_URL" not in ours:
+            if "WARMFLEET_REDIS_URL" in read and "WARMFLEET_REDIS_URL" not in ours:
                 problems.append(f"{name_of(workload)}: no WARMFLEET_REDIS_URL")
             if container["name"] == "router" and not problems:
                 try:
@@ -182,7 +193,7 @@ def settings(objects: list[Manifest], program: Program) -> list[str]:
 
 
 def references(objects: list[Manifest], _: Program) -> list[str]:
-    """ConfigMaps, Secrets, the keys that pods ask of them, ServiceAccounts and volumes exist."""
+    """ConfigMaps, Secrets, the keys that pods ask of them, claims, ServiceAccounts, volumes and variables exist."""
     problems = []
     accounts = {item["metadata"]["name"] for item in of_kind(objects, "ServiceAccount")} | {"default"}
     for workload in workloads(objects):
@@ -191,10 +202,13 @@ def references(objects: list[Manifest], _: Program) -> list[str]:
             problems.append(f"{where}: no ServiceAccount {spec['serviceAccountName']}")
         for kind, name, key in referenced(spec):
             data = data_of(objects, kind, name)
+            if kind == "Secret" and data is None and name in BROUGHT:
+                data = dict.fromkeys(BROUGHT[name], "")
             if data is None:
                 problems.append(f"{where}: no {kind} {name}")
             elif key is not None and key not in data:
                 problems.append(f"{where}: {kind} {name} has no key {key}")
+        problems += [f"{where}: $({name}) is not set" for part in containers(workload) for name in undefined(part)]
         volumes = {volume["name"] for volume in spec.get("volumes", [])}
         mounts = [mount["name"] for container in containers(workload) for mount in container.get("volumeMounts", [])]
         problems += [f"{where}: no volume {mount}" for mount in mounts if mount not in volumes]
@@ -257,7 +271,7 @@ def rollout(objects: list[Manifest], program: Program) -> list[str]:
             update = item["spec"].get("strategy", {}).get("rollingUpdate", {})
             if update.get("maxUnavailable") != 0 or not update.get("maxSurge"):
                 problems.append(f"{where}: a rollout takes replicas away before their successors are ready")
-            if item["spec"].get("replicas", 1) < 3:
+            if replicas_of(objects, item) < 3:
                 problems.append(f"{where}: fewer than three replicas")
             loaded = program.load_router(environment(objects, container))
             needed = sleep + loaded.drain_s + loaded.shutdown_grace_s
@@ -275,13 +289,17 @@ def network(objects: list[Manifest], _: Program) -> list[str]:
     if not any(not item["spec"]["podSelector"] and not item["spec"].get("ingress") for item in policies):
         problems.append("NetworkPolicy: no default deny")
     pods = {item["metadata"]["name"]: item for item in workloads(objects)}
-    for source, target, port in (("router", "redis", 6379), ("worker", "redis", 6379), ("router", "worker", 8000)):
-        if source not in pods or target not in pods:
+    for source, target, port in CONNECTIONS:
+        if source not in pods or target not in pods or port not in declared(pods[target]):
             continue
         for side, own, peer in (("egress", source, target), ("ingress", target, source)):
             if not is_open(policies, side, pods[own], pods[peer], port):
                 problems.append(f"NetworkPolicy: {source} to {target}: {side} of {own} is closed")
     return problems
+
+
+def _missing(where: str, wanted: list[Any], declared: set[Any]) -> list[str]:
+    return [f"{where}: port {port} is not declared" for port in wanted if port not in declared]
 
 
 CHECKS: dict[str, Check] = {
@@ -291,7 +309,3 @@ CHECKS: dict[str, Check] = {
         settings, references, restricted, resources, rollout, network,
     )
 }  # fmt: skip
-
-
-def _missing(where: str, wanted: list[Any], declared: set[Any]) -> list[str]:
-    return [f"{where}: port {port} is not declared" for port in wanted if port not in declared]

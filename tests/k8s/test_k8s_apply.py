@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.k8s.fake_api import FakeApi
-from tests.k8s.render import COMBINATIONS, K8S, kubectl, parse, render
+from tests.k8s.render import COMBINATIONS, K8S, every_combination, kubectl, parse, render
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 @pytest.fixture
 def api() -> Iterator[FakeApi]:
     with FakeApi() as server:
+        yield server
+
+
+@pytest.fixture
+def rich_api() -> Iterator[FakeApi]:
+    """A cluster with the CRDs of Prometheus' operator and of the Gateway API."""
+    with FakeApi(custom=True) as server:
         yield server
 
 
@@ -33,8 +40,10 @@ def apply(api: FakeApi, home: Path, *what: str) -> subprocess.CompletedProcess[s
     return run(api, home, "apply", "--validate=false", *what)
 
 
-def test_apply_creates_everything_and_applying_again_changes_nothing(api: FakeApi, tmp_path: Path) -> None:
-    wanted = len(parse(render("root", tmp_path)))
+def test_apply_creates_everything_and_applying_again_changes_nothing(
+    api: FakeApi, tmp_path: Path, rendered: dict[str, str]
+) -> None:
+    wanted = len(parse(rendered["root"]))
 
     first = apply(api, tmp_path, "-k", str(K8S))
     again = apply(api, tmp_path, "-k", str(K8S))
@@ -42,23 +51,50 @@ def test_apply_creates_everything_and_applying_again_changes_nothing(api: FakeAp
     assert first.returncode == 0, first.stderr
     assert first.stdout.count(" created\n") == wanted == len(api.store.objects)
     assert again.returncode == 0, again.stderr
-    # kubectl sends a budget's selector each time (its patch strategy is "replace") and says "configured", but the
-    # server writes nothing.
+    # kubectl sends the two budgets' selectors each time (their patch strategy is "replace") and says "configured", but
+    # the server writes nothing.
     others = [line for line in again.stdout.splitlines() if not line.startswith("poddisruptionbudget.policy/")]
-    assert len(others) == wanted - 1
+    assert len(others) == wanted - 2
     assert all(line.endswith(" unchanged") for line in others), again.stdout
     assert {verb for verb, _, _ in api.store.writes} == {"create"}
 
 
 @pytest.mark.parametrize("name", [name for name in COMBINATIONS if name != "root"])
-def test_every_other_combination_is_accepted(api: FakeApi, tmp_path: Path, name: str) -> None:
-    text = render(name, tmp_path)
-    (tmp_path / "all.yaml").write_text(text)
+def test_every_other_combination_is_accepted(
+    rich_api: FakeApi, tmp_path: Path, rendered: dict[str, str], name: str
+) -> None:
+    assert accepted(rich_api, tmp_path, rendered[name]) == len(parse(rendered[name]))
+
+
+@pytest.mark.long(
+    minutes=3, shows="every combination of components is applied by kubectl to an API with strict schemas"
+)
+def test_every_combination_is_accepted(tmp_path: Path) -> None:
+    for number, parts in enumerate(every_combination().values()):
+        scratch = tmp_path / str(number)
+        scratch.mkdir()
+        text = render(parts, scratch)
+        with FakeApi(custom=True) as server:
+            assert accepted(server, tmp_path, text) == len(parse(text)), parts
+
+
+def accepted(api: FakeApi, home: Path, text: str) -> int:
+    """The number of objects that were created."""
+    (home / "all.yaml").write_text(text)
+    result = apply(api, home, "-f", str(home / "all.yaml"))
+    assert result.returncode == 0, result.stderr
+    return result.stdout.count(" created\n")
+
+
+def test_monitoring_without_the_operator_is_an_error_that_names_the_kind(
+    api: FakeApi, tmp_path: Path, rendered: dict[str, str]
+) -> None:
+    (tmp_path / "all.yaml").write_text(rendered["tls"])
 
     result = apply(api, tmp_path, "-f", str(tmp_path / "all.yaml"))
 
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count(" created\n") == len(parse(text))
+    assert result.returncode != 0
+    assert 'no matches for kind "PodMonitor"' in result.stderr
 
 
 def test_a_changed_setting_rolls_the_routers(api: FakeApi, tmp_path: Path) -> None:
@@ -66,7 +102,7 @@ def test_a_changed_setting_rolls_the_routers(api: FakeApi, tmp_path: Path) -> No
     copy = tmp_path / "k8s"
     shutil.copytree(K8S, copy)
     base = copy / "base/kustomization.yaml"
-    base.write_text(base.read_text().replace("WARMFLEET_MODELS=", "WARMFLEET_MODELS=another/model,"))
+    base.write_text(base.read_text().replace("WARMFLEET_SHUTDOWN_GRACE_S=110", "WARMFLEET_SHUTDOWN_GRACE_S=100"))
 
     result = apply(api, tmp_path, "-k", str(copy))
 
@@ -80,15 +116,15 @@ def test_a_changed_setting_rolls_the_routers(api: FakeApi, tmp_path: Path) -> No
     ("right", "wrong", "message"),
     [
         ("minReadySeconds: 5", "minReadySecond: 5", "'minReadySecond' was unexpected"),
-        ("replicas: 3", "replicas: three", "'three' is not of type"),
+        ("minReplicas: 3", "minReplicas: three", "'three' is not of type"),
         ("runAsNonRoot: true", 'runAsNonRoot: "yes"', "'yes' is not of type"),
         ("automountServiceAccountToken: false", "automountServiceAcountToken: false", "was unexpected"),
     ],
 )
 def test_a_typo_or_a_wrong_type_is_refused_and_named(
-    api: FakeApi, tmp_path: Path, right: str, wrong: str, message: str
+    api: FakeApi, tmp_path: Path, rendered: dict[str, str], right: str, wrong: str, message: str
 ) -> None:
-    text = render("root", tmp_path)
+    text = rendered["root"]
     assert right in text
     (tmp_path / "all.yaml").write_text(text.replace(right, wrong))
 
@@ -106,9 +142,9 @@ def test_an_object_without_its_namespace_is_refused(api: FakeApi, tmp_path: Path
     assert 'namespaces "warmfleet" not found' in result.stderr
 
 
-def test_a_selector_may_not_change(api: FakeApi, tmp_path: Path) -> None:
+def test_a_selector_may_not_change(api: FakeApi, tmp_path: Path, rendered: dict[str, str]) -> None:
     assert apply(api, tmp_path, "-k", str(K8S)).returncode == 0
-    text = render("root", tmp_path).replace("app.kubernetes.io/name: router", "app.kubernetes.io/name: gateway")
+    text = rendered["root"].replace("app.kubernetes.io/name: router", "app.kubernetes.io/name: gateway")
     (tmp_path / "all.yaml").write_text(text)
 
     result = apply(api, tmp_path, "-f", str(tmp_path / "all.yaml"))
@@ -120,9 +156,9 @@ def test_a_selector_may_not_change(api: FakeApi, tmp_path: Path) -> None:
 def test_get_and_delete_by_short_name(api: FakeApi, tmp_path: Path) -> None:
     assert apply(api, tmp_path, "-k", str(K8S)).returncode == 0
 
-    listed = run(api, tmp_path, "get", "deploy", "-n", "warmfleet", "-o", "name")
+    listed = run(api, tmp_path, "get", "deploy", "-n", "warmfleet-dev", "-o", "name")
     deleted = run(api, tmp_path, "delete", "-k", str(K8S), "--wait=false")
 
-    assert listed.stdout == "deployment.apps/router\n"
+    assert listed.stdout == "deployment.apps/router\ndeployment.apps/worker\n"
     assert deleted.returncode == 0, deleted.stderr
     assert not api.store.objects

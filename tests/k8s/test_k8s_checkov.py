@@ -33,7 +33,7 @@ def failed(rendered: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     for name, text in rendered.items():
         (folder / f"good-{name}.yaml").write_text(text)
     for name, (_, mutate) in MISTAKES.items():
-        objects = parse(rendered["root"])
+        objects = parse(rendered["prod"])
         (router,) = [item for item in objects if name_of(item) == "Deployment/router"]
         mutate(router["spec"]["template"]["spec"])
         (folder / f"bad-{name}.yaml").write_text(yaml.safe_dump_all([router]))

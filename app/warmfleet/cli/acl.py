@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.fleet.acl import REPLICA_RULES, SENTINEL_RULES, router_rules, user, worker_rules
+from warmfleet.fleet.acl import REPLICA_RULES, SENTINEL_RULES, router_rules, shared_worker_rules, user, worker_rules
 from warmfleet.protocol.wire import WireError
 
 if TYPE_CHECKING:
@@ -42,16 +42,20 @@ def run(options: argparse.Namespace) -> int:
 
 def rules_of(options: argparse.Namespace) -> dict[str, Sequence[str]]:
     """Rules by user name. Raises CommandError for a name that Redis keys cannot contain."""
+    if not options.models:
+        raise CommandError("name a MODEL, or set WARMFLEET_MODELS")
     if options.worker and len(options.models) > 1:
         raise CommandError("a worker belongs to one model: name one MODEL with --worker")
-    if options.no_router and not options.worker:
-        raise CommandError("--no-router without --worker leaves no user to print")
+    if options.no_router and not (options.worker or options.shared_worker):
+        raise CommandError("--no-router without --worker or --shared-worker leaves no user to print")
     users: dict[str, Sequence[str]] = {}
     try:
         if not options.no_router:
             users |= {} if options.commands else {"admin": ADMIN_RULES}
             users |= {"replica": REPLICA_RULES, "sentinel": SENTINEL_RULES} if options.sentinel else {}
             users["router"] = router_rules(options.models, cluster=options.cluster)
+        if options.shared_worker:
+            users["worker"] = shared_worker_rules(options.models, cluster=options.cluster)
         for worker in options.worker:
             rules = worker_rules(options.models[0], worker, ranks=options.ranks, cluster=options.cluster)
             users[f"worker-{worker}"] = rules
@@ -67,14 +71,26 @@ def lines(rules: dict[str, Sequence[str]], passwords: dict[str, str], *, command
     return closed + [f"{verb} {user(name, passwords[name], given)}" for name, given in rules.items()]
 
 
-def read_passwords(file: str, names: Sequence[str]) -> dict[str, str]:
-    """The passwords from a file with ``name password`` on each line. Raises CommandError if a name has none."""
+def read_passwords(place: str, names: Sequence[str]) -> dict[str, str]:
+    """The passwords of these users. Raises CommandError if a user has none.
+
+    place: a file with ``NAME PASSWORD`` on each line, or a folder with a file for each user (a mounted Secret).
+    """
+    path = Path(place)
     try:
-        with Path(file).open(encoding="utf-8") as source:
-            text = source.read(MAX_PASSWORD_FILE_BYTES)
+        if path.is_dir():
+            found = {name: _read(path / name).strip() for name in names if (path / name).is_file()}
+        else:
+            lines = (line.split(maxsplit=1) for line in _read(path).splitlines())
+            found = {line[0]: line[1].strip() for line in lines if len(line) == 2}
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"--password-file {file}: {error}") from error
-    found = dict(line.split(maxsplit=1) for line in text.splitlines() if len(line.split(maxsplit=1)) == 2)
-    if missing := [name for name in names if name not in found]:
-        raise CommandError(f"--password-file {file}: no line 'NAME PASSWORD' for {', '.join(missing)}")
-    return {name: found[name].strip() for name in names}
+        raise CommandError(f"--password-file {place}: {error}") from error
+    if missing := [name for name in names if not found.get(name)]:
+        wanted = "file with a password" if path.is_dir() else "line 'NAME PASSWORD'"
+        raise CommandError(f"--password-file {place}: no {wanted} for {', '.join(missing)}")
+    return {name: found[name] for name in names}
+
+
+def _read(path: Path) -> str:
+    with path.open(encoding="utf-8") as source:
+        return source.read(MAX_PASSWORD_FILE_BYTES)

@@ -200,6 +200,9 @@ examples:
                                        into a running server, for as long as it runs
   warmfleet acl model-a model-b#pool --password-file passwords
                                        one router user for two models; your own passwords, lines of `NAME PASSWORD`
+  warmfleet acl --shared-worker --password-file /run/passwords
+                                       as k8s/ does: models from WARMFLEET_MODELS, one user `worker` for all engines,
+                                       whose names nobody knows before; a folder with a file for each user
 
 Give a worker's ID to its server: WARMFLEET_WORKER_ID=gpu1
 WARMFLEET_REDIS_URL=rediss://worker-gpu1:PASSWORD@redis:6379. In URLs, % : / @ ? # of a password are written as %XX.
@@ -438,7 +441,11 @@ def _key(parser: argparse.ArgumentParser) -> None:
 
 
 def _acl(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="model tag, as in WARMFLEET_MODELS")
+    named = [name.strip() for name in os.environ.get("WARMFLEET_MODELS", "").split(",") if name.strip()]
+    parser.add_argument("models", nargs="*", metavar="MODEL", default=named, help="model tag (WARMFLEET_MODELS)")
+    parser.add_argument(
+        "--shared-worker", action="store_true", help="print one user `worker` for all workers, whatever their names"
+    )
     parser.add_argument(
         "--worker", metavar="ID", action="append", default=[], help="WARMFLEET_WORKER_ID of a worker; repeatable"
     )
@@ -450,7 +457,9 @@ def _acl(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", action="store_true", help="allow CLUSTER SLOTS, too, which Redis Cluster needs")
     parser.add_argument("--commands", action="store_true", help="print ACL SETUSER commands in place of an aclfile")
     parser.add_argument(
-        "--password-file", metavar="FILE", help="file with lines `NAME PASSWORD` (default: generated passwords)"
+        "--password-file",
+        metavar="PATH",
+        help="file with lines `NAME PASSWORD`, or a folder with a file for each user (default: generated passwords)",
     )
 
 

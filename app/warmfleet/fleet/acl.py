@@ -76,6 +76,22 @@ def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = 
     ]
 
 
+def shared_worker_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
+    """The rights of ``worker_rules`` for every worker of these models, whatever its name: for one user that they share.
+
+    So one worker may write as another. It still reads and overwrites nothing else. Raises WireError.
+    """
+    keys = [Keys(model) for model in models]
+    streams = [key for each in keys for key in (each.events("*"), each.server("*"), each.hello)]
+    allowed = (*WORKER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ()))
+    return [
+        *("resetkeys", "resetchannels", "-@all", *(f"+{command}" for command in allowed)),
+        _selector("W", streams, "xadd"),
+        _selector("R", [each.command("*") for each in keys], "get"),
+        _selector("W", [each.artifact("*", "*") for each in keys], "setnx", "expire"),
+    ]
+
+
 def user(name: str, password: str, rules: Sequence[str]) -> str:
     """``<name> reset on #<digest> <rules>``: after ``user`` a line of an aclfile, after ``ACL SETUSER`` a command."""
     return " ".join([name, "reset", "on", "#" + hashlib.sha256(password.encode()).hexdigest(), *rules])

@@ -70,6 +70,43 @@ def test_own_passwords(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "password" not in printed.err
 
 
+def test_one_user_for_workers_whose_names_nobody_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMFLEET_MODELS", "a/b, c#pool")
+    for name in ("admin", "router", "worker"):
+        (tmp_path / name).write_text(f"secret-{name}\n")
+
+    assert main(["acl", "--shared-worker", "--password-file", str(tmp_path)]) == 0
+
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert [line.split()[1] for line in lines] == ["default", "admin", "router", "worker"]
+    assert lines[3] == (
+        f"user worker reset on #{hashlib.sha256(b'secret-worker').hexdigest()}"
+        " resetkeys resetchannels -@all +ping +select"
+        " (%W~wf:{a~b}:events:* %W~wf:{a~b}:server:* %W~wf:{a~b}:hello"
+        " %W~wf:{c#pool}:events:* %W~wf:{c#pool}:server:* %W~wf:{c#pool}:hello +xadd)"
+        " (%R~wf:{a~b}:command:* %R~wf:{c#pool}:command:* +get)"
+        " (%W~wf:{a~b}:artifact:*:* %W~wf:{c#pool}:artifact:*:* +setnx +expire)"
+    )
+    assert " ~wf:{a~b}:[^o]* ~wf:{c#pool}:[^o]* " in lines[2]
+    assert printed.err == ""
+
+
+def test_a_folder_lacks_a_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "admin").write_text("x")
+    (tmp_path / "router").write_text("\n")
+    assert main(["acl", "m", "--shared-worker", "--password-file", str(tmp_path)]) == 2
+    assert "no file with a password for router, worker" in capsys.readouterr().err
+
+
+def test_no_model_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WARMFLEET_MODELS", raising=False)
+    assert main(["acl"]) == 2
+    assert "name a MODEL, or set WARMFLEET_MODELS" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [

@@ -1,0 +1,305 @@
+"""Rules that are Warmfleet's own: what the parts of a fleet must agree on, and what no shipped manifest may hold.
+
+They have the form of the checks in policies.py. ``CHECKS`` here holds the checks of both modules.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from itertools import chain
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, urlsplit
+
+from tests.k8s import policies
+from tests.k8s.objects import (
+    Manifest,
+    containers,
+    data_of,
+    declared,
+    environment,
+    labels,
+    matches,
+    name_of,
+    of_kind,
+    pod,
+    workloads,
+)
+from tests.k8s.policies import BROUGHT, CLUSTER_SCOPED, Check, Program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: The namespace of the overlay whose passwords everybody knows, and the password.
+DEV, DEV_PASSWORD = "warmfleet-dev", "dev-only"
+WORKLOADS = {"Deployment", "StatefulSet"}
+#: No ClusterRole, RoleBinding and so on: nothing here asks the Kubernetes API.
+BUILT_IN = CLUSTER_SCOPED | WORKLOADS | {
+    *("ServiceAccount", "ConfigMap", "Secret", "Service", "PersistentVolumeClaim", "PodDisruptionBudget"),
+    *("NetworkPolicy", "HorizontalPodAutoscaler", "Ingress"),
+}  # fmt: skip
+CUSTOM = {"PodMonitor", "PrometheusRule", "Gateway", "HTTPRoute"}
+_PASSWORD_IN_URL = re.compile(r"[a-z+]+://[^/\s:@]*:(?!\$\()[^/\s@]+@")
+_SECRET_NAME = re.compile(r"(PASSWORD|TOKEN|_KEY)$")
+
+
+def kinds(objects: list[Manifest], _: Program) -> list[str]:
+    """Only kinds that are needed: no rights in the Kubernetes API, and no CRD but those of the opt-in components."""
+    return [f"{name_of(item)}: not allowed here" for item in objects if item["kind"] not in BUILT_IN | CUSTOM]
+
+
+def models(objects: list[Manifest], _: Program) -> list[str]:
+    """Each worker serves one of the routers' models, and the users of Redis are made for the same models."""
+    problems = []
+    served = _models(objects, "router")
+    for workload in workloads(objects):
+        for container in containers(workload):
+            found = environment(objects, container)
+            wanted = {found["WARMFLEET_MODEL"]} if "WARMFLEET_MODEL" in found else set()
+            problems += [f"{name_of(workload)}: routers do not serve {model}" for model in sorted(wanted - served)]
+            if container["name"] == "users" and _models(objects, "users") != served:
+                problems.append(f"{name_of(workload)}: users are made for {sorted(_models(objects, 'users'))}")
+    return problems
+
+
+def redis(objects: list[Manifest], _: Program) -> list[str]:
+    """Routers and workers speak to the Redis that is there: host, port, TLS, a user of its own, and its authority."""
+    problems = []
+    server = next((item for item in of_kind(objects, "StatefulSet") if item["metadata"]["name"] == "redis"), None)
+    for workload in workloads(objects):
+        for container in containers(workload):
+            url = environment(objects, container).get("WARMFLEET_REDIS_URL")
+            if url is None or (url == "" and server is None):  # of a Secret that the operator brings
+                continue
+            where = name_of(workload)
+            if server is None:
+                problems.append(f"{where}: WARMFLEET_REDIS_URL names a Redis that nobody starts")
+                continue
+            problems += [f"{where}: {problem}" for problem in _wrong_url(url, server)]
+            parts = urlsplit(url)
+            user = "router" if container["name"] == "router" else "worker"
+            if parts.username != user or parts.password != "$(REDIS_PASSWORD)":
+                problems.append(f"{where}: it must speak to Redis as {user} with the password of its Secret")
+            authority = dict(parse_qsl(parts.query)).get("ssl_ca_certs", "")
+            if parts.scheme.startswith("rediss") and not _mounted(workload, container, authority):
+                problems.append(f"{where}: no file {authority or 'of the authority of Redis'}")
+    return problems
+
+
+def secrets(objects: list[Manifest], _: Program) -> list[str]:
+    """No password stands in a manifest. Only the overlay for trying things out, in its own namespace, has some."""
+    problems = []
+    for item in objects:
+        text = str(item)
+        trying = item["metadata"].get("namespace") == DEV
+        if item["kind"] == "Secret" and not trying:
+            problems.append(f"{name_of(item)}: a Secret with content")
+        if DEV_PASSWORD in text and not (trying and item["kind"] == "Secret"):
+            problems.append(f"{name_of(item)}: it has a password that everybody knows")
+        if item["kind"] != "Secret" and _PASSWORD_IN_URL.search(text):
+            problems.append(f"{name_of(item)}: a password in a URL")
+    for workload in workloads(objects):
+        for container in containers(workload):
+            named = {entry["name"] for entry in container.get("env", []) if entry.get("value")}
+            problems += [
+                f"{name_of(workload)}: {name} has its value in the manifest"
+                for name in sorted(named)
+                if _SECRET_NAME.search(name)
+            ]
+    for item in of_kind(objects, "ConfigMap"):
+        given = [name for name in item.get("data", {}) if _SECRET_NAME.search(name)]
+        problems += [f"{name_of(item)}: {name} belongs into a Secret" for name in given]
+    return problems
+
+
+def images(objects: list[Manifest], _: Program) -> list[str]:
+    """Each image names its registry and a version. A name without a registry could be anybody's."""
+    problems = []
+    for workload in workloads(objects):
+        for container in containers(workload):
+            image = container["image"]
+            registry, slash, rest = image.partition("/")
+            if not slash or ("." not in registry and registry != "localhost"):
+                problems.append(f"{name_of(workload)}: {image} names no registry")
+            tag = rest.rpartition(":")[2] if ":" in rest else ""
+            if not tag or tag == "latest":
+                problems.append(f"{name_of(workload)}: {image} names no version")
+    return problems
+
+
+def engines(objects: list[Manifest], _: Program) -> list[str]:
+    """There are engines, and routers may connect to those that are listed: else every request gets 503."""
+    problems = []
+    names = {item["metadata"]["name"] for item in workloads(objects)}
+    router = next(item for item in workloads(objects) if item["metadata"]["name"] == "router")
+    listed = environment(objects, pod(router)["containers"][0]).get("WARMFLEET_STATIC_WORKERS", "")
+    if "worker" not in names and not listed:
+        problems.append("Deployment/router: no engines, neither here nor elsewhere")
+    for entry in listed.split(",") if listed else []:
+        lines = [entry]
+        if entry.startswith("file://"):
+            text = _file(objects, router, entry.removeprefix("file://"))
+            if text is None:
+                problems.append(f"Deployment/router: no file {entry}")
+            lines = [line for line in (text or "").splitlines() if line.strip() and not line.startswith("#")]
+        problems += [f"Deployment/router: {line}: no way out to it" for line in lines if not _way_out(objects, line)]
+    return problems
+
+
+def scaling(objects: list[Manifest], program: Program) -> list[str]:
+    """An autoscaler owns the number of its pods, knows what it counts, and leaves some room."""
+    problems = []
+    for item in of_kind(objects, "HorizontalPodAutoscaler"):
+        where, spec = name_of(item), item["spec"]
+        target = next((found for found in workloads(objects) if name_of(found) == _target(spec)), None)
+        if target is None:
+            problems.append(f"{where}: there is no {_target(spec)}")
+            continue
+        if "replicas" in target["spec"]:
+            problems.append(f"{name_of(target)}: its replicas would be reset with each apply")
+        if not spec["minReplicas"] < spec["maxReplicas"]:
+            problems.append(f"{where}: no room between {spec['minReplicas']} and {spec['maxReplicas']}")
+        for metric in spec["metrics"]:
+            if metric["type"] == "Resource":
+                name = metric["resource"]["name"]
+                if any(name not in part["resources"].get("requests", {}) for part in pod(target)["containers"]):
+                    problems.append(f"{where}: a share of {name}, which is not requested")
+            elif (counted := metric[metric["type"].lower()]["metric"]["name"]) not in program.metrics:
+                problems.append(f"{where}: no metric {counted}")
+    return problems
+
+
+def edges(objects: list[Manifest], _: Program) -> list[str]:
+    """What leads clients here ends at a port of a Service, has TLS, and takes its certificate from a known Secret."""
+    problems: list[str] = []
+    services = {item["metadata"]["name"]: item["spec"]["ports"] for item in of_kind(objects, "Service")}
+    open_ports = {
+        (name, key) for name, ports in services.items() for port in ports for key in (port["name"], port["port"])
+    }
+    for item in of_kind(objects, "Ingress"):
+        problems += [f"{name_of(item)}: no TLS"] * (not item["spec"].get("tls"))
+        certificates = [tls.get("secretName") for tls in item["spec"].get("tls", [])]
+        problems += _no_certificate(name_of(item), certificates)
+        covered = {host for tls in item["spec"].get("tls", []) for host in tls["hosts"]}
+        for rule in item["spec"]["rules"]:
+            problems += [f"{name_of(item)}: {rule['host']} is not covered by TLS"] * (rule["host"] not in covered)
+            for path in rule["http"]["paths"]:
+                service = path["backend"]["service"]
+                if not {(service["name"], port) for port in service["port"].values()} <= open_ports:
+                    problems.append(f"{name_of(item)}: no such port of Service {service['name']}")
+    listeners = {
+        (item["metadata"]["name"], listener["name"])
+        for item in of_kind(objects, "Gateway")
+        for listener in item["spec"]["listeners"]
+    }
+    for item in of_kind(objects, "Gateway"):
+        given = [ref["name"] for listener in item["spec"]["listeners"] for ref in listener["tls"]["certificateRefs"]]
+        problems += _no_certificate(name_of(item), given)
+    for item in of_kind(objects, "HTTPRoute"):
+        parents = {(ref["name"], ref["sectionName"]) for ref in item["spec"]["parentRefs"]}
+        problems += [f"{name_of(item)}: no listener {parent}" for parent in sorted(parents - listeners)]
+        ends = {(ref["name"], ref["port"]) for rule in item["spec"]["rules"] for ref in rule["backendRefs"]}
+        problems += [f"{name_of(item)}: no Service with port {end}" for end in sorted(ends - open_ports)]
+    return problems
+
+
+def monitors(objects: list[Manifest], _: Program) -> list[str]:
+    """Each router is scraped once, on its port for operators, and the network policy lets Prometheus in."""
+    problems = []
+    found = of_kind(objects, "PodMonitor")
+    for workload in workloads(objects):
+        mine = [item for item in found if matches(item["spec"]["selector"], labels(workload))]
+        noted = workload["spec"]["template"]["metadata"].get("annotations", {}).get("prometheus.io/scrape") == "true"
+        if workload["metadata"]["name"] == "router" and len(mine) + noted != 1:
+            problems.append(f"{name_of(workload)}: it is scraped {len(mine) + noted} times")
+        problems += [
+            f"{name_of(workload)}: no metrics at {endpoint['port']}{endpoint['path']}"
+            for endpoint in chain.from_iterable(item["spec"]["podMetricsEndpoints"] for item in mine)
+            if (endpoint["port"], endpoint["path"]) != ("admin", "/metrics") or "admin" not in declared(workload)
+        ]
+    problems += [
+        f"{name_of(item)}: it selects no pods"
+        for item in found
+        if not any(matches(item["spec"]["selector"], labels(workload)) for workload in workloads(objects))
+    ]
+    lets_in = any(
+        "kubernetes.io/metadata.name': 'monitoring" in str(rule.get("from")) and "admin" in str(rule["ports"])
+        for item in of_kind(objects, "NetworkPolicy")
+        for rule in item["spec"].get("ingress", [])
+    )
+    return problems + ["NetworkPolicy/router: Prometheus is not let in"] * (not lets_in)
+
+
+def _models(objects: list[Manifest], name: str) -> set[str]:
+    for workload in workloads(objects):
+        for container in containers(workload):
+            if container["name"] == name:
+                return set(environment(objects, container).get("WARMFLEET_MODELS", "").split(","))
+    return set()
+
+
+def _wrong_url(url: str, server: Manifest) -> Iterator[str]:
+    """What the URL says of the server that is not so."""
+    parts = urlsplit(url)
+    container = next(part for part in pod(server)["containers"] if part["name"] == "redis")
+    encrypted = "--tls-port" in container.get("args", [])
+    if parts.scheme.startswith("rediss") != encrypted:
+        yield f"{parts.scheme}, but Redis speaks {'TLS' if encrypted else 'no TLS'}"
+    hosts = parts.netloc.rpartition("@")[2].split(",")
+    if "+sentinel" in parts.scheme:
+        every = {f"redis-{number}.redis:26379" for number in range(server["spec"]["replicas"])}
+        if set(hosts) != every or 26379 not in declared(server):
+            yield f"Sentinels are {sorted(every)}, not {hosts}"
+    elif hosts != ["redis:6379"] or server["spec"]["replicas"] != 1:
+        yield f"{hosts} is not the one Redis"
+
+
+def _mounted(workload: Manifest, container: Manifest, path: str) -> bool:
+    """Whether a Secret or ConfigMap is mounted so that this file exists."""
+    volumes = {volume["name"]: volume for volume in pod(workload).get("volumes", [])}
+    for mount in container.get("volumeMounts", []):
+        name = path.removeprefix(mount["mountPath"] + "/")
+        source = volumes[mount["name"]].get("secret", {})
+        if name != path and name in {item["path"] for item in source.get("items", [])}:
+            return True
+    return False
+
+
+def _file(objects: list[Manifest], workload: Manifest, path: str) -> str | None:
+    """The content of a file that a ConfigMap puts into the first container."""
+    volumes = {volume["name"]: volume for volume in pod(workload).get("volumes", [])}
+    for mount in pod(workload)["containers"][0]["volumeMounts"]:
+        name = path.removeprefix(mount["mountPath"] + "/")
+        source = volumes[mount["name"]].get("configMap")
+        if name != path and source:
+            return (data_of(objects, "ConfigMap", source["name"]) or {}).get(name)
+    return None
+
+
+def _way_out(objects: list[Manifest], engine: str) -> bool:
+    """Whether the routers' policy lets them connect to this engine. A name may be anywhere: its port counts."""
+    parts = urlsplit(engine)
+    try:
+        address = ipaddress.ip_address(parts.hostname or "")
+    except ValueError:
+        address = None
+    policy = next(item for item in of_kind(objects, "NetworkPolicy") if item["metadata"]["name"] == "router")
+    for rule in policy["spec"]["egress"]:
+        networks = [peer["ipBlock"]["cidr"] for peer in rule.get("to", []) if "ipBlock" in peer]
+        hit = address is None or any(address in ipaddress.ip_network(network) for network in networks)
+        if networks and hit and any(port["port"] == parts.port for port in rule["ports"]):
+            return True
+    return False
+
+
+def _target(spec: Manifest) -> str:
+    return f"{spec['scaleTargetRef']['kind']}/{spec['scaleTargetRef']['name']}"
+
+
+def _no_certificate(where: str, names: list[str]) -> list[str]:
+    return [f"{where}: nobody brings Secret {name}" for name in names if "tls.crt" not in BROUGHT.get(name, ())]
+
+
+CHECKS: dict[str, Check] = policies.CHECKS | {
+    check.__name__: check for check in (kinds, models, redis, secrets, images, engines, scaling, edges, monitors)
+}
