@@ -13,7 +13,13 @@ import subprocess
 import sys
 
 #: Command -> the Debian package that brings it.
-TOOLS = {"redis-server": "redis-server", "haproxy": "haproxy", "luacheck": "lua-check", "openssl": "openssl"}
+TOOLS = {
+    "redis-server": "redis-server",
+    "haproxy": "haproxy",
+    "luacheck": "lua-check",
+    "openssl": "openssl",
+    "chromium": "chromium",
+}
 #: Debian installs haproxy into a folder that is on root's PATH only.
 SBIN = "/usr/sbin"
 

@@ -51,4 +51,4 @@ def files_below(folder: Path, *suffixes: str) -> dict[str, bytes]:
 
 def router_files() -> dict[str, bytes]:
     """Path -> content of everything that the router's wheel must hold."""
-    return files_below(ROOT / "app/warmfleet", ".py", ".typed", ".lua")
+    return files_below(ROOT / "app/warmfleet", ".py", ".typed", ".lua", ".html", ".css", ".js")

@@ -31,6 +31,9 @@ from warmfleet.api.listening.tls import ServerTls
 from warmfleet.api.openapi.document import documented
 from warmfleet.api.proxies import Proxies
 from warmfleet.api.service_routes import Health, ServiceRoutes
+from warmfleet.api.status_page import history
+from warmfleet.api.status_page.history import History
+from warmfleet.api.status_page.routes import StatusPage
 from warmfleet.background import hung_engines, outage_checks, upkeep, vouching
 from warmfleet.background.hung_engines import HungEngines
 from warmfleet.background.index_health import IndexHealthWatch
@@ -111,6 +114,8 @@ def create_app(settings: Settings) -> Doors:
     paths = EnginePaths(settings.passed_paths)
     service = ServiceRoutes(router, keys, settings, metrics, health)
     gateways = GatewayRoutes(router, paths, keys, settings)
+    past = History(pools, metrics)
+    page = StatusPage(pools, past, settings, health)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -132,6 +137,8 @@ def create_app(settings: Settings) -> Doors:
             stack.push_async_callback(_drain, router)
             static = StockEngines(pools, engine_client, engines, addresses, settings)
             await stack.enter_async_context(_background(pools, engine_client, static, identities, settings, metrics))
+            stack.push_async_callback(page.close)
+            stack.push_async_callback(stop, [_task("history", history.EVERY_S, past.look, metrics)])
             if keys.required:
                 followed = _task("client_keys", client_keys.FOLLOW_INTERVAL_S, keys.follow, metrics)
                 stack.push_async_callback(stop, [followed])
@@ -140,7 +147,7 @@ def create_app(settings: Settings) -> Doors:
                 stack.push_async_callback(stop, [followed])
             yield
 
-    for_operators = [*service.for_operators(), *gateways.routes()]
+    for_operators = [*service.for_operators(), *gateways.routes(), *page.routes()]
     apart = bool(settings.admin_port)
     inside = documented([*service.for_everybody(), *for_operators], (), settings)
     outside = [*service.for_everybody(), *service.for_clients(), *([] if apart else for_operators)]

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from warmfleet import errors
 from warmfleet.api.openapi.document import PATH
 from warmfleet.api.openapi.schemas import body_schema
+from warmfleet.api.status_page.routes import FILES
 from warmfleet.main import create_app
 from warmfleet.prompt.engine_paths import KNOWN, OWN
 from warmfleet.settings import Settings
@@ -97,7 +98,8 @@ async def test_keys_are_named_where_they_are_needed(tmp_path: Any) -> None:
     keys.write_text("")
     found = await document(doors(client_keys_file=str(keys), admin_key=KEY).clients)
     keyed = {path for path, _, operation in operations(found) if "security" in operation}
-    assert keyed == found["paths"].keys() - {"/health", "/ping", "/version", "/livez", "/readyz", "/favicon.ico", PATH}
+    open_paths = {"/health", "/ping", "/version", "/livez", "/readyz", "/favicon.ico", PATH, *FILES}
+    assert keyed == found["paths"].keys() - open_paths
     open_to_all = await document(doors().clients)
     assert not [path for path, _, operation in operations(open_to_all) if "security" in operation]
 

@@ -56,7 +56,7 @@ def test_nothing_is_installed_where_nothing_is_missing(machine: Callable[..., Pa
 
 
 def test_root_installs_what_is_missing_and_only_that(machine: Callable[..., Path], tmp_path: Path) -> None:
-    log = machine("openssl", apt_get=installing(tmp_path, "redis-server", "haproxy", "luacheck"))
+    log = machine("openssl", "chromium", apt_get=installing(tmp_path, "redis-server", "haproxy", "luacheck"))
     os_tools.install_missing()
     assert log.read_text().splitlines() == [
         "apt-get -qq update",
@@ -98,7 +98,7 @@ def test_where_it_cannot_install_it_says_what_to_install(
     reason: str,
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    machine("openssl", "redis-server", **programs)
+    machine("openssl", "redis-server", "chromium", **programs)
     assert os_tools.main() == 1
     assert capsys.readouterr().err == (
         f"missing: haproxy, luacheck ({reason}). Install them yourself; on Debian: apt-get install haproxy lua-check\n"

@@ -15,6 +15,7 @@ from warmfleet.pools.identified_prompt import identify
 from warmfleet.pools.open_reservations import OpenReservations
 from warmfleet.pools.outliers import Outliers
 from warmfleet.pools.policy import PolicyChoice
+from warmfleet.pools.recent.decisions import RecentDecisions
 from warmfleet.pools.stalled_requests import Tries
 from warmfleet.pools.ttft_window import TtftWindow
 from warmfleet.prompt.popular_prefixes import PopularPrefixes
@@ -39,8 +40,8 @@ class Pool:
 
     ``view`` is the last reading of the fleet and ``read`` is set after the first one. ``reservations`` are this
     replica's own, ``tries`` its requests that wait for an engine, ``outliers`` its verdicts on workers, ``ttft`` its
-    clients' times to first token, and ``uses`` the prefixes that its prompts share. ``degraded`` and ``last_known``
-    choose a worker while Redis cannot.
+    clients' times to first token, ``uses`` the prefixes that its prompts share, and ``recent`` its last decisions.
+    ``degraded`` and ``last_known`` choose a worker while Redis cannot.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Pool:
         self.outliers = Outliers()
         self.ttft = TtftWindow(objective_s)
         self.uses = PopularPrefixes()
+        self.recent = RecentDecisions()
         self.read = asyncio.Event()
         self.last_known = LastKnown(fleet)
         self._avoided_until: dict[str, float] = {}

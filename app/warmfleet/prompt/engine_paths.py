@@ -67,11 +67,13 @@ _KNOWN = (
     EnginePath("/v1/responses/render", "render", "none", takes_salt=False),
 )
 KNOWN: dict[str, EnginePath] = {known.path: known for known in _KNOWN}
-#: Paths that the router answers itself (``api/service_routes``).
+#: Paths that the router answers itself (``api/service_routes``, ``api/gateway_routes``, ``api/status_page``).
 OWN = frozenset(
     {
         *("/v1/models", "/health", "/ping", "/version", "/livez", "/readyz", "/metrics"),
         *("/workers", "/explain", "/favicon.ico", "/route", "/settle", "/renew", "/openapi.json"),
+        *("/status", "/status.json", "/status/page.css", "/status/page.js"),
+        *("/status/dom.js", "/status/plots.js", "/status/tables.js"),
     }
 )
 #: Paths of vLLM's server that change one engine, or tell about it, or need a connection of another kind.

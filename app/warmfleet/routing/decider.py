@@ -46,9 +46,10 @@ class Decider:
         order = pool.policy.order(pool.view, job.request, call.hints.session)
         rings = pool.policy.orders(pool.view, job.request, call.hints.session) if job.logged else None
         ask = pool.ask(job.prompt, attempt.reservation, exclude, call.hints.prefix_tokens, order, call.limits)
+        tell, pool.recent.wanted = job.logged or call.hints.explain or pool.recent.wanted, False
         attempt.asks()
         try:
-            decision = await pool.fleet.decide_in_turn(ask, place, tell=job.logged or call.hints.explain)
+            decision = await pool.fleet.decide_in_turn(ask, place, tell=tell)
         except NoWorker:
             attempt.not_booked()
             return await self._without_redis(job, attempt, exclude, "no_worker")  # Redis may have come back empty
@@ -81,6 +82,7 @@ class Decider:
         self._metrics.prompt_tokens.inc(decision.prompt_tokens)
         self._metrics.matched_tokens.inc(decision.matched_tokens)
         self._decisions(ask.policy, decision.why).inc()
+        pool.recent.note(call.request_id, call.path.name, job.prompt.kind, ask.policy, decision)
         return decision
 
     def _explained(self, job: Job, ask: Ask, decision: Decision, rings: Mapping[str, tuple[str, ...]] | None) -> bytes:
@@ -116,4 +118,5 @@ class Decider:
         attempt.chose_without_redis(decision)
         if attempt.span is not None:
             attempt.span.decided(decision, "", reason)
+        pool.recent.note(job.call.request_id, job.call.path.name, job.prompt.kind, "", decision, reason)
         return decision

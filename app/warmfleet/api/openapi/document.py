@@ -26,6 +26,7 @@ from warmfleet.api.openapi.schemas import (
     Json,
     body_schema,
 )
+from warmfleet.api.status_page.routes import DATA, FILES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 PATH = "/openapi.json"
 HEALTH = frozenset({"/health", "/ping", "/readyz"})
-OPERATORS = frozenset({"/metrics", "/workers", "/explain", "/route", "/settle", "/renew"})
+OPERATORS = frozenset({"/metrics", "/workers", "/explain", "/route", "/settle", "/renew", DATA})
 KEYED = frozenset({"/v1/models", "/v1/models/{model}"})  # besides the paths of engines
 #: Errors of any request, of one with a body, and of one that is placed at a worker.
 ANY_FAULT = (errors.BadRequest, errors.NotFound, errors.MethodNotAllowed, errors.HeadersTooLarge)
@@ -140,6 +141,8 @@ def _answer(path: str) -> Json:
         return {"204": {"description": "Nothing"}}
     if path == "/metrics":
         return {"200": {"description": "Metrics for Prometheus", "content": {"text/plain": {}}}}
+    if path in FILES:
+        return {"200": {"description": "A file for a browser", "content": {FILES[path][1].partition(";")[0]: {}}}}
     schema = STATUS if path in HEALTH or path == "/livez" else OWN_ANSWERS.get(path, ANY_OBJECT)
     return {"200": {"description": "The answer", "content": _json(schema)}}
 

@@ -45,6 +45,16 @@ OWN_ANSWERS: dict[str, Json] = {
         "required": ["models"],
         "properties": {"models": {"type": "array", "items": ANY_OBJECT}},
     },
+    "/status.json": {
+        "type": "object",
+        "required": ["at", "replica", "rungs", "models"],
+        "properties": {
+            "at": {"type": "number"},
+            "replica": ANY_OBJECT,
+            "rungs": {"type": "array", "items": TEXT},
+            "models": {"type": "array", "items": ANY_OBJECT},
+        },
+    },
     "/route": {
         "type": "object",
         "required": ["reservation", "model", "worker", "url", "headers", "cache_salt", "expires_in_s"],

@@ -1,0 +1,116 @@
+"""The last quarter of an hour of this replica, one point every five seconds, for the plots of its status page.
+
+It is kept whether or not somebody looks, because who opens the page wants to know what was before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.pool import Pool, Pools
+
+EVERY_S = 5.0  # between two points: the interval of heartbeats
+SPAN_S = 900.0  # as long as an operator needs to see what led to an alert
+POINTS = int(SPAN_S / EVERY_S) + 1
+RATE_S = 10.0  # the rates of "now" are means over so long: one request a second would else blink
+RATIO_S = 60.0  # and the hit ratio, as the times to first token, over the last minute
+
+Number = int | float | None
+
+
+class Point(NamedTuple):
+    """One model at one moment. at: monotonic seconds.
+
+    The next four are sums since the start of the replica. The times are quantiles of the last minute's streams in
+    seconds, None without any. waiting: requests in the queue that wait in this replica.
+    """
+
+    at: float
+    decided: int
+    fallbacks: int
+    prompt_tokens: int
+    matched_tokens: int
+    p50_s: float | None
+    p90_s: float | None
+    p99_s: float | None
+    waiting: int
+
+
+class History:
+    """The points of every model of one replica. ``look`` adds one to each."""
+
+    def __init__(self, pools: Pools, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pools = pools
+        self._metrics = metrics
+        self._clock = clock
+        self._points = {pool.tag: deque([self.now(pool)], maxlen=POINTS) for pool in pools.all}
+
+    async def look(self) -> None:
+        """Add a point to every model. It waits for nothing."""
+        for pool in self._pools.all:
+            self._points[pool.tag].append(self.now(pool))
+
+    def now(self, pool: Pool) -> Point:
+        """This moment."""
+        recent, waits = pool.recent, pool.ttft
+        p50_s, p90_s, p99_s = (waits.quantile(share) or None for share in (0.5, 0.9, 0.99))
+        [gauge] = self._metrics.queued.labels(pool.tag).collect()
+        sums = (recent.decided, recent.fallbacks, recent.prompt_tokens, recent.matched_tokens)
+        return Point(self._clock(), *sums, p50_s, p90_s, p99_s, int(gauge.samples[0].value))
+
+    def columns(self, pool: Pool) -> dict[str, list[Number]]:
+        """What the plots show: a list for each line, the oldest value first, and ``age_s`` of each value.
+
+        None where nothing can be told, as a hit ratio without requests.
+        """
+        return columns([*self._points[pool.tag], self.now(pool)])
+
+    def lately(self, pool: Pool) -> dict[str, Number]:
+        """The figures of now: ``decisions_per_s``, ``fallbacks_per_s``, and ``hit_ratio`` of the last minute."""
+        points = [*self._points[pool.tag], self.now(pool)]
+        short, long = (_between(_before(points, span_s), points[-1]) for span_s in (RATE_S, RATIO_S))
+        return {
+            "decisions_per_s": short["decisions_per_s"],
+            "fallbacks_per_s": short["fallbacks_per_s"],
+            "hit_ratio": long["hit_ratio"],
+        }
+
+
+def columns(points: Sequence[Point]) -> dict[str, list[Number]]:
+    """The lines of the plots from these points, which are at least one; each but the first gives a value."""
+    rows = [_between(before, after) for before, after in pairwise(points)]
+    times = [(point.p50_s, point.p90_s, point.p99_s, point.waiting) for point in points[1:]]
+    names = ("decisions_per_s", "fallbacks_per_s", "hit_ratio")
+    found: dict[str, list[Number]] = {"age_s": [round(points[-1].at - point.at, 1) for point in points[1:]]}
+    found |= {name: [row[name] for row in rows] for name in names}
+    for place, name in enumerate(("p50_s", "p90_s", "p99_s", "waiting")):
+        found[name] = [_rounded(row[place]) for row in times]
+    return found
+
+
+def _before(points: Sequence[Point], seconds: float) -> Point:
+    """The youngest point that is at least so much older than the last one; the oldest if none is."""
+    until = points[-1].at - seconds
+    return next((point for point in reversed(points) if point.at <= until), points[0])
+
+
+def _between(before: Point, after: Point) -> dict[str, Number]:
+    seconds, prompt = after.at - before.at, after.prompt_tokens - before.prompt_tokens
+    matched = after.matched_tokens - before.matched_tokens
+    return {
+        "decisions_per_s": _rounded((after.decided - before.decided) / seconds if seconds > 0 else 0.0),
+        "fallbacks_per_s": _rounded((after.fallbacks - before.fallbacks) / seconds if seconds > 0 else 0.0),
+        "hit_ratio": _rounded(matched / prompt) if prompt > 0 else None,
+    }
+
+
+def _rounded(value: Number) -> Number:
+    """With four significant digits, so that a page of numbers stays small."""
+    return None if value is None else float(f"{value:.4g}")

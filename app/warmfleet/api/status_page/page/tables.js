@@ -1,0 +1,197 @@
+// The tables of the page: they sort by their columns, and on a phone each row becomes a card.
+
+import { clock, count, el, keyed, percent, seconds, svg } from "./dom.js";
+
+const compared = new Intl.Collator("en", { numeric: true }).compare;
+const LIMITED = new Set(["load-only", "unheard", "suspected"]);
+const ON_THE_WAY = new Set(["pending", "warming", "joining", "draining", "paused"]); // nothing is wrong with these
+
+/** A table that is sorted by the column whose head was pressed last. columns: {name, cell(row), by(row) or nothing}. */
+export class Table {
+  constructor(table, { caption, columns, keyOf, rowClass = () => null, sortedBy = null, empty }) {
+    Object.assign(this, { table, columns, keyOf, rowClass, sortedBy, empty, down: false, rows: [] });
+    table.classList.add("cards");
+    table.setAttribute("role", "table"); // cards are blocks, and a browser takes no block for a part of a table
+    this.body = el("tbody", { role: "rowgroup" });
+    this.heads = columns.map((column) => this.head(column));
+    const thead = el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...this.heads));
+    if (!columns.some((column) => column.by)) thead.classList.add("plain");
+    table.replaceChildren(el("caption", { class: "unseen" }, caption), thead, this.body);
+    this.mark();
+  }
+
+  head(column) {
+    const attributes = { scope: "col", role: "columnheader", class: column.number ? "number" : null };
+    if (!column.by) return el("th", attributes, column.name);
+    const button = el("button", { type: "button" }, column.name, el("span", { "aria-hidden": "true" }));
+    button.addEventListener("click", () => {
+      this.down = this.sortedBy === column.name && !this.down;
+      this.sortedBy = column.name;
+      this.mark();
+      this.show(this.rows);
+    });
+    return el("th", attributes, button);
+  }
+
+  mark() {
+    this.columns.forEach((column, place) => {
+      if (!column.by) return;
+      const sorts = column.name === this.sortedBy;
+      const head = this.heads[place];
+      if (sorts) head.setAttribute("aria-sort", this.down ? "descending" : "ascending");
+      else head.removeAttribute("aria-sort");
+      head.querySelector("span").textContent = sorts ? (this.down ? " ▼" : " ▲") : "";
+    });
+  }
+
+  show(rows) {
+    this.rows = rows;
+    const column = this.columns.find((one) => one.name === this.sortedBy);
+    const order = (a, b) => compared(this.keyOf(a), this.keyOf(b));
+    const sorted = column
+      ? [...rows].sort((a, b) => (this.down ? -1 : 1) * compare(column.by(a), column.by(b)) || order(a, b))
+      : rows;
+    if (rows.length) keyed(this.body, sorted, this.keyOf, (row) => this.row(row));
+    else {
+      const cell = el("td", { role: "cell", colspan: this.columns.length, "data-column": "" }, this.empty);
+      this.body.replaceChildren(el("tr", { role: "row" }, cell));
+    }
+  }
+
+  row(row) {
+    const cells = this.columns.map((column, place) => {
+      const attributes = { "data-column": column.name, class: column.number ? "number" : null };
+      const content = [column.cell(row)].flat();
+      if (place) return el("td", { ...attributes, role: "cell" }, ...content);
+      return el("th", { ...attributes, role: "rowheader", scope: "row" }, ...content);
+    });
+    return el("tr", { role: "row", class: this.rowClass(row) }, ...cells);
+  }
+}
+
+function compare(a, b) {
+  return typeof a === "number" && typeof b === "number" ? a - b : compared(String(a), String(b));
+}
+
+const small = (text) => el("small", {}, text);
+
+/** A bar that repeats the number beside it. */
+function bar(share) {
+  const picture = svg("svg", { class: "bar", viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" });
+  picture.append(svg("rect", { class: "empty", width: 100, height: 8 }));
+  picture.append(svg("rect", { class: "full", width: 100 * Math.max(0, Math.min(share, 1)), height: 8 }));
+  return picture;
+}
+
+/** How good a worker's state is: it takes no requests, 0 by a fault or 1 on purpose; it does, 2 within limits or 3 well. */
+export function grade(worker) {
+  if (worker.routable) return LIMITED.has(worker.state) ? 2 : 3;
+  return ON_THE_WAY.has(worker.state) ? 1 : 0;
+}
+
+const SIGNS = ["✕", "○", "◐", "●"];
+const COLOURS = ["bad-text", "warn-text", "warn-text", "good-text"];
+const fill = (worker) => (worker.capacity_blocks ? worker.blocks / worker.capacity_blocks : null);
+
+function state(worker) {
+  const good = grade(worker);
+  const sign = el("span", { "aria-hidden": "true" }, `${SIGNS[good]} `);
+  return [el("span", { class: COLOURS[good] }, sign, worker.state), small(worker.reason)];
+}
+
+function cache(worker) {
+  const share = fill(worker);
+  if (share === null) return ["unknown"];
+  return [percent(share), bar(share), small(`${count(worker.blocks)} of ${count(worker.capacity_blocks)} blocks`)];
+}
+
+function lag(worker) {
+  if (worker.lag_s === null) return [worker.state === "approximate" ? "no stream" : "unknown"];
+  const told = worker.lag_batches ? seconds(worker.lag_s) : "none";
+  const more = worker.diverged ? "differs: a snapshot is due" : worker.lag_batches ? `${count(worker.lag_batches)} entries` : null;
+  return more ? [told, small(more)] : [told];
+}
+
+export function workersTable(table) {
+  return new Table(table, {
+    caption: "Workers with their state, cache, load, speed and the lag of their index",
+    keyOf: (worker) => worker.worker_id,
+    rowClass: (worker) => (grade(worker) ? null : "out"),
+    sortedBy: "State",
+    empty: "No worker has joined. Start an engine with the plugin, or name one in WARMFLEET_STATIC_WORKERS.",
+    columns: [
+      { name: "Worker", by: (worker) => worker.worker_id, cell: (worker) => [worker.worker_id, small(worker.url || "no address")] },
+      { name: "State", by: grade, cell: state },
+      { name: "Cache", by: (worker) => fill(worker) ?? -1, cell: cache },
+      {
+        name: "Requests", number: true, by: (worker) => worker.in_flight,
+        cell: (worker) => [count(worker.in_flight), small(`${count(worker.decode_tokens)} tokens of context`)],
+      },
+      { name: "Tokens to prefill", number: true, by: (worker) => worker.prefill_tokens, cell: (worker) => count(worker.prefill_tokens) },
+      {
+        name: "Speed", number: true, by: (worker) => worker.speed_tps,
+        cell: (worker) => (worker.speed_tps ? [count(worker.speed_tps), small("tokens/s")] : "not known"),
+      },
+      { name: "Index lag", number: true, by: (worker) => worker.lag_s ?? -1, cell: lag },
+    ],
+  });
+}
+
+function candidates(decision) {
+  if (!decision.candidates) return null;
+  const heads = ["Worker", "Held", "Ahead", "Requests", "Speed", "Cost"];
+  const rows = decision.candidates.map((one) =>
+    el("tr", { class: one.worker_id === decision.worker_id ? "shown" : null },
+      el("th", { scope: "row" }, one.worker_id),
+      ...[count(one.matched_tokens), count(one.wait_tokens), count(one.in_flight), count(one.speed_tps), seconds(one.cost_s)]
+        .map((text) => el("td", { class: "number" }, text))));
+  const head = el("tr", {}, ...heads.map((name, place) => el("th", { scope: "col", class: place ? "number" : null }, name)));
+  const table = el("table", {}, el("caption", { class: "unseen" }, "Candidates of this decision"), el("thead", {}, head), el("tbody", {}, ...rows));
+  const title = `The cheapest ${rows.length} of ${decision.of} workers`;
+  return el("details", {}, el("summary", {}, title), el("div", { class: "scroll", role: "region", "aria-label": title, tabindex: "0" }, table));
+}
+
+function held(decision) {
+  const share = decision.prompt_tokens ? decision.matched_tokens / decision.prompt_tokens : 0;
+  return [percent(share), bar(share), small(`${count(decision.matched_tokens)} of ${count(decision.prompt_tokens)} tokens`)];
+}
+
+export function decisionsTable(table) {
+  return new Table(table, {
+    caption: "The last decisions, the newest first, each with its reason",
+    keyOf: (decision) => decision.number,
+    empty: "No request has been decided here yet.",
+    columns: [
+      { name: "Time", cell: (decision) => [clock(decision.at), small(`${decision.endpoint}, ${decision.request_id}`)] },
+      { name: "Worker", cell: (decision) => decision.worker_id },
+      { name: "Why", cell: (decision) => [el("span", { class: decision.fallback ? "warn-text" : null }, decision.reason), candidates(decision)] },
+      { name: "Prompt held there", cell: held },
+      { name: "Predicted", number: true, cell: (decision) => (decision.fallback ? "–" : [seconds(decision.cost_s), small(`${count(decision.wait_tokens)} tokens ahead`)]) },
+    ],
+  });
+}
+
+export function modelsTable(table, choose) {
+  return new Table(table, {
+    caption: "The models of this replica",
+    keyOf: (model) => model.model,
+    rowClass: (model) => (model.chosen ? "shown" : null),
+    empty: "none",
+    columns: [
+      {
+        name: "Model",
+        cell: (model) => {
+          const button = el("button", { type: "button", "aria-pressed": String(model.chosen) }, model.model);
+          button.addEventListener("click", () => choose(model.model));
+          return button;
+        },
+      },
+      { name: "Workers", number: true, cell: (model) => `${model.routable} of ${model.workers}` },
+      { name: "Decisions/s", number: true, cell: (model) => model.decisions },
+      { name: "Hit ratio", number: true, cell: (model) => percent(model.hit_ratio) },
+      { name: "First token P90", number: true, cell: (model) => seconds(model.p90_s) },
+      { name: "Queue", number: true, cell: (model) => count(model.waiting) },
+      { name: "Decides", cell: (model) => model.rung },
+    ],
+  });
+}

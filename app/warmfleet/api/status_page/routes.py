@@ -1,0 +1,119 @@
+"""The paths of the status page: its files tell nothing of the fleet, its data need the key of operators.
+
+While nobody looks, nothing is computed but a point of the history every few seconds. While somebody does, there is one
+snapshot a second, however many look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from starlette.responses import Response
+from starlette.routing import Route
+
+from warmfleet.api.client_hints import operators_only
+from warmfleet.api.status_page import snapshot
+from warmfleet.api.status_page.snapshot import RUNGS
+from warmfleet.background.supervisor import stop
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.requests import Request as HTTPRequest
+
+    from warmfleet.api.service_routes import Health
+    from warmfleet.api.status_page.history import History
+    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.settings import Settings
+
+SNAPSHOT_S = 1.0  # a snapshot is given to everybody who asks within so long: the replica reads workers as often
+DATA = "/status.json"
+#: Path -> the file in the folder ``page`` and its type. tests/contract/test_status_page.py compares it with the folder.
+FILES = {
+    "/status": ("page.html", "text/html; charset=utf-8"),
+    "/status/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/status/dom.js": ("dom.js", "text/javascript; charset=utf-8"),
+    "/status/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/status/plots.js": ("plots.js", "text/javascript; charset=utf-8"),
+    "/status/tables.js": ("tables.js", "text/javascript; charset=utf-8"),
+}
+FOLDER = Path(__file__).with_name("page")
+#: The page runs its own files and asks its own replica, and no other page may frame it.
+HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class StatusPage:
+    """Handlers for Starlette, and the snapshot that all who look share."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        history: History,
+        settings: Settings,
+        health: Health,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pools = pools
+        self._history = history
+        self._settings = settings
+        self._health = health
+        self._clock = clock
+        self._began = clock()
+        self._made_at = float("-inf")
+        self._snapshot = b""
+        self._making: asyncio.Task[None] | None = None
+
+    def routes(self) -> list[Route]:
+        """The page, its files, and its data, with their handlers."""
+        return [Route(DATA, self.data), *(Route(path, self._file(*named)) for path, named in FILES.items())]
+
+    async def data(self, request: HTTPRequest) -> Response:
+        """What the status page shows, at most one second old."""
+        operators_only(request.headers.raw, self._settings.admin_key)
+        if self._clock() - self._made_at >= SNAPSHOT_S:
+            if self._making is None or self._making.done():
+                self._making = asyncio.create_task(self._make())
+            await asyncio.shield(self._making)
+        return Response(self._snapshot, media_type="application/json", headers={"cache-control": "no-store"})
+
+    async def close(self) -> None:
+        """End the snapshot that is being made."""
+        if self._making is not None:
+            await stop([self._making])
+
+    def _file(self, name: str, kind: str) -> Callable[[HTTPRequest], Awaitable[Response]]:
+        content = (FOLDER / name).read_bytes()
+
+        async def file(_request: HTTPRequest) -> Response:
+            """A file of the status page."""
+            return Response(content, headers=HEADERS | {"content-type": kind})
+
+        return file
+
+    async def _make(self) -> None:
+        models = await asyncio.gather(*map(self._model, self._pools.all))
+        replica = {
+            "name": f"{socket.gethostname()}, process {os.getpid()}",
+            "up_s": round(self._clock() - self._began),
+            "draining": self._health.draining,
+        }
+        self._snapshot = orjson.dumps({"at": time.time(), "replica": replica, "rungs": RUNGS, "models": models})
+        self._made_at = self._clock()
+
+    async def _model(self, pool: Pool) -> dict[str, Any]:
+        found = await snapshot.read(pool)
+        pool.recent.wanted = True  # the next decision tells what it sees: one in a second, while somebody looks
+        lately, history = self._history.lately(pool), self._history.columns(pool)
+        return snapshot.figures(pool, found) | {"lately": lately, "history": history}

@@ -1,0 +1,172 @@
+"""What the status page shows of one model, as values for JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.api.status_page.words import state_in_words, why_in_words
+from warmfleet.errors import WarmfleetError
+from warmfleet.fleet import Line, Memory, Truth
+from warmfleet.fleet.worker.state import WorkerState
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import WorkerTruth, WorkerView
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.recent.decisions import Recent
+
+READ_S = 1.0  # longest wait for Redis: the page then shows what this replica knows by itself
+UNREAD_S = 3.0  # Redis counts as away when the last reading is older, as in background/outage_checks
+CANDIDATES = 5  # of a decision that told what it saw: the chosen worker and the next ones
+AVOIDED = "; this replica avoids it for a moment: a request or a health check just failed there"
+#: From the best to the worst: what decides where requests go. The page draws this ladder.
+RUNGS = ("redis", "asked", "last_known", "nothing")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What Redis tells of one model for a snapshot. reached: False if it does not answer; the rest is empty then."""
+
+    reached: bool
+    truth: Truth
+    memory: Memory
+    line: Line
+
+
+async def read(pool: Pool) -> Reading:
+    """Ask Redis. The workers themselves are those of the replica's last reading, which is younger than two seconds."""
+    try:
+        async with asyncio.timeout(READ_S):
+            truth = await pool.fleet.truth(pool.view.workers)
+            return Reading(True, truth, await pool.fleet.memory(), await pool.fleet.poll())
+    except (TimeoutError, WarmfleetError):
+        return Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0, 0.0, {}))
+
+
+def figures(pool: Pool, found: Reading) -> dict[str, Any]:
+    """Everything about one model but its history."""
+    identity, rung = pool.view.identity, rung_of(pool, reached=found.reached)
+    workers = pool.last_known.workers if rung == "last_known" else pool.view.workers
+    avoided, truths = pool.avoided(), found.truth.workers
+    return {
+        "model": pool.tag,
+        "policy": pool.policy.name,
+        "policy_by": pool.policy.source,
+        "identity": identity.kind if identity else "text" if pool.view.text else "none",
+        "rung": rung,
+        "rung_reason": rung_in_words(pool, rung, reached=found.reached),
+        "view_age_s": round(pool.view_age_s, 1) if pool.contacted else None,
+        "queue": {"waiting": found.line.waiting, "prompt_tokens": found.line.tokens, "work_s": found.line.work_s},
+        "ttft": pool.ttft.figures(),
+        "index": {
+            "entries": found.truth.entries,
+            "memory_used_bytes": found.memory.used,
+            "memory_limit_bytes": found.memory.limit,
+        },
+        "workers": [
+            worker_row(worker, truths.get(worker.worker_id), avoided=worker.worker_id in avoided) for worker in workers
+        ],
+        "decisions": [decision_row(recent) for recent in pool.recent.newest()],
+        "decided": pool.recent.decided,
+    }
+
+
+def rung_of(pool: Pool, *, reached: bool) -> str:
+    """What decides where requests go now, a word of RUNGS. reached: Redis answers."""
+    known = any(worker.routable for worker in pool.last_known.workers)
+    away = _away(pool, reached=reached)
+    if away or not any(worker.routable for worker in pool.view.workers):
+        if known:
+            return "last_known"
+        if away:
+            return "nothing"
+    if pool.fleet.grace or any(worker.state is WorkerState.UNHEARD for worker in pool.view.workers):
+        return "asked"
+    return "redis"
+
+
+def _away(pool: Pool, *, reached: bool) -> bool:
+    return not reached or not pool.degraded.asks_redis or pool.view_age_s > UNREAD_S
+
+
+def rung_in_words(pool: Pool, rung: str, *, reached: bool) -> str:
+    """The sentence about this rung of the ladder."""
+    if rung == "nothing":
+        return "Redis is away and no worker is known: requests get 503 until Redis is back."
+    if rung == "last_known":
+        since = "is away" if _away(pool, reached=reached) else "came back without the workers"
+        count = sum(worker.routable for worker in pool.last_known.workers)
+        return (
+            f"Redis {since}. Requests go to the {count} workers known last, by a hash of the prompt; nothing is booked "
+            "and the engines are asked for their health every 5 s."
+        )
+    unheard = sum(worker.state is WorkerState.UNHEARD for worker in pool.view.workers)
+    if rung == "asked":
+        told = f"{unheard} workers send no heartbeat" if unheard else "heartbeats could not be heard a moment ago"
+        return f"Redis decides; {told}, so the engines are asked whether they answer."
+    return "Redis decides: every choice knows the caches and the load of the whole fleet."
+
+
+def worker_row(worker: WorkerView, truth: WorkerTruth | None, *, avoided: bool = False) -> dict[str, Any]:
+    """One worker. truth: None for approximate workers, and while Redis is away. avoided: by this replica, for now."""
+    load = worker.load
+    return {
+        "worker_id": worker.worker_id,
+        "url": worker.url,
+        "names": worker.models,
+        "state": worker.state,
+        "routable": worker.routable,
+        "reason": state_in_words(worker) + (AVOIDED if avoided else ""),
+        "version": str(worker.record.get("version", "")),
+        "blocks": load.blocks,
+        "capacity_blocks": load.capacity_blocks,
+        "in_flight": load.in_flight,
+        "prefill_tokens": load.prefill_tokens + load.foreign_prefill_tokens,
+        "decode_tokens": load.decode_tokens + load.foreign_decode_tokens,
+        "speed_tps": load.speed_tps,
+        "heartbeat_age_s": None if worker.heartbeat_age_s is None else round(worker.heartbeat_age_s, 1),
+        "lag_batches": None if truth is None else truth.lag_batches,
+        "lag_s": None if truth is None else round(truth.lag_s, 2),
+        "diverged": truth is not None and truth.diverged,
+    }
+
+
+def decision_row(recent: Recent) -> dict[str, Any]:
+    """One decision with its reason in words; ``candidates`` is None unless the decision was asked what it saw."""
+    decision = recent.decision
+    return {
+        "number": recent.number,
+        "at": round(recent.at, 3),
+        "request_id": recent.request_id,
+        "endpoint": recent.endpoint,
+        "identity": recent.kind,
+        "worker_id": decision.worker_id,
+        "policy": recent.policy,
+        "why": recent.fallback or decision.why,
+        "reason": why_in_words(decision.why, recent.fallback),
+        "fallback": bool(recent.fallback),
+        "prompt_tokens": decision.prompt_tokens,
+        "matched_tokens": decision.matched_tokens,
+        "wait_tokens": decision.wait_tokens,
+        "cost_s": round(decision.cost_s, 4),
+        "candidates": None if decision.seen is None else _candidates(recent),
+        "of": 0 if decision.seen is None else len(decision.seen.rows),
+    }
+
+
+def _candidates(recent: Recent) -> list[dict[str, Any]]:
+    """The chosen worker, then the cheapest others."""
+    seen, chosen = recent.decision.seen, recent.decision.worker_id
+    rows = sorted(seen.candidates if seen else (), key=lambda row: (row.worker_id != chosen, row.cost_s))
+    return [
+        {
+            "worker_id": row.worker_id,
+            "matched_tokens": row.matched_tokens,
+            "wait_tokens": row.prefill_tokens + row.foreign_prefill_tokens,
+            "in_flight": row.in_flight,
+            "speed_tps": row.speed_tps,
+            "cost_s": round(row.cost_s, 4),
+        }
+        for row in rows[:CANDIDATES]
+    ]

@@ -1,0 +1,88 @@
+"""Sentences for people: why a worker is in its state, why a request went where it went, and what decides now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from warmfleet.fleet.worker.state import WorkerState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from warmfleet.fleet import WorkerView
+
+#: By the word that a decision returns (lua/parts/decide/cost_rule.lua).
+WHY: Mapping[str, str] = {
+    "lowest": "lowest predicted time to the first token, or lowest load",
+    "home": "the home of its session, among workers that cost the same",
+    "pressure": "the least full cache, among workers that cost the same",
+    "flight": "the fewest requests in flight, among workers that cost the same",
+    "seed": "chance, among workers that cost the same",
+    "objective": "least load among the workers that meet the objective for the first token",
+    "match": "it holds most of the prompt",
+    "smallest": "it holds the fewest blocks",
+    "imbalance": "least load: the loads differed too much to look at matches",
+    "bound": "next on the ring: the first worker had too much to do",
+    "turn": "its turn",
+    "known": "the same reservation was decided before",
+}
+#: By the reason that warmfleet_fallback_total counts.
+FALLBACK: Mapping[str, str] = {
+    "away": "Redis did not answer in time",
+    "open": "Redis did not answer a moment ago",
+    "no_worker": "Redis knows no worker that takes requests",
+}
+#: By the mark in the worker's record.
+SUSPECT: Mapping[str, str] = {
+    "prompt": "it counted other prompt tokens than the router: a probe is due",
+    "blocks": "its stream did not report the blocks of prompts: a probe is due",
+}
+#: What each state means for requests; ``state_in_words`` adds what is known besides.
+STATES: Mapping[WorkerState, str] = {
+    WorkerState.GONE: "nothing is known of it",
+    WorkerState.PENDING: "it joined and waits for its probe",
+    WorkerState.WARMING: "it computes the most used prefixes before it takes requests",
+    WorkerState.PROVEN: "takes requests; its blocks are matched",
+    WorkerState.SUSPECTED: "takes requests; its blocks are matched",
+    WorkerState.LOAD_ONLY: "takes requests by load alone; its blocks are not matched",
+    WorkerState.UNREACHABLE: "its address is missing or did not answer the probe",
+    WorkerState.APPROXIMATE: "takes requests; without the plugin, so only what was sent there is known",
+    WorkerState.SILENT: "it is not heard",
+    WorkerState.JOINING: "only one half is heard: its API server is missing",
+    WorkerState.HOSTILE: "its stream broke the rules: it must join anew",
+    WorkerState.DRAINING: "the operator drains it",
+    WorkerState.PAUSED: "its engine is paused or asleep; vLLM's /resume or /wake_up ends this",
+    WorkerState.EJECTED: "it failed requests that other workers served: read its log",
+    WorkerState.UNHEARD: "takes requests; no heartbeat comes, but its engine answers: check its way to Redis",
+}
+
+
+def why_in_words(why: str, fallback: str) -> str:
+    """Why a request went to its worker. fallback: why Redis did not choose; "" if it did."""
+    if fallback:
+        return f"{FALLBACK.get(fallback, fallback)}: by a hash of the prompt among the workers known last"
+    return WHY.get(why, why)
+
+
+def state_in_words(worker: WorkerView) -> str:
+    """What a worker's state means, and why it is in that state, as far as that is known."""
+    said = STATES[worker.state]
+    if worker.state is WorkerState.SILENT:
+        return _silent(worker)
+    if worker.state is WorkerState.DRAINING:
+        return f"{said}: {worker.load.in_flight} requests left; `warmfleet drain --undo` ends this"
+    if worker.state is WorkerState.SUSPECTED:
+        suspect = str(worker.record.get("suspect", ""))
+        return f"{said}; {SUSPECT.get(suspect, suspect)}"
+    reason = str(worker.record.get("reason", ""))
+    if reason and worker.state in (WorkerState.LOAD_ONLY, WorkerState.UNREACHABLE, WorkerState.PENDING):
+        return f"{said}: {reason}"
+    return said
+
+
+def _silent(worker: WorkerView) -> str:
+    if worker.approximate:
+        return "its health check fails"
+    if worker.heartbeat_age_s is None:
+        return "it said goodbye: its engine has ended"
+    return f"no heartbeat for {worker.heartbeat_age_s:.0f} s"

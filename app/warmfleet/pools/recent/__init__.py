@@ -1,0 +1,1 @@
+"""What this replica did lately, for people who look."""

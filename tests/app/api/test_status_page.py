@@ -1,0 +1,228 @@
+"""The status page's data: who gets them, how often they are made, and what they say of a real fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from starlette.requests import Request
+from tests.app.engine import engine
+from tests.app.replica import replica
+from tests.conftest import poll
+
+from warmfleet.api.service_routes import Health
+from warmfleet.api.status_page import routes, snapshot
+from warmfleet.api.status_page.history import EVERY_S, POINTS, SPAN_S, History, Point, columns
+from warmfleet.api.status_page.routes import FILES, HEADERS, StatusPage
+from warmfleet.errors import Unauthorized
+from warmfleet.fleet import Decision, Line, Memory, Truth, WorkerState
+from warmfleet.metrics import Metrics
+from warmfleet.pools.recent.decisions import KEPT, RecentDecisions
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    from tests.app.replica import Replica
+
+    from warmfleet.pools.pool import Pool
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
+SECRET = "the word that nobody may keep"
+
+
+async def data(router: Replica) -> dict[str, Any]:
+    status, body = await router.get("/status.json")
+    assert status == 200
+    found: dict[str, Any] = json.loads(body)
+    return found
+
+
+async def test_a_fleet_as_the_page_shows_it(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url, admin_port=1) as router:
+        assert (await router.post({"model": model, "prompt": SECRET + PROMPT}))[0] == 200
+        [first] = (await data(router))["models"]
+        assert (first["model"], first["decided"]) == (model, 1)
+        assert first["rung"] in ("asked", "redis")  # a Redis that was empty a moment ago heard no heartbeat yet
+        [worker] = first["workers"]
+        assert worker["routable"]
+        assert worker["reason"].startswith("takes requests")
+        assert first["decisions"][0]["reason"]
+        assert first["decisions"][0]["candidates"] is None  # nobody had looked before
+
+        status, headers, _ = await router.post({"model": model, "prompt": SECRET + PROMPT}, **{"x-request-id": "mine"})
+        assert status == 200
+
+        async def explained() -> Any:
+            told = (await data(router))["models"][0]["decisions"][0]
+            return told if told["request_id"] == "mine" else None
+
+        newest: Any = await poll(explained, 10, "the next snapshot")
+        assert newest["worker_id"] == headers["x-warmfleet-worker"]
+        assert newest["matched_tokens"] == int(headers["x-warmfleet-matched-tokens"]) > 0
+        assert [row["worker_id"] for row in newest["candidates"]] == [worker["worker_id"]]
+        assert SECRET not in json.dumps(await data(router))
+
+
+async def test_the_page_tells_nothing_and_the_data_need_the_key(valkey_url: str, model: str) -> None:
+    async with replica(valkey_url, model, admin_port=1, admin_key="boss") as router:
+        assert (await router.get("/status.json"))[0] == 401
+        for path, (name, kind) in FILES.items():
+            async with router.client.get(router.operators + path) as answer:
+                assert (answer.status, answer.headers["content-type"]) == (200, kind)
+                assert await answer.read() == (routes.FOLDER / name).read_bytes()
+                assert {header: answer.headers[header] for header in HEADERS} == HEADERS
+            async with router.client.get(router.url + path) as answer:
+                assert answer.status == 404, "the clients' port has no such page"
+
+
+def pages(pools: Any, clock: list[float]) -> StatusPage:
+    history = History(pools, Metrics(), lambda: clock[0])
+    return StatusPage(pools, history, Settings(models=("m",)), Health(), lambda: clock[0])
+
+
+def request(**headers: str) -> Request:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return Request({"type": "http", "method": "GET", "path": "/status.json", "headers": raw})
+
+
+async def test_one_snapshot_a_second_however_many_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, gate, clock = [], asyncio.Event(), [0.0]
+    page = pages(SimpleNamespace(all=()), clock)
+
+    async def make() -> None:
+        made.append(clock[0])
+        await gate.wait()
+        await StatusPage._make(page)
+
+    monkeypatch.setattr(page, "_make", make)
+    looks = [asyncio.create_task(page.data(request())) for _ in range(20)]
+    await asyncio.sleep(0)
+    looks[0].cancel()  # who hangs up takes nothing from the others
+    gate.set()
+    answers = await asyncio.gather(*looks[1:])
+    assert len({bytes(answer.body) for answer in answers}) == len(made) == 1
+    clock[0] = 0.9
+    await page.data(request())
+    assert made == [0.0]
+    clock[0] = 1.0
+    await page.data(request())
+    assert made == [0.0, 1.0]
+
+
+async def test_a_wrong_key_makes_no_snapshot() -> None:
+    page = pages(SimpleNamespace(all=()), [0.0])
+    page._settings = Settings(models=("m",), admin_key="boss")
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        with pytest.raises(Unauthorized):
+            await page.data(request(**headers))
+    assert page._making is None
+
+
+def decision(matched: int = 0, prompt: int = 100) -> Decision:
+    return Decision("r", "booked", "w", "w", "u", matched, prompt, False, False, 0.0, 0, False, 0, 0)
+
+
+def test_recent_decisions_are_bounded_and_summed() -> None:
+    recent = RecentDecisions()
+    for number in range(KEPT + 7):
+        recent.note(f"id-{number}", "chat", "exact", "cost", decision(40), "away" if number % 2 else "")
+    assert len(recent.newest()) == KEPT
+    assert [one.number for one in recent.newest()][:2] == [KEPT + 7, KEPT + 6]
+    assert (recent.decided, recent.matched_tokens) == (KEPT + 7, 40 * (KEPT + 7))
+    assert recent.fallbacks == (KEPT + 7) // 2
+
+
+def point(at: float, decided: int = 0, matched: int = 0, prompt: int = 0) -> Point:
+    return Point(at, decided, 0, prompt, matched, None, 0.1234567, None, 2)
+
+
+def test_the_plots_show_rates_and_gaps() -> None:
+    found = columns([point(0), point(5, 10, 30, 40), point(10, 10, 30, 40), point(20, 20, 40, 80)])
+    assert found["age_s"] == [15, 10, 0]
+    assert found["decisions_per_s"] == [2, 0, 1]
+    assert found["hit_ratio"] == [0.75, None, 0.25]
+    assert found["p90_s"] == [0.1235] * 3
+    assert found["p50_s"] == [None] * 3
+    assert columns([point(3)])["age_s"] == []
+
+
+async def test_the_history_is_bounded_and_short_rates_need_no_long_past() -> None:
+    clock, metrics = [0.0], Metrics()
+    pool: Any = SimpleNamespace(tag="m", recent=RecentDecisions(), ttft=SimpleNamespace(quantile=lambda _share: 0.0))
+    history = History(SimpleNamespace(all=(pool,)), metrics, lambda: clock[0])  # type: ignore[arg-type]
+    for _ in range(POINTS + 20):
+        clock[0] += EVERY_S
+        for _ in range(10):
+            pool.recent.note("id", "chat", "exact", "cost", decision(50))
+        await history.look()
+    found, lately = history.columns(pool), history.lately(pool)
+    assert len(found["age_s"]) == POINTS
+    assert max(age for age in found["age_s"] if age is not None) <= SPAN_S
+    assert lately == {"decisions_per_s": 2.0, "fallbacks_per_s": 0.0, "hit_ratio": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("reached", "seen", "last", "grace", "age_s", "rung"),
+    [
+        (True, ["proven"], ["proven"], False, 0.5, "redis"),
+        (True, [], [], False, 0.5, "redis"),
+        (True, ["proven"], ["proven"], True, 0.5, "asked"),
+        (True, ["proven", "unheard"], ["proven"], False, 0.5, "asked"),
+        (True, [], ["proven"], False, 0.5, "last_known"),
+        (False, ["proven"], ["proven"], False, 0.5, "last_known"),
+        (True, ["proven"], ["proven"], False, 9.0, "last_known"),
+        (False, [], [], False, float("inf"), "nothing"),
+    ],
+)
+def test_what_decides_now(
+    reached: bool, seen: list[str], last: list[str], grace: bool, age_s: float, rung: str
+) -> None:
+    def workers(states: list[str]) -> list[Any]:
+        return [SimpleNamespace(routable=True, state=WorkerState(state)) for state in states]
+
+    pool: Any = SimpleNamespace(
+        view=SimpleNamespace(workers=workers(seen)),
+        last_known=SimpleNamespace(workers=workers(last)),
+        degraded=SimpleNamespace(asks_redis=True),
+        fleet=SimpleNamespace(grace=grace),
+        view_age_s=age_s,
+    )
+    assert snapshot.rung_of(pool, reached=reached) == rung
+    assert rung in snapshot.RUNGS
+    assert snapshot.rung_in_words(pool, rung, reached=reached).endswith(".")
+
+
+async def test_a_redis_that_does_not_answer_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "READ_S", 0.01)
+
+    async def never(_workers: object) -> Truth:
+        await asyncio.sleep(5)
+        return Truth()
+
+    pool: Any = SimpleNamespace(view=SimpleNamespace(workers=()), fleet=SimpleNamespace(truth=never))
+    assert await snapshot.read(pool) == snapshot.Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0, 0.0, {}))
+
+
+async def test_nobody_looks_so_no_decision_tells_more(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url, admin_port=1) as router:
+        for _ in range(3):
+            await router.post({"model": model, "prompt": PROMPT})
+        told = (await data(router))["models"][0]["decisions"]
+        assert [one["candidates"] for one in told] == [None] * 3
+        for _ in range(3):  # one look: one of these tells what it saw, the others do not
+            await router.post({"model": model, "prompt": PROMPT})
+        pool: Pool = _pool(router)
+        assert [one.decision.seen is not None for one in pool.recent.newest()] == [False, False, True] + [False] * 3
+
+
+def _pool(router: Replica) -> Pool:
+    server: Any = router.server
+    page = next(
+        route.endpoint.__self__
+        for route in server._doors.operators.connections.application.starlette.routes
+        if getattr(route, "path", "") == routes.DATA
+    )
+    pool: Pool = page._pools.all[0]
+    return pool

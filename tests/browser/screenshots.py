@@ -1,0 +1,48 @@
+"""Screenshots of the status page: python -m tests.browser.screenshots URL FOLDER
+
+URL is a replica's port for operators; the page is that replica's, the fleets are made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from playwright.async_api import expect
+from tests.browser.fleets import FLEETS, answer
+from tests.browser.looking import DESK, PHONE, chromium, looking
+
+#: Name of the picture -> fleet, size of the window, theme.
+SHOTS = {
+    "light": ("four workers", DESK, "light"),
+    "dark": ("four workers", DESK, "dark"),
+    "phone-light": ("four workers", PHONE, "light"),
+    "phone-dark": ("degraded", PHONE, "dark"),
+    "empty": ("empty", DESK, "light"),
+    "degraded": ("degraded", DESK, "dark"),
+    "two-models": ("two models", DESK, "light"),
+    "64-workers": ("64 workers", DESK, "light"),
+    "64-workers-phone": ("64 workers", PHONE, "light"),
+}
+
+
+async def shoot(url: str, folder: Path) -> list[Path]:
+    """Write every picture into this folder; returns their paths."""
+    made = []
+    async with chromium() as browser:
+        for name, (fleet, size, theme) in SHOTS.items():
+            async with looking(browser, url, size=size, path="/livez", color_scheme=theme) as look:
+                await answer(look.page, FLEETS[fleet]())
+                await look.page.goto(f"{url}/status")
+                await expect(look.page.locator("#shown")).to_be_visible()
+                if size == DESK:
+                    await look.page.set_viewport_size({"width": size[0], "height": 1_400})
+                path = folder / f"{name}.png"
+                await look.page.screenshot(path=path)
+                made.append(path)
+    return made
+
+
+if __name__ == "__main__":
+    print(*asyncio.run(shoot(sys.argv[1].rstrip("/"), Path(sys.argv[2]))), sep="\n")

@@ -1,0 +1,123 @@
+"""The status page in a real browser, beside a real replica."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from playwright.async_api import expect
+from tests.app.engine import engine
+from tests.app.replica import replica
+from tests.browser.fleets import FLEETS, HOSTILE_NAME, answer
+from tests.browser.looking import DESK, PHONE, chromium, looking
+from tests.browser.screenshots import shoot
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from playwright.async_api import Page
+    from tests.app.replica import Replica
+    from tests.browser.looking import Look
+
+PATIENCE_MS = 20_000  # the page asks every two seconds, and a busy machine takes its time
+KEY = "the operator's key: ключ"
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
+
+
+async def test_somebody_looks_at_a_fleet(valkey_url: str, model: str) -> None:
+    """Workers come, change and are explained; nothing is wrong with the page; and it shows nothing without the key."""
+    async with chromium() as browser:
+        async with (
+            engine(model) as upstream,
+            replica(valkey_url, model, upstream.url, admin_port=1) as router,
+            looking(browser, router.operators) as look,
+        ):
+            await _workers_come_and_change(router, look, model)
+            await _a_request_is_explained(router, look, model)
+            assert await look.problems() == []
+        async with (
+            replica(valkey_url, model, admin_port=1, admin_key=KEY) as router,
+            looking(browser, router.operators) as look,
+        ):
+            await _the_key_is_asked_for(look)
+            assert await look.problems() == []
+            assert look.page.url == f"{router.operators}/status"
+
+
+async def _workers_come_and_change(router: Replica, look: Look, model: str) -> None:
+    rows, changes = look.page.locator("#workers tbody tr"), look.page.locator("#changes")
+    await expect(rows).to_have_count(1)
+    await expect(rows.first).to_contain_text("approximate")
+    await router.fleet.register("late-1", {"scheme_id": 1, "url": "http://127.0.0.1:9", "models": [model]}, 100)
+    await expect(rows).to_have_count(2, timeout=PATIENCE_MS)
+    await expect(changes).to_contain_text("late-1 joined")
+    await router.fleet.drain("late-1", draining=True)
+    late = rows.filter(has=look.page.get_by_role("rowheader", name="late-1"))
+    await expect(late).to_contain_text("the operator drains it", timeout=PATIENCE_MS)
+    await expect(changes).to_contain_text("now draining")
+
+
+async def _a_request_is_explained(router: Replica, look: Look, model: str) -> None:
+    status, headers, _ = await router.post({"model": model, "prompt": PROMPT})
+    assert status == 200
+    decision = look.page.locator("#decisions > tbody > tr").first
+    await expect(decision).to_contain_text(headers["x-request-id"], timeout=PATIENCE_MS)
+    await expect(decision).to_contain_text(headers["x-warmfleet-worker"])
+    await expect(decision).to_contain_text("lowest predicted")
+    await decision.locator("summary").press("Enter")
+    await expect(decision.locator("details table")).to_be_visible()
+    await expect(look.page.locator("#rungs [aria-current=step]")).to_have_count(1)
+
+
+async def _the_key_is_asked_for(look: Look) -> None:
+    page, key = look.page, look.page.get_by_label("Operator's key")
+    await key.fill("wrong")
+    await page.get_by_role("button", name="Show the fleet").click()
+    await expect(page.get_by_text("This is not the key.")).to_be_visible()
+    await expect(page.locator("#shown")).to_be_hidden()
+    await key.fill(KEY)
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#workers")).to_contain_text("late-1")
+    assert await page.evaluate("localStorage.length + document.cookie.length") == 0
+
+
+@pytest.mark.long(minutes=1, shows="the status page in a browser: five fleets, both themes, a phone, the keyboard")
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("name", FLEETS)
+async def test_every_fleet_is_shown_without_a_fault(
+    valkey_url: str, model: str, name: str, size: tuple[int, int]
+) -> None:
+    async with (
+        replica(valkey_url, model, admin_port=1) as router,
+        chromium() as browser,
+        looking(browser, router.operators, size=size, path="/livez") as look,
+    ):
+        await answer(look.page, FLEETS[name]())
+        await look.page.goto(f"{router.operators}/status")
+        await expect(look.page.locator("#shown")).to_be_visible()
+        assert await look.problems() == []
+        assert await look.page.locator("img, script:not([src])").count() == 0
+        if name == "64 workers":
+            await _sorted_and_filtered(look.page)
+
+
+async def _sorted_and_filtered(page: Page) -> None:
+    rows = page.locator("#workers tbody tr")
+    await expect(rows).to_have_count(64)
+    await expect(rows.filter(has_text=HOSTILE_NAME)).to_have_count(1)
+    await page.get_by_role("button", name="Speed").press("Enter")
+    await expect(page.get_by_role("columnheader", name="Speed")).to_have_attribute("aria-sort", "ascending")
+    await page.get_by_label("Filter", exact=True).fill("gpu-07")
+    await expect(rows).to_have_count(1)
+    await page.get_by_label("Filter", exact=True).fill("")
+    await page.get_by_label("only those that take no requests").check()
+    shown = await rows.count()
+    assert 0 < shown < 64
+
+
+@pytest.mark.long(minutes=1, shows="the status page in a browser: five fleets, both themes, a phone, the keyboard")
+async def test_screenshots(valkey_url: str, model: str, tmp_path: Path) -> None:
+    async with replica(valkey_url, model, admin_port=1) as router:
+        files = await shoot(router.operators, tmp_path)
+    assert len(files) >= 7
+    assert all(file.stat().st_size > 10_000 for file in files)
