@@ -89,7 +89,12 @@ def test_whatever_was_the_limit_is_told() -> None:
     busy = counted()
     busy.watched("locust", 90.0, 0.0, BEGAN)
 
+    late = counted()
+    late.answered("chat", Answer(1.0, "", [], 1, 0), Timing(0.05, 0.1, 0.2), BEGAN)
+    late.answered("chat", Answer(1.0, "", [], 1, 0), Timing(0.05, 0.1, 0.2), BEGAN)
+
     assert warnings(run()) == []
+    assert any("requests were sent up to 50 ms late" in one for one in warnings(run(late)))
     assert any("the load generator was the limit" in one for one in warnings(run(busy)))
     assert any("haproxy was the limit: it used 90% of a core" in one for one in warnings(run(cpu_s={"haproxy": 90.0})))
     assert any("the machine was the limit" in one for one in warnings(run(cpu_s={"engines": 1e6})))

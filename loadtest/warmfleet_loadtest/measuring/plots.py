@@ -86,7 +86,9 @@ def line_figure(
     for at, text in marks:
         axes.axvline(at, color="0.4", linestyle=":", linewidth=1)
         beside = axes.get_xaxis_transform()  # x in the data's units, y as a share of the height
-        axes.text(at, 0.98, text, transform=beside, rotation=90, ha="right", va="top", fontsize="x-small", color="0.3")
+        behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
+        style: dict[str, Any] = {"rotation": 90, "ha": "right", "va": "top", "fontsize": "x-small", "color": "0.2"}
+        axes.text(at, 0.98, text, transform=beside, bbox=behind, **style)
     axes.grid(alpha=0.3)
     if lines:
         figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # it hides no line there

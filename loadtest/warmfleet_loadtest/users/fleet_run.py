@@ -109,11 +109,12 @@ def warnings(run: FleetRun) -> list[str]:
     """What makes the figures doubtful, without failing the run."""
     found = []
     own = run.generator
-    if own["was_the_limit"]:
-        found.append(
-            f"the load generator was the limit: its busiest process used {own['busiest_share']:.0%} of a core, and it "
-            f"sent requests up to {own['late_p99_ms']:g} ms late (p99). Use --processes, or a lower --rate"
-        )
+    if own["was_busy"]:
+        busy = f"its busiest process used {own['busiest_share']:.0%} of a core"
+        found.append(f"the load generator was the limit: {busy}. Use --processes, or a lower --rate")
+    elif own["was_late"]:
+        late = f"requests were sent up to {own['late_p99_ms']:g} ms late (p99), which TTFT contains"
+        found.append(f"{late}: other work kept the load generator from a core, of which it needed little")
     share = {kind: used / run.seconds for kind, used in run.cpu_s.items()}
     found += [
         f"{kind} was the limit: it used {share[kind]:.0%} of a core"

@@ -49,7 +49,7 @@ def generator(tally: Tally, seconds: float) -> dict[str, Any]:
     """The load generator's own health over a run of so many seconds.
 
     busiest_share: of a core, the busiest of its processes. lag_p99_ms: how late the loop of any of them was.
-    late_p99_ms: how late requests were sent. was_the_limit: True if the figures are rather its own than the fleet's.
+    late_p99_ms: how late requests were sent. was_busy, was_late: the figures may rather be its own than the fleet's.
     """
     counts = tally.total()
     cpu_s = {name: used / 1e6 for name, used in _named(counts, "cpu").items()}
@@ -63,7 +63,8 @@ def generator(tally: Tally, seconds: float) -> dict[str, Any]:
         "lag_p99_ms": quantile(distribution(counts, "lag", cpu_s), 0.99),
         "late_p50_ms": quantile(late, 0.5),
         "late_p99_ms": late_p99,
-        "was_the_limit": busiest > BUSY_SHARE or late_p99 > LATE_SHARE * mean(ttft),
+        "was_busy": busiest > BUSY_SHARE,
+        "was_late": late_p99 > LATE_SHARE * mean(ttft),
     }
 
 
