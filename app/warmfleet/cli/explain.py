@@ -26,11 +26,11 @@ HEADER = (
     "FIRST TOKEN",
     "COMPARED",
 )
-LEGEND = (
-    "CACHED, SOON, TO COMPUTE: tokens of this prompt that are in the engine's cache (SOON of them only once a running"
-    " request has computed them), and the rest. PREFILL AHEAD, DECODING: tokens of requests that it already has."
-    " FIRST TOKEN: predicted time to the first token, which is the cost; COMPARED: with the chosen one's."
-)
+LEGEND = """\
+CACHED, SOON, TO COMPUTE: tokens of this prompt that are in the engine's cache (SOON: of these, those that a
+running request has yet to compute), and the rest. PREFILL AHEAD, DECODING: tokens of requests that it has.
+FIRST TOKEN: predicted time to the first token, which is the cost; COMPARED: with that of the chosen engine.
+"""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -348,9 +348,10 @@ def _demo(parser: argparse.ArgumentParser) -> None:
 def _artifacts(parser: argparse.ArgumentParser) -> None:
     actions = ("list", "show", "approve", "revoke")
     parser.add_argument("action", nargs="?", choices=actions, default="list", help="action (default: list)")
-    parser.add_argument(
+    digests = parser.add_argument(
         "sha256", nargs="*", metavar="SHA256", help="digest of a template, or its first 12 or more hex digits"
     )
+    completed(digests, lambda **_: ())
     parser.add_argument("--json", action="store_true", help="print the list as one JSON object, by model")
     _store_of_models(parser)
 

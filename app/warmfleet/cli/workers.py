@@ -129,8 +129,8 @@ def _why(worker: dict[str, Any]) -> str:
     why = REASONS.get(state, "see app/docs/worker-life.md")
     if state == "suspected" and worker["suspect"] in SUSPICIONS:
         why = f"{SUSPICIONS[worker['suspect']]}, so a probe is due"
-    elif state in ("silent", "unheard") and worker["heartbeat_age_s"] is not None:
-        why = f"{why}, the last one {_age(worker['heartbeat_age_s'])} ago"
+    elif state == "silent" and worker["heartbeat_age_s"] is not None:
+        why = f"its last heartbeat came {_age(worker['heartbeat_age_s'])} ago"
     elif state == "draining":
         left = worker["load"]["in_flight"]
         why = f"{left} requests are left there" if left else "nothing runs there any more"

@@ -187,8 +187,12 @@ class TestWorkers:
         ("fields", "why", "remedy"),
         [
             ({"state": "draining"}, "sim-1.0: draining: 7 requests are left", "drain sim-1.0 --model demo --undo"),
-            ({"state": "silent"}, "silent, not routable: no heartbeat comes any more", "start the engine"),
-            ({"state": "silent", "heartbeat_age_s": 20.0}, "the last one 20.0 s ago", "its way to Redis may be cut"),
+            ({"state": "silent"}, "silent, not routable: it said goodbye", "start the engine"),
+            (
+                {"state": "silent", "heartbeat_age_s": 20.0},
+                "its last heartbeat came 20.0 s ago",
+                "its way to Redis may be cut",
+            ),
             ({"state": "ejected"}, "ejected, not routable: it failed requests", "read the engine's log"),
             ({"state": "paused"}, "somebody paused its engine, or put it to sleep", "/wake_up"),
             ({"state": "joining"}, "joining, not routable: only one half of it is heard", "VLLM_PLUGINS"),

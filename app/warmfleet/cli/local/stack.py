@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 POLL_SECONDS = 0.1  # between two HTTP requests to a replica that is not ready yet
-SAY_SECONDS = 10.0  # while the user waits, a line of progress at least this often
 REPLICA_SECONDS = 30.0
 WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # real engines load a model first
 #: What stands before the message in a line of vLLM's log: the process, level, time and place.
@@ -77,7 +76,7 @@ class Stack:
         self,
         plan: Plan,
         say: Callable[[str], None] = lambda _line: None,
-        busy: Callable[[str, int, int], None] = lambda _text, _done, _of: None,
+        busy: Callable[[str, int, int, str], None] = lambda _text, _done, _of, _detail: None,
     ) -> None:
         self.plan = plan
         self.engines: list[Member] = []
@@ -105,9 +104,9 @@ class Stack:
     def close(self) -> None:
         """Stop replicas, engines and store. Idempotent."""
         if self._children is not None:
-            self._busy("stopping replicas, engines and store", 0, 0)
+            self._busy("stopping replicas, engines and store", 0, 0, "")
             self._children.close()
-        self._busy("", 0, 0)
+        self._busy("", 0, 0, "")
         if self._claimed is not None:
             self._claimed.close()
 
@@ -152,7 +151,7 @@ class Stack:
         self._say(f"replicas  {_list(self.replicas)}")
         self.wait_routable(len(self.engines))
         self.wait_ready(self.replicas)
-        self._busy("", 0, 0)
+        self._busy("", 0, 0, "")
 
     def _start_engines(self) -> None:
         options = self.plan.engines
@@ -212,16 +211,16 @@ class Stack:
     def wait_routable(self, count: int) -> None:
         """Return once every live replica has ``count`` usable workers and identifies prompts. Raises CommandError."""
         limit = WORKER_SECONDS[self.plan.engines.kind]
-        started, said, said_at = time.monotonic(), -1, 0.0
+        started, said = time.monotonic(), -1
         deadline = started + limit
         while True:
             alive = [replica for replica in self.replicas if replica.child and replica.child.alive]
             states = [self.fleet(replica) for replica in alive]
             ready = min((sum(map(usable, _workers(models))) for models in states), default=0)
-            self._busy("waiting for workers", ready, count)
-            if ready != said or time.monotonic() - said_at > SAY_SECONDS:
-                said, said_at = ready, time.monotonic()
-                self._say(f"workers   {ready} of {count} ready ({said_at - started:.1f} s){self._still_busy(states)}")
+            self._busy("waiting for workers", ready, count, self._still_busy(states))
+            if ready != said:
+                said = ready
+                self._say(f"workers   {ready} of {count} ready ({time.monotonic() - started:.1f} s)")
             if ready >= count and all(model["identity"] != "none" for models in states for model in models):
                 return
             self._check_alive([*self.engines, *self.replicas])

@@ -158,7 +158,7 @@ def _renderable(part: Part) -> RenderableType:
     if not isinstance(part, Table):
         pieces = part if isinstance(part, tuple) else (part,)
         return Text.assemble(*[_text(piece) for piece in pieces])
-    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     for head, right in zip(part.header, part.right, strict=True):
         table.add_column(printable(head), justify="right" if right else "left", no_wrap=True)
     for row in part.rows:

@@ -31,7 +31,7 @@ class Progress:
         self._out = out or sys.stderr
         self._terminal = is_terminal(self._out)
         self._plain_s, self._clock = plain_s, clock
-        self._text, self._done, self._of = "", 0, 0
+        self._text, self._done, self._of, self._detail = "", 0, 0, ""
         self._began = self._said = clock()
         self._drawn = False
         self._lock = threading.Lock()
@@ -47,15 +47,15 @@ class Progress:
         self._thread.join()
         self.step("")
 
-    def step(self, text: str, done: int = 0, of: int = 0) -> None:
+    def step(self, text: str, done: int = 0, of: int = 0, detail: str = "") -> None:
         """What is done now; empty: nothing that takes time. done, of: how far it is, if its end is known.
 
-        The seconds count from the first call with this text.
+        detail: what may change meanwhile. The seconds count from the first call with this text.
         """
         with self._lock:
             if printable(text) != self._text:
                 self._began = self._said = self._clock()
-            self._text, self._done, self._of = printable(text), done, of
+            self._text, self._done, self._of, self._detail = printable(text), done, of, printable(detail)
             if not text:
                 self._clear()
 
@@ -71,7 +71,7 @@ class Progress:
             now = self._clock()
             if not self._text:
                 return
-            line = f"{self._text} ...{_bar(self._done, self._of)} {now - self._began:.0f} s"
+            line = f"{self._text} ...{_bar(self._done, self._of)} {now - self._began:.0f} s{self._detail}"
             if self._terminal and now - self._began >= SHOWN_FROM_S:
                 self._out.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
                 self._out.flush()

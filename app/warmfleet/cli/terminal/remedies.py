@@ -14,7 +14,7 @@ REASONS = {
     "pending": "it has joined, and no router has probed it yet",
     "warming": "it computes popular prefixes before it takes requests",
     "unreachable": "routers get no answer at its URL",
-    "silent": "no heartbeat comes any more, or it said goodbye",
+    "silent": "it said goodbye, or was never heard",
     "joining": "only one half of it is heard: its engine core or its API server is missing",
     "hostile": "what its stream told cannot be right",
     "draining": "an operator takes it out",

@@ -27,16 +27,16 @@ def clock() -> Clock:
 
 
 def test_a_terminal_shows_what_is_done_how_far_and_for_how_long(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "100")
     out = Terminal()
     progress = Progress(out, clock=clock)
     progress.step("waiting for workers", 1, 4)
     progress.tick()
     assert not out.getvalue(), "what is quick needs no line"
     clock.now += 14
-    progress.step("waiting for workers", 2, 4)
+    progress.step("waiting for workers", 2, 4, "; sim-1: loading")
     progress.tick()
-    assert out.getvalue() == "\r\x1b[Kwaiting for workers ... [############............] 2 of 4, 14 s"
+    assert out.getvalue() == "\r\x1b[Kwaiting for workers ... [############............] 2 of 4, 14 s; sim-1: loading"
     progress.step("stopping")
     clock.now += 1
     progress.tick()
