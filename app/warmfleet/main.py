@@ -9,6 +9,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,11 @@ from warmfleet.api.client_keys import ClientKeys
 from warmfleet.api.completions import CompletionsProxy
 from warmfleet.api.connections import Connections
 from warmfleet.api.cors import Cors
-from warmfleet.api.error_answers import error_response, internal_error, not_found
+from warmfleet.api.error_answers import UnknownPath, error_response, internal_error
 from warmfleet.api.gateway_routes import GatewayRoutes
 from warmfleet.api.http_connection import HttpConnection
 from warmfleet.api.listening import tls
+from warmfleet.api.listening.access_log import LoggedApplication, NotedAnswer
 from warmfleet.api.listening.server import Door, Doors, Server, Sockets
 from warmfleet.api.listening.tls import ServerTls
 from warmfleet.api.openapi.document import documented
@@ -46,13 +48,15 @@ from warmfleet.background.stock.engine_list import EngineList
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.background.view_reader import ViewReader
 from warmfleet.background.vouching import Vouching
+from warmfleet.background.waiting import Waiting
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fleet import Fleet, QueueLimits, Timeouts, connect
-from warmfleet.fleet.first_contact import first_contact
+from warmfleet.fleet.first_contact import first_contact, in_words
+from warmfleet.logs.output import LogOutput
 from warmfleet.metrics import Metrics
 from warmfleet.pools import degraded
 from warmfleet.pools.degraded import DegradedMode
@@ -60,7 +64,7 @@ from warmfleet.pools.identities import Identities
 from warmfleet.pools.pool import Pool, Pools
 from warmfleet.prompt.engine_paths import EnginePaths
 from warmfleet.prompt.prefix_trie import Trie
-from warmfleet.protocol.redis_address import RedisAddressError, with_ca
+from warmfleet.protocol.redis_address import RedisAddressError, parse, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.engine_tokenizer import EngineTokenizer
@@ -71,7 +75,7 @@ from warmfleet.tracing.exporter import tracing_of
 from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from starlette.routing import Route
     from starlette.types import Lifespan
@@ -91,14 +95,17 @@ TOKENIZER_THREADS = 2
 FULL_COLLECTION_AFTER = 1_000
 
 
-def create_app(settings: Settings) -> Doors:
+def create_app(settings: Settings, log: LogOutput | None = None) -> Doors:
     """All paths of one replica, with everything behind them; the lifespan of the clients' runs the background tasks.
 
+    log: the lines that it drops are counted.
     Raises BadArgument if the settings name no model, or a policy or an objective for a model that they do not name, or
     a file that cannot be used, or if a variable of OpenTelemetry has a wrong value.
     """
     _check_models(settings)
     metrics, health = Metrics(), Health()
+    if log is not None:
+        log.on_drop = metrics.log_lines_dropped.inc
     tracing = tracing_of(os.environ, metrics)
     certificates = ServerTls(settings, metrics) if settings.tls_cert else None
     keys = ClientKeys(settings.client_keys_file, metrics)
@@ -108,9 +115,9 @@ def create_app(settings: Settings) -> Doors:
     trusted = engine_tls(settings.worker_ca)
     upstream = Upstream(addresses, CONNECT_TIMEOUT_S, metrics.retries.labels("same").inc, trusted)
     engine_client = EngineClient(addresses, CONNECT_TIMEOUT_S, trusted)
-    log = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
+    decisions = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
     identifier = Identifier(EngineTokenizer(engine_client, settings, metrics).token_ids, settings, metrics)
-    router = Router(pools, upstream, identifier, settings, metrics, log)
+    router = Router(pools, upstream, identifier, settings, metrics, decisions)
     paths = EnginePaths(settings.passed_paths)
     service = ServiceRoutes(router, keys, settings, metrics, health)
     gateways = GatewayRoutes(router, paths, keys, settings)
@@ -125,8 +132,8 @@ def create_app(settings: Settings) -> Doors:
             if tracing is not None:
                 tracing.open()
                 stack.callback(tracing.close)
-            log.open()
-            stack.callback(log.close)
+            decisions.open()
+            stack.callback(decisions.close)
             await upstream.open()
             stack.push_async_callback(upstream.close)
             stack.push_async_callback(engine_client.close)
@@ -153,9 +160,11 @@ def create_app(settings: Settings) -> Doors:
     outside = [*service.for_everybody(), *service.for_clients(), *([] if apart else for_operators)]
     outside = documented(outside, paths.all(), settings)
     proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics, tracing))
-    public = Application(_starlette(outside, lifespan), proxies, Cors(settings.cors_origins))
-    clients = Connections(public, health, settings, metrics)
-    operators = Connections(ServiceApplication(_starlette(inside)), health, settings, metrics)
+    public = Application(
+        _starlette(outside, (path.path for path in paths.all()), lifespan), proxies, Cors(settings.cors_origins)
+    )
+    clients = _connections(public, health, settings, metrics)
+    operators = _connections(ServiceApplication(_starlette(inside)), health, settings, metrics)
     metrics.connections.set_function(lambda: clients.open + operators.open)
     metrics.body_bytes.set_function(lambda: clients.body_bytes + operators.body_bytes)
     return Doors(
@@ -167,8 +176,18 @@ def create_app(settings: Settings) -> Doors:
     )
 
 
-def _starlette(routes: list[Route], lifespan: Lifespan[Starlette] | None = None) -> Starlette:
-    handlers = {WarmfleetError: error_response, HTTPException: not_found, Exception: internal_error}
+def _connections(application: ServiceApplication, health: Health, settings: Settings, metrics: Metrics) -> Connections:
+    if settings.access_log:
+        return Connections(LoggedApplication(application), health, settings, metrics, NotedAnswer)
+    return Connections(application, health, settings, metrics)
+
+
+def _starlette(
+    routes: list[Route], passed_on: Iterable[str] = (), lifespan: Lifespan[Starlette] | None = None
+) -> Starlette:
+    """passed_on: paths of engines that the port serves besides the routes."""
+    unknown = UnknownPath((*(route.path for route in routes), *passed_on))
+    handlers = {WarmfleetError: error_response, HTTPException: unknown.handle, Exception: internal_error}
     starlette = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     starlette.router.redirect_slashes = False  # a redirect would name the host that the client's header names
     return starlette
@@ -190,8 +209,13 @@ def _check_models(settings: Settings) -> None:
             raise BadArgument(f"WARMFLEET_{name} names {strangers[0]!r}, which is not in WARMFLEET_MODELS")
 
 
-async def serve(settings: Settings, sockets: Sockets) -> None:
-    """Serve until SIGINT or SIGTERM."""
+def log_output(settings: Settings, replica: str = "") -> LogOutput:
+    """Where the log of this process goes, from ``with`` on. replica: which of several on one port it is."""
+    return LogOutput(settings.log_level, settings.log_format, replica)
+
+
+async def serve(settings: Settings, sockets: Sockets, log: LogOutput | None = None) -> None:
+    """Serve until SIGINT or SIGTERM. log: as in ``create_app``."""
     os.environ.setdefault(
         "RAYON_NUM_THREADS", "1"
     )  # the router tokenises one text per call: more threads would only cost
@@ -199,14 +223,36 @@ async def serve(settings: Settings, sockets: Sockets) -> None:
     gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION_AFTER)
     for name, why in unknown_variables().items():
         logger.warning("%s is set, but %s", name, why)
+    made = server(settings, sockets, log)
+    _tell_of_the_start(settings, sockets)
+    await made.serve()
+    logger.info("stopped")
+
+
+def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:
+    """Who this is, where it listens, and which Redis it needs next; the rest is told when Redis has answered."""
+    redis = in_words(parse(settings.redis_url), settings.redis_url)
+    models, process = ", ".join(settings.models), os.getpid()
+    text = "warmfleet %s, process %d, routes for %s by policy %s. It needs %s first"
+    logger.info(text, _version(), process, models, settings.policy, redis)
+    scheme = "https" if settings.tls_cert else "http"
+    for users, listening in ("clients", sockets.clients), ("operators", sockets.operators):
+        for host, port in dict.fromkeys(sock.getsockname()[:2] for sock in listening):
+            logger.info("for %s: %s://%s:%d", users, scheme, f"[{host}]" if ":" in host else host, port)
     if not settings.client_keys_file:
         logger.info("WARMFLEET_CLIENT_KEYS_FILE is not set: every client that reaches this replica is served")
-    await server(settings, sockets).serve()
 
 
-def server(settings: Settings, sockets: Sockets) -> Server:
-    """A server with the settings' limits, not yet running. Raises BadArgument."""
-    doors = create_app(settings)
+def _version() -> str:
+    try:
+        return metadata.version("warmfleet")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "(not installed)"
+
+
+def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None) -> Server:
+    """A server with the settings' limits, not yet running. log: drops lines that are counted. Raises BadArgument."""
+    doors = create_app(settings, log)
     config = uvicorn.Config(
         doors.application,
         loop="uvloop",
@@ -247,7 +293,7 @@ async def _background(
     prober = Prober(pools, engine_client, settings, metrics)
     hung = HungEngines(pools, engine_client, settings, metrics)
     rounds: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
-        ("view", settings.view_interval_s, partial(_look, reader, prober)),
+        ("view", settings.view_interval_s, partial(_look, reader, prober, Waiting(pools))),
         ("approved", settings.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
         ("policy", settings.view_interval_s, partial(upkeep.follow_policy, pools)),
         ("truth", TRUTH_INTERVAL_S, IndexHealthWatch(pools, metrics).look),
@@ -308,11 +354,13 @@ async def _alarm(pool: Pool, reader: ViewReader, prober: Prober) -> None:
     await _look(reader, prober)
 
 
-async def _look(reader: ViewReader, prober: Prober) -> None:
+async def _look(reader: ViewReader, prober: Prober, waiting: Waiting | None = None) -> None:
     """Read the fleet and probe by this reading: workers that have just joined do not wait for the next round."""
     try:
         await reader.refresh()
     finally:  # a model that cannot be read keeps no probe of another model waiting
+        if waiting is not None:
+            waiting.look()
         await prober.round()
 
 

@@ -128,6 +128,9 @@ class Metrics:
             "(no room, or it failed), or the `budget` was empty",
             "result",
         )
+        self.log_lines_dropped = self._counter(
+            "log_lines_dropped", "Log lines that were dropped because what reads the log is too slow"
+        )
         self.given_up = self._counter("given_up", "Requests ended here because their worker fell silent")
         self.time_limits = self._counter(
             "time_limits", "Requests ended by a time limit of the settings: `stream_idle`, `request_max`", "limit"

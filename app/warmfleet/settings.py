@@ -27,6 +27,8 @@ POLICIES = (
     *("cost", "sticky", "two_state", "prefix_affinity", "chwbl", "session"),
     *("least_loaded", "power_of_two", "round_robin", "random"),
 )
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 MIN_SECRET_CHARACTERS = 16
 MAX_SECRET_BYTES = 65_536  # a larger file is not the one that was meant
 MAX_PORT = 65_535
@@ -201,6 +203,13 @@ class Settings:
         0,
         "port for operators, on the same address: `/metrics`, `/workers`, `/explain`, `/route`, `/renew` and `/settle` "
         "are served there only, health on both; 0 = all on one port",
+    )
+    log_level: str = _setting("info", "least level of the log's lines: `debug`, `info`, `warning`, `error`")
+    log_format: str = _setting(
+        "text", "`text`, or `json`: one object a line, with the request's id where the line is about one"
+    )
+    access_log: bool = _setting(
+        False, "log a line for each request: method, path, status, time, worker; nothing of its content"
     )
     tls_cert: str = _setting(
         "",
@@ -394,6 +403,10 @@ class Settings:
         for name, port in ("PORT", self.port), ("ADMIN_PORT", self.admin_port):
             if port > MAX_PORT:
                 yield f"{name}={port}: a port is 0 to {MAX_PORT}"
+        if self.log_level not in LOG_LEVELS:
+            yield f"LOG_LEVEL={self.log_level[:80]!r}: known are {', '.join(LOG_LEVELS)}"
+        if self.log_format not in LOG_FORMATS:
+            yield f"LOG_FORMAT={self.log_format[:80]!r}: known are {', '.join(LOG_FORMATS)}"
         if self.queue_max > MAX_TICKETS:
             yield f"QUEUE_MAX={self.queue_max}: the queue holds at most {MAX_TICKETS} requests"
         if self.decision_sample > 1:

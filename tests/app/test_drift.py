@@ -239,7 +239,7 @@ async def test_a_prompt_that_is_seen_differently_here_causes_few_probes(
             return [*ids, 7] if "quirk" in str(body) else ids
 
         monkeypatch.setattr(worker.engine.tokenizer, "chat_ids", quirk)
-        quirky = chatting(model=model, max_tokens=16, stop=["quirk"])
+        quirky = chatting(model=model, max_tokens=16, user="quirk")
         begun = time.monotonic()
         while time.monotonic() < begun + 3.2:
             await pester(router, lambda: ask(router, quirky()), 2)

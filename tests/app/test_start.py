@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import socket
 import time
 
 import pytest
@@ -11,6 +13,8 @@ from tests.app.engine import engine
 from tests.app.gate import gate
 from tests.app.replica import replica
 
+from warmfleet import main
+from warmfleet.api.listening.server import Sockets
 from warmfleet.errors import BadArgument, FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import create_app
@@ -48,6 +52,18 @@ async def test_without_redis_all_wait_together_and_not_for_long(model: str, monk
         assert 0.9 < first < 5
         assert late < first - 0.3, "it waited with the first one, not as long again"
         assert min([await ask(model) for _ in range(3)]) < first / 2, "nobody waits any more"
+
+
+def test_the_first_lines_tell_who_this_is_and_what_it_needs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "warmfleet")
+    with socket.create_server(("127.0.0.1", 0)) as clients, socket.create_server(("127.0.0.1", 0)) as operators:
+        settings = Settings(models=("a", "b#2"), redis_url="rediss://me:hidden@store:6380/0", policy="sticky")
+        main._tell_of_the_start(settings, Sockets([clients, clients], [operators]))
+        ports = [one.getsockname()[1] for one in (clients, operators)]
+    first, *addresses, _keys = caplog.messages
+    assert first.endswith(" routes for a, b#2 by policy sticky. It needs Redis at store:6380 first")
+    assert addresses == [f"for clients: http://127.0.0.1:{ports[0]}", f"for operators: http://127.0.0.1:{ports[1]}"]
+    assert "hidden" not in caplog.text
 
 
 def test_two_pools_of_one_model_need_two_replicas() -> None:

@@ -107,6 +107,67 @@ async def test_errors_have_openais_shape(body: bytes, status: int, word: str) ->
     assert word in error["message"]
 
 
+NOT_OF_A_CHAT: list[dict[str, Any]] = [
+    {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": "a"}},
+    {"logprobs": True},
+    {"logprobs": True, "top_logprobs": 3},
+    {"stop": ["x"]},
+    {"logit_bias": {"5": 1}},
+    {"kv_transfer_params": {"do_remote_decode": True}},
+]
+NOT_OF_A_COMPLETION: list[dict[str, Any]] = [
+    {"best_of": 2},
+    {"suffix": "x"},
+    {"echo": True, "stream": True},
+    {"logprobs": 0, "stream": True},
+]
+
+
+@pytest.mark.parametrize("more", [*NOT_OF_A_CHAT, *NOT_OF_A_COMPLETION], ids=lambda more: "+".join(more))
+async def test_what_is_not_imitated_is_refused_by_its_name(more: dict[str, Any]) -> None:
+    chat = more in NOT_OF_A_CHAT
+    body = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        answer = await http.post(f"/v1/{'chat/' if chat else ''}completions", json=body | more)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in more
+    assert "does not imitate" in answer.json()["error"]["message"]
+
+
+async def test_what_asks_for_nothing_is_not_refused() -> None:
+    nothing: dict[str, Any] = {
+        "tools": [],
+        "response_format": {"type": "text"},
+        "logprobs": False,
+        "stop": None,
+        "n": 1,
+    }
+    tool = {"type": "function", "function": {"name": "f"}}
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        for more in (nothing, {"tools": [tool], "tool_choice": "none"}, {"echo": True}):
+            assert (await http.post("/v1/chat/completions", json=chat | more)).status_code == 200
+
+
+async def test_echo_and_logprobs_are_imitated() -> None:
+    body = {"prompt": WORDS, "max_tokens": 2, "ignore_eos": True}
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        plain = (await http.post("/v1/completions", json=body)).json()["choices"][0]
+        more = {"echo": True, "logprobs": 0, "prompt_logprobs": 1}
+        told = (await http.post("/v1/completions", json=body | more)).json()
+        own = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "chat_template": "{{ messages }}"}
+        templated = (await http.post("/v1/chat/completions", json=own)).json()
+    (choice,), prompt_tokens = told["choices"], told["usage"]["prompt_tokens"]
+    assert choice["text"].endswith(WORDS + plain["text"])
+    assert len(choice["logprobs"]["tokens"]) == prompt_tokens + 2
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    assert len(choice["prompt_logprobs"]) == prompt_tokens
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "every token of the prompt is computed"
+    assert templated["usage"]["prompt_tokens"] == len(identity().chat_ids(own)) != 0
+
+
 @pytest.mark.parametrize("given", [5, [], {"prompt_token_ids": []}, {"prompt_token_ids": [-1]}])
 async def test_what_cannot_be_token_ids_of_a_chat_is_refused(given: object) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": given}

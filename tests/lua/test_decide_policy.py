@@ -12,6 +12,7 @@ from tests.conftest import PATIENT
 from tests.lua.world import BLOCK, World
 
 from warmfleet.fleet import Decision, Fleet, connect
+from warmfleet.pools.reasons import in_words
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
@@ -134,6 +135,60 @@ async def test_an_idle_fleet_duplicates_where_costs_tie(world: World) -> None:
     await world.hold(5, head)  # 32 of 3,216 tokens: under 2 %
     chosen = {(await world.fleet.explain(world.ask(world.chain(201, head=head))))[0] for _ in range(64)}
     assert len(chosen) >= 5
+
+
+async def test_of_equal_costs_the_worker_that_holds_the_prefix_wins(world: World) -> None:
+    """A short prompt again and again: 4.8 ms of work are no reason to compute it on a second, emptier engine."""
+    await world.workers(4)
+    chain = world.chain(3)
+    await world.hold(2, chain)
+    await world.change(2, blocks=30, evicted=1, in_flight=2)
+    for _ in range(6):
+        ask = world.ask(chain)
+        worker_id, why, seen = await world.fleet.consider(ask)
+        assert (worker_id, why) == ("w2.0", "prefix")
+        assert seen.tie_s == 0.005
+        words = "tie within 5 ms of 4 engines: it holds more of the prompt than the others"
+        assert in_words("cost", why, seen) == words
+        assert (await world.fleet.decide(ask)).worker_id == "w2.0"
+        await world.fleet.settle(ask.reservation, "finished")
+
+
+async def test_a_hot_short_prefix_spreads_under_load(world: World) -> None:
+    """What its holder has to do already is in the cost, so a burst leaves it for others."""
+    await world.workers(8, speed_tps=10_000)
+    head = world.chain(2)
+    await world.hold(5, head)
+    went = Counter[str]()
+    for _ in range(160):
+        went[(await world.fleet.decide(world.ask(world.chain(2, head=head), extra_tokens=12))).worker_id] += 1
+    assert len(went) == 8
+    assert max(went.values()) <= 40, went
+
+
+async def test_in_every_tie_the_home_wins_then_the_longest_part_of_the_prompt(world: World) -> None:
+    """Random fleets, against the rule as it is written down, from what the decision itself says that it saw."""
+    names, reasons = await world.workers(6), Counter[str]()
+    for _ in range(150):
+        blocks = world.rng.choice((1, 2, 3, 6, 60, 300))
+        chain = world.chain(blocks)
+        for number in range(1, 7):
+            fill, busy = world.rng.choice((0, 0, 5, 3_000)), world.rng.choice((0, 0, 0, 30, 60))
+            await world.change(number, blocks=fill, prefill_tokens=busy, in_flight=world.rng.choice((0, 1)))
+            await world.hold(number, chain, world.rng.choice((0, 0, 1, blocks // 2, blocks)))
+        order = tuple(world.rng.sample(names, 2)) if world.rng.random() < 0.2 else ()
+        ask = world.ask(chain, extra_tokens=world.rng.choice((1, 9)), order=order)
+        chosen, why, seen = await world.fleet.consider(ask)
+        reasons[why] += 1
+        lowest = min(row.cost_s for row in seen.candidates)
+        tied = [row for row in seen.candidates if row.cost_s <= lowest + seen.tie_s]
+        steps = {row.worker_id: int(row.matched_tokens / (0.02 * ask.prompt_tokens)) for row in tied}
+        assert chosen in steps
+        if order and order[0] in steps:
+            assert chosen == order[0]
+        else:
+            assert steps[chosen] == max(steps.values())
+    assert min(reasons[word] for word in ("lowest", "prefix", "pressure")) > 5, reasons
 
 
 async def test_cold_prefixes_on_an_idle_fleet_spread_evenly(world: World) -> None:

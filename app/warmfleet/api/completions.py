@@ -13,6 +13,7 @@ from warmfleet.api.error_answers import OUR_BUG, send_error
 from warmfleet.api.http_request import cleaned_request_id
 from warmfleet.engines.request_headers import header_lines, header_value
 from warmfleet.errors import BadRequest, MethodNotAllowed, Stopping, WarmfleetError
+from warmfleet.logs.lines import tell_request
 from warmfleet.routing.call import Call
 from warmfleet.tracing.exporter import unsampled
 from warmfleet.tracing.spans import RequestSpan
@@ -74,6 +75,7 @@ class CompletionsProxy:
         """Answer one request; an error becomes an answer, too."""
         passed_on, for_router = self._read_headers(request.headers)
         request_id = cleaned_request_id(for_router.get(b"x-request-id", b""))
+        tell_request(request_id)
         trace = None if self._tracing is None else self._trace(self._tracing, request, request_id, passed_on)
         self._metrics.in_flight.inc()
         try:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING, Protocol
 
 from warmfleet.errors import UploadsFull
+from warmfleet.routing.client_answer import ClientAnswer
 
 if TYPE_CHECKING:
     from warmfleet.api.application import ServiceApplication
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.api.connections")
 
 RESERVED_CONNECTIONS = 64  # beyond the limit, for health checks and metrics while answers run on all the others
-LOG_INTERVAL_S = 10.0  # between two log lines about clients at fault: one client could cause thousands in a second
 
 
 class Connection(Protocol):
@@ -39,14 +38,22 @@ class Connection(Protocol):
 class Connections:
     """``health.draining``: every answer tells its client that the connection ends. ``open``: how many connections are.
 
-    ``body_bytes``: held in memory.
+    ``body_bytes``: held in memory. ``answers``: the class of which connections make their answers.
 
     ``waiting`` and ``uploading``: the connections that have no whole request yet, in the order in which that began;
     those in ``uploading`` have sent a part of a body.
     """
 
-    def __init__(self, application: ServiceApplication, health: Health, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        application: ServiceApplication,
+        health: Health,
+        settings: Settings,
+        metrics: Metrics,
+        answers: type[ClientAnswer] = ClientAnswer,
+    ) -> None:
         self.application = application
+        self.answers = answers
         self.health = health
         self.max_body_bytes = settings.body_max_bytes
         self.keepalive_s = settings.keepalive_s
@@ -57,8 +64,6 @@ class Connections:
         self._max_uploads_bytes = settings.uploads_max_bytes
         self._metrics = metrics
         self.open = 0
-        self._quiet_until = 0.0
-        self._untold = 0
 
     def opened(self, connection: Connection) -> bool:
         """Count a new connection; returns whether it may send requests to engines.
@@ -97,12 +102,6 @@ class Connections:
             largest.refuse(UploadsFull("Too many large requests are being sent: ask again."), "uploads")
 
     def fault(self, reason: str, what: str, connection: Connection) -> None:
-        """Count a connection that ends for a fault or a limit; tell of it in the log, rarely."""
+        """Count a connection that ends for a fault or a limit, and tell of it in the log."""
         self._metrics.connections_closed.labels(reason).inc()
-        self._untold += 1
-        now = time.monotonic()
-        if now >= self._quiet_until:
-            self._quiet_until = now + LOG_INTERVAL_S
-            peer = connection.peer()
-            logger.warning("closed %d client connections; the last, from %s: %s", self._untold, peer, what)
-            self._untold = 0
+        logger.warning("closed the connection of a client at %s: %s", connection.peer(), what)

@@ -8,14 +8,19 @@ import orjson
 from starlette.responses import JSONResponse
 
 from warmfleet.errors import MethodNotAllowed, NotFound, RateLimited, TooLarge, Unauthorized, WarmfleetError
+from warmfleet.prompt.engine_paths import NEVER, NEVER_BELOW, OPERATORS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from starlette.requests import Request as HTTPRequest
     from starlette.responses import Response
 
     from warmfleet.routing.client_answer import ClientAnswer
 
 
+MAX_PATH = 100  # characters; a longer path resembles none, and only so much of it is repeated
+LIKE = 0.7  # likeness from which on a path is probably a known one with a slip in it
 OUR_BUG = "Something went wrong in the router; its log says what."
 
 
@@ -50,11 +55,47 @@ async def error_response(_request: HTTPRequest, error: Exception) -> Response:
     return JSONResponse(ours.as_dict(), status_code=ours.status, headers=error_headers(ours))
 
 
-async def not_found(request: HTTPRequest, error: Exception) -> Response:
-    """Starlette's handler for its own 404 and 405."""
-    kind = MethodNotAllowed if getattr(error, "status_code", 404) == 405 else NotFound
-    ours = kind(f"{request.method} {request.scope['path']} is not served here.")
-    return JSONResponse(ours.as_dict(), status_code=ours.status, headers=getattr(error, "headers", None))
+class UnknownPath:
+    """Answers what no route of a port takes: 404 with the path that was probably meant, or 405 with the methods."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        """paths: all that the port serves; of a pattern the part before its ``{``."""
+        self._paths = tuple(dict.fromkeys(path.partition("{")[0] for path in paths))
+
+    async def handle(self, request: HTTPRequest, error: Exception) -> Response:
+        """Starlette's handler for its own 404 and 405."""
+        headers: Mapping[str, str] | None = getattr(error, "headers", None)
+        path = request.scope["path"]
+        told = f"{request.method} {path[:MAX_PATH]} is not served here."
+        ours: WarmfleetError
+        if getattr(error, "status_code", 404) == 405:
+            ours = MethodNotAllowed(f"{told} It takes {(headers or {}).get('Allow', 'another method')}.")
+        else:
+            ours = NotFound(f"{told} {self._hint(path)} GET /openapi.json lists every path.")
+        return JSONResponse(ours.as_dict(), status_code=ours.status, headers=headers)
+
+    def _hint(self, path: str) -> str:
+        if path in OPERATORS or path == "/status":
+            return "It is for operators, who find it on WARMFLEET_ADMIN_PORT."
+        if path in NEVER or path.startswith(NEVER_BELOW):
+            return "It is about one engine: ask that engine itself."
+        nearest = max(self._paths, key=lambda known: _likeness(path, known), default="")
+        return f"Did you mean {nearest}?" if _likeness(path, nearest) >= LIKE else ""
+
+
+def _likeness(one: str, other: str) -> float:
+    """The share of the longer text that both have in common at their beginning and their end, 0 to 1."""
+    longest, shortest = max(len(one), len(other)), min(len(one), len(other))
+    if longest > MAX_PATH or not shortest:
+        return 0.0
+    begin = _alike(one, other)
+    return (begin + _alike(one[begin:][::-1], other[begin:][::-1])) / longest
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters both have in common at their beginning."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (mine, yours) in enumerate(pairs) if mine != yours), min(len(one), len(other)))
 
 
 async def internal_error(_request: HTTPRequest, _error: Exception) -> Response:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
+from warmfleet.pools.reasons import in_words
 from warmfleet.pools.ttft_window import SHOWN
 
 if TYPE_CHECKING:
@@ -20,13 +21,9 @@ if TYPE_CHECKING:
 
 def models(pools: Pools) -> list[dict[str, Any]]:
     """Entries of /v1/models: every name that a routable worker serves; a model without workers by its own name."""
-    names: dict[str, Pool] = {}
-    for pool in pools.all:
-        for name in pool.view.models or (pool.name,):
-            names.setdefault(name, pool)
     return [
         {"id": name, "object": "model", "created": 0, "owned_by": "warmfleet", "root": pool.name}
-        for name, pool in names.items()
+        for name, pool in pools.names().items()
     ]
 
 
@@ -115,6 +112,7 @@ async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings
         "model": pool.tag,
         "policy": pool.policy.name,
         "why": why,
+        "because": in_words(pool.policy.name, why, seen),
         "identity": prompt.kind,
         "reason": prompt.reason,
         "prompt_tokens": prompt.prompt_tokens,

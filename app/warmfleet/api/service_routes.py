@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from warmfleet.api import fleet_status
 from warmfleet.api.client_hints import operators_hints, operators_only
-from warmfleet.errors import BadRequest, ModelNotFound
+from warmfleet.errors import BadRequest
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.engine_paths import KNOWN
@@ -74,7 +74,7 @@ class ServiceRoutes:
         for entry in self._models(request):
             if entry["id"] == name:
                 return JSONResponse(entry)
-        raise ModelNotFound(f"The model `{name[:200]}` does not exist here.", "model")
+        raise self._pools.not_found(name, self._keys.client(request.headers.raw).models)
 
     def _models(self, request: HTTPRequest) -> list[dict[str, Any]]:
         """Raises Unauthorized."""

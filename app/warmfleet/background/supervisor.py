@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.supervisor")
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0  # wait after a failed round; doubles with each further failure
-LOG_EVERY_S = 10.0
 CANCEL_AGAIN_S = 0.2
 
 
@@ -47,21 +45,18 @@ async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[o
 
 
 class _FailureReport:
-    """Counts every failure of one task; logs one line in LOG_EVERY_S at most."""
+    """Counts and logs every failure of one task."""
 
     def __init__(self, name: str, metrics: Metrics) -> None:
         self._name = name
+        self._logger = logger.getChild(name)  # so that a task's repeated failures do not fold those of another
         self._failures = metrics.task_failures.labels(name)
-        self._logged_at = -LOG_EVERY_S
 
     def __call__(self, state: RetryCallState) -> None:
         self._failures.inc()
-        if time.monotonic() - self._logged_at < LOG_EVERY_S:
-            return
-        self._logged_at = time.monotonic()
         error = state.outcome.exception() if state.outcome is not None else None
         trace = None if isinstance(error, WarmfleetError) else error  # our own errors need no stack trace
-        logger.warning("%s failed, again in %.1f s: %s", self._name, state.upcoming_sleep, error, exc_info=trace)
+        self._logger.warning("%s failed, again in %.1f s: %s", self._name, state.upcoming_sleep, error, exc_info=trace)
 
 
 async def stop(tasks: Collection[asyncio.Task[Any]]) -> None:

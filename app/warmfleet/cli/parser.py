@@ -10,7 +10,7 @@ from importlib import metadata
 from warmfleet.cli.local import running_stack
 from warmfleet.cli.terminal import completion
 from warmfleet.cli.terminal.completion import completed
-from warmfleet.settings import POLICIES
+from warmfleet.settings import LOG_FORMATS, LOG_LEVELS, POLICIES
 
 MAX_DAYS = 36_500
 MAX_WATCH_S = 86_400
@@ -304,6 +304,13 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", choices=POLICIES, help="placement policy (WARMFLEET_POLICY)")
     parser.add_argument("--redis", metavar="URL", help="address of the store (WARMFLEET_REDIS_URL)")
     parser.add_argument("--models", metavar="NAME,...", help="base models to route for (WARMFLEET_MODELS)")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help="least level of log lines (WARMFLEET_LOG_LEVEL)")
+    parser.add_argument(
+        "--log-format", choices=LOG_FORMATS, help="lines of text, or a JSON object each (WARMFLEET_LOG_FORMAT)"
+    )
+    parser.add_argument(
+        "--access-log", action="store_true", default=None, help="log a line for each request (WARMFLEET_ACCESS_LOG)"
+    )
     parser.add_argument(
         "--workers",
         metavar="N",

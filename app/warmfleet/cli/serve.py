@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import sys
@@ -19,7 +18,7 @@ from warmfleet.api.listening.server import Sockets
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.ports import listen
 from warmfleet.cli.local.replicas import Replicas, bind, replica_command
-from warmfleet.main import serve
+from warmfleet.main import log_output, serve
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
@@ -32,7 +31,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
     Raises BadArgument that names the variable at fault, CommandError if the file cannot be read.
     """
     given: dict[str, Any] = {"host": options.host, "port": options.port, "policy": options.policy}
-    given |= {"redis_url": options.redis}
+    given |= {"redis_url": options.redis, "access_log": options.access_log}
+    given |= {"log_level": options.log_level, "log_format": options.log_format}
     given |= {"models": tuple(options.models.split(",")) if options.models else None}
     chosen = {name: value for name, value in given.items() if value is not None}
     environment = os.environ | (variables(options.env_file) if options.env_file else {})
@@ -59,8 +59,6 @@ def variables(path: str) -> dict[str, str]:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; open answers may finish first (``WARMFLEET_SHUTDOWN_GRACE_S``)."""
-    name = f"replica-{options.place.partition(',')[0]} " if options.place else ""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {name}%(name)s %(message)s")
     if options.workers and not options.place:
         return _several(options)
     settings = settings_of(options)
@@ -68,16 +66,17 @@ def run(options: argparse.Namespace) -> int:
         os.environ.update(variables(options.env_file))
     with ExitStack() as stack:
         stack.enter_context(suppress(KeyboardInterrupt))  # uvicorn raises the signal again once everything is closed
+        log = stack.enter_context(log_output(settings, options.place.partition(",")[0] if options.place else ""))
         if options.place:
             place, sockets = _inherited(options.place)
-            log = settings.decision_log
-            settings = replace(settings, decision_log=log and f"{log}.{place}")
+            file = settings.decision_log
+            settings = replace(settings, decision_log=file and f"{file}.{place}")
         else:
             sockets = _bound(settings, options.reuse_port)
         for sock in (*sockets.clients, *sockets.operators):
             stack.enter_context(closing(sock))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        runner.run(serve(settings, sockets))
+        runner.run(serve(settings, sockets, log))
     return 0
 
 
@@ -86,8 +85,9 @@ def _several(options: argparse.Namespace) -> int:
         raise CommandError("--workers and --reuse-port exclude each other")
     settings = settings_of(options)
     command = replica_command(sys.argv[sys.argv.index("serve") + 1 :])
-    replicas = Replicas(command, bind(settings, options.workers), settings.drain_s + settings.shutdown_grace_s)
-    return asyncio.run(replicas.run())
+    with log_output(settings):
+        replicas = Replicas(command, bind(settings, options.workers), settings.drain_s + settings.shutdown_grace_s)
+        return asyncio.run(replicas.run())
 
 
 def _bound(settings: Settings, shared_port: int | None) -> Sockets:

@@ -25,7 +25,7 @@ logger = logging.getLogger("warmfleet.fleet")
 
 OLDEST = (7, 0)  # selectors of users and EVAL_RO came with it
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
-LOG_EVERY_S = 30.0
+LOG_EVERY_S = 60.0  # as often as lines that repeat are told at all (logs/folding)
 _CONNECTING = re.compile(r"Error (-?\d+) connecting to \S+\. ")  # redis-py names the address once more
 THEN = "No request can be served before it does; trying again at least every 2 s."
 
@@ -44,8 +44,7 @@ async def first_contact(redis: aioredis.Redis, url: str) -> None:
             logger.error("%s %s. %s", name, why, THEN)
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    if told:
-        logger.info("%s answers now", name)
+    logger.info("%s answers now", name)
 
 
 def in_words(where: RedisAddress, url: str) -> str:

@@ -152,18 +152,20 @@ class Seen:
     """All that a choice saw besides its ``Ask``.
 
     context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: for each candidate worker_id, matched_tokens,
-    speculative_tokens, load row, cost_s. waits: the request would have to wait its turn first.
+    speculative_tokens, load row, cost_s. waits: the request would have to wait its turn first. tie_s: costs of so many
+    seconds more than the lowest counted as equal to it.
     """
 
     context: tuple[int, int, int, int]
     rows: list[Any]
     waits: bool
+    tie_s: float
 
     @classmethod
     def of(cls, answer: list[Any]) -> Seen:
         """From the part of an answer of ``decide`` that follows its ``why``."""
-        median, block_tokens, turn, now_ms, waits = map(int, answer[0])
-        return cls((median, block_tokens, turn, now_ms), answer[1:], bool(waits))
+        median, block_tokens, turn, now_ms, waits = map(int, answer[0][:-1])
+        return cls((median, block_tokens, turn, now_ms), answer[1:], bool(waits), float(answer[0][-1]))
 
     @property
     def candidates(self) -> list[Candidate]:

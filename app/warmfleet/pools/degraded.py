@@ -24,7 +24,6 @@ logger = logging.getLogger("warmfleet.pools.degraded")
 BOUND = 1.25  # no worker gets more requests in flight than the mean times this factor
 FAILURES_TO_OPEN = 2
 REDIS_RETRY_S = 1.0  # after two failures in a row no decision waits for Redis for this long
-LOG_EVERY_S = 5.0
 LAST_KNOWN_S = 12.0  # after Redis was emptied: 5 s until a worker joins anew, 1 s until it is read, 5 s for its probe
 LOOK_S = 1.0
 
@@ -117,7 +116,6 @@ class DegradedMode:
         self._retry_s = retry_s
         self._failures = 0
         self._asks_again_at = 0.0
-        self._logged_at = -LOG_EVERY_S
 
     def take(self, worker_id: str) -> None:
         """Count one more request of this replica at the worker."""
@@ -143,11 +141,8 @@ class DegradedMode:
     def failed(self, why: str) -> None:
         """Redis did not answer, or refused the decision. why: for the log."""
         self._failures += 1
-        now = time.monotonic()
-        self._asks_again_at = now + self._retry_s
-        if now - self._logged_at >= LOG_EVERY_S:
-            self._logged_at = now
-            logger.warning("deciding without Redis: %s", why)
+        self._asks_again_at = time.monotonic() + self._retry_s
+        logger.warning("deciding without Redis: %s", why)
 
     def choose(self, workers: Sequence[WorkerView], key: bytes, exclude: Collection[str] = ()) -> WorkerView | None:
         """Rendezvous hashing with bounded load: equal keys go to the same worker while it keeps up with the others.

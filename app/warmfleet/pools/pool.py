@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 AVOID_S = 3.0  # a request that failed makes its worker avoided for so long; the fleet needs a TTL to see a death
 MAX_AVOIDED = 64
 FIRST_READING_S = 2.0  # requests wait so long for the first reading of the fleet
-NOT_READ = "The fleet was not read yet: Redis is away or slow."
+NOT_READ = (
+    "The fleet was not read yet: Redis is away or slow. Ask again; for the operator, the replica's log and "
+    "`warmfleet doctor` say what is wrong."
+)
+NAMED_MODELS = 16  # an error names so many models; /v1/models lists them all
+NAMED_CHARACTERS = 80  # of each name
 
 
 class Pool:
@@ -158,11 +163,30 @@ class Pools:
         self._ready_at = min(self._ready_at, now + wait)
         return "" if self._ready_at <= now else "no worker is routable yet, or its tokenizer is not loaded"
 
-    async def find(self, model: str) -> Pool:
+    def names(self) -> dict[str, Pool]:
+        """Every name that a routable worker serves, with its pool; a model without workers by its own name."""
+        found: dict[str, Pool] = {}
+        for pool in self.all:
+            for name in pool.view.models or (pool.name,):
+                found.setdefault(name, pool)
+        return found
+
+    def not_found(self, model: str, allowed: frozenset[str] | None = None) -> ModelNotFound:
+        """The error for a model that does not exist, with the names of those that do.
+
+        allowed: the names that the client may know; None: all.
+        """
+        names = sorted(name for name in self.names() if allowed is None or name in allowed)
+        shown = ", ".join(f"`{name[:NAMED_CHARACTERS]}`" for name in names[:NAMED_MODELS])
+        more = f" and {len(names) - NAMED_MODELS} more, which GET /v1/models lists" if names[NAMED_MODELS:] else ""
+        told = f"Served are: {shown}{more}." if names else "There is none that this key may use."
+        return ModelNotFound(f"The model `{model[:200]}` does not exist here. {told}", "model")
+
+    async def find(self, model: str, allowed: frozenset[str] | None = None) -> Pool:
         """The pool that serves ``model``. Waits for the first reading of the fleet if there was none yet.
 
-        Raises ModelNotFound, FleetUnavailable if that reading does not come, and BadRequest if the request names no
-        model though this router serves several.
+        allowed: see ``not_found``. Raises ModelNotFound, FleetUnavailable if that reading does not come, and BadRequest
+        if the request names no model though this router serves several.
         """
         self._contacted = self._contacted or self.contacted
         if not self._contacted:
@@ -179,7 +203,7 @@ class Pools:
             return found
         if not self.contacted:
             raise FleetUnavailable(NOT_READ)
-        raise ModelNotFound(f"The model `{model[:200]}` does not exist here.", "model")
+        raise self.not_found(model, allowed)
 
     async def _first_reading(self) -> None:
         """Wait until every model was read, or until FIRST_READING_S have passed since the first request came."""

@@ -76,6 +76,8 @@ OWN = frozenset(
         *("/status/dom.js", "/status/plots.js", "/status/tables.js"),
     }
 )
+#: Those of them that are for operators.
+OPERATORS = frozenset({"/metrics", "/workers", "/explain", "/route", "/settle", "/renew", "/status.json"})
 #: Paths of vLLM's server that change one engine, or tell about it, or need a connection of another kind.
 NEVER = frozenset(
     {

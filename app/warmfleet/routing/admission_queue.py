@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.admission_queue")
 
 MAX_RETRY_AFTER_S = 60
-LOG_EVERY_S = 5.0
+LATER = ": ask again after the seconds that Retry-After tells."
 
 
 class Decide(Protocol):
@@ -49,7 +49,6 @@ class AdmissionQueue:
         self._bytes = 0
         self._max_bytes = settings.queue_max_bytes
         self._tenant_bytes: dict[bytes, int] = {}
-        self._logged_at = -LOG_EVERY_S
 
     async def admit(self, job: Job, attempt: Attempt, decide: Decide) -> Decision:
         """Decide where the job goes; while all workers are saturated, wait for its turn.
@@ -135,15 +134,13 @@ class AdmissionQueue:
     def _refusal(self, pool: Pool, reason: str, work_s: float) -> WarmfleetError:
         """reason: ``full``, ``displaced``, ``bytes`` or ``deadline``. work_s: seconds of prefill in the queue."""
         self._metrics.queue_rejected.labels(reason).inc()
-        if time.monotonic() - self._logged_at >= LOG_EVERY_S:
-            self._logged_at = time.monotonic()
-            logger.warning("%s is overloaded: a request was refused (%s)", pool.tag, reason)
+        logger.warning("%s is overloaded: a request was refused (%s)", pool.tag, reason)
         error: WarmfleetError
         if reason == "deadline":
-            error = QueueTimeout("All workers are busy, and the time that this request may wait is over.")
+            error = QueueTimeout("All workers are busy, and the time that this request may wait is over" + LATER)
         elif reason == "bytes":
-            error = Overloaded("All workers are busy, and there is no room for so large a body to wait.")
+            error = Overloaded("All workers are busy, and there is no room for so large a body to wait" + LATER)
         else:
-            error = Overloaded("All workers are busy, and the queue is full.")
+            error = Overloaded("All workers are busy, and the queue is full" + LATER)
         error.retry_after_s = min(max(1, math.ceil(work_s)), MAX_RETRY_AFTER_S)
         return error

@@ -18,9 +18,20 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import Ask
     from warmfleet.metrics import Metrics
+    from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
     from warmfleet.routing.call import Job
     from warmfleet.routing.decision_log import DecisionLog
+
+
+NO_ENGINE = (
+    "No engine of `{}` has joined this fleet. For the operator: start vLLM with the plugin and WARMFLEET_REDIS_URL, or "
+    "name engines in WARMFLEET_STATIC_WORKERS; `warmfleet doctor` says what is missing."
+)
+NONE_ROUTABLE = (
+    "None of the {} engines of `{}` takes requests at this moment: ask again. For the operator: `warmfleet workers` "
+    "tells the state of each, and `warmfleet doctor` what to do."
+)
 
 
 class Decider:
@@ -110,7 +121,7 @@ class Decider:
         if worker is None:
             if not pool.contacted:
                 raise FleetUnavailable(NOT_READ)
-            raise NoWorker("No worker is alive, as far as is known.")
+            raise NoWorker(_nobody(pool))
         self._metrics.fallback.labels(reason).inc()
         if job.call.limits is not None:
             self._metrics.client_limits.labels(job.call.limits.name, "unchecked").inc()
@@ -120,3 +131,9 @@ class Decider:
             attempt.span.decided(decision, "", reason)
         pool.recent.note(job.call.request_id, job.call.path.name, job.prompt.kind, "", decision, reason)
         return decision
+
+
+def _nobody(pool: Pool) -> str:
+    """Why no worker can be chosen, and what to do about it."""
+    known = len(pool.view.workers or pool.last_known.workers)
+    return NONE_ROUTABLE.format(known, pool.name) if known else NO_ENGINE.format(pool.name)

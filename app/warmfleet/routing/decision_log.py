@@ -30,7 +30,6 @@ logger = logging.getLogger("warmfleet.routing.decision_log")
 
 MAX_BYTES = 64 * 2**20  # of the file; a full file is renamed to FILE.1, and replaces the one before
 MAX_WAITING = 1_000  # records; while so many wait for the disk, new ones are dropped and counted
-LOG_EVERY_S = 60.0
 
 
 def record(
@@ -78,7 +77,6 @@ class DecisionLog:
         self._max_bytes = max_bytes
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
-        self._logged_at = -LOG_EVERY_S
         try:
             if self._path is not None:
                 self._path.open("ab").close()
@@ -116,9 +114,7 @@ class DecisionLog:
                 self._write(orjson.dumps(line) + b"\n")
             except (OSError, TypeError) as error:  # TypeError: orjson refuses a record
                 self._metrics.decision_log.labels("failed").inc()
-                if time.monotonic() - self._logged_at >= LOG_EVERY_S:
-                    self._logged_at = time.monotonic()
-                    logger.warning("the decision log is not written: %s", error)
+                logger.warning("the decision log is not written: %s", error)
             else:
                 self._metrics.decision_log.labels("written").inc()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.engines.followed_stream import StreamCut
-from warmfleet.errors import CancelledReservation, KeyInUse, ModelNotFound, NoWorker, UpstreamGone, WarmfleetError
+from warmfleet.errors import CancelledReservation, KeyInUse, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.fleet import Flag, Renewal
 from warmfleet.pools.outliers import Judged
 from warmfleet.prompt import request as requests
@@ -129,14 +129,27 @@ class Router:
         request = bodies.parse(call.path, call.body, self._allowed_fields)  # 1 parse
         priority = requests.priority(request) if self._reads_priority else 0
         body = self.tenancy.isolate(request, call.body, call.tenant)
-        pool = await self.pools.find(request.model)
-        _check_model(call, request, pool)
+        pool = await self.pools.find(request.model, call.models)
+        self._check_model(call, request, pool)
         prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
         if call.trace is not None:
             model = (request.model or pool.name)[:MAX_NAME_CHARACTERS]
             facts = PromptFacts(model, prompt.kind, prompt.reason, prompt.prompt_tokens, request.stream)
             call.trace.identified(facts)
         return Job(call, request, body, pool, prompt, offer(request, prompt), priority, self._log.wants())
+
+    def _check_model(self, call: Call, request: Request, pool: Pool) -> None:
+        """Raises ModelNotFound, as for a model that does not exist, if the client's key is not for the request's model.
+
+        Engines may read the model of a form, or of a query, otherwise than routers do. So the client needs the right to
+        every name that the pool serves, unless its body is a JSON object.
+        """
+        if call.models is None:
+            return
+        named = request.model or pool.name
+        reachable = {named} if call.body.lstrip().startswith(b"{") else {named, *pool.view.models}
+        if not reachable <= call.models:
+            raise self.pools.not_found(named, call.models)
 
     async def place(self, call: Call, handover: Handover) -> Placement:
         """Book ``call`` at a worker for a gateway that sends it there by itself. Waits in the queue as ``serve`` does.
@@ -212,20 +225,6 @@ class Router:
     async def drained(self) -> None:
         """Return when no reservation is left to settle and no ticket to give up, whether Redis took them or not."""
         await self._attempts.drained()
-
-
-def _check_model(call: Call, request: Request, pool: Pool) -> None:
-    """Raises ModelNotFound, as for a model that does not exist, if the client's key is not for the request's model.
-
-    Engines may read the model of a form, or of a query, otherwise than routers do. So the client needs the right to
-    every name that the pool serves, unless its body is a JSON object.
-    """
-    if call.models is None:
-        return
-    named = request.model or pool.name
-    reachable = {named} if call.body.lstrip().startswith(b"{") else {named, *pool.view.models}
-    if not reachable <= call.models:
-        raise ModelNotFound(f"The model `{named[:200]}` does not exist here.", "model")
 
 
 def _retried(job: Job, worker_id: str, error: UpstreamGone) -> None:

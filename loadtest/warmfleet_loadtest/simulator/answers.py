@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from warmfleet_loadtest.simulator.openai_request import OpenAIRequest, RefusedError
     from warmfleet_loadtest.simulator.scheduler import Output, Request
     from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
 DONE = b"data: [DONE]\n\n"
+MADE_UP = -1.0  # the logprob of every token
 
 
 def error_body(error: RefusedError) -> dict[str, Any]:
@@ -32,6 +35,18 @@ def usage(ask: OpenAIRequest, requests: list[Request]) -> dict[str, Any]:
     }
 
 
+def _logprobs(texts: list[str]) -> dict[str, Any]:
+    """The logprobs of a completion, in vLLM's form."""
+    offsets = [sum(map(len, texts[:index])) for index in range(len(texts))]
+    likely: list[dict[str, float]] = [{text: MADE_UP} for text in texts]
+    return {"text_offset": offsets, "token_logprobs": [MADE_UP] * len(texts), "tokens": texts, "top_logprobs": likely}
+
+
+def _prompt_logprobs(prompt: Sequence[int]) -> list[dict[str, Any] | None]:
+    """One entry for each token; the first has nothing before it that could foretell it."""
+    return [None, *({str(token_id): {"logprob": MADE_UP, "rank": 1}} for token_id in prompt[1:])]
+
+
 class Writer:
     """Writes the answers of one request."""
 
@@ -49,6 +64,8 @@ class Writer:
         body = {**self._head, "object": self._object, "choices": choices, "usage": usage(self.ask, self._requests)}
         if self.ask.chat and self.ask.token_ids:
             body["prompt_token_ids"] = self.ask.prompts[0]
+        if self.ask.chat and self.ask.prompt_logprobs:
+            body["prompt_logprobs"] = _prompt_logprobs(self.ask.prompts[0])
         return orjson.dumps(body)
 
     def chunk(self, output: Output) -> bytes:
@@ -78,7 +95,12 @@ class Writer:
         if self.ask.chat:
             choice["message"] = {"role": "assistant", "content": text}
         else:
-            choice["text"] = text
+            echoed = list(request.prompt) if self.ask.echo else []
+            choice["text"] = "".join([*self._tokenizer.decoded(echoed), text])
+            if self.ask.logprobs:
+                choice["logprobs"] = _logprobs(self._tokenizer.decoded([*echoed, *said]))
+            if self.ask.prompt_logprobs:
+                choice["prompt_logprobs"] = _prompt_logprobs(request.prompt)
         if self.ask.token_ids:
             choice["token_ids"] = said
             if not self.ask.chat:

@@ -17,6 +17,19 @@ if TYPE_CHECKING:
 
 NATURAL_TOKENS = (24, 160)  # an answer has between so many tokens where the client sets no exact number
 MAX_SEQUENCES = 1_024  # prompts x choices of one request
+#: Fields that vLLM heeds and this engine does not imitate, with the values that ask for nothing. A field that changes
+#: only which tokens are sampled is not among them: the words of an answer are made up in any case.
+NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
+NOT_IMITATED: dict[str, tuple[Any, ...]] = {
+    "response_format": (*NOTHING, {"type": "text"}),
+    "tool_choice": (*NOTHING, "none", "auto"),
+    "best_of": (*NOTHING, 1),
+    **dict.fromkeys(("structured_outputs", "structural_tag", "guided_json", "guided_regex"), NOTHING),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_decoding_backend"), NOTHING),
+    **dict.fromkeys(("functions", "function_call", "audio", "prompt_embeds", "use_beam_search"), NOTHING),
+    **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "suffix"), NOTHING),
+    **dict.fromkeys(("top_logprobs", "return_tokens_as_token_ids"), NOTHING),
+}
 
 
 class RefusedError(Exception):
@@ -35,7 +48,8 @@ class OpenAIRequest:
     kind: ``cmpl`` or ``chatcmpl``. request_id: as the client sees it, with its kind. prompts: token ids.
     max_tokens: None = as long as the answer is. exact: the answer has exactly max_tokens (``ignore_eos``).
     usage: a stream ends with its usage. token_ids: the answer lists them (``return_token_ids``).
-    skip_cache: every prompt token is computed (``prompt_logprobs``).
+    echo: the answer begins with the prompt. logprobs, prompt_logprobs: it lists made-up ones of its tokens and of the
+    prompt's; then every prompt token is computed (``skip_cache``), as where it is echoed with them.
     """
 
     kind: str
@@ -50,7 +64,13 @@ class OpenAIRequest:
     stream: bool = False
     usage: bool = False
     token_ids: bool = False
-    skip_cache: bool = False
+    echo: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+
+    @property
+    def skip_cache(self) -> bool:
+        return self.prompt_logprobs or (self.echo and self.logprobs)
 
     @property
     def chat(self) -> bool:
@@ -95,6 +115,7 @@ def parse(kind: str, raw: bytes, request_id: str | None, tokenizer: PromptTokeni
         raise RefusedError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise RefusedError("the body must be a JSON object")
+    _check_imitated(kind, body)
     try:
         prompts = _chat(body, tokenizer) if kind == "chatcmpl" else _completion(body, tokenizer)
     except PromptError as error:
@@ -117,11 +138,43 @@ def parse(kind: str, raw: bytes, request_id: str | None, tokenizer: PromptTokeni
         stream=bool(body.get("stream")),
         usage=bool(options.get("include_usage")),
         token_ids=bool(body.get("return_token_ids")),
-        skip_cache=body.get("prompt_logprobs") is not None,
+        echo=kind == "cmpl" and bool(body.get("echo")),
+        logprobs=_asked(body, "logprobs"),
+        prompt_logprobs=body.get("prompt_logprobs") is not None,
     )
     if len(ask.prompts) * ask.n > MAX_SEQUENCES:
         raise RefusedError(f"at most {MAX_SEQUENCES} sequences in a request", param="n")
     return ask
+
+
+def _check_imitated(kind: str, body: dict[str, Any]) -> None:
+    """Raises RefusedError that names the first field whose effect an answer of this engine would lack."""
+    for name, nothing in NOT_IMITATED.items():
+        if body.get(name) not in nothing:
+            raise _not_imitated(name)
+    if body.get("tools") and body.get("tool_choice") != "none":  # else they are a part of the prompt only
+        raise _not_imitated("tools")
+    if _object(body, "kv_transfer_params").keys() - {"prompt_token_ids"}:
+        raise _not_imitated("kv_transfer_params")
+    if _object(body, "stream_options").keys() - {"include_usage"}:
+        raise _not_imitated("stream_options")
+    messages = body.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if kind == "chatcmpl" and body.get("echo") and isinstance(last, dict) and last.get("role") == "assistant":
+        raise _not_imitated("echo")
+    if kind == "chatcmpl" and body.get("logprobs"):
+        raise _not_imitated("logprobs")
+    for name in ("echo", "logprobs", "prompt_logprobs"):
+        if kind == "cmpl" and body.get("stream") and _asked(body, name):
+            raise RefusedError(f"This simulated engine does not imitate `{name}` in a stream.", param=name)
+
+
+def _asked(body: dict[str, Any], name: str) -> bool:
+    return body.get(name) is not None and body[name] is not False  # 0 logprobs are those of the token itself
+
+
+def _not_imitated(name: str) -> RefusedError:
+    return RefusedError(f"This simulated engine does not imitate `{name}`: ask a real one.", param=name)
 
 
 def _chat(body: dict[str, Any], tokenizer: PromptTokenizer) -> list[list[int]]:
@@ -131,14 +184,14 @@ def _chat(body: dict[str, Any], tokenizer: PromptTokenizer) -> list[list[int]]:
 
 
 def _completion(body: dict[str, Any], tokenizer: PromptTokenizer) -> list[list[int]]:
-    prompt = body.get("prompt")
+    prompt, special = body.get("prompt"), body.get("add_special_tokens") is not False
     if isinstance(prompt, str):
-        return [tokenizer.completion_ids(prompt)]
+        return [tokenizer.completion_ids(prompt, special=special)]
     if not isinstance(prompt, list) or not prompt:
         raise PromptError("prompt must be a string, a list of token ids, or a list of these")
     if isinstance(prompt[0], int):
         return [_ids(prompt)]
-    return [tokenizer.completion_ids(part) if isinstance(part, str) else _ids(part) for part in prompt]
+    return [tokenizer.completion_ids(part, special=special) if isinstance(part, str) else _ids(part) for part in prompt]
 
 
 def _ids(value: Any) -> list[int]:

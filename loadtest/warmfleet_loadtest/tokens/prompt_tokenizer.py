@@ -38,7 +38,8 @@ class PromptTokenizer:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
-        self._render = environment.from_string(template).render
+        self._compiled = environment.from_string
+        self._render = self._compiled(template).render
 
     @classmethod
     def load(cls, folder: Path | None = None) -> PromptTokenizer:
@@ -55,13 +56,14 @@ class PromptTokenizer:
 
     # ------------------------------------------------ prompts
 
-    def completion_ids(self, text: str) -> list[int]:
-        """Token ids as in vLLM's /v1/completions: with the tokenizer's special tokens."""
-        return list(self.tokenizer.encode(text, add_special_tokens=True).ids)
+    def completion_ids(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids as in vLLM's /v1/completions: with the tokenizer's special tokens, unless told otherwise."""
+        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def chat_ids(self, body: dict[str, Any]) -> list[int]:
         """Token ids as in vLLM's /v1/chat/completions: the template writes the special tokens. Raises PromptError."""
-        return list(self.tokenizer.encode(self.render(body), add_special_tokens=False).ids)
+        special = bool(body.get("add_special_tokens"))
+        return list(self.tokenizer.encode(self.render(body), add_special_tokens=special).ids)
 
     def render(self, body: dict[str, Any]) -> str:
         """The prompt's text. Raises PromptError."""
@@ -70,14 +72,18 @@ class PromptTokenizer:
             raise PromptError("messages must be a list of at least one message")
         tools = _tools(body.get("tools"))
         continued = bool(body.get("continue_final_message"))
+        effort, own = body.get("reasoning_effort"), body.get("chat_template")
+        arguments = body.get("chat_template_kwargs") or {}
+        if effort is not None:
+            arguments = {"enable_thinking": effort != "none", **arguments, "reasoning_effort": effort}
         try:
-            text: str = self._render(
+            text: str = (self._compiled(own).render if own else self._render)(
                 messages=messages,
                 tools=tools or None,
                 documents=body.get("documents"),
                 add_generation_prompt=bool(body.get("add_generation_prompt", True)) and not continued,
                 **self.special_tokens,
-                **(body.get("chat_template_kwargs") or {}),
+                **arguments,
             )
         except Exception as error:  # a template may raise anything at all
             raise PromptError(f"the chat template failed: {error}") from error
@@ -106,6 +112,10 @@ class PromptTokenizer:
     @cached_property
     def _texts(self) -> dict[int, str]:
         return dict(self.words)
+
+    def decoded(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each of any tokens by itself."""
+        return [self.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of an answer made of words."""

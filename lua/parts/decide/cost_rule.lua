@@ -12,8 +12,10 @@ decide/baseline_policies.
   overfill  how much fuller the worker's cache is than the mean, and how many caches more the contexts that are booked
             there would need (20 samples of an answer soon do)
 Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal. Among equals the session's home wins,
-then a worker whose blocks may be matched, then the least evicting, the least filled, the least in flight, and at last
-a hash of the seed. The home is the first worker of `order` that is a candidate. With objective_s, candidates whose
+then the worker that holds more of the prompt, in steps of 2 % of it: what is less is not worth that prompts with the
+same short beginning all go to one worker. Then a worker whose blocks may be matched, the least evicting, the least
+filled, the least in flight, and at last a hash of the seed. The home is the first worker of `order` that is a
+candidate. With objective_s, candidates whose
 cost meets that objective are preferred at the least load: a bigger match is no reason to join a longer line when the
 objective is met without it.
 
@@ -22,15 +24,16 @@ log.
 Takes the state: from shared/candidates (rows, wait, base_s, speed, fill, cost, count, least_wait, total_fill), from
 decide/prefix_match (matched, speculated, block), and the request: policy, prompt, seed, prefix_tokens, order,
 objective_s, constants (shared/constants), turn (decisions that round_robin has made).
-Returns the candidate and one word why it was chosen. The word names what decided: lowest (cost or load), home,
+Returns the candidate and one word why it was chosen. The word names what decided: lowest (cost or load), home, prefix,
 pressure, flight, seed, objective; the other policies say match, smallest, imbalance, bound or turn besides.
-Sets s.cost: predicted seconds to first token by candidate, whatever the policy.
+Sets, whatever the policy, s.cost (predicted seconds to first token by candidate) and s.tie_s (costs of so many seconds
+more than the lowest count as equal to it).
 --]]
-local max, min, huge, unpack_from, sub = math.max, math.min, math.huge, struct.unpack, string.sub
+local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
 local IN_FLIGHT_AT, SLOT_AT, EVICTED_AT, WORKER_ID_AT = 13, 17, 47, 59 -- of a packed row
 local ROW_IN_FLIGHT, ROW_SLOT, ROW_EVICTED = ">i4", ">I4", ">I4"
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- costs this close are equal: share of the prompt's tokens, seconds
-local DECIDED_BY = { "home", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
+local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
 -- The tokens of each match that count, by candidate: prefix_tokens at most. What a candidate holds beyond the
 -- shortest match counts only if it is min_match_tokens or more.
@@ -80,31 +83,34 @@ end
 
 -- Of the candidates that cost `bar` at most and are in `among` (nil: all are) the one that wins the tie, and the last
 -- step that was needed for that. `level` is that step; the later fields of a row are read only if a tie gets so far.
-local function win_tie(s, bar, among, home)
-  local cost, rows, fill, schemes = s.cost, s.rows, s.fill, s.schemes
-  local winner, evicted, flight, drawn, level = nil, nil, nil, nil, 0
+-- own: useful tokens of each match; nil if none is worth a step.
+local function win_tie(s, bar, among, home, own)
+  local cost, rows, fill, schemes, share = s.cost, s.rows, s.fill, s.schemes, EQUAL_SHARE * s.prompt
+  local winner, held, evicted, flight, drawn, level = nil, nil, nil, nil, nil, 0
   for i = 1, s.count do
     if cost[i] <= bar and (not among or among[i]) then
       local e = schemes[i] < 0 and huge or unpack_from(ROW_EVICTED, rows[i], EVICTED_AT)
-      local f, d, step, lower = nil, nil, 0, true
+      local h, f, d, step, lower = own and floor((own[i] or 0) / share) or 0, nil, nil, 0, true
       if winner and (i == home or winner == home) then
         step, lower = 1, i == home
+      elseif winner and h ~= held then
+        step, lower = 2, h > held
       elseif winner and e ~= evicted then
-        step, lower = 2, e < evicted
+        step, lower = 3, e < evicted
       elseif winner and fill[i] ~= fill[winner] then
-        step, lower = 3, fill[i] < fill[winner]
+        step, lower = 4, fill[i] < fill[winner]
       elseif winner then
         flight = flight or unpack_from(ROW_IN_FLIGHT, rows[winner], IN_FLIGHT_AT)
         f = unpack_from(ROW_IN_FLIGHT, rows[i], IN_FLIGHT_AT)
         if f ~= flight then
-          step, lower = 4, f < flight
+          step, lower = 5, f < flight
         else
           drawn, d = drawn or draw(s, winner), draw(s, i)
-          step, lower = 5, d < drawn
+          step, lower = 6, d < drawn
         end
       end
       if lower then
-        winner, evicted, flight, drawn, level = i, e, f, d, step
+        winner, held, evicted, flight, drawn, level = i, h, e, f, d, step
       elseif step > level then
         level = step
       end
@@ -120,10 +126,11 @@ local function lowest_cost(s, own, home)
   for i in pairs(s.speculated) do making = max(making, own[i]) end
   local mean_fill, pressure = s.total_fill / count, constants.pressure_price * prompt
   local lambda, kappa = s.least_wait > 0 and constants.lambda or 1, constants.kappa
-  local wait_price, cheapest = constants.wait_price, nil
+  local wait_price, cheapest, fewest = constants.wait_price, nil, prompt
   for i = 1, count do
     local tokens, overfill = prompt - (own[i] or 0), fill[i] - mean_fill
     local again = making - prompt + tokens
+    if tokens < fewest then fewest = tokens end
     tokens = lambda * tokens
     if again > 0 then tokens = tokens + kappa * again end
     if overfill > 0 then tokens = tokens + pressure * overfill end
@@ -139,7 +146,8 @@ local function lowest_cost(s, own, home)
       if among[i] and cost[i] < lowest then lowest, tie = cost[i], max(slack / speed[i], EQUAL_S) end
     end
   end
-  local winner, why = win_tie(s, lowest + tie, among, home)
+  s.tie_s = tie
+  local winner, why = win_tie(s, lowest + tie, among, home, prompt - fewest >= EQUAL_SHARE * prompt and own or nil)
   return winner, objective_decides and "objective" or why
 end
 

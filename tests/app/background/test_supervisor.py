@@ -11,33 +11,60 @@ from tests.conftest import poll
 from warmfleet.background import supervisor
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.errors import FleetUnavailable
+from warmfleet.logs.folding import Folding
 from warmfleet.metrics import Metrics
 
 if TYPE_CHECKING:
     import pytest
 
 
-async def test_a_failing_round_is_counted_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_round_is_counted_and_tried_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(supervisor, "LAST_RETRY_S", 0.001)
     metrics, rounds = Metrics(), []
 
     async def work() -> None:
         rounds.append(1)
-        if len(rounds) == 1:
+        if len(rounds) < 20:
             raise FleetUnavailable("away")
-        if len(rounds) == 2:
+        if len(rounds) == 20:
             raise ZeroDivisionError
 
-    task = asyncio.create_task(supervise("test", 0.001, work, metrics))
-    await poll(lambda: len(rounds) >= 4, what="rounds after two failures")
-    await stop([task])
-    assert b'warmfleet_task_failures_total{task="test"} 2.0' in metrics.render()
-    assert len([record for record in caplog.records if "test failed" in record.message]) == 1  # not a line each time
+    with caplog.filtering(Folding()):  # as every process folds its lines
+        task = asyncio.create_task(supervise("test", 0.001, work, metrics))
+        await poll(lambda: len(rounds) >= 22, what="rounds after twenty failures")
+        await stop([task])
+    assert b'warmfleet_task_failures_total{task="test"} 20.0' in metrics.render()
+    told = [record for record in caplog.records if "test failed" in record.message]
+    assert [bool(record.exc_info) for record in told] == [False, True]  # not a line each time, but each fault once
+
+
+async def test_a_task_that_fails_again_and_again_folds_no_line_of_another(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(supervisor, "LAST_RETRY_S", 0.001)
+    rounds = 0
+
+    async def work() -> None:
+        nonlocal rounds
+        rounds += 1
+        raise FleetUnavailable(f"away for the {rounds}th time")
+
+    with caplog.filtering(Folding()):
+        for name in ("one", "two"):
+            last = rounds + 20
+            task = asyncio.create_task(supervise(name, 0.001, work, Metrics()))
+            await poll(lambda: rounds >= last, what="failures")  # noqa: B023  it is called at once
+            await stop([task])
+    assert "two failed" in caplog.text
 
 
 async def test_the_wait_doubles_from_failure_to_failure_and_begins_anew_after_a_good_round(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "LOG_EVERY_S", 0.0)
     rounds: list[int] = []
 
     async def work() -> None:

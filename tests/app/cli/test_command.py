@@ -101,6 +101,7 @@ EXPLAINED = {
     "model": "demo",
     "policy": "cost",
     "why": "lowest",
+    "because": "the lowest predicted cost",
     "identity": "exact",
     "reason": "",
     "prompt_tokens": 40,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from warmfleet.api.connections import Connections
     from warmfleet.api.listening.parent import Parent
     from warmfleet.api.service_routes import Health
+
+logger = logging.getLogger("warmfleet.api.listening")
 
 BACKLOG = 2_048  # connections that the kernel keeps until they are accepted
 
@@ -126,6 +129,8 @@ class Server(uvicorn.Server):
         """Close the sockets, let what runs end, and end the background tasks."""
         if self._obeying is not None:
             self._obeying.cancel()
+        under_way, grace_s = len(self.server_state.tasks), self.config.timeout_graceful_shutdown
+        logger.info("stops: no new connection; %d requests under way may go on for %s s", under_way, grace_s)
         await super().shutdown([*self._sockets.clients, *self._sockets.operators])
 
     async def main_loop(self) -> None:
@@ -138,5 +143,6 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         self._health.draining = True
+        logger.info("drains for %g s: /readyz is 503, and every answer ends its connection", self._drain_s)
         loop = asyncio.get_running_loop()
         loop.call_soon_threadsafe(loop.call_later, self._drain_s, partial(super().handle_exit, sig, frame))

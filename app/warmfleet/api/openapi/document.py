@@ -26,7 +26,8 @@ from warmfleet.api.openapi.schemas import (
     Json,
     body_schema,
 )
-from warmfleet.api.status_page.routes import DATA, FILES
+from warmfleet.api.status_page.routes import FILES
+from warmfleet.prompt.engine_paths import OPERATORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 PATH = "/openapi.json"
 HEALTH = frozenset({"/health", "/ping", "/readyz"})
-OPERATORS = frozenset({"/metrics", "/workers", "/explain", "/route", "/settle", "/renew", DATA})
 KEYED = frozenset({"/v1/models", "/v1/models/{model}"})  # besides the paths of engines
 #: Errors of any request, of one with a body, and of one that is placed at a worker.
 ANY_FAULT = (errors.BadRequest, errors.NotFound, errors.MethodNotAllowed, errors.HeadersTooLarge)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet.worker.state import WorkerState
+from warmfleet.pools.reasons import OF_A_TIE, REASONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,18 +14,7 @@ if TYPE_CHECKING:
 
 #: By the word that a decision returns (lua/parts/decide/cost_rule.lua).
 WHY: Mapping[str, str] = {
-    "lowest": "lowest predicted time to the first token, or lowest load",
-    "home": "the home of its session, among workers that cost the same",
-    "pressure": "the least full cache, among workers that cost the same",
-    "flight": "the fewest requests in flight, among workers that cost the same",
-    "seed": "chance, among workers that cost the same",
-    "objective": "least load among the workers that meet the objective for the first token",
-    "match": "it holds most of the prompt",
-    "smallest": "it holds the fewest blocks",
-    "imbalance": "least load: the loads differed too much to look at matches",
-    "bound": "next on the ring: the first worker had too much to do",
-    "turn": "its turn",
-    "known": "the same reservation was decided before",
+    word: f"tie: {text}" if word in OF_A_TIE and word != "seed" else text for word, text in REASONS.items()
 }
 #: By the reason that warmfleet_fallback_total counts.
 FALLBACK: Mapping[str, str] = {

@@ -46,7 +46,6 @@ STEP_S = 0.02  # between two looks for calls whose time is up, while calls wait
 BLOCKED_STEP_S = 1.0  # the same of calls that block: no request waits for them
 SILENT_S = 1.0  # without a byte while calls wait: a frozen server keeps its connections open
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between attempts to open a connection
-LOG_EVERY_S = 5.0
 NEVER = float("inf")
 #: The first words of error replies by a server that is not the master, or that cannot serve.
 NO_MASTER = frozenset({"MOVED", "ASK", "CLUSTERDOWN", "READONLY", "LOADING", "MASTERDOWN"})
@@ -166,7 +165,6 @@ class Multiplexed:
         self._clock = 0.0  # seconds in which calls waited, less those by which the event loop was late
         self._timer: asyncio.TimerHandle | None = None
         self._silent_s = 0.0
-        self._logged_at = -LOG_EVERY_S
         self._closed = False
 
     # ------------------------------------------------ calls
@@ -333,10 +331,7 @@ class Multiplexed:
             self._fail(call, why)
 
     def _log(self, text: str) -> None:
-        now = time.monotonic()
-        if now - self._logged_at >= LOG_EVERY_S:
-            self._logged_at = now
-            logger.warning("the connection to Redis: %s", text)
+        logger.warning("the connection to Redis: %s", text)
 
     async def aclose(self) -> None:
         """Close the connection for good; calls that wait fail."""

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.rescue.continuation")
 
 IDENTIFIED = ("exact", "engine")  # kinds of prompts that are token ids and nothing else, such as an image
-LOG_INTERVAL_S = 5.0  # between two log lines about streams that broke off
 COMPLETIONS_MAX_TOKENS = 16  # vLLM's default for completions; a chat has none
 #: Fields with which a request may be continued. With any other the rest of an answer may depend on more than its ids.
 CONTINUABLE = frozenset(
@@ -94,8 +93,6 @@ class Continuation:
         self._relay = relay
         self._budget = budget
         self._kept = KeptIds()
-        self._quiet_until = 0.0
-        self._untold = 0
 
     def prepared(self, job: Job) -> Job:
         """The job, and how it may be continued, if the operator or the client asked for that.
@@ -142,14 +139,8 @@ class Continuation:
             await answer.end_stream(error)
 
     def _log(self, cut: StreamCut, result: str) -> None:
-        """Tell of a stream that broke off, rarely: a worker that dies may cut thousands."""
-        self._untold += 1
-        now = time.monotonic()
-        if now < self._quiet_until:
-            return
-        text = "%d streams broke off; the last, of worker %s (%s): %s"
-        logger.warning(text, self._untold, cut.worker_id, cut.error.message, result)
-        self._quiet_until, self._untold = now + LOG_INTERVAL_S, 0
+        """Tell of a stream that broke off."""
+        logger.warning("a stream of worker %s broke off (%s): %s", cut.worker_id, cut.error.message, result)
 
     async def _try(self, job: Job, failed_worker: str, followed: FollowedStream) -> str:
         """``continued``, or the word for the metrics why not. Raises WarmfleetError."""

@@ -1,0 +1,60 @@
+"""Tells in the log what each model waits for before its requests can be served, and when that has come."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from warmfleet.pools.pool import Pool, Pools
+
+logger = logging.getLogger("warmfleet.background.waiting")
+
+NAMED = 4  # workers that one line names
+NO_ENGINE = (
+    "%s waits for its first engine: start vLLM with the plugin and WARMFLEET_REDIS_URL, or name engines in "
+    "WARMFLEET_STATIC_WORKERS; `warmfleet doctor` says what is missing"
+)
+NONE_ROUTABLE = "%s waits for its engines: none of %d takes requests yet (%s); `warmfleet doctor` says why"
+NO_TOKENIZER = "%s waits for the tokenizer of its engines: %d of %d engines take requests, which go by load until then"
+SERVED = "%s is served: %d of %d engines take requests"
+
+
+class Waiting:
+    """Compares each reading of the fleet with the last one that it told of."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self._told: dict[str, tuple[str, int, int]] = {}
+
+    def look(self) -> None:
+        """Log a line for each model whose state is another one than before. Redis' absence is told elsewhere."""
+        for pool in self._pools.all:
+            if not pool.contacted:
+                continue
+            workers = pool.view.workers
+            routable = sum(worker.routable for worker in workers)
+            text = _text(pool, routable)
+            now, before = (text, routable, len(workers)), self._told.get(pool.tag)
+            if now != before:
+                self._told[pool.tag] = now
+                lost = before is not None and before[0] == SERVED and text != SERVED
+                logger.log(logging.WARNING if lost else logging.INFO, text, *_figures(pool, text, routable))
+
+
+def _text(pool: Pool, routable: int) -> str:
+    if not pool.view.workers:
+        return NO_ENGINE
+    if not routable:
+        return NONE_ROUTABLE
+    return SERVED if pool.usable else NO_TOKENIZER
+
+
+def _figures(pool: Pool, text: str, routable: int) -> tuple[object, ...]:
+    workers = pool.view.workers
+    if text == NO_ENGINE:
+        return (pool.tag,)
+    if text == NONE_ROUTABLE:
+        named = ", ".join(f"{worker.worker_id}: {worker.state}" for worker in workers[:NAMED])
+        return pool.tag, len(workers), named + (", ..." if len(workers) > NAMED else "")
+    return pool.tag, routable, len(workers)

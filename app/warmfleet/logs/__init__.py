@@ -1,0 +1,1 @@
+"""How the log lines of a process reach its standard error: folded where they repeat, and never awaited."""

@@ -1,0 +1,78 @@
+"""A log record as a line: text for people, or one JSON object for collectors. Neither holds content of a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+#: The task that serves a request, by its ``id``, and the request's X-Request-Id. A task that this one starts inherits
+#: both, but is another one: it may serve others long after the request.
+_SERVED: ContextVar[tuple[int, str]] = ContextVar("served", default=(0, ""))
+
+
+def tell_request(request_id: str) -> None:
+    """Each line that the current task logs from here on tells this X-Request-Id."""
+    _SERVED.set((id(asyncio.current_task()), request_id))
+
+
+def _told_request() -> str:
+    task, request_id = _SERVED.get()
+    try:
+        return request_id if task and task == id(asyncio.current_task()) else ""
+    except RuntimeError:  # another thread, where no loop runs
+        return ""
+
+
+def prepared(record: logging.LogRecord) -> logging.LogRecord:
+    """The record as another thread may write it: its text is made, and nothing of the request is held any longer."""
+    record.msg, record.args = record.getMessage(), None
+    if record.exc_info:
+        record.exc_text = logging.Formatter().formatException(record.exc_info)
+        record.exc_info = None
+    if not hasattr(record, "request_id"):
+        record.request_id = _told_request()
+    return record
+
+
+class TextLines(logging.Formatter):
+    """Time, level, place and text. The request id follows the text where there is one."""
+
+    def __init__(self, replica: str) -> None:
+        """replica: which of several on one port this is; empty if it is alone."""
+        name = f"replica-{replica} " if replica else ""
+        super().__init__(f"%(asctime)s %(levelname)s {name}%(name)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the library's name
+        line = super().formatMessage(record)
+        found = getattr(record, "request_id", "")
+        return f"{line} [request {found}]" if found and found not in line else line
+
+
+class JsonLines(logging.Formatter):
+    """One object a line: time (UTC), level, logger, message; replica, request_id, exception where there is one.
+
+    Fields that a record brings as ``fields`` stand beside these.
+    """
+
+    def __init__(self, replica: str) -> None:
+        """replica: as in TextLines."""
+        super().__init__()
+        self._replica = replica
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        found = {"replica": self._replica, "request_id": getattr(record, "request_id", "")}
+        line |= {name: value for name, value in found.items() if value}
+        if record.exc_text:
+            line["exception"] = record.exc_text
+        return orjson.dumps(line | getattr(record, "fields", {}), default=str).decode()

@@ -1,0 +1,119 @@
+"""Hands log lines to a thread that writes them, so that a slow reader of the log delays no request."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, TextIO
+
+from warmfleet.logs.folding import Folding
+from warmfleet.logs.lines import JsonLines, TextLines, prepared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+MAX_WAITING = 10_000  # lines, a few MB: some seconds of the fullest access log
+FOLDED_LOOK_S = 1.0  # between two looks whether folded lines are to be told
+CLOSE_S = 2.0  # for the lines that wait at the end
+FORMATS = {"text": TextLines, "json": JsonLines}
+
+
+def no_metric() -> None:
+    """Stands for the counter of dropped lines until there is one."""
+
+
+class LogOutput(logging.Handler):
+    """The one handler of a process, between ``with`` and its end. ``on_drop`` is called for each line that is dropped.
+
+    Lines are dropped while MAX_WAITING wait; once the reader goes on, a line tells how many were.
+    """
+
+    def __init__(self, level: str, form: str, replica: str = "", stream: TextIO | None = None) -> None:
+        """level: a name of ``logging``, in lower case. form: one of FORMATS. replica: as in TextLines.
+
+        stream: standard error by default.
+        """
+        super().__init__()
+        self.on_drop: Callable[[], None] = no_metric
+        self._level_of_ours = getattr(logging, level.upper())
+        self._stream = stream or sys.stderr
+        self._waiting: SimpleQueue[logging.LogRecord | None] = SimpleQueue()
+        self._dropped = 0
+        self._folding = Folding()
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self.setFormatter(FORMATS[form](replica))
+        self.addFilter(self._folds)
+
+    def __enter__(self) -> LogOutput:
+        root, ours = logging.getLogger(), logging.getLogger("warmfleet")
+        self._before = (root.level, ours.level, root.handlers[:])
+        root.handlers[:] = [self]
+        root.setLevel(max(self._level_of_ours, logging.INFO))  # libraries tell too much at debug level
+        ours.setLevel(self._level_of_ours)
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it tells of a start, our own lines tell, too
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        root, ours = logging.getLogger(), logging.getLogger("warmfleet")
+        self._waiting.put(None)
+        self._thread.join(CLOSE_S)
+        level, our_level, handlers = self._before
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        ours.setLevel(our_level)
+        self.close()
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Hand the record over. No lock is held, so a signal's handler may log in the middle of another line."""
+        passes = bool(self.filter(record))
+        if passes:
+            self.emit(record)
+        return passes
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._waiting.qsize() >= MAX_WAITING:
+            self._dropped += 1
+            self.on_drop()
+            return
+        self._waiting.put(prepared(record))
+
+    def _folds(self, record: logging.LogRecord) -> bool:
+        return hasattr(record, "fields") or self._folding.filter(record)  # each line of the access log is wanted
+
+    # ------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        looked_at = time.monotonic()
+        while True:
+            try:
+                record = self._waiting.get(timeout=FOLDED_LOOK_S)
+                if record is None:
+                    return
+                self._write(record)
+            except Empty:
+                pass
+            if time.monotonic() - looked_at >= FOLDED_LOOK_S:
+                looked_at = time.monotonic()
+                self._tell_of_the_untold()
+
+    def _tell_of_the_untold(self) -> None:
+        for record in self._folding.ended():
+            self._write(record)
+        if self._dropped and self._waiting.qsize() < MAX_WAITING // 2:
+            dropped, self._dropped = self._dropped, 0
+            text = f"{dropped} log lines were dropped: what reads this log is too slow"
+            self._write(logging.LogRecord("warmfleet.logs", logging.WARNING, "", 0, text, None, None))
+
+    def _write(self, record: logging.LogRecord) -> None:
+        try:
+            self._stream.write(self.format(record) + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more: there is no place left to tell so
+            self._dropped += 1

@@ -1,0 +1,38 @@
+"""Why a decision chose its worker, in words for an operator: the scripts answer one word (lua/parts/decide)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import Seen
+
+#: What decided, by the word of the scripts, which is also the label ``why`` of ``warmfleet_decisions_total``.
+REASONS = {
+    "lowest": "the lowest predicted cost, or the lowest load under a policy that goes by load",
+    "home": "the home of the request's session",
+    "prefix": "it holds more of the prompt than the others",
+    "pressure": "its cache has the most room: it evicts least, or is the least full",
+    "flight": "it has the fewest requests in flight",
+    "seed": "chance, as nothing told the engines apart",
+    "objective": "it meets the TTFT objective with the least load",
+    "match": "it holds the longest part of the prompt",
+    "smallest": "its cache holds the fewest blocks",
+    "imbalance": "the load differs too much between engines to look at caches",
+    "bound": "the ring's first engine is over its bound on load",
+    "turn": "it was this engine's turn",
+    "known": "the same reservation was decided before",
+}
+#: The words for the steps by which the policy ``cost`` chooses among workers that cost the same.
+OF_A_TIE = frozenset({"home", "prefix", "pressure", "flight", "seed"})
+
+
+def in_words(policy: str, why: str, seen: Seen) -> str:
+    """Why the worker was chosen, as the end of a sentence: ``tie within 5 ms of 3 engines: it holds more of ...``."""
+    reason = REASONS.get(why, why)
+    if policy != "cost" or why not in OF_A_TIE:
+        return reason
+    costs = [candidate.cost_s for candidate in seen.candidates]
+    lowest = min(costs)
+    tied = sum(cost <= lowest + seen.tie_s for cost in costs)
+    return f"tie within {max(1, round(1_000 * seen.tie_s))} ms of {tied} engines: {reason}"

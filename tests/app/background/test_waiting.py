@@ -1,0 +1,51 @@
+"""A replica's log says what each model waits for, and when that has come; once each, not with every reading."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from warmfleet.background.waiting import Waiting
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def pool(*states: str, contacted: bool = True, usable: bool = True) -> Any:
+    workers = [
+        SimpleNamespace(worker_id=f"w{number}", state=state, routable=state == "proven")
+        for number, state in enumerate(states)
+    ]
+    return SimpleNamespace(tag="demo", contacted=contacted, usable=usable, view=SimpleNamespace(workers=workers))
+
+
+def test_what_a_model_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "warmfleet")
+    pools = SimpleNamespace(all=())
+    waiting = Waiting(cast("Any", pools))
+    seen = (
+        pool(contacted=False),
+        pool(),
+        pool("pending", "silent"),
+        pool("proven", "silent", usable=False),
+        pool("proven", "silent"),
+        pool("proven", "proven"),
+        pool("silent", "silent"),
+    )
+    for one in seen:
+        pools.all = (one,)
+        waiting.look()
+        waiting.look()
+    told = [(record.levelname, record.getMessage().split(":")[0]) for record in caplog.records]
+    assert told == [
+        ("INFO", "demo waits for its first engine"),
+        ("INFO", "demo waits for its engines"),
+        ("INFO", "demo waits for the tokenizer of its engines"),
+        ("INFO", "demo is served"),
+        ("INFO", "demo is served"),
+        ("WARNING", "demo waits for its engines"),
+    ]
+    assert "`warmfleet doctor`" in caplog.messages[0]
+    assert "none of 2 takes requests yet (w0: pending, w1: silent)" in caplog.messages[1]
+    assert caplog.messages[4].endswith("2 of 2 engines take requests")
