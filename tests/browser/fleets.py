@@ -24,7 +24,7 @@ REASONS = {
 }
 RUNG_REASONS = {
     "redis": "Redis decides: every choice knows the caches and the load of the whole fleet.",
-    "last_known": "Redis is away. Requests go to the 4 workers known last, by a hash of the prompt; nothing is booked, "
+    "last_known": "Redis is away. Requests go to the 3 workers known last, by a hash of the prompt; nothing is booked "
     "and the engines are asked for their health every 5 s.",
 }
 
@@ -166,7 +166,9 @@ def degraded() -> dict[str, Any]:
             rung="last_known",
             workers=workers,
             decisions=[decision(number, fallback=True) for number in range(50, 0, -1)],
-            index={"entries": 0, "memory_used_bytes": 0, "memory_limit_bytes": 0},
+            view_age_s=118.2,
+            queue=None,
+            index=None,
             lately={"decisions_per_s": 39.0, "fallbacks_per_s": 39.0, "hit_ratio": 0.0},
             history=history(180, away_since=24),
         )

@@ -13,17 +13,18 @@ from playwright.async_api import expect
 from tests.browser.fleets import FLEETS, answer
 from tests.browser.looking import DESK, PHONE, chromium, looking
 
+LONG, LONG_PHONE = (DESK[0], 1_700), (PHONE[0], 2_600)
 #: Name of the picture -> fleet, size of the window, theme.
 SHOTS = {
-    "light": ("four workers", DESK, "light"),
-    "dark": ("four workers", DESK, "dark"),
-    "phone-light": ("four workers", PHONE, "light"),
-    "phone-dark": ("degraded", PHONE, "dark"),
+    "light": ("four workers", LONG, "light"),
+    "dark": ("four workers", LONG, "dark"),
+    "phone-light": ("four workers", LONG_PHONE, "light"),
+    "phone-dark": ("degraded", LONG_PHONE, "dark"),
     "empty": ("empty", DESK, "light"),
-    "degraded": ("degraded", DESK, "dark"),
-    "two-models": ("two models", DESK, "light"),
-    "64-workers": ("64 workers", DESK, "light"),
-    "64-workers-phone": ("64 workers", PHONE, "light"),
+    "degraded": ("degraded", LONG, "dark"),
+    "two-models": ("two models", LONG, "light"),
+    "64-workers": ("64 workers", LONG, "light"),
+    "64-workers-phone": ("64 workers", LONG_PHONE, "light"),
 }
 
 
@@ -36,8 +37,8 @@ async def shoot(url: str, folder: Path) -> list[Path]:
                 await answer(look.page, FLEETS[fleet]())
                 await look.page.goto(f"{url}/status")
                 await expect(look.page.locator("#shown")).to_be_visible()
-                if size == DESK:
-                    await look.page.set_viewport_size({"width": size[0], "height": 1_400})
+                if await look.page.locator("summary").count():
+                    await look.page.locator("summary").first.click()
                 path = folder / f"{name}.png"
                 await look.page.screenshot(path=path)
                 made.append(path)

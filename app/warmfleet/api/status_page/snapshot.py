@@ -45,10 +45,17 @@ async def read(pool: Pool) -> Reading:
 
 
 def figures(pool: Pool, found: Reading) -> dict[str, Any]:
-    """Everything about one model but its history."""
+    """Everything about one model but its history. ``queue`` and ``index`` are None while Redis does not answer."""
     identity, rung = pool.view.identity, rung_of(pool, reached=found.reached)
     workers = pool.last_known.workers if rung == "last_known" else pool.view.workers
     avoided, truths = pool.avoided(), found.truth.workers
+    line, memory = found.line, found.memory
+    queue = {"waiting": line.waiting, "prompt_tokens": line.tokens, "work_s": line.work_s}
+    index = {
+        "entries": found.truth.entries,
+        "memory_used_bytes": memory.used,
+        "memory_limit_bytes": memory.limit,
+    }
     return {
         "model": pool.tag,
         "policy": pool.policy.name,
@@ -57,13 +64,9 @@ def figures(pool: Pool, found: Reading) -> dict[str, Any]:
         "rung": rung,
         "rung_reason": rung_in_words(pool, rung, reached=found.reached),
         "view_age_s": round(pool.view_age_s, 1) if pool.contacted else None,
-        "queue": {"waiting": found.line.waiting, "prompt_tokens": found.line.tokens, "work_s": found.line.work_s},
+        "queue": queue if found.reached else None,
         "ttft": pool.ttft.figures(),
-        "index": {
-            "entries": found.truth.entries,
-            "memory_used_bytes": found.memory.used,
-            "memory_limit_bytes": found.memory.limit,
-        },
+        "index": index if found.reached else None,
         "workers": [
             worker_row(worker, truths.get(worker.worker_id), avoided=worker.worker_id in avoided) for worker in workers
         ],

@@ -59,18 +59,18 @@ export const count = (value) => (value === null || value === undefined ? NONE : 
 /** A number with three significant digits. */
 export const number = (value) => (value === null || value === undefined ? NONE : precise.format(value));
 /** A share of 1 in percent. */
-export const percent = (value) => (value === null || value === undefined ? NONE : `${plain.format(100 * value)} %`);
+export const percent = (value) => (value === null || value === undefined ? NONE : `${plain.format(100 * value)}\u00a0%`);
 /** A time: milliseconds below one second. */
 export function seconds(value) {
   if (value === null || value === undefined) return NONE;
-  return value < 1 ? `${precise.format(1000 * value)} ms` : `${precise.format(value)} s`;
+  return value < 1 ? `${precise.format(1000 * value)}\u00a0ms` : `${precise.format(value)}\u00a0s`;
 }
 /** A size in the unit that fits. */
 export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
   for (; value >= 1024 && unit < units.length - 1; unit += 1) value /= 1024;
-  return `${precise.format(value)} ${units[unit]}`;
+  return `${precise.format(value)}\u00a0${units[unit]}`;
 }
 /** The time of day of a Unix time, as the reader's clock has it. */
 export const clock = (at) => new Date(1000 * at).toLocaleTimeString("en-GB");

@@ -2,7 +2,7 @@
 
 import { bytes, count, el, number, percent, say, seconds } from "./dom.js";
 import { draw } from "./plots.js";
-import { decisionsTable, modelsTable, workersTable } from "./tables.js";
+import { NO_WORKER, decisionsTable, modelsTable, workersTable } from "./tables.js";
 
 const EVERY_MS = 2000;
 const SLOWEST_MS = 15000; // between two tries while the replica does not answer
@@ -114,7 +114,6 @@ $("pause").addEventListener("click", () => {
 document.addEventListener("visibilitychange", poll);
 $("filter").addEventListener("input", showWorkers);
 $("only-out").addEventListener("change", showWorkers);
-addEventListener("hashchange", show);
 addEventListener("resize", () => last && showPlots(chosen()));
 
 $("theme").value = localStorage.getItem(THEME) ?? "";
@@ -128,12 +127,16 @@ function theme() {
 }
 
 function choose(name) {
-  location.hash = encodeURIComponent(name);
+  const address = new URL(location.href);
+  address.searchParams.set("model", name);
+  history.replaceState(null, "", address);
+  show();
 }
 
 /** The model that is shown: the one in the address, else the first. */
 function chosen() {
-  return last.models.find((model) => `#${encodeURIComponent(model.model)}` === location.hash) ?? last.models[0];
+  const name = new URLSearchParams(location.search).get("model");
+  return last.models.find((model) => model.model === name) ?? last.models[0];
 }
 
 // ------------------------------------------------------------------ showing
@@ -169,7 +172,7 @@ function showModels(model) {
   models.show(last.models.map((one) => ({
     model: one.model, chosen: one === model, routable: routable(one), workers: one.workers.length,
     decisions: number(one.lately.decisions_per_s), hit_ratio: one.lately.hit_ratio, p90_s: one.ttft.p90_s || null,
-    waiting: one.queue.waiting, rung: RUNGS[one.rung][0],
+    waiting: one.queue?.waiting, rung: RUNGS[one.rung][0],
   })));
 }
 
@@ -188,16 +191,20 @@ function showHead(model) {
 
 function showTiles(model) {
   const { lately, ttft, queue, index } = model;
-  const limit = index.memory_limit_bytes ? `of ${bytes(index.memory_limit_bytes)}` : "no limit set";
+  const away = "not known while Redis is away";
   const tiles = [
     ["Workers", `${routable(model)} of ${model.workers.length}`, "take requests; whole fleet"],
     ["Hit ratio", percent(lately.hit_ratio), "of prompt tokens, last minute; this replica"],
     ["First token", seconds(ttft.p50_s || null), `P50; P90 ${seconds(ttft.p90_s || null)}; this replica`],
     ["Decisions", `${number(lately.decisions_per_s)}/s`, lately.fallbacks_per_s ? `${number(lately.fallbacks_per_s)}/s without Redis; this replica` : "this replica"],
-    ["In the queue", count(queue.waiting), queue.waiting ? `${seconds(queue.work_s)} of work; whole fleet` : "whole fleet"],
-    ["Redis memory", index.memory_used_bytes ? bytes(index.memory_used_bytes) : "–", `${limit}; ${count(index.entries)} index entries`],
+    ["In the queue", count(queue?.waiting), queue ? `${queue.waiting ? `${seconds(queue.work_s)} of work; ` : ""}whole fleet` : away],
+    ["Redis memory", index ? bytes(index.memory_used_bytes) : "–", index ? `${memoryLimit(index)}; whole fleet` : away],
   ];
   $("tiles").replaceChildren(...tiles.map(([name, value, more]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, el("small", {}, more)))));
+}
+
+function memoryLimit({ memory_limit_bytes: limit, entries }) {
+  return `${limit ? `of ${bytes(limit)}` : "no limit set"}, ${count(entries)} entries of the index`;
 }
 
 const plots = ["hits", "first", "decisions", "waiting"].map((name) => el("figure", { id: `plot-${name}` }));
@@ -219,7 +226,9 @@ function showPlots(model) {
 
 function showWorkers() {
   if (!last) return;
-  const all = chosen().workers;
+  const { workers: all, rung, view_age_s: age } = chosen();
+  const old = rung === "last_known" || rung === "nothing";
+  say($("workers-scope"), old ? `as this replica read them ${age === null ? "never" : `${count(age)} s ago`}` : "whole fleet");
   const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const found = all.filter((worker) => {
     const text = `${worker.worker_id} ${worker.url} ${worker.state} ${worker.reason} ${worker.names.join(" ")}`.toLowerCase();
@@ -227,7 +236,7 @@ function showWorkers() {
   });
   workers.empty = all.length
     ? "No worker matches the filter."
-    : "No worker has joined. Start an engine with the plugin, or name one in WARMFLEET_STATIC_WORKERS.";
+    : NO_WORKER;
   workers.show(found);
   say($("filtered"), `${found.length} of ${all.length} shown`);
 }

@@ -6,7 +6,7 @@ const compared = new Intl.Collator("en", { numeric: true }).compare;
 const LIMITED = new Set(["load-only", "unheard", "suspected"]);
 const ON_THE_WAY = new Set(["pending", "warming", "joining", "draining", "paused"]); // nothing is wrong with these
 
-/** A table that is sorted by the column whose head was pressed last. columns: {name, cell(row), by(row) or nothing}. */
+/** A table that is sorted by the column whose head was pressed last. columns: {name, cell(row), and perhaps by(row), number, words}. */
 export class Table {
   constructor(table, { caption, columns, keyOf, rowClass = () => null, sortedBy = null, empty }) {
     Object.assign(this, { table, columns, keyOf, rowClass, sortedBy, empty, down: false, rows: [] });
@@ -21,7 +21,7 @@ export class Table {
   }
 
   head(column) {
-    const attributes = { scope: "col", role: "columnheader", class: column.number ? "number" : null };
+    const attributes = { scope: "col", role: "columnheader", class: kind(column) };
     if (!column.by) return el("th", attributes, column.name);
     const button = el("button", { type: "button" }, column.name, el("span", { "aria-hidden": "true" }));
     button.addEventListener("click", () => {
@@ -60,13 +60,18 @@ export class Table {
 
   row(row) {
     const cells = this.columns.map((column, place) => {
-      const attributes = { "data-column": column.name, class: column.number ? "number" : null };
+      const attributes = { "data-column": column.name, class: kind(column) };
       const content = [column.cell(row)].flat();
       if (place) return el("td", { ...attributes, role: "cell" }, ...content);
       return el("th", { ...attributes, role: "rowheader", scope: "row" }, ...content);
     });
     return el("tr", { role: "row", class: this.rowClass(row) }, ...cells);
   }
+}
+
+/** number: to the right, in one line. words: as wide as there is room; on a phone as wide as the card. */
+function kind(column) {
+  return column.number ? "number" : column.words ? "words" : null;
 }
 
 function compare(a, b) {
@@ -102,7 +107,7 @@ function state(worker) {
 function cache(worker) {
   const share = fill(worker);
   if (share === null) return ["unknown"];
-  return [percent(share), bar(share), small(`${count(worker.blocks)} of ${count(worker.capacity_blocks)} blocks`)];
+  return [bar(share), ` ${percent(share)}`, small(`${count(worker.blocks)} of ${count(worker.capacity_blocks)} blocks`)];
 }
 
 function lag(worker) {
@@ -112,17 +117,21 @@ function lag(worker) {
   return more ? [told, small(more)] : [told];
 }
 
+export const NO_WORKER =
+  "No worker has joined, so requests get 503. Start vLLM with the plugin and WARMFLEET_REDIS_URL, or name engines in " +
+  "WARMFLEET_STATIC_WORKERS; `warmfleet doctor` says what is missing.";
+
 export function workersTable(table) {
   return new Table(table, {
     caption: "Workers with their state, cache, load, speed and the lag of their index",
     keyOf: (worker) => worker.worker_id,
     rowClass: (worker) => (grade(worker) ? null : "out"),
     sortedBy: "State",
-    empty: "No worker has joined. Start an engine with the plugin, or name one in WARMFLEET_STATIC_WORKERS.",
+    empty: NO_WORKER,
     columns: [
       { name: "Worker", by: (worker) => worker.worker_id, cell: (worker) => [worker.worker_id, small(worker.url || "no address")] },
-      { name: "State", by: grade, cell: state },
-      { name: "Cache", by: (worker) => fill(worker) ?? -1, cell: cache },
+      { name: "State", words: true, by: grade, cell: state },
+      { name: "Cache", number: true, by: (worker) => fill(worker) ?? -1, cell: cache },
       {
         name: "Requests", number: true, by: (worker) => worker.in_flight,
         cell: (worker) => [count(worker.in_flight), small(`${count(worker.decode_tokens)} tokens of context`)],
@@ -153,7 +162,7 @@ function candidates(decision) {
 
 function held(decision) {
   const share = decision.prompt_tokens ? decision.matched_tokens / decision.prompt_tokens : 0;
-  return [percent(share), bar(share), small(`${count(decision.matched_tokens)} of ${count(decision.prompt_tokens)} tokens`)];
+  return [bar(share), ` ${percent(share)}`, small(`${count(decision.matched_tokens)} of ${count(decision.prompt_tokens)} tokens`)];
 }
 
 export function decisionsTable(table) {
@@ -164,8 +173,8 @@ export function decisionsTable(table) {
     columns: [
       { name: "Time", cell: (decision) => [clock(decision.at), small(`${decision.endpoint}, ${decision.request_id}`)] },
       { name: "Worker", cell: (decision) => decision.worker_id },
-      { name: "Why", cell: (decision) => [el("span", { class: decision.fallback ? "warn-text" : null }, decision.reason), candidates(decision)] },
-      { name: "Prompt held there", cell: held },
+      { name: "Why", words: true, cell: (decision) => [el("span", { class: decision.fallback ? "warn-text" : null }, decision.reason), candidates(decision)] },
+      { name: "Prompt held there", number: true, cell: held },
       { name: "Predicted", number: true, cell: (decision) => (decision.fallback ? "–" : [seconds(decision.cost_s), small(`${count(decision.wait_tokens)} tokens ahead`)]) },
     ],
   });
