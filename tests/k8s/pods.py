@@ -1,8 +1,9 @@
 """Runs the pods of rendered manifests as processes of this machine, so that what the manifests say is tried.
 
 A container becomes a process with its command, its variables and its files. Three things cannot be as in a cluster, and
-are replaced wherever they stand: a Service's `name:port` by an address of this machine, a port of a container by a free
-one, and the path of a mount by a folder. Images, limits, users, network policies and most probes have no part in it.
+are replaced wherever they stand: the name of a Service or of its pod by an address of this machine, a port of a
+container by a free one, and the path of a mount by a folder. Images, limits, users, network policies and most probes
+have no part in it.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ INIT_S = 60.0
 
 @dataclass
 class RunningPod:
-    """One pod. ports: those of its containers, each with the port that it has here. mounts: path -> folder."""
+    """One pod. ports: those of its containers, each with the port that it has here. mounts: path -> folder.
+
+    names: what stands for the cluster's names in this pod's files, variables and arguments only.
+    """
 
     name: str
     spec: Manifest
     folder: Path
     ports: dict[int, int]
+    names: dict[str, str]
     mounts: dict[str, Path] = field(default_factory=dict)
 
     def url(self, port: int) -> str:
@@ -45,15 +50,25 @@ class RunningPod:
 
 
 class Pods:
-    """The pods of a render. programs: name -> the command line that stands for it on this machine."""
+    """The pods of a render.
+
+    programs: name -> the command line that stands for it on this machine. secrets: those that an operator brings.
+    """
 
     def __init__(
-        self, objects: list[Manifest], processes: Processes, folder: Path, programs: Mapping[str, list[str]]
+        self,
+        objects: list[Manifest],
+        processes: Processes,
+        folder: Path,
+        programs: Mapping[str, list[str]],
+        secrets: Mapping[str, dict[str, str]] | None = None,
     ) -> None:
         self._objects = objects
+        self._secrets = secrets or {}
         self._processes = processes
         self._folder = folder
         self._services: dict[str, str] = {}
+        self._ports: dict[str, dict[int, int]] = {}
         self._bin = folder / "bin"
         self._bin.mkdir()
         ours = {"warmfleet": [sys.executable, "-m", "warmfleet"], "python": [sys.executable]}
@@ -62,22 +77,16 @@ class Pods:
             script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
             script.chmod(0o755)
 
-    def start(self, name: str) -> RunningPod:
-        """Run the init containers of this workload to their ends, then start its containers."""
+    def start(self, name: str, number: int = 0, again: RunningPod | None = None) -> RunningPod:
+        """Run the init containers of a pod of this workload to their ends, then start its containers.
+
+        number: which of its pods. again: the pod that ended and is started anew, with the same addresses.
+        """
         (workload,) = [item for item in workloads(self._objects) if name_of(item) == name]
-        spec = pod(workload)
-        numbers = [port["containerPort"] for part in spec["containers"] for port in part.get("ports", [])]
         label = name.partition("/")[2]
-        made = RunningPod(f"{label}-0", spec, self._folder / label, dict(zip(numbers, free_ports(len(numbers)))))  # noqa: B905
+        made = self._placed(workload, f"{label}-{number}", number, again)
         made.folder.mkdir()
-        for service in of_kind(self._objects, "Service"):
-            if matches(service["spec"]["selector"], labels(workload)):
-                named = {
-                    port.get("name"): port["containerPort"] for part in spec["containers"] for port in part["ports"]
-                }
-                for port in service["spec"]["ports"]:
-                    here = made.ports[named[port["targetPort"]]]
-                    self._services[f"{service['metadata']['name']}:{port['port']}"] = f"127.0.0.1:{here}"
+        spec = made.spec
         for part in [*spec.get("initContainers", []), *spec["containers"]]:
             made.mounts |= {mount["mountPath"]: made.folder / mount["name"] for mount in part.get("volumeMounts", [])}
         for volume in spec.get("volumes", []):
@@ -90,9 +99,34 @@ class Pods:
             variables = self._variables(made, part)
             command = [self._here(made, _expanded(word, variables)) for word in words]
             self._processes.spawn(
-                "pod", f"{label}.{part['name']}", self._program(command), self._environment(variables)
+                "pod", f"{made.name}.{part['name']}", self._program(command), self._environment(variables)
             )
         return made
+
+    def _placed(self, workload: Manifest, name: str, number: int, again: RunningPod | None) -> RunningPod:
+        """The pod with its ports and names. Pods of a headless Service have one port, and an address each."""
+        spec, label = pod(workload), workload["metadata"]["name"]
+        numbers = [port["containerPort"] for part in spec["containers"] for port in part.get("ports", [])]
+        ports = self._ports.get(label) or dict(zip(numbers, free_ports(len(numbers)), strict=True))
+        folder = self._folder / (f"{name}-again" if again else name)
+        names: dict[str, str] = {}
+        for service in of_kind(self._objects, "Service"):
+            if not matches(service["spec"]["selector"], labels(workload)):
+                continue
+            title = service["metadata"]["name"]
+            declared = {port["name"]: port["containerPort"] for part in spec["containers"] for port in part["ports"]}
+            for port in service["spec"]["ports"]:
+                here = ports[declared[port["targetPort"]]]
+                self._services[f"{title}:{port['port']}"] = f"127.0.0.1:{here}"
+                for each in range(workload["spec"].get("replicas", 1)):
+                    self._services[f"{label}-{each}.{title}"] = f"127.0.1.{each + 1}"
+                    self._services[f"{label}-{each}.{title}:{port['port']}"] = f"127.0.1.{each + 1}:{here}"
+            if service["spec"].get("clusterIP") == "None":
+                self._ports[label] = ports
+                own = f"127.0.1.{number + 1}"
+                pattern = f"{label}-[012].{title}"
+                names = {"bind * -::*": f"bind {own}", f"$POD_NAME.{title}": own, pattern: "127.0.1.[123]"}
+        return RunningPod(name, spec, folder, ports, names)
 
     def run(self, made: RunningPod, part: Manifest, words: list[str]) -> None:
         """Run a command in a container, as an init container or a probe, to its end; it must succeed."""
@@ -142,6 +176,8 @@ class Pods:
             (folder / name).write_text(text)
 
     def _secret(self, name: str) -> dict[str, str]:
+        if name in self._secrets:
+            return self._secrets[name]
         found = data_of(self._objects, "Secret", name) or {}
         return {key: base64.b64decode(value).decode() for key, value in found.items()}
 
@@ -149,6 +185,7 @@ class Pods:
         """``text`` with the names, ports and paths that stand for the cluster's on this machine; in one pass."""
         replaced = {
             **self._services,
+            **made.names,
             **{path: str(folder) for path, folder in made.mounts.items()},
             **{str(port): str(here) for port, here in made.ports.items()},
         }

@@ -9,10 +9,11 @@ import httpx
 import pytest
 import redis
 from redis.exceptions import NoPermissionError
+from tests.app.certificates import made as made_certificate
 from tests.conftest import redis7_binary
 from tests.k8s.objects import Manifest, probes_of
 from tests.k8s.pods import Pods, RunningPod
-from tests.k8s.render import parse
+from tests.k8s.render import parse, render
 from tests.tools import require
 
 from warmfleet_loadtest.stacks.processes import Processes, answers
@@ -20,7 +21,7 @@ from warmfleet_loadtest.stacks.processes import Processes, answers
 if TYPE_CHECKING:
     from pathlib import Path
 
-CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+PASSWORDS = {name: f"{name}-secret" for name in ("admin", "router", "worker", "replica", "sentinel")}
 
 
 def test_the_root_answers(rendered: dict[str, str], tmp_path: Path) -> None:
@@ -29,10 +30,10 @@ def test_the_root_answers(rendered: dict[str, str], tmp_path: Path) -> None:
         store = pods.start("StatefulSet/redis")
         worker = pods.start("Deployment/worker")
         router = pods.start("Deployment/router")
-        for name, made in ("worker.engine", worker), ("router.router", router):
+        for name, made in ("worker-0.engine", worker), ("router-0.router", router):
             processes.wait(name, partial(_ready, made))
         # A replica that found no engine within 15 s is ready nevertheless, which happens on a busy machine.
-        processes.wait("router.router", lambda: _chat(router).status_code != 503)
+        processes.wait("router-0.router", lambda: _chat(router).status_code != 503)
 
         answer = _chat(router)
 
@@ -53,8 +54,86 @@ def test_the_root_answers(rendered: dict[str, str], tmp_path: Path) -> None:
         assert "no permission" not in logs.lower()
 
 
-def _chat(router: RunningPod) -> httpx.Response:
-    return httpx.post(f"{router.url(8080)}/v1/chat/completions", json=CHAT, timeout=30)
+@pytest.mark.long(
+    minutes=1, shows="simulated engines and routers reach a Redis that speaks TLS only, by their manifests"
+)
+def test_tls_to_redis(tmp_path: Path) -> None:
+    authority = made_certificate(tmp_path, "authority")
+    pair = made_certificate(tmp_path, "redis", authority)
+    files = {"ca.crt": authority.certificate, "tls.crt": pair.certificate, "tls.key": pair.key}
+    secrets = {"redis-passwords": PASSWORDS, "redis-tls": {name: path.read_text() for name, path in files.items()}}
+    with Processes(tmp_path) as processes:
+        pods = Pods(_rendered(["redis", "redis-tls"], tmp_path), processes, tmp_path, _programs(), secrets)
+        store = pods.start("StatefulSet/redis")
+        pods.start("Deployment/worker")
+        router = pods.start("Deployment/router")
+
+        processes.wait("router-0.router", lambda: _decided(router))
+
+        with redis.Redis(port=store.ports[6379]) as client, pytest.raises(redis.ConnectionError):
+            client.ping()
+
+
+@pytest.mark.long(
+    minutes=1, shows="a master of Redis that dies is replaced by the Sentinels of `redis-sentinel`, and joins again"
+)
+def test_a_dead_master_is_replaced(tmp_path: Path) -> None:
+    secrets = {"redis-passwords": PASSWORDS}
+    with Processes(tmp_path) as processes:
+        pods = Pods(_rendered(["redis-sentinel"], tmp_path), processes, tmp_path, _programs(), secrets)
+        stores = [pods.start("StatefulSet/redis", number) for number in range(3)]
+        pods.start("Deployment/worker")
+        router = pods.start("Deployment/router")
+        processes.wait("router-0.router", lambda: _decided(router))
+        ports = stores[0].ports
+        processes.wait("redis-1.redis", lambda: _replicas("127.0.1.1", ports[6379]) == 2)
+        assert _master(ports[26379]) == "127.0.1.1"
+        with (
+            redis.Redis(host="127.0.1.2", port=ports[26379]) as client,
+            pytest.raises(redis.ResponseError, match="permissions"),
+        ):
+            client.execute_command("SENTINEL", "REMOVE", "warmfleet")
+
+        for name in ("redis-0.redis", "redis-0.sentinel"):
+            processes.kill(name)
+        processes.wait("redis-1.redis", lambda: _master(ports[26379]) != "127.0.1.1")
+        processes.wait("router-0.router", lambda: _decided(router))
+        pods.start("StatefulSet/redis", 0, again=stores[0])
+
+        processes.wait("redis-0.redis", lambda: _replicas(_master(ports[26379]), ports[6379]) == 2)
+
+
+def _rendered(store: list[str], tmp_path: Path) -> list[Manifest]:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    return parse(render(["worker", "simulated-engines", *store], scratch))
+
+
+def _decided(router: RunningPod) -> bool:
+    """Whether a chat is answered by a decision of Redis, and not without it."""
+    try:
+        answer = _chat(router, "Qwen/Qwen3-0.6B")
+    except httpx.TransportError:
+        return False
+    return answer.status_code == 200 and answer.headers["x-warmfleet-reservation"] != "fallback"
+
+
+def _master(sentinel_port: int) -> str:
+    """The address that the second pod's Sentinel tells."""
+    with redis.Redis(host="127.0.1.2", port=sentinel_port, decode_responses=True) as client:
+        told: list[str] = client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "warmfleet")
+        return told[0]
+
+
+def _replicas(host: str, port: int) -> int:
+    """How many follow this server, if it is a master."""
+    with redis.Redis(host=host, port=port, username="admin", password=PASSWORDS["admin"]) as client:
+        return int(client.info("replication")["connected_slaves"])
+
+
+def _chat(router: RunningPod, model: str = "demo") -> httpx.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    return httpx.post(f"{router.url(8080)}/v1/chat/completions", json=body, timeout=30)
 
 
 def _programs() -> dict[str, list[str]]:
