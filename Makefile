@@ -62,7 +62,7 @@ vllm: ## build an environment with real vLLM on the CPU, and tiny models
 vllm-matrix: $(DEV_STAMP) vllm ## try the plugin on the cores of vLLM 0.28 to 0.33, which are downloaded (1 GB)
 	@STRICT_TOOLS=1 $(PY) -m pytest -s -m long tests/vllm/test_matrix.py $(ARGS)
 
-deps: ## install redis-server, haproxy, luacheck, openssl and chromium where they are missing (apt-get, as root or by sudo)
+deps: ## install redis-server, haproxy, luacheck, openssl, chromium and promtool where missing (apt-get, as root or by sudo)
 	@$(PYTHON) tests/os_tools.py
 
 checkov: $(CHECKOV_STAMP)

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 
 #: Command -> the Debian package that brings it.
 TOOLS = {
@@ -20,6 +21,10 @@ TOOLS = {
     "openssl": "openssl",
     "chromium": "chromium",
 }
+#: Command -> the Debian package that it is taken out of. To install that would start a service of which no test has any
+#: use: a Prometheus, on the port of our operators, again at every start of the machine.
+TAKEN_OUT = {"promtool": "prometheus"}
+LOCAL = "/usr/local/bin"
 #: Debian installs haproxy into a folder that is on root's PATH only.
 SBIN = "/usr/sbin"
 
@@ -34,8 +39,8 @@ def find(command: str) -> str | None:
 
 
 def missing() -> list[str]:
-    """The commands of TOOLS that are not installed."""
-    return [command for command in TOOLS if find(command) is None]
+    """The commands of TOOLS and TAKEN_OUT that are not there."""
+    return [command for command in (*TOOLS, *TAKEN_OUT) if find(command) is None]
 
 
 def install_missing() -> None:
@@ -50,13 +55,29 @@ def install_missing() -> None:
         raise MissingToolsError(sentence(wanted, "apt-get needs root or sudo without a password"))
     print(f"installing {', '.join(wanted)} with apt-get ...", flush=True)
     apt_get = [*root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq"]
-    packages = [TOOLS[command] for command in wanted]
-    for arguments in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
+    packages = [TOOLS[command] for command in wanted if command in TOOLS]
+    steps = [["update"], ["install", "-y", "--no-install-recommends", *packages]]
+    for arguments in steps if packages else steps[:1]:
         status = subprocess.run([*apt_get, *arguments], check=False).returncode
         if status != 0:
             raise MissingToolsError(sentence(wanted, f"`apt-get {arguments[0]}` failed with status {status}"))
+    for command in TAKEN_OUT.keys() & set(wanted):
+        take_out(command, apt_get, root)
     if left := missing():
         raise MissingToolsError(sentence(left, "apt-get installed the packages, but these commands are not on PATH"))
+
+
+def take_out(command: str, apt_get: list[str], root: list[str]) -> None:
+    """Download the package of this command, and copy only the command out of it. Raises MissingToolsError."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps = [
+            [*apt_get, "download", TAKEN_OUT[command]],
+            ["sh", "-c", "dpkg-deb -x *.deb ."],
+            [*root, "install", "-m", "755", f"usr/bin/{command}", LOCAL],
+        ]
+        for step in steps:
+            if subprocess.run(step, cwd=folder, check=False).returncode != 0:
+                raise MissingToolsError(sentence([command], f"`{' '.join(step[-2:])}` failed"))
 
 
 def as_root() -> list[str] | None:
@@ -71,7 +92,7 @@ def as_root() -> list[str] | None:
 
 def sentence(commands: list[str], reason: str) -> str:
     """What is missing, why it was not installed, and what to install."""
-    packages = " ".join(TOOLS[command] for command in commands)
+    packages = " ".join((TOOLS | TAKEN_OUT)[command] for command in commands)
     return f"missing: {', '.join(commands)} ({reason}). Install them yourself; on Debian: apt-get install {packages}"
 
 

@@ -103,7 +103,7 @@ def create_app(settings: Settings, log: LogOutput | None = None) -> Doors:
     a file that cannot be used, or if a variable of OpenTelemetry has a wrong value.
     """
     _check_models(settings)
-    metrics, health = Metrics(), Health()
+    metrics, health = Metrics(settings.models), Health()
     if log is not None:
         log.on_drop = metrics.log_lines_dropped.inc
     tracing = tracing_of(os.environ, metrics)

@@ -1,17 +1,22 @@
 """All metrics of a router. app/docs/metrics.md is generated from here.
 
-Labels are bounded: none names a worker, a user or a request. ``model`` is a tag of WARMFLEET_MODELS, ``client`` a name
-in the file of clients' keys.
+One rule names them (tests/contract/test_metrics.py): ``warmfleet_``, then the things that are counted, in the plural,
+or what is measured with its base unit at the end; a counter has ``_total`` behind that. Every label is bounded: none
+names a user or a request. ``model`` is a tag of WARMFLEET_MODELS, ``client`` a name in the file of clients' keys,
+``worker`` a worker of the last reading, whose samples go when it leaves the fleet.
 """
 
 from __future__ import annotations
 
+import platform
 from bisect import bisect_left
 from contextlib import suppress
+from functools import cache
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 if TYPE_CHECKING:
@@ -85,13 +90,20 @@ class Histogram(prometheus_client.Histogram):
 
 
 class Metrics:
-    """All metrics of one router process. ``render`` returns them in Prometheus' text format."""
+    """All metrics of one router process. ``render`` returns them in Prometheus' text format.
+
+    models: tags. What is counted of each model is 0 for these from the start: a rate over a sample that appears with
+    its first event would miss this event.
+    """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self) -> None:
+    def __init__(self, models: Iterable[str] = ()) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # not annotated there
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.build_info = self._gauge("build_info", "1; the labels tell the versions of it", "version", "python")
+        self.build_info.labels(*_versions()).set(1)
         self._of_requests()
         self._of_decisions()
         self._of_prompts()
@@ -99,39 +111,53 @@ class Metrics:
         self._of_the_queue()
         self._of_background()
         self._of_workers()
+        self._of_each_worker()
         self._of_redis()
+        for model in models:
+            for metric in (
+                *(self.stream_errors, self.prompt_tokens, self.matched_tokens, self.queued),
+                *(self.decision_seconds, self.first_byte_seconds, self.queue_seconds),
+            ):
+                metric.labels(model)
 
     def _of_requests(self) -> None:
         """Requests and their engines."""
-        self.requests = self._counter("requests", "Requests that were answered", "endpoint", "status", "reservation")
-        self.in_flight = self._gauge("in_flight", "Requests that are being served now")
+        self.requests = self._counter(
+            "requests",
+            "Requests that were answered; `model` is empty where a request was refused before its model was known",
+            "endpoint",
+            "status",
+            "reservation",
+            "model",
+        )
+        self.in_flight = self._gauge("in_flight_requests", "Requests that are being served now")
         self.connections = self._gauge("connections", "Connections of clients that are open now")
-        self.tls_certificate_expires_seconds = self._gauge(
-            "tls_certificate_expires_seconds", "Unix time at which the certificate in use ends; 0 without TLS"
+        self.tls_certificate_expiry = self._gauge(
+            "tls_certificate_expiry_timestamp_seconds", "Unix time at which the certificate in use ends; 0 without TLS"
         )
         self.body_bytes = self._gauge("body_bytes", "Request bodies that are held in memory now")
         self.connections_closed = self._counter(
-            "connections_closed", "Connections that were closed for a fault or a limit, by reason (api.md)", "reason"
+            "closed_connections", "Connections that were closed for a fault or a limit, by reason (api.md)", "reason"
         )
         self.retries = self._counter(
             "retries", "Further tries: `same` worker after a stale connection, or `another` worker", "where"
         )
-        self.stream_errors = self._counter("stream_errors", "Answers that were cut off after their first byte")
+        self.stream_errors = self._counter("stream_errors", "Answers that were cut off after their first byte", "model")
         self.continued = self._counter(
-            "continued",
+            "continued_streams",
             "Streams that may be continued and broke off: `continued` at another worker, `unfit`, `budget`, `failed`",
             "result",
         )
         self.hedged = self._counter(
-            "hedged",
+            "hedged_streams",
             "Streams without a first byte after `WARMFLEET_HEDGE_AFTER_S`: the second worker `won`, `lost`, was `none` "
             "(no room, or it failed), or the `budget` was empty",
             "result",
         )
         self.log_lines_dropped = self._counter(
-            "log_lines_dropped", "Log lines that were dropped because what reads the log is too slow"
+            "dropped_log_lines", "Log lines that were dropped because what reads the log is too slow"
         )
-        self.given_up = self._counter("given_up", "Requests ended here because their worker fell silent")
+        self.given_up = self._counter("given_up_requests", "Requests ended here because their worker fell silent")
         self.time_limits = self._counter(
             "time_limits", "Requests ended by a time limit of the settings: `stream_idle`, `request_max`", "limit"
         )
@@ -145,32 +171,42 @@ class Metrics:
 
     def _of_decisions(self) -> None:
         """Decisions and reservations."""
-        self.decide_seconds = self._histogram("decide_seconds", "Time that a request waited for its decision")
+        self.decision_seconds = self._histogram(
+            "decision_seconds", "Time that a request waited for its decision", "model"
+        )
         self.decisions = self._counter(
-            "decisions", "Decisions by policy and by the rule that decided (operate.md)", "policy", "why"
+            "decisions", "Decisions by policy and by the rule that decided (operate.md)", "policy", "why", "model"
         )
         self.decision_log = self._counter(
-            "decision_log", "Records of the decision log: `written`, `dropped` (the disk is slow), `failed`", "result"
+            "decision_log_records",
+            "Records of the decision log: `written`, `dropped` (the disk is slow), `failed`",
+            "result",
         )
-        self.fallback = self._counter("fallback", "Requests that were placed without a decision of Redis", "reason")
+        self.fallback = self._counter(
+            "fallback_requests", "Requests that were placed without a decision of Redis", "reason", "model"
+        )
         self.client_limits = self._counter(
-            "client_limits",
+            "limited_requests",
             "Requests refused by a limit of their key (`requests`, `tokens`), or placed without looking (`unchecked`)",
             "client",
             "result",
         )
-        self.settled = self._counter("settled", "Reservations by how their request ended", "outcome")
+        self.settled = self._counter("settled_reservations", "Reservations by how their request ended", "outcome")
         self.settle_failures = self._counter(
             "settle_failures", "Settlements that Redis did not take; they are sent again, or the lease expires"
         )
         self.renewed = self._counter(
-            "renewed", "Renewals of open reservations: `renewed`, `rebuilt` after a loss, `refused`", "result"
+            "renewed_reservations",
+            "Renewals of open reservations: `renewed`, `rebuilt` after a loss, `refused`",
+            "result",
         )
 
     def _of_prompts(self) -> None:
         """What is known of prompts before they are sent."""
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all decided requests")
-        self.matched_tokens = self._counter("matched_tokens", "Prompt tokens that the chosen worker held already")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all decided requests", "model")
+        self.matched_tokens = self._counter(
+            "matched_tokens", "Prompt tokens that the chosen worker held already", "model"
+        )
         self.cached_predictions = self._counter(
             "cached_predictions",
             "Answers of engines without the plugin that told their cached tokens: as_predicted, more or fewer (then "
@@ -178,13 +214,22 @@ class Metrics:
             "result",
         )
         self.identity = self._counter(
-            "identity", "Requests by how their prompt was identified: exact, engine, text, prefix, load", "kind"
+            "identified_requests",
+            "Requests by how their prompt was identified: exact, engine, text, prefix, load",
+            "kind",
+            "model",
         )
         self.identified_tokens = self._counter(
-            "identified_tokens", "Tokens of exact prompts: `known` from earlier prompts, or made anew (`new`)", "source"
+            "identified_tokens",
+            "Tokens of exact prompts: `known` from earlier prompts, or made anew (`new`)",
+            "source",
+            "model",
         )
         self.load_only = self._counter(
-            "load_only", "Requests that were placed by load alone, by reason (identity.md)", "reason"
+            "load_only_requests",
+            "Requests that were placed by load alone, by reason (identity.md)",
+            "reason",
+            "model",
         )
         self.asked = self._counter(
             "asked_engines",
@@ -196,7 +241,7 @@ class Metrics:
         )
         self.template_processes = self._counter("template_processes", "Processes started for unapproved templates")
         self.handoff = self._counter(
-            "handoff", "Requests by whether their engine was sent token ids (identity.md)", "result"
+            "handoff_requests", "Requests by whether their engine was sent token ids (identity.md)", "result"
         )
 
     def _of_waits(self) -> None:
@@ -206,9 +251,9 @@ class Metrics:
         )
         self.ttft_seconds = self._gauge(
             "ttft_seconds",
-            "Quantile of the time to first byte of the last minute's streams; to join replicas, use the histogram",
+            "Percentile of the time to first byte of the last minute's streams; to join replicas, use the histogram",
             "model",
-            "quantile",
+            "percentile",
         )
         self.objective_seconds = self._gauge(
             "ttft_objective_seconds", "Time to first token that decisions aim at now; 0 = none", "model"
@@ -216,10 +261,15 @@ class Metrics:
 
     def _of_the_queue(self) -> None:
         """Requests that wait for a worker with room."""
-        self.queued = self._gauge("queued", "Requests that wait in this replica for a worker with room", "model")
-        self.queue_seconds = self._histogram("queue_seconds", "Time that requests waited in the queue")
-        self.queue_rejected = self._counter(
-            "queue_rejected", "Requests that the queue refused: `full`, `displaced`, `bytes`, `deadline`", "reason"
+        self.queued = self._gauge(
+            "queued_requests", "Requests that wait in this replica for a worker with room", "model"
+        )
+        self.queue_seconds = self._histogram("queue_seconds", "Time that requests waited in the queue", "model")
+        self.queue_rejections = self._counter(
+            "queue_rejections",
+            "Requests that the queue refused: `full`, `displaced`, `bytes`, `deadline`",
+            "reason",
+            "model",
         )
 
     def _of_background(self) -> None:
@@ -234,7 +284,7 @@ class Metrics:
             "result",
         )
         self.vouched = self._counter(
-            "vouched",
+            "vouched_workers",
             "Engines that answered though no heartbeat came: `vouched`, `renewed`, `refused` (worker-life.md)",
             "result",
         )
@@ -244,7 +294,7 @@ class Metrics:
 
     def _of_workers(self) -> None:
         """What this replica found out about workers, and what it did."""
-        self.workers = self._gauge("workers", "Workers by state, at the last reading", "state")
+        self.workers = self._gauge("workers", "Workers by state, at the last reading", "state", "model")
         self.probes = self._counter(
             "probes", "Probes by result: `proven`, `identity`, `url`, `none` (nothing was learned)", "result"
         )
@@ -271,10 +321,38 @@ class Metrics:
             "what",
         )
 
+    def _of_each_worker(self) -> None:
+        """Each worker at the last reading. Every replica reads the same values: take the maximum, not the sum.
+
+        They are set anew as a whole (``background/worker_gauges``, ``background/index_health``), so that no worker
+        that left stays.
+        """
+
+        def gauge(name: str, text: str, *more: str) -> Gauge:
+            return self._gauge(f"worker_{name}", text, "model", "worker", *more)
+
+        self.worker_info = gauge(
+            "info",
+            "1; the labels tell the worker's state (worker-life.md), the result of its last probe, and its version",
+            *("state", "proof", "version"),
+        )
+        self.worker_routable = gauge("routable", "1 if requests may go to the worker, else 0")
+        self.worker_requests = gauge("in_flight_requests", "Requests of all replicas that the worker has")
+        self.worker_prefill_tokens = gauge("prefill_tokens", "Prompt tokens booked there, with those of other clients")
+        self.worker_decode_tokens = gauge("decode_tokens", "Answer tokens booked there, with those of other clients")
+        self.worker_speed = gauge("prefill_tokens_per_second", "Measured speed of prefill; 0 while it is not known")
+        self.worker_held_blocks = gauge("held_blocks", "Blocks that its cache holds")
+        self.worker_cache_blocks = gauge("cache_blocks", "Blocks that its cache has room for; 0 if it does not tell")
+        self.worker_heartbeat_age = gauge("heartbeat_age_seconds", "Time since it was last heard, if it ever was")
+        self.worker_lag_batches = gauge("apply_lag_batches", "Entries of its stream that nobody has applied")
+        self.worker_lag_seconds = gauge("apply_lag_seconds", "Age of the oldest of these entries")
+
     def _of_redis(self) -> None:
         """Redis and the index in it. Every replica reads the same values: take the maximum, not the sum."""
         self.memory_used_ratio = self._gauge("memory_used_ratio", "Used share of Redis's memory limit; 0 without one")
-        self.memory_short = self._gauge("memory_short", "Models whose new blocks are not indexed: memory is short")
+        self.memory_short = self._gauge(
+            "memory_short_models", "Models whose new blocks are not indexed: memory is short"
+        )
         self.memory_used_bytes = self._gauge("memory_used_bytes", "Memory that Redis uses")
         self.apply_lag_batches = self._gauge(
             "apply_lag_batches", "Stream entries of a live worker that nobody has applied, of the worst worker"
@@ -315,3 +393,9 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(f"warmfleet_{name}", text, labels, registry=self.registry, buckets=_SECONDS)
+
+
+@cache
+def _versions() -> tuple[str, str]:
+    """Of this package, and of Python."""
+    return metadata.version("warmfleet"), platform.python_version()

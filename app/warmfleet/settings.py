@@ -184,6 +184,7 @@ def _secret(default: Any, why: str) -> Any:
     return field(default=default, repr=False, metadata={"why": why, "secret": True})
 
 
+ADMIN_PORT = 9090  # where operators reach a replica if they choose no port
 #: Every address of a private network: nobody listed a worker.
 ANY_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "100.64.0.0/10", "fc00::/7", "::1/128")
 
@@ -200,9 +201,9 @@ class Settings:
     host: str = _setting("127.0.0.1", "address to listen on; the default is reachable from this machine only")
     port: int = _setting(8080, "port to listen on")
     admin_port: int = _setting(
-        0,
+        ADMIN_PORT,
         "port for operators, on the same address: `/metrics`, `/workers`, `/explain`, `/route`, `/renew` and `/settle` "
-        "are served there only, health on both; 0 = all on one port",
+        "are served there only, health on both; 0 = all on the clients' port",
     )
     log_level: str = _setting("info", "least level of the log's lines: `debug`, `info`, `warning`, `error`")
     log_format: str = _setting(
@@ -249,7 +250,7 @@ class Settings:
     admin_key: str = _secret(
         "",
         "bearer token that the paths for operators require; empty = open to everybody, so that "
-        "`WARMFLEET_CLIENT_KEYS_FILE` and `WARMFLEET_TENANT_KEY` need this key or `WARMFLEET_ADMIN_PORT`",
+        "`WARMFLEET_CLIENT_KEYS_FILE` and `WARMFLEET_TENANT_KEY` need this key where `WARMFLEET_ADMIN_PORT` is 0",
     )
     tenant_key: str = _secret(
         "", "a secret of at least 16 characters: tenants never share cached blocks; empty = one cache for all"
@@ -439,7 +440,7 @@ class Settings:
                 why = "/metrics, /workers and /explain would tell every client about the others"
                 yield f"{name} is set, so set WARMFLEET_ADMIN_KEY or WARMFLEET_ADMIN_PORT, too: {why}"
         if self.admin_port and self.admin_port == self.port:
-            yield f"ADMIN_PORT={self.admin_port} must differ from WARMFLEET_PORT"
+            yield f"ADMIN_PORT={self.admin_port} must differ from WARMFLEET_PORT, or be 0: then both are one port"
         if bool(self.tls_cert) != bool(self.tls_key):
             yield "TLS_CERT and WARMFLEET_TLS_KEY need each other: set both"
         if self.tls_client_ca and not self.tls_cert:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -87,12 +88,13 @@ class Replica:
         async with self.client.get(self.operators + path) as answer:
             return answer.status, await answer.read()
 
-    async def metric(self, line: str) -> float:
-        """The value of one sample, 0 if it is not there."""
+    async def metric(self, sample: str) -> float:
+        """The sum of all samples with this name and at least these labels (``name{label="value"``); 0 without any."""
+        name, _, labels = sample.partition("{")
+        wanted = [f'{key}="{value}"' for key, value in re.findall(r'(\w+)="([^"]*)"', labels)]
         _, page = await self.get("/metrics")
-        return next(
-            (float(text.rsplit(" ", 1)[1]) for text in page.decode().splitlines() if text.startswith(line)), 0.0
-        )
+        lines = [line for line in page.decode().splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in wanted))
 
     async def routable(self, count: int) -> None:
         """Return when the replica itself has seen ``count`` routable workers."""
@@ -133,11 +135,12 @@ async def replica(
 ) -> AsyncIterator[Replica]:
     """A replica with ``engines`` as static workers, all of them routable.
 
-    look_url: the store by which the test itself reads the fleet. settings: fields of Settings, and names of CONSTANTS.
+    look_url: the store by which the test itself reads the fleet. settings: fields of Settings, and names of CONSTANTS;
+    any admin_port but 0 stands for a free port of its own.
     The replica trusts the files that workers bring, unless told otherwise: trying their tokenizers takes time.
     """
     chosen: dict[str, Any] = {"view_interval_s": 0.1, "health_interval_s": 0.2, "decide_timeout_s": 1.0}
-    chosen |= {"shutdown_grace_s": 2.0, "trust_templates": True} | settings
+    chosen |= {"shutdown_grace_s": 2.0, "trust_templates": True, "admin_port": 0} | settings
     replaced = {name: chosen.pop(name) for name in CONSTANTS.keys() & chosen.keys()}
     made = Settings(redis_url=redis_url, models=(model,), static_workers=engines, **chosen)
     listener = socket.create_server(("127.0.0.1", 0))

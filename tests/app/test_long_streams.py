@@ -79,7 +79,7 @@ async def read(answer: aiohttp.ClientResponse, way: str) -> None:
 
 
 async def renewals(routers: list[Replica], result: str = "renewed") -> list[float]:
-    return [await router.metric(f'warmfleet_renewed_total{{result="{result}"}}') for router in routers]
+    return [await router.metric(f'warmfleet_renewed_reservations_total{{result="{result}"}}') for router in routers]
 
 
 async def pass_by(routers: list[Replica]) -> None:

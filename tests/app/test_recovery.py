@@ -132,7 +132,7 @@ async def test_an_emptied_redis_is_not_a_reason_to_refuse(model: str) -> None:
                 status, headers, _ = await router.post({"model": model, "prompt": PROMPT})
                 assert (status, headers["x-warmfleet-reservation"]) == (200, "fallback")
             assert reservation_of(f"cmpl-{upstream.seen[-1].headers['x-request-id']}-0") is None, "it is foreign load"
-            assert await router.metric('warmfleet_fallback_total{reason="no_worker"}') == 5
+            assert await router.metric('warmfleet_fallback_requests_total{reason="no_worker"}') == 5
 
 
 async def test_an_emptied_redis_and_dead_engines_fail_nobody(model: str) -> None:

@@ -82,6 +82,7 @@ class Process:
         with socket.create_server(("127.0.0.1", 0)) as found:
             self.port = found.getsockname()[1]
         settings = {"REDIS_URL": redis_url, "MODELS": model, "STATIC_WORKERS": engine_url, "PORT": str(self.port)}
+        settings |= {"ADMIN_PORT": "0"}
         settings |= {"DRAIN_S": "1.5", "DECIDE_TIMEOUT_S": "2", "VIEW_INTERVAL_S": "0.1"}
         self.environment = os.environ | {f"WARMFLEET_{name}": value for name, value in settings.items()}
         self.url = f"http://127.0.0.1:{self.port}"

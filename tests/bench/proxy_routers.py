@@ -28,6 +28,7 @@ REPLICA = {
     "WARMFLEET_DECIDE_TIMEOUT_S": "5",
     "WARMFLEET_MAX_ENGINE_WAIT_S": "3600",
     "WARMFLEET_PROBE_INTERVAL_S": "0",
+    "WARMFLEET_ADMIN_PORT": "0",  # operators use the same port
 }
 ONE_THREAD = {"TOKIO_WORKER_THREADS": "1", "PYTHONPATH": ""}
 BOOKED = b"x-warmfleet-reservation: booked"

@@ -46,17 +46,19 @@ METRICS = """\
 # Metrics
 
 `GET /metrics` of a replica answers with the metrics of this table in Prometheus' text format. In that answer the name
-of every counter ends in `_total`; the table leaves the ending out. [operate.md](operate.md) says which metrics to watch
-and what to do.
+of every counter ends in `_total`; the table leaves the ending out. [operate.md](operate.md#see-it) says how to scrape
+them, which to watch and what to do.
 
-These gauges describe Redis and the index, not the replica: `warmfleet_memory_*`, `warmfleet_apply_lag_*`,
-`warmfleet_digest_age_seconds`, `warmfleet_diverged_workers`, `warmfleet_divergences`, `warmfleet_resyncs`,
-`warmfleet_index_*` and `warmfleet_retired_slots`. Every replica reads them from the same Redis, each at its own moment.
-A sum over replicas would count the same thing once for each replica: take the maximum.
+One rule names them: `warmfleet_`, then the things that are counted, in the plural, or what is measured with its base
+unit at the end. Labels are bounded: `model` is a tag of `WARMFLEET_MODELS`, `worker` a worker of the last reading,
+whose samples go when it leaves, `client` a name in the file of clients' keys. Prometheus' own `process_*` metrics (CPU,
+memory, open files, start) are on the same page.
 
-`/workers` and `warmfleet workers` show five of them for each worker: the lag in batches and in seconds, the age of its
-digest, its divergences with the cause of the open one, and its snapshots by cause. They show three for each model: the
-used memory, the entries of the index, and the retired slots. `/workers` also has the counters of the index.
+These gauges describe the fleet, Redis and the index, not the replica: `warmfleet_workers`, `warmfleet_worker_*`,
+`warmfleet_memory_*`, `warmfleet_apply_lag_*`, `warmfleet_digest_age_seconds`, `warmfleet_diverged_workers`,
+`warmfleet_divergences`, `warmfleet_resyncs`, `warmfleet_index_*` and `warmfleet_retired_slots`. Every replica reads
+them from the same Redis, each at its own moment. A sum over replicas would count the same thing once for each replica:
+take the maximum. All other gauges are of one replica.
 
 This file is generated from `app/warmfleet/metrics.py`: `python -m tests.contract.generate_docs`.
 

@@ -27,7 +27,8 @@ KEY = "k" * 16
 
 
 def doors(**chosen: Any) -> Doors:
-    return create_app(Settings(models=("any",), **chosen))
+    """Of a replica with one port, unless a port for operators is chosen."""
+    return create_app(Settings(models=("any",), **({"admin_port": 0} | chosen)))
 
 
 def routes(door: Door) -> list[Route]:

@@ -27,7 +27,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
     folder, log = tmp_path / "bin", tmp_path / "log"
     folder.mkdir()
     log.touch()
-    for needed in ("sh", "env", "true", "touch", "chmod"):
+    for needed in ("sh", "env", "true", "touch", "chmod", "mkdir"):
         (folder / needed).symlink_to(str(shutil.which(needed)))
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setattr(os_tools, "SBIN", str(tmp_path / "sbin"))
@@ -50,13 +50,15 @@ def installing(tmp_path: Path, *commands: str) -> str:
 
 
 def test_nothing_is_installed_where_nothing_is_missing(machine: Callable[..., Path]) -> None:
-    log = machine(*os_tools.TOOLS, "apt-get")
+    log = machine(*os_tools.TOOLS, *os_tools.TAKEN_OUT, "apt-get")
     os_tools.install_missing()
     assert log.read_text() == ""
 
 
 def test_root_installs_what_is_missing_and_only_that(machine: Callable[..., Path], tmp_path: Path) -> None:
-    log = machine("openssl", "chromium", apt_get=installing(tmp_path, "redis-server", "haproxy", "luacheck"))
+    log = machine(
+        "openssl", "chromium", "promtool", apt_get=installing(tmp_path, "redis-server", "haproxy", "luacheck")
+    )
     os_tools.install_missing()
     assert log.read_text().splitlines() == [
         "apt-get -qq update",
@@ -68,7 +70,7 @@ def test_a_user_with_sudo_without_a_password_installs(
     machine: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    present = [command for command in os_tools.TOOLS if command != "haproxy"]
+    present = [command for command in (*os_tools.TOOLS, *os_tools.TAKEN_OUT) if command != "haproxy"]
     log = machine(*present, apt_get=installing(tmp_path, "haproxy"), sudo='shift; exec "$@"')
     os_tools.install_missing()
     assert [line for line in log.read_text().splitlines() if line.startswith("apt-get")] == [
@@ -76,6 +78,31 @@ def test_a_user_with_sudo_without_a_password_installs(
         "apt-get -qq install -y --no-install-recommends haproxy",
     ]
     assert log.read_text().startswith("sudo -n true\nsudo -n env DEBIAN_FRONTEND=noninteractive apt-get -qq update\n")
+
+
+def test_a_command_whose_package_would_start_a_service_is_taken_out_of_it(
+    machine: Callable[..., Path], tmp_path: Path
+) -> None:
+    got = tmp_path / "bin/promtool"
+    log = machine(
+        *os_tools.TOOLS,
+        apt_get='case "$*" in *download*) touch prometheus_1_amd64.deb;; esac',
+        dpkg_deb='test "$*" = "-x prometheus_1_amd64.deb ." && mkdir -p usr/bin && touch usr/bin/promtool',
+        install=f'test -f "$3" && touch {got} && chmod +x {got}',
+    )
+    os_tools.install_missing()
+    assert log.read_text().splitlines() == [
+        "apt-get -qq update",
+        "apt-get -qq download prometheus",
+        "dpkg-deb -x prometheus_1_amd64.deb .",
+        f"install -m 755 usr/bin/promtool {os_tools.LOCAL}",
+    ]
+
+
+def test_it_says_which_step_of_that_failed(machine: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    machine(*os_tools.TOOLS, apt_get='case "$*" in *download*) exit 100;; esac')
+    assert os_tools.main() == 1
+    assert capsys.readouterr().err.startswith("missing: promtool (`download prometheus` failed). Install them yourself")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +125,7 @@ def test_where_it_cannot_install_it_says_what_to_install(
     reason: str,
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    machine("openssl", "redis-server", "chromium", **programs)
+    machine("openssl", "redis-server", "chromium", "promtool", **programs)
     assert os_tools.main() == 1
     assert capsys.readouterr().err == (
         f"missing: haproxy, luacheck ({reason}). Install them yourself; on Debian: apt-get install haproxy lua-check\n"

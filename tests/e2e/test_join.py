@@ -62,11 +62,11 @@ def state(stack: Stack) -> dict[str, Any]:
     return next((one for one in stack.workers(alive[0]) if one["worker_id"] == f"{JOINED}.0"), {})
 
 
-async def levels(url: str, traffic: Traffic, until_s: float) -> list[dict[str, int]]:
+async def levels(operators: str, traffic: Traffic, until_s: float) -> list[dict[str, int]]:
     """Return the requests in flight of every routable worker, ten times a second until ``until_s``."""
     seen = []
     while traffic.now_s < until_s:
-        workers = (await get(f"{url}/workers"))["models"][0]["workers"]
+        workers = (await get(f"{operators}/workers"))["models"][0]["workers"]
         seen.append({one["worker_id"]: int(one["load"]["in_flight"]) for one in workers if one["routable"]})
         await asyncio.sleep(0.1)
     return seen
@@ -87,7 +87,7 @@ async def join(stack: Stack) -> None:
     urls = [one.url for one in stack.replicas]
     traffic = Traffic(urls, 10.0, lambda _at: ("new", traffic.ids(800), 8))
     run = asyncio.ensure_future(traffic.run(END_S))
-    watch = asyncio.ensure_future(levels(urls[0], traffic, END_S))
+    watch = asyncio.ensure_future(levels(stack.replicas[0].operators, traffic, END_S))
     await asyncio.sleep(10.0)  # traffic without the new engine
     await asyncio.to_thread(add_engine, stack)
     await run
@@ -109,9 +109,9 @@ async def join(stack: Stack) -> None:
     assert peaks[f"{JOINED}.0"] <= max(count for name, count in peaks.items() if name != f"{JOINED}.0") + 1
 
 
-async def holders(url: str, prefix: list[int]) -> set[str]:
+async def holders(operators: str, prefix: list[int]) -> set[str]:
     """Return the workers that hold most of the prefix, by the index."""
-    told = await get(f"{url}/explain", {"model": "demo", "prompt": [*prefix, 300]})
+    told = await get(f"{operators}/explain", {"model": "demo", "prompt": [*prefix, 300]})
     return {one["worker_id"] for one in told["candidates"] if one["matched_tokens"] > PREFIX_TOKENS // 2}
 
 
@@ -138,7 +138,7 @@ async def hot(stack: Stack) -> None:
     run, seen = asyncio.ensure_future(traffic.run(end_s)), list[tuple[float, int]]()
     while not run.done():
         await asyncio.sleep(0.5)
-        seen.append((traffic.now_s, len(await holders(urls[0], prefix))))
+        seen.append((traffic.now_s, len(await holders(stack.replicas[0].operators, prefix))))
     await run
     assert [one.reply.error for one in traffic.sent if one.reply.error] == []
     report(traffic, seen, calm_s, hot_s, end_s)
@@ -172,7 +172,7 @@ def test_a_replica_killed_while_it_warms_an_engine_leaves_it_routable_soon(monke
         add_engine(stack)
 
         def warming(member: Member) -> bool:
-            lines = httpx.get(f"{member.url}/metrics").text.splitlines()
+            lines = httpx.get(f"{member.operators}/metrics").text.splitlines()
             return any(
                 line.startswith("warmfleet_warmed_tokens_total ") and float(line.split()[1]) > 0 for line in lines
             )

@@ -44,14 +44,14 @@ def test_what_it_started_itself_is_approved(stack: Stack) -> None:
 def test_both_replicas_answer_behind_one_address(stack: Stack) -> None:
     """The kernel spreads new connections over the replicas, and each replica counts its answers."""
 
-    def answered(url: str) -> float:
-        lines = httpx.get(f"{url}/metrics").text.splitlines()
+    def answered(operators: str) -> float:
+        lines = httpx.get(f"{operators}/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("warmfleet_requests_total{"))
 
-    before = [answered(replica.url) for replica in stack.replicas]
+    before = [answered(replica.operators) for replica in stack.replicas]
     for number in range(24):
         chat(stack.address, [{"role": "user", "content": f"hello {number}"}])
-    gained = [answered(replica.url) - count for replica, count in zip(stack.replicas, before, strict=True)]
+    gained = [answered(replica.operators) - count for replica, count in zip(stack.replicas, before, strict=True)]
     assert sum(gained) == 24
     assert min(gained) > 0
 

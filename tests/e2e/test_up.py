@@ -128,15 +128,17 @@ def test_a_killed_up_takes_everything_it_started_with_it() -> None:
         assert not folder.exists()
 
 
-def template_of(address: str) -> str:
-    [model] = httpx.get(f"{address}/workers", timeout=5).json()["models"]
+def template_of(command: Up) -> str:
+    page = re.search(r"^Its metrics: +(\S+)/metrics", command.output, re.MULTILINE)
+    assert page is not None
+    [model] = httpx.get(f"{page[1]}/workers", timeout=5).json()["models"]
     return str(model["template"])
 
 
 async def test_ctrl_c_in_mid_stream_leaves_no_load_in_the_store(stream: Callable[..., Stream]) -> None:
     with server(valkey_binary()) as url, up("--engines", "1", "--replicas", "1", "--redis", url) as command:
         address = command.wait_ready()
-        assert template_of(address) == "approved", "the demo's, in any store"
+        assert template_of(command) == "approved", "the demo's, in any store"
         stream(address)
         fleet = Fleet(connect(url, timeout_s=5), "demo")
 

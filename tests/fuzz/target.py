@@ -86,7 +86,7 @@ async def target(redis_url: str, model: str) -> AsyncIterator[Target]:
         async with engine(model, record) as upstream:
             [port] = free_ports(1)
             settings = {"REDIS_URL": redis_url, "MODELS": model, "STATIC_WORKERS": upstream.url, "PORT": str(port)}
-            settings |= {"DECIDE_TIMEOUT_S": "2"}
+            settings |= {"DECIDE_TIMEOUT_S": "2", "ADMIN_PORT": "0"}
             environment = {f"WARMFLEET_{name}": value for name, value in settings.items()}
             process = processes.spawn("replica", "replica", [sys.executable, "-m", "warmfleet", "serve"], environment)
             made = Target(port, process.pid)

@@ -26,6 +26,7 @@ class Replica:
     def __init__(self, redis_url: str, policy: str = "cost", **settings: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
         kept |= {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_MODELS": SERVED_NAME, "WARMFLEET_POLICY": policy}
+        kept |= {"WARMFLEET_ADMIN_PORT": "0"}  # operators use the same port
         self._environment = kept | settings | {"PYTHONPATH": os.pathsep.join(sys.path)}
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"

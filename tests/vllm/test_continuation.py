@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 STREAMS, TOKENS = 20, 400
-CONTINUED = 'warmfleet_continued_total{result="continued"}'
+CONTINUED = 'warmfleet_continued_streams_total{result="continued"}'
 WORDS = ("water", "river", "Straße", "paper", "光", "table", "green", "🙂", "house", "naïve")
 
 

@@ -64,7 +64,7 @@ def joined(old: Any, new: Any, name: str = "") -> Any:
 async def counted(router: Replica) -> Counter[str]:
     """Return the number of requests so far, by result."""
     _, page = await router.get("/metrics")
-    found = re.findall(r'^warmfleet_handoff_total{result="(\w+)"} (\d+)', page.decode(), re.MULTILINE)
+    found = re.findall(r'^warmfleet_handoff_requests_total{result="(\w+)"} (\d+)', page.decode(), re.MULTILINE)
     return Counter({name: int(count) for name, count in found})
 
 

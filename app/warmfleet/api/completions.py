@@ -172,6 +172,6 @@ class CompletionsProxy:
         """Answer with the error; if part of another answer was sent, that answer stays cut off."""
         if trace is not None:
             trace.refused(error)
-        self._metrics.requests.labels(self._path.name, str(error.status), "none").inc()
+        self._metrics.requests.labels(self._path.name, str(error.status), "none", answer.model).inc()
         if not answer.started:
             await send_error(answer, error, request_id)

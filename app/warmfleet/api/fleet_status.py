@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from warmfleet.background.worker_gauges import set_worker_gauges
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
 from warmfleet.pools.reasons import in_words
@@ -35,11 +36,12 @@ def versions(pools: Pools) -> dict[str, Any]:
 
 
 def gauges(pools: Pools, metrics: Metrics) -> None:
-    """Set the metrics that are computed for each call of /metrics: the age of the readings, and the TTFT windows."""
+    """Set the metrics that are computed for each call of /metrics: ages of readings, TTFT windows, each worker's."""
+    set_worker_gauges(pools, metrics)
     metrics.view_age_seconds.set(max(pool.view_age_s for pool in pools.all))
     for pool in pools.all:
         for share in SHOWN:
-            metrics.ttft_seconds.labels(pool.tag, str(share)).set(pool.ttft.quantile(share))
+            metrics.ttft_seconds.labels(pool.tag, str(round(100 * share))).set(pool.ttft.quantile(share))
         metrics.objective_seconds.labels(pool.tag).set(pool.ttft.in_force_s)
 
 

@@ -22,7 +22,7 @@ RESYNC = "resync_"  # prefix of the counters of snapshots that replaced a worker
 
 
 class IndexHealthWatch:
-    """Reads the figures of the index into the metrics. No metric is labelled by worker: /workers shows each worker."""
+    """Reads the figures of the index into the metrics: sums, those of the worst worker, and the lag of each worker."""
 
     def __init__(self, pools: Pools, metrics: Metrics) -> None:
         self._pools = pools
@@ -37,6 +37,7 @@ class IndexHealthWatch:
             self._set_totals(list(self._last.values()))
             alive = [_alive(pool, self._last.get(pool.tag, Truth())) for pool in self._pools.all]
             self._set_worst([worker for workers in alive for worker in workers])
+            self._set_each()
 
     async def _read(self, pool: Pool) -> None:
         self._last[pool.tag] = await pool.fleet.truth(pool.view.workers)
@@ -65,6 +66,15 @@ class IndexHealthWatch:
         metrics.apply_lag_seconds.set(max((worker.lag_s for worker in alive), default=0.0))
         metrics.digest_age_seconds.set(max((worker.digest_age_s or 0.0 for worker in alive), default=0.0))
         metrics.diverged_workers.set(sum(worker.diverged for worker in alive))
+
+    def _set_each(self) -> None:
+        batches, seconds = self._metrics.worker_lag_batches, self._metrics.worker_lag_seconds
+        batches.clear()  # those of workers that left
+        seconds.clear()
+        for tag, truth in self._last.items():
+            for worker_id, worker in truth.workers.items():
+                batches.labels(tag, worker_id).set(worker.lag_batches)
+                seconds.labels(tag, worker_id).set(worker.lag_s)
 
 
 def _alive(pool: Pool, truth: Truth) -> list[WorkerTruth]:

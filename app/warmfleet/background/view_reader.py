@@ -164,9 +164,10 @@ class ViewReader:
             raise failure
 
     def _count_workers(self) -> None:
-        counted = Counter(METRIC_LABELS.get(w.state, UNROUTABLE) for pool in self._pools.all for w in pool.view.workers)
-        for label in {*METRIC_LABELS.values(), UNROUTABLE}:
-            self._metrics.workers.labels(label).set(counted[label])
+        for pool in self._pools.all:
+            counted = Counter(METRIC_LABELS.get(worker.state, UNROUTABLE) for worker in pool.view.workers)
+            for label in {*METRIC_LABELS.values(), UNROUTABLE}:
+                self._metrics.workers.labels(label, pool.tag).set(counted[label])
         self._metrics.unreadable_records.set(sum(pool.fleet.records.unreadable for pool in self._pools.all))
 
     async def close(self) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import httpx
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.settings import secret
+from warmfleet.settings import ADMIN_PORT, secret
 
 TIMEOUT_SECONDS = 10.0
+OPERATORS_PORT = f"the port for operators, WARMFLEET_ADMIN_PORT, by default {ADMIN_PORT}"
 
 
 def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
@@ -28,7 +29,7 @@ def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
         raise CommandError(f"{url}{path} answered {answer.status_code}, and not in JSON: is that a replica?") from error
     if answer.is_error:
         message = value.get("error", {}).get("message", value) if isinstance(value, dict) else value
-        hint = "" if answer.status_code != httpx.codes.NOT_FOUND else " (does --url name WARMFLEET_ADMIN_PORT?)"
+        hint = "" if answer.status_code != httpx.codes.NOT_FOUND else f" (does --url name {OPERATORS_PORT}?)"
         raise CommandError(f"{url}{path} answered {answer.status_code}: {message}{hint}")
     return value
 

@@ -103,7 +103,7 @@ def _read(name: str) -> bytes:
 
 
 def _first_model(url: str) -> str:
-    models = ask("GET", url, "/v1/models")["data"]
-    if not models:
-        raise CommandError(f"{url} serves no model")
-    return str(models[0]["id"])
+    """The first name by which clients can ask for a model; /v1/models is not on the operators' port."""
+    first = ask("GET", url, "/workers")["models"][0]
+    served = [name for worker in first["workers"] if worker["routable"] for name in worker["models"]]
+    return str(served[0] if served else first["model"].partition("#")[0])

@@ -10,13 +10,13 @@ from importlib import metadata
 from warmfleet.cli.local import running_stack
 from warmfleet.cli.terminal import completion
 from warmfleet.cli.terminal.completion import completed
-from warmfleet.settings import LOG_FORMATS, LOG_LEVELS, POLICIES
+from warmfleet.settings import ADMIN_PORT, LOG_FORMATS, LOG_LEVELS, POLICIES
 
 MAX_DAYS = 36_500
 MAX_WATCH_S = 86_400
 MAX_LIMIT = 4_294_967_295  # of a client's key, as in ``warmfleet.fleet``
 
-DEFAULT_URL = "http://127.0.0.1:8080"
+DEFAULT_URL = f"http://127.0.0.1:{ADMIN_PORT}"
 DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
 
 MAIN = """\
@@ -81,7 +81,7 @@ examples:
   warmfleet workers --watch                       again every second, in place, until Ctrl-C
   warmfleet workers --watch 10 >> workers.log     a table every ten seconds
   warmfleet workers --wide                        with URLs, versions, proofs and the state of each index
-  warmfleet workers --url http://router:8080 --json
+  warmfleet workers --url http://router:9090 --json
 """
 
 DRAIN = """\
@@ -106,7 +106,7 @@ the router sees. Without any it checks the stack of `warmfleet up`, if one runs 
 examples:
   warmfleet doctor --model Qwen/Qwen3-8B                        Redis, and the workers that have joined
   warmfleet doctor http://gpu1:8000 --model Qwen/Qwen3-8B       that engine, too: versions, plugin, tokenizer, cache
-  warmfleet doctor --router http://router:8080                  that replica, too
+  warmfleet doctor --router http://router:9090                  that replica, too
   warmfleet doctor --json > health.json || echo "see health.json"
 
 It changes nothing in the fleet. In Redis it only reads. An engine that you name gets two questions for token ids and
@@ -247,8 +247,8 @@ def build_parser() -> argparse.ArgumentParser:
     for client in (workers, explain):
         client.add_argument(
             "--url",
-            default=local.address if local else DEFAULT_URL,
-            help=f"address of a replica (default: that of `warmfleet up`, else {DEFAULT_URL})",
+            default=local.operators_url if local else DEFAULT_URL,
+            help=f"address of a replica's WARMFLEET_ADMIN_PORT (default: that of `warmfleet up`, else {DEFAULT_URL})",
         )
     return parser
 

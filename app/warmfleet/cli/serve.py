@@ -16,7 +16,7 @@ import uvloop
 from warmfleet.api.listening.parent import Parent
 from warmfleet.api.listening.server import Sockets
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.ports import listen
+from warmfleet.cli.local.ports import OWN_ADMIN_PORT, listen
 from warmfleet.cli.local.replicas import Replicas, bind, replica_command
 from warmfleet.main import log_output, serve
 from warmfleet.settings import Settings
@@ -92,11 +92,14 @@ def _several(options: argparse.Namespace) -> int:
 
 def _bound(settings: Settings, shared_port: int | None) -> Sockets:
     """The sockets of a replica without a parent. Raises CommandError if a port is taken."""
-    clients = [listen(settings.host, settings.port)]
-    if shared_port:
-        clients.append(listen(settings.host, shared_port, shared=True))
-    admin = settings.admin_port
-    return Sockets(clients, [listen(settings.host, admin, chosen_by="WARMFLEET_ADMIN_PORT")] if admin else [])
+    host, admin = settings.host, settings.admin_port
+    with ExitStack() as bound:  # if a later port is taken, the earlier ones are given back
+        clients = [bound.enter_context(closing(listen(host, settings.port)))]
+        if shared_port:
+            clients.append(bound.enter_context(closing(listen(host, shared_port, shared=True))))
+        operators = [listen(host, admin, chosen_by=OWN_ADMIN_PORT)] if admin else []
+        bound.pop_all()
+    return Sockets(clients, operators)
 
 
 def _inherited(told: str) -> tuple[str, Sockets]:

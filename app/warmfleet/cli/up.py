@@ -51,6 +51,7 @@ With Python and the openai package{openai_hint}:
   print(answer.choices[0].message.content)
 
 See the fleet:  {command} workers
+Its metrics:    {operators}/metrics   (each replica has a port of its own for operators)
 Why there:      {command} explain --message "What is a KV cache?"
 """
 
@@ -90,9 +91,10 @@ def run(options: argparse.Namespace) -> int:
     plan = plan_of(options)
     try:
         with Progress() as progress, Stack(plan, progress.say, progress.step) as stack:
-            local = RunningStack(stack.address, stack.redis_url, stack.models, os.getpid())
+            operators = tuple(replica.operators for replica in stack.replicas)
+            local = RunningStack(stack.address, stack.redis_url, stack.models, os.getpid(), operators)
             with announced(local):
-                say(usage(stack.address, stack.names[0]))
+                say(usage(stack.address, operators[0], stack.names[0]))
                 if plan.workers:
                     say(_stock_note())
                 return serve(stack)
@@ -119,11 +121,12 @@ def serve(stack: Stack) -> int:
             watch.look()
 
 
-def usage(address: str, model: str) -> str:
-    """The commands to type next, which work as printed."""
+def usage(address: str, operators: str, model: str) -> str:
+    """operators: the URL of a replica for them. The commands to type next, which work as printed."""
     command = sys.argv[0] if Path(sys.argv[0]).name == "warmfleet" else f"{sys.executable} -m warmfleet"
     hint = f" (installed for {sys.executable})" if find_spec("openai") else " (pip install openai)"
-    return READY.format(address=address, model=model, command=command, openai_hint=hint, rules=RULES)
+    names = {"address": address, "operators": operators, "model": model}
+    return READY.format(**names, command=command, openai_hint=hint, rules=RULES)
 
 
 def say(line: str) -> None:

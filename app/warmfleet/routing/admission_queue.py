@@ -115,7 +115,7 @@ class AdmissionQueue:
             yield
         finally:
             queued.dec()
-            self._metrics.queue_seconds.observe(time.perf_counter() - began)
+            self._metrics.queue_seconds.labels(pool.tag).observe(time.perf_counter() - began)
 
     async def _turn(self, pool: Pool, ticket: str, deadline: float, queued: Queued) -> None:
         """Return when the ticket's request should ask for a decision again. deadline: by the event loop's clock.
@@ -133,7 +133,7 @@ class AdmissionQueue:
 
     def _refusal(self, pool: Pool, reason: str, work_s: float) -> WarmfleetError:
         """reason: ``full``, ``displaced``, ``bytes`` or ``deadline``. work_s: seconds of prefill in the queue."""
-        self._metrics.queue_rejected.labels(reason).inc()
+        self._metrics.queue_rejections.labels(reason, pool.tag).inc()
         logger.warning("%s is overloaded: a request was refused (%s)", pool.tag, reason)
         error: WarmfleetError
         if reason == "deadline":

@@ -54,7 +54,8 @@ class Connection(Protocol):
 class ClientAnswer:
     """Sends one answer. Only its own methods change ``started`` and ``complete``.
 
-    ``added``: headers that this answer gets whatever it is. ``started``: the answer has a status, so no other answer
+    ``added``: headers that this answer gets whatever it is. ``model``: the tag of the request's model, for the metrics;
+    empty while it is not known. ``started``: the answer has a status, so no other answer
     can be given. ``complete``: the last piece is on its way.
 
     The head waits for the first piece of the body, so a small answer is one write. A client that hung up is sent
@@ -63,13 +64,14 @@ class ClientAnswer:
 
     __slots__ = (
         *("_bodiless", "_chunked", "_connection", "_has_length", "_head", "_keep"),
-        *("added", "complete", "started"),
+        *("added", "complete", "model", "started"),
     )
 
     def __init__(self, connection: Connection, *, bodiless: bool = False, chunks: bool = True) -> None:
         """bodiless: the client asked for the head alone (HEAD). chunks: the client understands chunked bodies."""
         self._connection = connection
         self.added: Sequence[tuple[bytes, bytes]] = ()
+        self.model = ""
         self._bodiless = bodiless
         self._chunked = chunks
         self._has_length = False

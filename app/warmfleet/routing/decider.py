@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, RateLimited, WarmfleetError
 from warmfleet.fleet import Decision, Place, Queued
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from warmfleet.fleet import Ask
-    from warmfleet.metrics import Metrics
+    from warmfleet.metrics import Counter, Histogram, Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
     from warmfleet.routing.call import Job
@@ -34,13 +34,28 @@ NONE_ROUTABLE = (
 )
 
 
+class _OfModel(NamedTuple):
+    """The metrics of one model that every decision counts in, looked up once."""
+
+    seconds: Histogram
+    prompt_tokens: Counter
+    matched_tokens: Counter
+
+    @classmethod
+    def of(cls, metrics: Metrics, tag: str) -> _OfModel:
+        return cls(
+            metrics.decision_seconds.labels(tag), metrics.prompt_tokens.labels(tag), metrics.matched_tokens.labels(tag)
+        )
+
+
 class Decider:
     """Tells an attempt which worker it gets. Redis chooses and books in one call; without Redis nothing is booked."""
 
     def __init__(self, log: DecisionLog, metrics: Metrics) -> None:
         self._log = log
         self._metrics = metrics
-        self._decisions = cache(metrics.decisions.labels)  # by policy and reason, of which there are few
+        self._decisions = cache(metrics.decisions.labels)  # by policy, reason and model, of which there are few
+        self._of_model = cache(partial(_OfModel.of, metrics))
 
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:
         """Choose a worker, or take a ticket if all are saturated. may_wait: the queue has room for the body.
@@ -51,7 +66,7 @@ class Decider:
         exclude = attempt.excluded()
         if not pool.degraded.asks_redis:
             return await self._without_redis(job, attempt, exclude, "open")
-        started = time.perf_counter()
+        counted, started = self._of_model(pool.tag), time.perf_counter()
         waited_ms = round(1_000 * (started - call.received_at))
         place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait)
         order = pool.policy.order(pool.view, job.request, call.hints.session)
@@ -79,7 +94,7 @@ class Decider:
             reason = "away" if isinstance(error, FleetUnavailable) else error.code
             return await self._without_redis(job, attempt, exclude, reason)
         finally:
-            self._metrics.decide_seconds.observe(time.perf_counter() - started)
+            counted.seconds.observe(time.perf_counter() - started)
         pool.degraded.succeeded()
         if isinstance(decision, Queued):
             if decision.outcome == "queued":
@@ -90,9 +105,9 @@ class Decider:
         attempt.booked(decision, self._explained(job, ask, decision, rings))
         if attempt.span is not None:
             attempt.span.decided(decision, ask.policy)
-        self._metrics.prompt_tokens.inc(decision.prompt_tokens)
-        self._metrics.matched_tokens.inc(decision.matched_tokens)
-        self._decisions(ask.policy, decision.why).inc()
+        counted.prompt_tokens.inc(decision.prompt_tokens)
+        counted.matched_tokens.inc(decision.matched_tokens)
+        self._decisions(ask.policy, decision.why, pool.tag).inc()
         pool.recent.note(call.request_id, call.path.name, job.prompt.kind, ask.policy, decision)
         return decision
 
@@ -122,7 +137,7 @@ class Decider:
             if not pool.contacted:
                 raise FleetUnavailable(NOT_READ)
             raise NoWorker(_nobody(pool))
-        self._metrics.fallback.labels(reason).inc()
+        self._metrics.fallback.labels(reason, pool.tag).inc()
         if job.call.limits is not None:
             self._metrics.client_limits.labels(job.call.limits.name, "unchecked").inc()
         decision = unbooked(attempt.reservation, worker, job.prompt.prompt_tokens)

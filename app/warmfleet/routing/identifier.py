@@ -37,7 +37,7 @@ class Identifier:
         self._expected_output = settings.expected_output_tokens
         self._metrics = metrics
         self._kinds = cache(metrics.identity.labels)
-        self._known, self._new = (metrics.identified_tokens.labels(source) for source in ("known", "new"))
+        self._tokens = cache(metrics.identified_tokens.labels)
         self._logged: set[tuple[str, str]] = set()
 
     async def identify(self, pool: Pool, request: Request, body: bytes, headers: bytes) -> IdentifiedPrompt:
@@ -62,12 +62,14 @@ class Identifier:
         return identify_ids(request, pool.view, [ids], "engine", self._expected_output) if ids else prompt
 
     def _count(self, pool: Pool, prompt: IdentifiedPrompt) -> None:
-        self._kinds(prompt.kind).inc()
-        for one in prompt.prompts:
-            self._known.inc(one.known_tokens)
-            self._new.inc(one.tokens - one.known_tokens)
+        self._kinds(prompt.kind, pool.tag).inc()
+        if prompt.prompts:
+            known, new = self._tokens("known", pool.tag), self._tokens("new", pool.tag)
+            for one in prompt.prompts:
+                known.inc(one.known_tokens)
+                new.inc(one.tokens - one.known_tokens)
         if prompt.kind == "load":
-            self._metrics.load_only.labels(prompt.reason).inc()
+            self._metrics.load_only.labels(prompt.reason, pool.tag).inc()
             if (pool.tag, prompt.reason) not in self._logged:
                 self._logged.add((pool.tag, prompt.reason))
                 text = "%s: a prompt is not known here and is routed by load: %s (logged once for each reason)"

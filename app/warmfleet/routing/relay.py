@@ -133,7 +133,7 @@ class Relay:
                     job.pool.outliers.failed(decision)
                 if followed is not None:
                     raise StreamCut(followed, error, decision.worker_id) from error
-                self._metrics.stream_errors.inc()
+                self._metrics.stream_errors.labels(job.pool.tag).inc()
                 if not streams:
                     raise  # part of a plain answer was sent: closing the connection tells the client that it is cut off
                 await client.end_stream(error, named=job.call.path.form == "messages")
@@ -189,7 +189,7 @@ class Relay:
         self._waits(pool.tag).observe(waited_s)
         if streams and status < 400:  # the first byte of a plain answer comes with its last token
             pool.ttft.observe(waited_s)
-        self._requests(job.call.path.name, status, attempt.reservation_word).inc()
+        self._requests(job.call.path.name, status, attempt.reservation_word, pool.tag).inc()
         # With several prompts in a request, only the engine knows when the prefill of each is done.
         told_once = decision.approximate or decision.worker_id in pool.view.unreported
         if streams and (job.prompt.prompt_count == 1 or told_once):

@@ -89,6 +89,7 @@ class Router:
         """Answer ``call``. Raises WarmfleetError; unless ``answer.started``, nothing was sent to the client then."""
         job = self._continuation.prepared(await self._prepare(call))
         pool = job.pool
+        answer.model = pool.tag
         retries = _Retries(job, self._retry_budget)
         while True:
             attempt = self._attempts.begin(job, retries.failed_workers, avoids_failing=retries.avoids_failing)

@@ -228,6 +228,7 @@ def _start_replicas(
 ) -> list[int]:
     ports = free_ports(fleet.replicas)
     environment = {"WARMFLEET_TRUST_TEMPLATES": "1"}  # the templates are those of our own engines
+    environment["WARMFLEET_ADMIN_PORT"] = "0"  # operators use the same port
     if static_workers:
         environment["WARMFLEET_STATIC_WORKERS"] = ",".join(static_workers)
     for number, port in enumerate(ports):

@@ -86,7 +86,7 @@ async def test_waits_of_streams_are_counted_by_model(well: tuple[Replica, Engine
     assert 0 < told["p50_s"] <= told["p90_s"] <= told["p99_s"] < 5
     assert (told["objective_s"], told["in_force_s"]) == (0, 0)
     assert await router.metric(f'warmfleet_first_byte_seconds_count{{model="{model}"}}') == 3
-    assert 0 < await router.metric(f'warmfleet_ttft_seconds{{model="{model}",quantile="0.9"}}') < 5
+    assert 0 < await router.metric(f'warmfleet_ttft_seconds{{model="{model}",percentile="90"}}') < 5
     assert await router.metric(f'warmfleet_ttft_objective_seconds{{model="{model}"}}') == 0
 
 
@@ -348,5 +348,5 @@ async def test_a_client_that_never_reads_gives_its_booking_back(
         await poll(router.load, what="its load is booked")
         await router.unloaded()
         await poll(lambda: upstream.connections["hung_up"], what="the engine is told")
-        assert await router.metric('warmfleet_connections_closed_total{reason="slow_reader"}') == 1
+        assert await router.metric('warmfleet_closed_connections_total{reason="slow_reader"}') == 1
         writer.close()

@@ -37,7 +37,7 @@ async def test_every_known_path_passes_its_body_on_unchanged(valkey_url: str, mo
             booked = int(headers["x-warmfleet-prompt-tokens"])
             assert booked == (1 if KNOWN[path].form == "none" else 95), path
         await router.unloaded()
-        told = await router.metric('warmfleet_load_only_total{reason="endpoint"}')
+        told = await router.metric('warmfleet_load_only_requests_total{reason="endpoint"}')
         assert told == len(UNREAD)
         assert await router.metric('warmfleet_requests_total{endpoint="rerank",reservation="booked",status="200"}') == 3
 

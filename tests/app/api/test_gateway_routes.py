@@ -108,7 +108,7 @@ async def test_the_same_key_books_once(well: tuple[Replica, Engine], model: str)
     assert await told(router, "/settle", early) == {"result": "settled"}
     assert await told(router, "/settle", early) == {"result": "unknown"}  # as if it came before the booking
     assert await error(router, ROUTE, body, **{"Idempotency-Key": "b"}) == (409, "cancelled", None)
-    assert await router.metric("warmfleet_fallback_total") == 0, "a cancelled key says nothing against Redis"
+    assert await router.metric("warmfleet_fallback_requests_total") == 0, "a cancelled key says nothing against Redis"
     assert await router.load() == load
 
 
@@ -266,7 +266,7 @@ async def test_what_is_not_the_workers_fault_counts_for_nothing(valkey_url: str,
         assert results[0] == "settled"
         assert {*results[1:]} <= {"same", "unknown"}
         assert blamed == [asks.bad]
-        assert await asks.router.metric('warmfleet_settled_total{outcome="failed"}') == 6
+        assert await asks.router.metric('warmfleet_settled_reservations_total{outcome="failed"}') == 6
 
 
 async def test_an_outcome_after_the_leases_end_counts_for_nothing(
@@ -324,7 +324,7 @@ async def test_without_redis_a_gateway_is_placed_and_told_that_nothing_is_booked
         placed = await told(router, ROUTE, body, **{"X-Request-Id": "mine"})
         assert (placed["reservation"], placed["url"]) == (None, upstream.url)
         assert placed["headers"] == {"X-Request-Id": "unbooked.mine"}
-        assert await router.metric("warmfleet_fallback_total") >= 1
+        assert await router.metric("warmfleet_fallback_requests_total") >= 1
         ended = {"model": model, "reservation": booked["reservation"]}
         for path, more in ("/settle", {"outcome": "finished"}), ("/renew", {}):
             assert (await error(router, path, ended | more))[:2] == (503, "fleet_unavailable")
@@ -363,7 +363,7 @@ async def test_the_gateway_of_the_guide_works(well: tuple[Replica, Engine], mode
         assert upstream.seen[-1].headers["x-request-id"].startswith("wf-")
         assert (await ask(model="no"))[0] == 404
         await router.unloaded()
-        assert await router.metric('warmfleet_settled_total{outcome="finished"}') >= 2
+        assert await router.metric('warmfleet_settled_reservations_total{outcome="finished"}') >= 2
     finally:
         gateway.terminate()
         await gateway.wait()

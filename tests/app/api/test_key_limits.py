@@ -88,7 +88,7 @@ async def test_two_replicas_let_as_many_requests_through_as_the_limit_is(
         status, headers, _ = await asked(two, model)
         assert (status, headers["x-ratelimit-remaining-requests"]) == (200, "3"), "all places are free again"
         counted = [
-            await router.metric('warmfleet_client_limits_total{client="team-a",result="requests"}')
+            await router.metric('warmfleet_limited_requests_total{client="team-a",result="requests"}')
             for router in (one, two)
         ]
         assert sum(counted) == 36
@@ -161,7 +161,7 @@ async def test_tokens_of_answers_count_until_they_are_paid_back(
         assert f"try again in {headers['retry-after']} s" in answer["error"]["message"]
         assert (headers["x-ratelimit-limit-tokens"], left(headers)) == (str(PER_MINUTE), 0)
         assert float(headers["x-ratelimit-reset-tokens"].removesuffix("s")) > 60
-        assert await router.metric('warmfleet_client_limits_total{client="team-a",result="tokens"}') == 1
+        assert await router.metric('warmfleet_limited_requests_total{client="team-a",result="tokens"}') == 1
 
 
 async def test_what_gateways_place_counts(valkey_url: str, model: str, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ async def test_without_redis_requests_pass_unchecked_and_counted(valkey_url: str
             await door.shut()
             found = await asyncio.gather(*(asked(router, model) for _ in range(6)))
             assert {status for status, _, _ in found} == {200}
-            assert await router.metric('warmfleet_client_limits_total{client="team-a",result="unchecked"}') == 6
+            assert await router.metric('warmfleet_limited_requests_total{client="team-a",result="unchecked"}') == 6
             await door.open()
 
             async def checked() -> bool:
@@ -214,11 +214,11 @@ async def test_limits_and_their_samples_follow_the_file(valkey_url: str, model: 
             return (await asked(router, model))[0] == 200
 
         await poll(more, 30, "the new limit holds")
-        assert await router.metric('warmfleet_client_limits_total{client="team-a"') > 0
+        assert await router.metric('warmfleet_limited_requests_total{client="team-a"') > 0
         put(path, line("team-c", "wf-good"))
 
         async def forgotten() -> bool:
-            return await router.metric('warmfleet_client_limits_total{client="team-a"') == 0
+            return await router.metric('warmfleet_limited_requests_total{client="team-a"') == 0
 
         await poll(forgotten, 30, "a name that the file does not have any more has no sample")
         assert "x-ratelimit-limit-tokens" not in (await asked(router, model))[1]

@@ -130,7 +130,7 @@ async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str
         image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
         status, _, _ = await router.post({"model": model, "messages": image}, "/v1/chat/completions")
         assert status == 200
-        assert await router.metric('warmfleet_load_only_total{reason="parts"}') == 1
+        assert await router.metric('warmfleet_load_only_requests_total{reason="parts"}') == 1
         await router.unloaded()
 
 
@@ -158,8 +158,8 @@ async def test_a_worker_with_the_same_files_limits_no_other_worker(valkey_url: s
                 asked = [{"model": model, "prompt": ids, "max_tokens": 1} for ids in prompts_of(length)]
                 answers = await asyncio.gather(*map(router.post, asked))  # all at a time, so that load spreads them
                 assert {headers["x-warmfleet-worker"] for _, headers, _ in answers} == workers, length
-            assert await router.metric('warmfleet_load_only_total{reason="too_long"}') == len(prompts_of(1))
-            assert await router.metric('warmfleet_identity_total{kind="exact"}') == 2 * len(prompts_of(1))
+            assert await router.metric('warmfleet_load_only_requests_total{reason="too_long"}') == len(prompts_of(1))
+            assert await router.metric('warmfleet_identified_requests_total{kind="exact"}') == 2 * len(prompts_of(1))
             await router.unloaded()
 
 

@@ -30,7 +30,7 @@ async def test_long_streams_keep_their_reservation(valkey_url: str, model: str) 
             await answer.content.readany()
 
             async def renewed() -> bool:
-                return await router.metric('warmfleet_renewed_total{result="renewed"}') >= 2
+                return await router.metric('warmfleet_renewed_reservations_total{result="renewed"}') >= 2
 
             await poll(renewed, what="renewals")
             (row,) = [worker.load for worker in await router.fleet.workers()]

@@ -256,10 +256,14 @@ class TestWorkers:
 
 class TestExplain:
     def test_a_message_goes_to_the_first_model(self, capsys: pytest.CaptureFixture[str]) -> None:
-        models = {"data": [{"id": "demo"}, {"id": "other"}]}
-        with replica({"/explain": (200, EXPLAINED), "/v1/models": (200, models)}) as (url, seen):
+        with replica({"/explain": (200, EXPLAINED), "/workers": (200, FLEET)}) as (url, seen):
             assert main(["explain", "--message", "Hi", "--url", url]) == 0
         assert json.loads(seen[-1][1]) == {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+        serving = WORKER | {"routable": True, "models": ["served"]}
+        pooled = {"models": [MODEL | {"model": "base#pool", "workers": [serving]}]}
+        with replica({"/explain": (200, EXPLAINED), "/workers": (200, pooled)}) as (url, seen):
+            assert main(["explain", "--message", "Hi", "--url", url]) == 0
+        assert json.loads(seen[-1][1])["model"] == "served"
         printed = capsys.readouterr().out
         assert "It would go to sim-1.0" in printed
         row = next(line.split() for line in printed.splitlines() if "->" in line)
@@ -348,6 +352,7 @@ class TestServe:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.delenv("WARMFLEET_MODELS", raising=False)
+        monkeypatch.setenv("WARMFLEET_ADMIN_PORT", "0")
         assert main(["serve", "--port", "0"]) == 2
         assert "WARMFLEET_MODELS" in capsys.readouterr().err
 
@@ -356,9 +361,21 @@ class TestServe:
     ) -> None:
         path = str(tmp_path / "nowhere" / "log")
         monkeypatch.setenv("WARMFLEET_DECISION_LOG", path)
+        monkeypatch.setenv("WARMFLEET_ADMIN_PORT", "0")
         assert main(["serve", "--models", "demo", "--port", "0"]) == 2
         said = capsys.readouterr().err
         assert said == f"warmfleet serve: WARMFLEET_DECISION_LOG={path!r}: No such file or directory\n"
+
+    def test_a_second_replica_on_a_machine_is_told_to_choose_a_port_for_operators(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            monkeypatch.setenv("WARMFLEET_ADMIN_PORT", str(port))
+            assert main(["serve", "--models", "demo", "--port", "0"]) == 2
+        said = capsys.readouterr().err
+        assert f"127.0.0.1:{port} cannot be used" in said
+        assert "choose another with WARMFLEET_ADMIN_PORT" in said
 
     def test_a_variable_that_cannot_be_read_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WARMFLEET_PORT", "many")

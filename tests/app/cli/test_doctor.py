@@ -741,10 +741,10 @@ def test_what_it_cannot_do_it_says(
 
 def test_without_an_environment_the_stack_of_this_machine_is_checked(tmp_path: Path) -> None:
     environment = {"XDG_STATE_HOME": str(tmp_path)}
-    stack = RunningStack("http://127.0.0.1:8080", "unix:///tmp/store", ("demo",), os.getpid())
+    stack = RunningStack("http://127.0.0.1:8080", "unix:///tmp/store", ("demo",), os.getpid(), ("http://h:9090",))
     with announced(stack, environment):
         plan = plan_of(build_parser().parse_args(["doctor"]), environment)
-        assert (plan.url, plan.settings.models, plan.routers) == ("unix:///tmp/store", ("demo",), (stack.address,))
+        assert (plan.url, plan.settings.models, plan.routers) == ("unix:///tmp/store", ("demo",), stack.operators)
         elsewhere = plan_of(build_parser().parse_args(["doctor", "--redis", "redis://r", "--model", "m"]), environment)
         assert (elsewhere.url, elsewhere.settings.models, elsewhere.routers) == ("redis://r", ("m",), ())
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import TYPE_CHECKING
 
-import pytest
 from tests.app.cli.answering import replica
 
 from warmfleet.cli import up
-from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.local import stack as local_stack
 from warmfleet.cli.local.children import Children
-from warmfleet.cli.local.ports import claim_shared
+from warmfleet.cli.local.ports import claim_shared, free_port, listen
 from warmfleet.cli.local.stack import Member, Plan, Stack
 from warmfleet.cli.parser import build_parser
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_it_asks_its_replicas_as_their_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WARMFLEET_ADMIN_KEY", "secret")
     with replica({"/workers": (200, {"models": [{"workers": []}]})}) as (url, seen):
-        assert Stack(Plan()).fleet(Member("replica-1", url)) == [{"workers": []}]
+        assert Stack(Plan()).fleet(Member("replica-1", "http://clients", operators=url)) == [{"workers": []}]
     assert seen[0][0]["authorization"] == "Bearer secret"
 
 
@@ -33,28 +36,39 @@ def test_the_policy_is_the_environments_unless_one_is_given(monkeypatch: pytest.
     assert planned("--policy", "session") == "session"
 
 
-@pytest.mark.parametrize("name", ["WARMFLEET_CLIENT_KEYS_FILE", "WARMFLEET_TENANT_KEY", "WARMFLEET_TENANT_KEY_FILE"])
-def test_keys_of_clients_need_one_of_the_operator(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """It is said before anything is started: an operators' port, which would do for a replica, is not used here."""
-    monkeypatch.setenv("WARMFLEET_ADMIN_PORT", "9090")
-    monkeypatch.setenv(name, "keys.jsonl")
-    with pytest.raises(CommandError) as refused, Stack(Plan()):
-        pass
-    assert str(refused.value) == (
-        f"{name.removesuffix('_FILE') if 'TENANT' in name else name} is set, so set WARMFLEET_ADMIN_KEY, too: "
-        "replicas of this command have no port for operators (WARMFLEET_ADMIN_PORT is not used here)"
-    )
+def environments(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> tuple[list[dict[str, str]], list[Member]]:
+    """What two replicas of this plan would be started with, and how the stack would reach them."""
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(Children, "start", lambda _self, _name, _argv, env: started.append(env))
+    stack = Stack(plan)
+    with Children() as children, closing(claim_shared("127.0.0.1", 0)) as claimed:
+        stack._children, stack._claimed = children, claimed
+        return started, [stack.add_replica() for _ in range(2)]
+
+
+def test_each_replica_has_a_port_for_operators_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So client keys and a tenant key need no operator's key here: what replicas tell operators no client reaches."""
+    monkeypatch.setenv("WARMFLEET_ADMIN_PORT", "9")
+    started, members = environments(monkeypatch, Plan())
+    ports = {environment["WARMFLEET_ADMIN_PORT"] for environment in started}
+    assert len(ports - {"0", "9"}) == 2
+    assert {f"http://127.0.0.1:{port}" for port in ports} == {member.operators for member in members}
+    assert {member.url for member in members}.isdisjoint(member.operators for member in members)
+
+
+def test_the_first_replica_has_the_usual_port_for_operators_if_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = free_port()
+    monkeypatch.setattr(local_stack, "ADMIN_PORT", usual)
+    started, _ = environments(monkeypatch, Plan(port=8080))
+    assert [environment["WARMFLEET_ADMIN_PORT"] == str(usual) for environment in started] == [True, False]
+    with closing(listen("127.0.0.1", usual)) as taken:
+        taken.listen()
+        started, _ = environments(monkeypatch, Plan(port=8080))
+    assert started[0]["WARMFLEET_ADMIN_PORT"] != str(usual)
 
 
 def test_each_replica_logs_its_decisions_to_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    logs = []
-    monkeypatch.setattr(Children, "start", lambda _self, _name, _argv, env: logs.append(env["WARMFLEET_DECISION_LOG"]))
     for given, wanted in (("", ["", ""]), ("/log/decisions", ["/log/decisions.replica-1", "/log/decisions.replica-2"])):
         monkeypatch.setenv("WARMFLEET_DECISION_LOG", given)
-        stack = Stack(Plan())
-        with Children() as children, closing(claim_shared("127.0.0.1", 0)) as claimed:
-            stack._children, stack._claimed = children, claimed
-            for _ in range(2):
-                stack.add_replica()
-        assert logs == wanted
-        logs.clear()
+        started, _ = environments(monkeypatch, Plan())
+        assert [environment["WARMFLEET_DECISION_LOG"] for environment in started] == wanted

@@ -354,5 +354,5 @@ async def test_a_prompt_too_long_for_every_engine_is_tried_once(
         assert status == 502
         assert bool(one.seen) != bool(other.seen)
         assert await router.metric('warmfleet_retries_total{where="another"}') == 0
-        assert await router.metric('warmfleet_load_only_total{reason="too_long"}') == 1
+        assert await router.metric('warmfleet_load_only_requests_total{reason="too_long"}') == 1
         await router.unloaded()

@@ -148,7 +148,7 @@ class Living:
 
     async def counted(self, result: str) -> int:
         found = [
-            one.metrics.registry.get_sample_value("warmfleet_renewed_total", {"result": result})
+            one.metrics.registry.get_sample_value("warmfleet_renewed_reservations_total", {"result": result})
             for one in self.replicas
         ]
         return int(sum(value or 0 for value in found))

@@ -170,7 +170,7 @@ async def test_requests_go_on_without_redis(valkey_url: str, model: str) -> None
                 chosen.add(headers["x-warmfleet-worker"])
             assert len(chosen) == 1
             assert (await router.get("/readyz"))[0] == 200
-            assert await router.metric("warmfleet_fallback_total") >= 1
+            assert await router.metric("warmfleet_fallback_requests_total") >= 1
             await door.open()
 
             async def booked() -> bool:
@@ -190,8 +190,8 @@ async def test_a_slow_redis_costs_one_time_limit_not_many(valkey_url: str, model
                 for _ in range(6)
             ]
             assert words == ["fallback"] * 6
-            assert await router.metric('warmfleet_fallback_total{reason="away"}') == 2
-            assert await router.metric('warmfleet_fallback_total{reason="open"}') == 4
+            assert await router.metric('warmfleet_fallback_requests_total{reason="away"}') == 2
+            assert await router.metric('warmfleet_fallback_requests_total{reason="open"}') == 4
 
 
 async def test_a_worker_that_joined_since_the_last_reading_is_found_when_a_decision_fails(
@@ -209,7 +209,7 @@ async def test_a_worker_that_joined_since_the_last_reading_is_found_when_a_decis
             assert [(status, headers.get("x-warmfleet-reservation")) for status, headers, _ in answers] == [
                 (200, "fallback")
             ] * 6
-            assert await early.metric('warmfleet_fallback_total{reason="away"}') >= 1
+            assert await early.metric('warmfleet_fallback_requests_total{reason="away"}') >= 1
 
 
 async def test_a_look_takes_nothing_newer_away_and_never_raises(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

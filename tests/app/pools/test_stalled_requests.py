@@ -130,7 +130,7 @@ async def two_asked(valkey_url: str, model: str, answer: Answer) -> AsyncIterato
         async with asyncio.timeout(10):
             answers = await asyncio.gather(*asked)
         assert [status for status, _, _ in answers] == [200, 200]
-        assert await router.metric("warmfleet_given_up_total") == 1
+        assert await router.metric("warmfleet_given_up_requests_total") == 1
         yield router, good, [body for _, _, body in answers]
         await router.unloaded()
 
@@ -172,7 +172,7 @@ async def test_a_request_that_froze_one_worker_is_sent_to_one_more_at_most(
             status, _, answer = await request
         assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
         assert len({one.url for one in asked}) == 2
-        assert await router.metric("warmfleet_given_up_total") == (1 if second == "dies" else 2)
+        assert await router.metric("warmfleet_given_up_requests_total") == (1 if second == "dies" else 2)
         await router.unloaded()
 
 
@@ -205,7 +205,7 @@ async def test_a_worker_that_lost_only_redis_streams_on(valkey_url: str, model: 
         await poll(lambda: one.seen, what="each has a request")
         await let_expire(router, one)
         assert all(body.endswith(b"[DONE]\n\n") for _, _, body in await asyncio.gather(*asked))
-        assert await router.metric("warmfleet_given_up_total") == 0
+        assert await router.metric("warmfleet_given_up_requests_total") == 0
 
 
 @pytest.mark.usefixtures("impatient")
@@ -226,7 +226,7 @@ async def test_a_slow_client_is_not_taken_for_a_frozen_worker(valkey_url: str, m
             await let_expire(router, one if one.seen else two)
             await asyncio.sleep(1.5)
             assert len(await answer.read()) == whole
-        assert await router.metric("warmfleet_given_up_total") == 0
+        assert await router.metric("warmfleet_given_up_requests_total") == 0
 
 
 # ------------------------------------------------ a worker that is heard, but hangs
@@ -304,11 +304,13 @@ async def test_an_engine_that_hangs_with_heartbeats_is_given_up(valkey_url: str,
         async with asyncio.timeout(15):
             answers = await asyncio.gather(*(router.post(plain) for _ in range(4)))
             assert [status for status, _, _ in answers] == [200] * 4
-            assert await router.metric("warmfleet_given_up_total") >= 1
-            given_up = await router.metric("warmfleet_given_up_total")
+            assert await router.metric("warmfleet_given_up_requests_total") >= 1
+            given_up = await router.metric("warmfleet_given_up_requests_total")
             for _ in range(4):
                 assert (await router.post(plain))[0] == 200
-        assert await router.metric("warmfleet_given_up_total") == given_up, "it is avoided until it answers again"
+        assert await router.metric("warmfleet_given_up_requests_total") == given_up, (
+            "it is avoided until it answers again"
+        )
         hung.hangs = False
         await router.unloaded()
 
@@ -325,7 +327,7 @@ async def test_an_engine_that_only_takes_long_is_waited_for(valkey_url: str, mod
         replica(valkey_url, model, one.url, two.url, hung_after_s=0.1, hung_interval_s=0.1) as router,
     ):
         assert (await router.post(BODY | {"model": model, "stream": False}))[0] == 200
-        assert await router.metric("warmfleet_given_up_total") == 0
+        assert await router.metric("warmfleet_given_up_requests_total") == 0
 
 
 class Held:
@@ -363,7 +365,7 @@ async def test_a_core_that_hangs_behind_a_live_api_server_is_given_up(
 
         await poll(answered, 20, "all are answered")
         assert [status for status, _, _ in await asking] == [200] * 4
-        assert await router.metric("warmfleet_given_up_total") >= 1
+        assert await router.metric("warmfleet_given_up_requests_total") >= 1
 
 
 # ------------------------------------------------ time limits of the settings

@@ -184,8 +184,8 @@ async def test_a_request_with_an_image_goes_where_its_beginning_is(valkey_url: s
         _, headers, _ = await router.post(body, "/v1/chat/completions")  # the simulated engine refuses it: 400
         assert int(headers["x-warmfleet-matched-tokens"]) == told["blocks"] * 16
         assert int(headers["x-warmfleet-prompt-tokens"]) > told["blocks"] * 16
-        assert await router.metric('warmfleet_identity_total{kind="prefix"}') == 1
-        assert await router.metric('warmfleet_load_only_total{reason="parts"}') == 0
+        assert await router.metric('warmfleet_identified_requests_total{kind="prefix"}') == 1
+        assert await router.metric('warmfleet_load_only_requests_total{reason="parts"}') == 0
         short = {"model": model, "messages": [looks], "max_tokens": 1}
         await router.post(short, "/v1/chat/completions")
-        assert await router.metric('warmfleet_load_only_total{reason="parts"}') == 1
+        assert await router.metric('warmfleet_load_only_requests_total{reason="parts"}') == 1

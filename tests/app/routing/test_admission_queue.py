@@ -81,8 +81,8 @@ async def test_requests_wait_are_refused_or_hang_up(valkey_url: str, model: str,
             error = json.loads(answer)["error"]
             assert (status, error["type"], error["code"]) == (429, "rate_limit_error", "overloaded")
             assert int(headers["retry-after"]) >= 1
-        assert await router.metric('warmfleet_queue_rejected_total{reason="full"}') == len(refused)
-        waiting = await router.metric("warmfleet_queued{")
+        assert await router.metric('warmfleet_queue_rejections_total{reason="full"}') == len(refused)
+        waiting = await router.metric("warmfleet_queued_requests{")
         assert 1 <= waiting <= 6
         late = next(one for one in reversed(sent) if not one.done())
         late.cancel()
@@ -96,7 +96,7 @@ async def test_requests_wait_are_refused_or_hang_up(valkey_url: str, model: str,
 
 
 async def nothing_waits(router: Replica) -> bool:
-    return await tickets(router) == 0 and await router.metric("warmfleet_queued{") == 0
+    return await tickets(router) == 0 and await router.metric("warmfleet_queued_requests{") == 0
 
 
 async def test_a_deadline_a_priority_and_bytes(valkey_url: str, model: str, lasting: None) -> None:
@@ -109,7 +109,7 @@ async def test_a_deadline_a_priority_and_bytes(valkey_url: str, model: str, last
         long = body(5) | {"prompt": body(5)["prompt"] * 8}
         status, _, answer = await router.post(long)
         assert (status, "no room for so large a body" in json.loads(answer)["error"]["message"]) == (429, True)
-        assert await router.metric('warmfleet_queue_rejected_total{reason="bytes"}') == 1
+        assert await router.metric('warmfleet_queue_rejections_total{reason="bytes"}') == 1
         order: list[str] = []
 
         async def ask(name: str, **more: Any) -> None:
@@ -149,7 +149,7 @@ async def test_one_tenant_leaves_room_for_the_bodies_of_others(valkey_url: str, 
         sent = [asyncio.create_task(router.post(body(number), authorization="Bearer one")) for number in range(16)]
 
         async def refused() -> bool:
-            return await router.metric('warmfleet_queue_rejected_total{reason="bytes"}') >= 4
+            return await router.metric('warmfleet_queue_rejections_total{reason="bytes"}') >= 4
 
         await poll(refused, 10, "as much of one tenant waits as may")
         large = body(99) | {"prompt": body(99)["prompt"] * 3}
@@ -214,8 +214,8 @@ async def test_waiting_requests_are_served_without_redis_when_it_dies(model: str
             os.kill(pid, signal.SIGKILL)
             answers = await asyncio.gather(*sent)
             assert [status for status, _, _ in answers] == [200] * 6
-            assert await router.metric("warmfleet_fallback_total") >= 1
-            assert await router.metric("warmfleet_queued{") == 0
+            assert await router.metric("warmfleet_fallback_requests_total") >= 1
+            assert await router.metric("warmfleet_queued_requests{") == 0
 
 
 @pytest.mark.long(minutes=1, shows="requests that wait at a replica that stops are served")

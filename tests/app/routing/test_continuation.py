@@ -237,7 +237,9 @@ async def hear(router: Replica, path: str, headers: Mapping[str, str] = ASKS, **
 async def results(router: Replica) -> dict[str, float]:
     names = ("continued", "unfit", "budget", "failed")
     return {
-        name: count for name in names if (count := await router.metric(f'warmfleet_continued_total{{result="{name}"}}'))
+        name: count
+        for name in names
+        if (count := await router.metric(f'warmfleet_continued_streams_total{{result="{name}"}}'))
     }
 
 

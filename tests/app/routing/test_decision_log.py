@@ -195,8 +195,8 @@ def test_the_file_is_bounded_and_lost_records_are_counted(tmp_path: Path) -> Non
     for number in range(1_010):
         full.note({"number": number})
     page = metrics.render().decode()
-    assert 'warmfleet_decision_log_total{result="written"} 100.0' in page
-    assert 'warmfleet_decision_log_total{result="dropped"} 10.0' in page
+    assert 'warmfleet_decision_log_records_total{result="written"} 100.0' in page
+    assert 'warmfleet_decision_log_records_total{result="dropped"} 10.0' in page
     with pytest.raises(BadArgument, match="WARMFLEET_DECISION_LOG"):
         DecisionLog(str(tmp_path / "nowhere" / "log"), 1.0, metrics)
     assert not DecisionLog("", 1.0, metrics).wants()

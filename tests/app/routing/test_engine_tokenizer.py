@@ -66,11 +66,15 @@ async def same_place(router: Replica, body: dict[str, Any], path: str) -> None:
 async def test_a_chat_without_a_template_here(valkey_url: str, model: str) -> None:
     async with two(valkey_url, model, BOTH) as (router, _):
         await same_place(router, {"model": model, "messages": LONG, "max_tokens": 1}, CHAT)
-        assert await asked(router, "answered") == await router.metric('warmfleet_identity_total{kind="engine"}') == 2
+        assert (
+            await asked(router, "answered")
+            == await router.metric('warmfleet_identified_requests_total{kind="engine"}')
+            == 2
+        )
         # A short prompt is not worth the question.
         await router.post({"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}, CHAT)
         assert await asked(router, "answered") == 2
-        assert await router.metric('warmfleet_load_only_total{reason="no_template"}') == 1
+        assert await router.metric('warmfleet_load_only_requests_total{reason="no_template"}') == 1
 
 
 async def test_tokenize_is_asked_only_what_it_sees(valkey_url: str, model: str) -> None:
@@ -80,7 +84,7 @@ async def test_tokenize_is_asked_only_what_it_sees(valkey_url: str, model: str) 
         for more in {"documents": [{"text": "a"}]}, {"tool_choice": "none"}, {"reasoning_effort": "low"}:
             assert (await router.post(chat | more, CHAT))[0] == 200
         assert await asked(router, "answered") == 2
-        assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') == 3
+        assert await router.metric('warmfleet_load_only_requests_total{reason="no_identity"}') == 3
 
 
 async def test_a_model_without_a_tokenizer_here(valkey_url: str, model: str) -> None:
@@ -97,7 +101,7 @@ async def test_no_engine_is_asked_where_the_setting_forbids_it(valkey_url: str, 
         status, _, _ = await router.post({"model": model, "messages": LONG, "max_tokens": 1}, CHAT)
         assert status == 200
         assert await router.metric("warmfleet_asked_engines_total") == 0
-        assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') == 1
+        assert await router.metric('warmfleet_load_only_requests_total{reason="no_identity"}') == 1
 
 
 #: What an engine may answer, and how that is counted: none of it says that it cannot tell others.
@@ -129,7 +133,7 @@ async def test_after_any_failure_load_decides(valkey_url: str, model: str, monke
         for count, (wrong, answer) in enumerate(ANSWERS.items(), 1):
             status, headers, _ = await router.post(body, CHAT)
             assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0"), wrong
-            assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') == count
+            assert await router.metric('warmfleet_load_only_requests_total{reason="no_identity"}') == count
             counted[answer[2]] += 1
             assert {one: await asked(router, one) for one in counted} == counted, f"nobody rests after {wrong}"
         answer, pause = (

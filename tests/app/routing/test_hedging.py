@@ -81,7 +81,7 @@ async def pair(url: str, model: str, *does: str, **settings: Any) -> AsyncIterat
 
 
 async def results(router: Replica) -> dict[str, float]:
-    found = {name: await router.metric(f'warmfleet_hedged_total{{result="{name}"}}') for name in RESULTS}
+    found = {name: await router.metric(f'warmfleet_hedged_streams_total{{result="{name}"}}') for name in RESULTS}
     return {name: count for name, count in found.items() if count}
 
 
@@ -93,7 +93,7 @@ async def test_the_second_worker_answers_and_the_first_is_given_up_at_once(valke
         asked = asyncio.create_task(router.post(STREAM))
         await poll(lambda: plan.hung_up == 1, 20, "the first engine is left while the second one answers")
         assert sum(one.load.in_flight for one in await router.fleet.workers()) == 1
-        assert await router.metric('warmfleet_settled_total{outcome="cancelled"}') == 1
+        assert await router.metric('warmfleet_settled_reservations_total{outcome="cancelled"}') == 1
         plan.go.set()
         status, headers, said = await asked
         assert (status, said) == (200, b"data: {}\n\ndata: [DONE]\n\n")
@@ -184,7 +184,7 @@ async def test_a_first_worker_that_fails_meanwhile_is_replaced_by_the_second(val
         status, _, said = await asked
         assert (status, said) == (200, WHOLE + b"data: [DONE]\n\n")
         assert await results(router) == {"won": 1}
-        assert await router.metric('warmfleet_settled_total{outcome="failed"}') == 1
+        assert await router.metric('warmfleet_settled_reservations_total{outcome="failed"}') == 1
         await router.unloaded()
 
 
@@ -220,7 +220,7 @@ async def test_a_budget_bounds_second_askings(valkey_url: str, model: str, monke
         assert (await router.post(STREAM))[0] == 200
         asked = asyncio.create_task(router.post(STREAM))
         await poll(lambda: len(plan.asked) == 3, 20, "an engine is asked")
-        budget = 'warmfleet_hedged_total{result="budget"}'
+        budget = 'warmfleet_hedged_streams_total{result="budget"}'
         await poll(lambda: router.metric(budget), 20, "no second worker may be asked")
         plan.go.set()
         assert (await asked)[0] == 200
@@ -243,7 +243,7 @@ async def test_without_a_second_worker_the_first_is_waited_for(valkey_url: str, 
         await other.die()
         await router.routable(1)
         asked = asyncio.create_task(router.post(STREAM))
-        none = 'warmfleet_hedged_total{result="none"}'
+        none = 'warmfleet_hedged_streams_total{result="none"}'
         await poll(lambda: plan.asked, 20, "the engine is asked")
         await asyncio.sleep(0.3)
         plan.go.set()

@@ -85,7 +85,7 @@ async def test_client_hangs_up_mid_stream(valkey_url: str, model: str) -> None:
             await poll(router.load, what="load is booked while the answer runs")
         await router.unloaded()  # the connection was closed by leaving the block
         await poll(lambda: upstream.connections["hung_up"], what="the engine is told as well")
-        assert await router.metric('warmfleet_settled_total{outcome="cancelled"}') == 1
+        assert await router.metric('warmfleet_settled_reservations_total{outcome="cancelled"}') == 1
 
 
 async def test_client_hangs_up_before_the_first_byte(valkey_url: str, model: str) -> None:
@@ -95,7 +95,7 @@ async def test_client_hangs_up_before_the_first_byte(valkey_url: str, model: str
                 await router.post({"model": model, "prompt": PROMPT})
         assert upstream.seen
         await router.unloaded()
-        assert await router.metric('warmfleet_settled_total{outcome="cancelled"}') == 1
+        assert await router.metric('warmfleet_settled_reservations_total{outcome="cancelled"}') == 1
 
 
 @pytest.mark.parametrize("cut", [b"", b'data: {"choi'], ids=["between events", "within an event"])
@@ -117,7 +117,7 @@ async def test_engine_dies_mid_stream(valkey_url: str, model: str, cut: bytes) -
         assert error["type"] == "server_error"
         assert len(upstream.seen) == 1  # an answer that had begun is not tried again
         await router.unloaded()
-        assert await router.metric('warmfleet_settled_total{outcome="failed"}') == 1
+        assert await router.metric('warmfleet_settled_reservations_total{outcome="failed"}') == 1
         assert await router.metric("warmfleet_stream_errors_total") == 1
 
 
@@ -183,7 +183,7 @@ async def test_engine_dies_within_a_large_plain_answer(valkey_url: str, model: s
         with pytest.raises(aiohttp.ClientPayloadError):  # part of it was out
             await router.post({"model": model, "prompt": PROMPT})
         await router.unloaded()
-        assert await router.metric('warmfleet_settled_total{outcome="failed"}') == 1
+        assert await router.metric('warmfleet_settled_reservations_total{outcome="failed"}') == 1
         assert await router.metric("warmfleet_stream_errors_total") == 1
 
 

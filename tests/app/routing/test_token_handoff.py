@@ -165,7 +165,7 @@ def has_ids(body: dict[str, Any]) -> bool:
 
 async def results(router: Replica) -> dict[str, int]:
     names = ("used", "check", "refused", "paused")
-    found = {name: int(await router.metric(f'warmfleet_handoff_total{{result="{name}"}}')) for name in names}
+    found = {name: int(await router.metric(f'warmfleet_handoff_requests_total{{result="{name}"}}')) for name in names}
     return {name: count for name, count in found.items() if count}
 
 

@@ -75,7 +75,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
         assert (await bad)[0] == 200
         for answer in await asyncio.gather(*others):
             assert answer == (200, tokens), "identified exactly, by the next process"
-        assert await router.metric('warmfleet_load_only_total{reason="template_limit"}') == 1
+        assert await router.metric('warmfleet_load_only_requests_total{reason="template_limit"}') == 1
         assert await router.metric('warmfleet_template_limits_total{limit="time"}') == 1
         for _ in range(2):
             assert (await chat(router, "boom"))[0] == 200
@@ -104,7 +104,7 @@ async def test_approving_takes_a_template_in_and_revoking_puts_it_out(valkey_url
             await poll(seen, 20, wanted)
             assert (await chat(router, "hello", model))[1] > 1
         assert await router.metric("warmfleet_template_processes_total") == 2
-        assert await router.metric("warmfleet_load_only_total") == 0
+        assert await router.metric("warmfleet_load_only_requests_total") == 0
 
 
 async def test_a_setting_approves(valkey_url: str, model: str) -> None:

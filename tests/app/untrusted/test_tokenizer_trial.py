@@ -219,7 +219,7 @@ async def test_a_worker_with_such_a_tokenizer_is_routed_to_by_load(
         await poll(refused, what="its tokenizer is refused")
         status, _, _ = await router.post({"model": model, "prompt": "x", "max_tokens": 1})
         assert status == 200
-        assert await router.metric('warmfleet_load_only_total{reason="no_identity"}') >= 1
+        assert await router.metric('warmfleet_load_only_requests_total{reason="no_identity"}') >= 1
     assert begun == [content], "not at every reading"
     assert "may make 100000000 characters of one" in caplog.text
 

@@ -27,7 +27,7 @@ class ServerTls:
         self._files = {"TLS_CERT": settings.tls_cert, "TLS_KEY": settings.tls_key}
         if settings.tls_client_ca:
             self._files["TLS_CLIENT_CA"] = settings.tls_client_ca
-        self._expires = metrics.tls_certificate_expires_seconds
+        self._expires = metrics.tls_certificate_expiry
         self._seen = self._state()
         self._current = self._read()
         self.for_clients = self._listening(requires_certificate=bool(settings.tls_client_ca))

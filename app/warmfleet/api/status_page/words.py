@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WHY: Mapping[str, str] = {
     word: f"tie: {text}" if word in OF_A_TIE and word != "seed" else text for word, text in REASONS.items()
 }
-#: By the reason that warmfleet_fallback_total counts.
+#: By the reason that warmfleet_fallback_requests_total counts.
 FALLBACK: Mapping[str, str] = {
     "away": "Redis did not answer in time",
     "open": "Redis did not answer a moment ago",

@@ -116,7 +116,7 @@ def plan_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Plan
     if local is not None and not {"WARMFLEET_REDIS_URL", "WARMFLEET_REDIS_URL_FILE"} & given.keys():
         given["WARMFLEET_REDIS_URL"], url_from = local.redis_url, "the URL of `warmfleet up`"
         given.setdefault("WARMFLEET_MODELS", ",".join(local.models))
-        routers = routers or (local.address,)
+        routers = routers or (local.operators_url,)
     settings = Settings.from_environment(given)
     if not settings.models:
         raise CommandError("name the model with --model, or all of a router in WARMFLEET_MODELS")

@@ -9,6 +9,7 @@ import httpx
 
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
 from warmfleet.cli.doctor.redis_checks import MAX_SKEW_S
+from warmfleet.settings import ADMIN_PORT
 
 if TYPE_CHECKING:
     import ssl
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 10.0
 ADMIN_HELP = (
-    "name the replica's WARMFLEET_ADMIN_PORT in --router, and put its key into WARMFLEET_ADMIN_KEY (or a file:"
-    " WARMFLEET_ADMIN_KEY_FILE)"
+    f"name the replica's WARMFLEET_ADMIN_PORT (by default {ADMIN_PORT}) in --router, and put its key into"
+    " WARMFLEET_ADMIN_KEY (or a file: WARMFLEET_ADMIN_KEY_FILE)"
 )
 
 

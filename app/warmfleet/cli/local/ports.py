@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 
 from warmfleet.cli.command_error import CommandError
 
+#: How ``listen`` names the choice of the port for operators, for whoever starts a second replica on one machine.
+OWN_ADMIN_PORT = "WARMFLEET_ADMIN_PORT, as each replica on a machine needs its own (0: the clients' port is used)"
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free now; another process may take it before it is used."""
+
+def free_port(host: str = "127.0.0.1", wanted: int = 0) -> int:
+    """A port that is free now, the wanted one if that is; another process may take it before it is used."""
+    if wanted:
+        with suppress(CommandError):
+            listen(host, wanted).close()
+            return wanted
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from warmfleet.api.listening.parent import ALIVE, HEARTBEAT_S, READY, RETIRED, Listening
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.ports import claim_shared, listen
+from warmfleet.cli.local.ports import OWN_ADMIN_PORT, claim_shared, listen
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -78,15 +78,15 @@ def bind(settings: Settings, count: int) -> Shared:
     ports = range(settings.admin_port, settings.admin_port + count)
     if count > 1 and not settings.admin_port:
         raise CommandError(
-            "--workers needs WARMFLEET_ADMIN_PORT, since nobody could ask each replica for its metrics on the shared"
-            " port: the first replica takes that port for operators, the others those behind it"
+            "--workers needs a WARMFLEET_ADMIN_PORT other than 0, since nobody could ask each replica for its metrics"
+            " on the shared port: the first replica takes that port for operators, the others those behind it"
         )
     if settings.admin_port and (settings.port in ports or ports[-1] > 65_535):
         raise CommandError(f"WARMFLEET_ADMIN_PORT to {ports[-1]} are the ports for operators: choose others")
     with claim_shared(settings.host, settings.port) as claimed:
         port = claimed.getsockname()[1]
         clients = [listen(settings.host, port, shared=True) for _ in range(count)]
-    operators = [listen(settings.host, port, chosen_by="WARMFLEET_ADMIN_PORT") for port in ports if settings.admin_port]
+    operators = [listen(settings.host, port, chosen_by=OWN_ADMIN_PORT) for port in ports if settings.admin_port]
     for sock in (*clients, *operators):
         sock.listen(BACKLOG)
     return Shared(clients, operators)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from warmfleet.cli.command_error import CommandError
 
@@ -19,15 +21,26 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping
 
+CONNECT_S = 1.0  # on this machine: a connection is accepted or refused at once, unless the replica is stopped
+
 
 @dataclass(frozen=True)
 class RunningStack:
-    """address: of all its replicas. pid: of ``warmfleet up``. models: tags, as in WARMFLEET_MODELS."""
+    """address: of all its replicas, for clients. pid: of ``warmfleet up``. models: tags, as in WARMFLEET_MODELS.
+
+    operators: the URL of each replica for its operators.
+    """
 
     address: str
     redis_url: str
     models: tuple[str, ...]
     pid: int
+    operators: tuple[str, ...]
+
+    @property
+    def operators_url(self) -> str:
+        """That of the first replica that takes connections; of the first of all, if none does."""
+        return next(filter(_listens, self.operators), self.operators[0])
 
 
 def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
@@ -35,12 +48,16 @@ def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
     try:
         given = json.loads(_file(environment).read_text())
         stack = RunningStack(
-            str(given["address"]), str(given["redis_url"]), tuple(map(str, given["models"])), int(given["pid"])
+            str(given["address"]),
+            str(given["redis_url"]),
+            tuple(map(str, given["models"])),
+            int(given["pid"]),
+            tuple(map(str, given["operators"])),
         )
         os.kill(stack.pid, 0)  # it lives, and is ours: else this raises
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return stack
+    return stack if stack.operators else None
 
 
 def models_of(options: argparse.Namespace) -> list[str]:
@@ -74,6 +91,16 @@ def announced(stack: RunningStack, environment: Mapping[str, str] = os.environ) 
         last = found(environment)
         if last is not None and last.pid == stack.pid:
             file.unlink(missing_ok=True)
+
+
+def _listens(url: str) -> bool:
+    """Whether a process of this machine takes connections at this address."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _file(environment: Mapping[str, str]) -> Path:

@@ -18,6 +18,7 @@ from warmfleet.cli.local.children import Child, Children
 from warmfleet.cli.local.engines import EngineOptions, demo_template_sha256, discover, engine_command, require_simulator
 from warmfleet.cli.local.ports import claim_shared, free_port
 from warmfleet.cli.local.store import check_store, start_store
+from warmfleet.settings import ADMIN_PORT
 
 if TYPE_CHECKING:
     import socket
@@ -58,18 +59,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Member:
-    """One engine or replica: its URL, and its process unless the user runs it."""
+    """One engine or replica: its URL, and its process unless the user runs it. operators: a replica's URL for them."""
 
     name: str
     url: str
     child: Child | None = None
+    operators: str = ""
 
 
 class Stack:
     """A context manager: starts a fleet, and stops all of it at the end.
 
     ``say`` gets a line about each step of the start; ``busy`` what takes a while now, and how far it is.
-    All replicas share ``address``; each also answers at its own URL in ``replicas``.
+    All replicas share ``address``; each also answers at its own URLs in ``replicas``, for clients and for operators.
     """
 
     def __init__(
@@ -128,7 +130,6 @@ class Stack:
 
     def _start(self) -> None:
         plan = self.plan
-        _check_operators_key()
         if plan.simulated:
             require_simulator()
         self._claimed = claim_shared(plan.host, plan.port)
@@ -165,6 +166,8 @@ class Stack:
     def add_replica(self) -> Member:
         """Start one more replica behind the shared address, without waiting until it is ready."""
         plan, name, port = self.plan, f"replica-{len(self.replicas) + 1}", free_port()
+        usual = ADMIN_PORT if plan.port and not self.replicas else 0  # the first replica's is easily remembered
+        admin_port = free_port(plan.host, usual)
         shared = self.address.rsplit(":", 1)[1]
         argv = [sys.executable, "-m", "warmfleet", "serve", "--host", plan.host, "--port", str(port)]
         log = os.environ.get("WARMFLEET_DECISION_LOG", "")
@@ -178,7 +181,7 @@ class Stack:
             "WARMFLEET_TOKENIZER": plan.tokenizer,
             "WARMFLEET_DECISION_LOG": log and f"{log}.{name}",
             "WARMFLEET_SHUTDOWN_GRACE_S": SHUTDOWN_GRACE_SECONDS,
-            "WARMFLEET_ADMIN_PORT": "0",  # which all replicas would share
+            "WARMFLEET_ADMIN_PORT": str(admin_port),
             "WARMFLEET_TLS_CERT": "",
             "WARMFLEET_TLS_KEY": "",
             "WARMFLEET_TLS_CLIENT_CA": "",
@@ -187,7 +190,7 @@ class Stack:
         }
         child = self.children.start(name, [*argv, "--reuse-port", shared], environment)
         host = self.address.rsplit(":", 1)[0]
-        member = Member(name, f"{host}:{port}", child)
+        member = Member(name, f"{host}:{port}", child, f"{host}:{admin_port}")
         self.replicas.append(member)
         return member
 
@@ -239,16 +242,17 @@ class Stack:
         return ""
 
     def workers(self, replica: Member | None = None) -> list[dict[str, Any]]:
-        """The workers of ``GET /workers`` at a replica, or at the shared address; none if nothing answers."""
+        """The workers of ``GET /workers`` at a replica, or at the first that lives; none if nothing answers."""
         return _workers(self.fleet(replica))
 
     def fleet(self, replica: Member | None = None) -> list[dict[str, Any]]:
-        """The models of ``GET /workers`` at a replica, or at the shared address; none if nothing answers."""
+        """The models of ``GET /workers`` at a replica, or at the first that lives; none if nothing answers."""
+        alive = [one for one in self.replicas if one.child is not None and one.child.alive]
         try:
-            url = f"{replica.url if replica else self.address}/workers"
+            url = f"{(replica or alive[0]).operators}/workers"
             answer = self._http.get(url, headers=admin_headers(), timeout=5)
             return list(answer.raise_for_status().json()["models"])
-        except httpx.HTTPError:
+        except (httpx.HTTPError, IndexError):
             return []
 
     def _wait(self, members: Sequence[Member], path: str, seconds: float) -> None:
@@ -281,14 +285,6 @@ class Stack:
         for member in members:
             if member.child is not None and not member.child.alive:
                 raise CommandError(f"{member.name} ended ({member.child.ending}):\n{member.child.tail()}")
-
-
-def _check_operators_key() -> None:
-    """Raise CommandError where the replicas would not start: what they tell operators would be open to clients."""
-    for name in "WARMFLEET_CLIENT_KEYS_FILE", "WARMFLEET_TENANT_KEY":
-        if (os.environ.get(name) or os.environ.get(f"{name}_FILE")) and not admin_headers():
-            port = "replicas of this command have no port for operators (WARMFLEET_ADMIN_PORT is not used here)"
-            raise CommandError(f"{name} is set, so set WARMFLEET_ADMIN_KEY, too: {port}")
 
 
 def usable(worker: dict[str, Any]) -> bool:

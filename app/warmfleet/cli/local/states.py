@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from warmfleet.cli.local.chat import Chat, Messages
-    from warmfleet.cli.local.stack import Stack
+    from warmfleet.cli.local.stack import Member, Stack
 
 POLL_SECONDS = 0.02  # between two requests for /workers or /explain: replicas push nothing
 LIMIT_SECONDS = 15.0
@@ -55,7 +55,7 @@ class Walk:
         """Many requests at once share a new prefix: they follow the first one before any engine has reported blocks."""
         prefix = system(words(self._rng, PREFIX_TOKENS))
         asked = [[prefix, user(f"Question {number}: {words(self._rng, 12)}?")] for number in range(AT_ONCE)]
-        answers = await asyncio.gather(*(self._chat.send(self._replica(), messages) for messages in asked))
+        answers = await asyncio.gather(*(self._chat.send(self._replica().url, messages) for messages in asked))
         cold = {answer.worker for answer in answers if answer.matched_tokens < PREFIX_TOKENS // 2}
         followed = [
             answer for answer in answers if answer.worker in cold and answer.matched_tokens >= PREFIX_TOKENS // 2
@@ -70,14 +70,14 @@ class Walk:
     async def stickiness(self) -> Verdict:
         """The next turn goes to the worker that holds the conversation, although other workers are idle."""
         self._messages = [system(words(self._rng, PREFIX_TOKENS)), user(f"Hello: {words(self._rng, 20)}?")]
-        first = await self._chat.send(self._replica(), self._messages)
+        first = await self._chat.send(self._replica().url, self._messages)
         self._holder = first.worker
         self._messages.append({"role": "assistant", "content": first.text})
-        busy = [self._chat.send(self._replica(), [*self._messages, user(f"Variant {n}?")], 400) for n in range(3)]
+        busy = [self._chat.send(self._replica().url, [*self._messages, user(f"Variant {n}?")], 400) for n in range(3)]
         tasks = [asyncio.ensure_future(request) for request in busy]
         load = await self._until(lambda rows: rows[self._holder]["in_flight"] >= len(tasks))
         self._messages.append(user(f"Next: {words(self._rng, 20)}?"))
-        answer = await self._chat.send(self._replica(), self._messages)
+        answer = await self._chat.send(self._replica().url, self._messages)
         await _end(tasks)
         idle = min(row["in_flight"] for row in load.values())
         return Verdict(
@@ -108,10 +108,10 @@ class Walk:
         """While the holder is busy, the next turn goes to another worker; the turn after that stays there."""
         async with self._foreign_work(rounds=3):
             await self._until(lambda rows: rows[self._holder]["foreign_prefill_tokens"] > FILLER_TOKENS // 2)
-            first = await self._chat.send(self._replica(), self._messages)
+            first = await self._chat.send(self._replica().url, self._messages)
         await asyncio.sleep(REPORT_SECONDS)
         turn = [*self._messages, {"role": "assistant", "content": first.text}, user("And then?")]
-        second = await self._chat.send(self._replica(), turn)
+        second = await self._chat.send(self._replica().url, turn)
         return Verdict(
             "recovery",
             first.worker != self._holder
@@ -122,18 +122,18 @@ class Walk:
             f"predicted, {second.cached_tokens} cached by the engine's own count",
         )
 
-    def _replica(self) -> str:
+    def _replica(self) -> Member:
         self._turn += 1
-        return self._stack.replicas[self._turn % len(self._stack.replicas)].url
+        return self._stack.replicas[self._turn % len(self._stack.replicas)]
 
     async def _explain(self) -> dict[str, Any]:
-        return (await self._chat.explain(self._replica(), self._messages))[self._holder]
+        return (await self._chat.explain(self._replica().operators, self._messages))[self._holder]
 
     async def _until(self, true: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, dict[str, Any]]:
         """The load of every worker once ``true`` accepts it, or the last load seen after LIMIT_SECONDS."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while True:
-            models = (await self._chat.get(f"{self._replica()}/workers"))["models"]
+            models = (await self._chat.get(f"{self._replica().operators}/workers"))["models"]
             rows = {worker["worker_id"]: worker["load"] for model in models for worker in model["workers"]}
             if true(rows) or time.monotonic() > deadline:
                 return rows
@@ -142,7 +142,7 @@ class Walk:
     @asynccontextmanager
     async def _foreign_work(self, rounds: int) -> AsyncIterator[Sequence[asyncio.Task[Any]]]:
         """Send ``rounds`` long prompts straight to the holder, past the routers; cancel those still open at the end."""
-        models = (await self._chat.get(f"{self._replica()}/workers"))["models"]
+        models = (await self._chat.get(f"{self._replica().operators}/workers"))["models"]
         urls = {worker["worker_id"]: worker["url"] for model in models for worker in model["workers"]}
         tasks = [
             asyncio.ensure_future(self._chat.send(urls[self._holder], [user(words(self._rng, FILLER_TOKENS))], 1))

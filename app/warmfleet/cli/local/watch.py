@@ -51,7 +51,11 @@ class AnswerWatch:
         )
         for replica in self._stack.replicas:
             try:
-                text = httpx.get(f"{replica.url}/metrics", headers=admin_headers(), timeout=2).raise_for_status().text
+                text = (
+                    httpx.get(f"{replica.operators}/metrics", headers=admin_headers(), timeout=2)
+                    .raise_for_status()
+                    .text
+                )
             except httpx.HTTPError:
                 continue
             for family in text_string_to_metric_families(text):

@@ -46,7 +46,7 @@ def workers(**_: Any) -> list[str]:
     if local is None:
         return []
     try:
-        with urllib.request.urlopen(f"{local.address}/workers", timeout=ASK_S) as answer:  # noqa: S310  our own URL
+        with urllib.request.urlopen(f"{local.operators_url}/workers", timeout=ASK_S) as answer:  # noqa: S310  our own URL
             names = [worker["worker_id"] for model in json.load(answer)["models"] for worker in model["workers"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []

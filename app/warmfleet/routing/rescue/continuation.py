@@ -135,7 +135,7 @@ class Continuation:
         self._metrics.continued.labels(result).inc()
         self._log(cut, result)
         if result != "continued":
-            self._metrics.stream_errors.inc()
+            self._metrics.stream_errors.labels(job.pool.tag).inc()
             await answer.end_stream(error)
 
     def _log(self, cut: StreamCut, result: str) -> None:

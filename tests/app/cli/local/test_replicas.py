@@ -184,7 +184,7 @@ async def test_replicas_stop_when_their_parent_is_killed(valkey_url: str, model:
 
 async def test_a_wrong_setting_ends_the_command() -> None:
     wrong = {
-        "WARMFLEET_ADMIN_PORT": {"WARMFLEET_MODELS": "m"},
+        "WARMFLEET_ADMIN_PORT other than 0": {"WARMFLEET_MODELS": "m", "WARMFLEET_ADMIN_PORT": "0"},
         "WARMFLEET_MODELS is empty": {"WARMFLEET_ADMIN_PORT": str(free_ports(2)), "WARMFLEET_PORT": "0"},
     }
     for said, environment in wrong.items():

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import stat
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.local.ports import free_port
 from warmfleet.cli.local.running_stack import RunningStack, announced, found, models_of
 from warmfleet.cli.parser import build_parser
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-STACK = RunningStack("http://127.0.0.1:18080", "unix:///run/store.sock", ("demo",), os.getpid())
+STACK = RunningStack(
+    "http://127.0.0.1:18080", "unix:///run/store.sock", ("demo",), os.getpid(), ("http://127.0.0.1:9",)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +47,7 @@ def test_it_is_found_while_it_runs(home: Path) -> None:
 
 def test_the_later_of_two_is_found_also_when_the_earlier_has_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        later = RunningStack("http://127.0.0.1:2", "redis://b", ("b",), other.pid)
+        later = RunningStack("http://127.0.0.1:2", "redis://b", ("b",), other.pid, ("http://127.0.0.1:3",))
         with ExitStack() as ends:
             with announced(STACK):
                 ends.enter_context(announced(later))
@@ -54,12 +60,24 @@ def test_the_later_of_two_is_found_also_when_the_earlier_has_ended() -> None:
 def test_a_dead_process_and_a_torn_file_count_for_nothing(home: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         dead.wait()
-    with announced(RunningStack("http://127.0.0.1:2", "redis://b", ("b",), dead.pid)):
+    with announced(RunningStack("http://127.0.0.1:2", "redis://b", ("b",), dead.pid, ("http://127.0.0.1:3",))):
         assert found() is None
     folder = home / "warmfleet"
+    older = {"address": "x", "redis_url": "x", "models": ["m"], "pid": os.getpid()}
     for text in ("{", "[]", '{"address": "x"}', '{"address": "", "redis_url": "", "models": 1, "pid": "x"}'):
         (folder / "local-stack.json").write_text(text)
         assert found() is None
+    for text in (json.dumps(older), json.dumps(older | {"operators": []})):
+        (folder / "local-stack.json").write_text(text)
+        assert found() is None
+
+
+def test_operators_reach_a_replica_that_lives() -> None:
+    dead = f"http://127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as alive:
+        living = f"http://127.0.0.1:{alive.getsockname()[1]}"
+        assert replace(STACK, operators=(dead, living)).operators_url == living
+    assert replace(STACK, operators=(dead, living)).operators_url == dead
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +90,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(home: Path, monkeypatch: 
 def test_commands_take_address_store_and_models_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with announced(STACK):
         parser = build_parser()
-        assert parser.parse_args(["workers"]).url == STACK.address
+        assert parser.parse_args(["workers"]).url == STACK.operators[0]
         assert parser.parse_args(["workers", "--url", "http://b"]).url == "http://b"
         policy = parser.parse_args(["policy"])
         assert policy.redis == STACK.redis_url

@@ -16,6 +16,8 @@ from warmfleet.cli.terminal import completion
 if TYPE_CHECKING:
     from pathlib import Path
 
+NOBODY = "http://127.0.0.1:9"
+
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,14 +42,14 @@ def completions(line: str, folder: Path) -> list[str]:
 
 
 def test_a_shell_completes_models_of_the_running_stack(tmp_path: Path) -> None:
-    with announced(RunningStack("http://127.0.0.1:9", "redis://a", ("Qwen/Qwen3-8B", "demo"), os.getpid())):
+    with announced(RunningStack(NOBODY, "redis://a", ("Qwen/Qwen3-8B", "demo"), os.getpid(), (NOBODY,))):
         assert completions("warmfleet drain gpu1 --model d", tmp_path) == ["demo"]
 
 
 def test_models_come_from_the_environment_and_the_running_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     assert completion.models() == []
     monkeypatch.setenv("WARMFLEET_MODELS", "b, a")
-    with announced(RunningStack("http://127.0.0.1:9", "redis://a", ("demo", "a"), os.getpid())):
+    with announced(RunningStack(NOBODY, "redis://a", ("demo", "a"), os.getpid(), (NOBODY,))):
         assert completion.models() == ["a", "b", "demo"]
 
 
@@ -67,6 +69,6 @@ def test_workers_come_from_the_running_stack(answer: tuple[int, object], found: 
     assert completion.workers() == []
     with (
         replica({"/workers": answer}) as (url, _),
-        announced(RunningStack(url, "redis://a", ("demo",), os.getpid())),
+        announced(RunningStack(NOBODY, "redis://a", ("demo",), os.getpid(), (url,))),
     ):
         assert completion.workers() == found

@@ -1,0 +1,125 @@
+"""What can be wrong with a query, an alert or a dashboard; each check returns sentences, none where all is well."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import promql_parser
+from prometheus_client.metrics import MetricWrapperBase
+
+from warmfleet.metrics import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+#: Labels that Prometheus itself adds to every sample.
+SCRAPED = frozenset({"job", "instance", "namespace", "pod"})
+HISTOGRAM = ("_bucket", "_sum", "_count")
+MIN_TEXT = 40  # characters of the description of a panel
+
+
+@cache
+def samples() -> Mapping[str, frozenset[str]]:
+    """The name of every sample that a replica can tell -> its labels."""
+    metrics = Metrics()
+    found = {"up": frozenset[str]()}
+    for family in metrics.registry.collect():
+        found |= {sample.name: frozenset(sample.labels) for sample in family.samples}
+    for metric in vars(metrics).values():
+        if isinstance(metric, MetricWrapperBase):
+            labels = frozenset(metric._labelnames)
+            kind = metric._type
+            if kind == "histogram":
+                found |= {metric._name + end: labels | ({"le"} if end == "_bucket" else set()) for end in HISTOGRAM}
+            else:
+                found[metric._name + ("_total" if kind == "counter" else "")] = labels
+    return found
+
+
+def query_faults(expr: str) -> list[str]:
+    """A query that cannot be parsed, a metric that no replica has, a label that this metric does not have."""
+    plain = expr.replace("[$__rate_interval]", "[5m]")
+    try:
+        parsed = promql_parser.parse(plain)
+    except ValueError as error:
+        return [f"{expr!r} cannot be parsed: {error}"]
+    faults, reachable = [], set(SCRAPED)
+    for selector in _selectors(parsed):
+        labels = samples().get(selector.name)
+        if labels is None:
+            faults.append(f"{selector.name} is no metric of a replica")
+            continue
+        reachable |= labels
+        strangers = {matcher.name for matcher in selector.matchers.matchers} - labels - SCRAPED
+        faults += [f"{selector.name} has no label {name}" for name in sorted(strangers)]
+    grouped = {name for group in re.findall(r"\b(?:by|on) \(([^)]*)\)", plain) for name in group.split(", ") if name}
+    return faults + [f"no metric of {expr!r} has the label {name}" for name in sorted(grouped - reachable)]
+
+
+def _selectors(parsed: Any) -> Iterator[Any]:
+    """All vector selectors of a parsed query."""
+    if isinstance(parsed, promql_parser.VectorSelector):
+        yield parsed
+    elif isinstance(parsed, promql_parser.MatrixSelector):
+        yield parsed.vector_selector
+    else:
+        for name in ("expr", "lhs", "rhs"):
+            if (part := getattr(parsed, name, None)) is not None:
+                yield from _selectors(part)
+        for part in getattr(parsed, "args", ()):
+            yield from _selectors(part)
+
+
+def alert_faults(rules: Mapping[str, Any], runbook: str, tested: set[str]) -> list[str]:
+    """rules: the spec of a PrometheusRule. runbook: the text of operate.md. tested: alerts with a unit test."""
+    found = [rule for group in rules["groups"] for rule in group["rules"]]
+    names = [rule["alert"] for rule in found]
+    faults = [f"{name} is there twice" for name in set(names) if names.count(name) > 1]
+    faults += [f"{name} has no unit test" for name in names if name not in tested]
+    sections = {part.partition("\n")[0]: part for part in re.split(r"^### ", runbook, flags=re.MULTILINE)[1:]}
+    faults += [
+        f"{name} is in the runbook and is no alert" for name in sections if _is_alert(name) and name not in names
+    ]
+    for rule in found:
+        name, notes = rule["alert"], rule.get("annotations", {})
+        faults += query_faults(rule["expr"])
+        if rule.get("labels", {}).get("severity") not in ("critical", "warning"):
+            faults.append(f"{name} has no severity")
+        if not notes.get("summary"):
+            faults.append(f"{name} has no summary")
+        if notes.get("runbook") != f"app/docs/operate.md#{name.lower()}":
+            faults.append(f"{name} does not link its runbook")
+        parts = re.findall(r"^- \*\*(\w+)\.\*\* \S", sections.get(name, ""), re.MULTILINE)
+        if parts != ["Symptom", "Meaning", "Action"]:
+            faults.append(f"{name} has no symptom, meaning and action in the runbook")
+    return faults
+
+
+def _is_alert(heading: str) -> bool:
+    return bool(re.fullmatch(r"Warmfleet[A-Z]\w+", heading))
+
+
+def dashboard_faults(page: Mapping[str, Any]) -> list[str]:
+    """A panel that cannot be read: no words, no unit, no axis, lines without a name, or over another panel."""
+    faults, taken = [], set[tuple[int, int]]()
+    for panel in page["panels"]:
+        title, defaults, place = panel["title"], panel["fieldConfig"]["defaults"], panel["gridPos"]
+        if len(panel["description"]) < MIN_TEXT and not panel["description"].endswith("."):
+            faults.append(f"{title} is not explained")
+        if not defaults["unit"] or not defaults["custom"]["axisLabel"]:
+            faults.append(f"{title} has an axis without a name or a unit")
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        if cells & taken or place["x"] + place["w"] > 24:
+            faults.append(f"{title} lies over another panel, or beyond the page")
+        taken |= cells
+        for target in panel["targets"]:
+            if not target["legendFormat"]:
+                faults.append(f"{title} has a line without a name")
+            faults += [f"{title}: {fault}" for fault in query_faults(target["expr"])]
+    return faults

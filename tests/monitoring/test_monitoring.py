@@ -1,0 +1,198 @@
+"""Alerts and dashboards agree with the metrics and the runbook, and every alert fires when it should and only then.
+
+Each kind of mistake is made on purpose as well, and must be found.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from tests.monitoring import dashboards
+from tests.monitoring.cases import CASES, unit_tests
+from tests.monitoring.checks import alert_faults, dashboard_faults, query_faults, samples
+from tests.tools import require
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[2]
+ALERTS = ROOT / "k8s/components/monitoring/alerts.yaml"
+RUNBOOK = (ROOT / "app/docs/operate.md").read_text()
+SPEC: dict[str, Any] = yaml.safe_load(ALERTS.read_text())["spec"]
+TESTED = {case.alert for case in CASES}
+PAGES = {name: json.loads(text) for name, text in dashboards.pages().items()}
+
+
+def rule(spec: dict[str, Any], name: str) -> dict[str, Any]:
+    [found] = [one for group in spec["groups"] for one in group["rules"] if one["alert"] == name]
+    assert isinstance(found, dict)
+    return found
+
+
+def promtool(*words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([require("promtool"), *words], input=stdin, capture_output=True, timeout=120, check=False)
+
+
+def tried(spec: dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """Whether all cases come out as expected by these rules, and what promtool says.
+
+    Each alert has files of its own, because promtool evaluates all rules of a file in each of its tests.
+    """
+    files = []
+    for name in TESTED:
+        bare = rule(spec, name) | {"annotations": {}}  # promtool would compare their text; `check rules` expands it
+        rules, tests = folder / f"{name}.rules.yaml", folder / f"{name}.yaml"
+        rules.write_text(yaml.safe_dump({"groups": [{"name": name, "rules": [bare]}]}))
+        tests.write_text(yaml.safe_dump(unit_tests(name, rules.name, bare["labels"]["severity"])))
+        files.append(str(tests))
+    done = promtool("test", "rules", *files)
+    return done.returncode == 0, (done.stdout + done.stderr).decode()
+
+
+# ---------------------------------------------------------------- alerts
+
+
+def test_alerts_name_metrics_that_exist_and_have_a_runbook_and_a_unit_test() -> None:
+    assert alert_faults(SPEC, RUNBOOK, TESTED) == []
+
+
+def test_prometheus_takes_the_rules_as_the_runbook_extracts_them(tmp_path: Path) -> None:
+    [command] = re.findall(r"^sed .*alerts\.yaml", RUNBOOK, re.MULTILINE)
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, check=True)
+    assert yaml.safe_load(done.stdout) == SPEC
+    (tmp_path / "rules.yaml").write_bytes(done.stdout)
+    checked = promtool("check", "rules", str(tmp_path / "rules.yaml"))
+    assert checked.returncode == 0, checked.stderr
+    assert f"{len(TESTED)} rules found".encode() in checked.stdout
+
+
+def test_every_alert_fires_and_is_quiet_just_short_of_it(tmp_path: Path) -> None:
+    well, said = tried(SPEC, tmp_path)
+    assert well, said
+
+
+def a_wrong_metric(spec: dict[str, Any]) -> None:
+    rule(spec, "WarmfleetMemoryFills")["expr"] = "max(warmfleet_memory_ratio) > 0.75"
+
+
+def a_wrong_label(spec: dict[str, Any]) -> None:
+    rule(spec, "WarmfleetTaskFails")["expr"] = "sum by (taks) (rate(warmfleet_task_failures_total[10m])) > 0.01"
+
+
+def a_wrong_matcher(spec: dict[str, Any]) -> None:
+    expr = rule(spec, "WarmfleetErrors")["expr"]
+    rule(spec, "WarmfleetErrors")["expr"] = expr.replace("status=~", "code=~")
+
+
+def a_broken_expression(spec: dict[str, Any]) -> None:
+    rule(spec, "WarmfleetIndexLags")["expr"] = "max(warmfleet_apply_lag_seconds > 5"
+
+
+def a_missing_runbook(spec: dict[str, Any]) -> None:
+    rule(spec, "WarmfleetRefuses")["alert"] = "WarmfleetOverloaded"
+
+
+def no_severity(spec: dict[str, Any]) -> None:
+    rule(spec, "WarmfleetRefuses")["labels"] = {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (a_wrong_metric, "warmfleet_memory_ratio is no metric"),
+        (a_wrong_label, "has the label taks"),
+        (a_wrong_matcher, "has no label code"),
+        (a_broken_expression, "cannot be parsed"),
+        (a_missing_runbook, "WarmfleetOverloaded has no symptom, meaning and action"),
+        (a_missing_runbook, "WarmfleetRefuses is in the runbook and is no alert"),
+        (a_missing_runbook, "WarmfleetOverloaded has no unit test"),
+        (no_severity, "WarmfleetRefuses has no severity"),
+    ],
+)
+def test_a_mistake_in_an_alert_is_found(fault: Callable[[dict[str, Any]], None], said: str) -> None:
+    spec = copy.deepcopy(SPEC)
+    fault(spec)
+    assert [one for one in alert_faults(spec, RUNBOOK, TESTED) if said in one]
+
+
+def test_a_changed_threshold_is_found_by_the_unit_tests(tmp_path: Path) -> None:
+    """All thresholds a third higher at once: every alert with one no longer fires where its test expects it."""
+    spec = copy.deepcopy(SPEC)
+    changed = set()
+    for group in spec["groups"]:
+        for one in group["rules"]:
+            higher = re.sub(r"(?<=> )(0\.\d*[1-9]|[1-9]\d*)$", lambda found: str(float(found[0]) * 4 / 3), one["expr"])
+            if higher != one["expr"]:
+                one["expr"] = higher
+                changed.add(one["alert"])
+    well, said = tried(spec, tmp_path)
+    assert not well
+    assert len(changed) >= 12
+    assert {name for name in changed if f"{name} fires" not in said and f"alertname: {name}," not in said} == set()
+
+
+def test_a_section_of_the_runbook_that_lacks_its_action_is_found() -> None:
+    cut = RUNBOOK.replace("- **Action.** Renew the files", "Renew the files")
+    assert alert_faults(SPEC, cut, TESTED) == [
+        "WarmfleetCertificateEnds has no symptom, meaning and action in the runbook"
+    ]
+
+
+# ---------------------------------------------------------------- dashboards
+
+
+def test_the_dashboards_are_current() -> None:
+    there = {path.name: path.read_text() for path in dashboards.FOLDER.glob("*.json")}
+    assert there == dashboards.pages(), "run: python -m tests.monitoring.dashboards"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_panel_can_be_read_and_asks_for_metrics_that_exist(name: str) -> None:
+    page = PAGES[name]
+    assert len(page["panels"]) >= 8
+    assert dashboard_faults(page) == []
+    queries = [one["query"]["query"] for one in page["templating"]["list"] if one["type"] == "query"]
+    asked = [re.fullmatch(r"label_values\((\w+), (\w+)\)", query) for query in queries]
+    assert all(found and found[2] in samples()[found[1]] | {"instance"} for found in asked)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda panel: panel["targets"][0].update(expr="sum(rate(warmfleet_request_total[5m]))"), "is no metric"),
+        (lambda panel: panel["targets"][0].update(expr="sum(rate(warmfleet_requests_total[5m])"), "cannot be parsed"),
+        (lambda panel: panel["targets"][0].update(legendFormat=""), "a line without a name"),
+        (lambda panel: panel["fieldConfig"]["defaults"]["custom"].update(axisLabel=""), "an axis without a name"),
+        (lambda panel: panel["gridPos"].update(y=8), "lies over another panel"),
+        (lambda panel: panel.update(description=""), "is not explained"),
+    ],
+)
+def test_a_mistake_in_a_panel_is_found(change: Callable[[dict[str, Any]], None], said: str) -> None:
+    page = copy.deepcopy(PAGES["warmfleet-fleet.json"])
+    change(page["panels"][0])
+    assert [fault for fault in dashboard_faults(page) if said in fault]
+
+
+def test_metrics_that_other_manifests_name_exist() -> None:
+    """Such as those by which autoscalers go."""
+    named = {
+        name
+        for path in (ROOT / "k8s").rglob("*.y*ml")
+        if path != ALERTS
+        for name in re.findall(r"\bwarmfleet_[a-z_]+[a-z]\b", path.read_text())
+    }
+    assert {name for name in named - {"warmfleet_worker", "warmfleet_loadtest"} if name not in samples()} == set()
+
+
+@pytest.mark.parametrize(
+    "expr", ["up", 'histogram_quantile(0.9, sum by (model, le) (rate(warmfleet_queue_seconds_bucket{model="m"}[5m])))']
+)
+def test_a_query_that_is_right_has_no_faults(expr: str) -> None:
+    assert query_faults(expr) == []
