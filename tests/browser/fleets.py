@@ -70,7 +70,13 @@ def decision(number: int, *, fallback: bool = False, explained: bool = True, wor
         }
         for step in range(min(workers, 5))
     ]
-    why = rng.choice((("lowest", "lowest predicted time to the first token, or lowest load"),))
+    why = rng.choice(
+        (
+            ("lowest", "the lowest predicted cost, or the lowest load under a policy that goes by load"),
+            ("prefix", "tie within 5 ms of 2 engines: it holds more of the prompt than the others"),
+            ("flight", "tie within 5 ms of 3 engines: it has the fewest requests in flight"),
+        )
+    )
     away = ("away", "Redis did not answer in time: by a hash of the prompt among the workers known last")
     return {
         "number": number,

@@ -147,7 +147,7 @@ def decision_row(recent: Recent) -> dict[str, Any]:
         "worker_id": decision.worker_id,
         "policy": recent.policy,
         "why": recent.fallback or decision.why,
-        "reason": why_in_words(decision.why, recent.fallback),
+        "reason": why_in_words(recent.policy, decision, recent.fallback),
         "fallback": bool(recent.fallback),
         "prompt_tokens": decision.prompt_tokens,
         "matched_tokens": decision.matched_tokens,

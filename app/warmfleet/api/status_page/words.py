@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet.worker.state import WorkerState
-from warmfleet.pools.reasons import OF_A_TIE, REASONS
+from warmfleet.pools.reasons import OF_A_TIE, REASONS, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from warmfleet.fleet import WorkerView
+    from warmfleet.fleet import Decision, WorkerView
 
-#: By the word that a decision returns (lua/parts/decide/cost_rule.lua).
+#: By the word that a decision returns; ``in_words`` says more of one that told what it saw.
 WHY: Mapping[str, str] = {
     word: f"tie: {text}" if word in OF_A_TIE and word != "seed" else text for word, text in REASONS.items()
 }
@@ -47,11 +47,13 @@ STATES: Mapping[WorkerState, str] = {
 }
 
 
-def why_in_words(why: str, fallback: str) -> str:
+def why_in_words(policy: str, decision: Decision, fallback: str) -> str:
     """Why a request went to its worker. fallback: why Redis did not choose; "" if it did."""
     if fallback:
         return f"{FALLBACK.get(fallback, fallback)}: by a hash of the prompt among the workers known last"
-    return WHY.get(why, why)
+    if decision.seen is not None:
+        return in_words(policy, decision.why, decision.seen)
+    return WHY.get(decision.why, decision.why)
 
 
 def state_in_words(worker: WorkerView) -> str:
