@@ -119,7 +119,11 @@ async def test_a_request_is_traced_from_its_client_to_its_engine(
         assert "tracestate" not in later
         assert request.resource["service.name"] == "warmfleet"
         assert len({span.span_id for span in found.spans}) == 4
-        assert await router.metric('warmfleet_traces_total{result="exported"}') == 2
+
+        async def counted() -> bool:  # once the collector's answers are read
+            return await router.metric('warmfleet_traces_total{result="exported"}') == 2
+
+        await poll(counted, 10, "both are counted")
 
 
 async def test_an_engine_learns_that_a_request_is_not_sampled(
