@@ -273,6 +273,21 @@ def test_the_objective_is_told_of_first_tokens_only() -> None:
     assert [(one.prompt_tokens, one.uncached_tokens) for one in noted] == [(100, 36), (100, 36)]
 
 
+@pytest.mark.parametrize(("target", "hashes"), [("auto", [b"a0", b"a1"]), ("0.1", [])])
+def test_hashes_of_a_prompt_are_read_only_for_the_account(target: str, hashes: list[bytes]) -> None:
+    """A prompt of 4,000 tokens has 250 of them."""
+    engine = Engine(10, target)
+    assert engine.hook is not None
+    told: list[list[bytes]] = []
+    engine.hook.eviction.first_token = lambda _served, known: told.append(list(known))  # type: ignore[method-assign]
+    engine.run("a", 2)
+    stats = SimpleNamespace(num_prompt_tokens=2 * BLOCK + 1, num_cached_tokens=0)
+
+    engine.hook.first_tokens({0: SimpleNamespace(outputs=[SimpleNamespace(request_id="a", prefill_stats=stats)])})
+
+    assert told == [hashes]
+
+
 def test_a_line_tells_what_was_given_up_once_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

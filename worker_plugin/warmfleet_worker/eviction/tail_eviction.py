@@ -68,6 +68,11 @@ class TailEviction:
         self._used_at: dict[int, float] = {}  # monotonic seconds at which the last user of a block was finished
         self._known: dict[int, bytes] = {}  # the hashes of the blocks of all finished requests
 
+    @property
+    def compares(self) -> bool:
+        """Whether ``first_token`` reads the hashes: those of a long prompt cost as much as all else that it does."""
+        return self._account is not None
+
     def first_token(self, served: Served, hashes: Sequence[bytes]) -> None:
         """Learn from a request. hashes: of the full blocks of its prompt; none where they are not known any more."""
         self.objective.note(served)

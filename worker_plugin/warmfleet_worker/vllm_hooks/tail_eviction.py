@@ -128,7 +128,7 @@ class TailEvictionHook:
                     prompt = stats.num_prompt_tokens
                     served = Served(prompt, prompt - stats.num_cached_tokens)
                     # A request that is already finished again is not in the table.
-                    blocks = self._of_request.get(output.request_id, ())
+                    blocks = self._of_request.get(output.request_id, ()) if self.eviction.compares else ()
                     hashes = [block.block_hash for block in blocks[: prompt // self.eviction.block_tokens]]
                     self.eviction.first_token(served, () if None in hashes else hashes)
 
