@@ -82,7 +82,7 @@ def line_figure(
         if f"{axis}scale" in scales:  # 0.1 and 10 instead of powers of ten
             getattr(axes, f"{axis}axis").set_major_formatter("{x:g}")
     if "yscale" not in scales:
-        axes.set_ylim(0, None)
+        axes.set_ylim(0, (1.3 if marks else 1) * axes.get_ylim()[1])  # room for their texts above the lines
     for at, text in marks:
         axes.axvline(at, color="0.4", linestyle=":", linewidth=1)
         beside = axes.get_xaxis_transform()  # x in the data's units, y as a share of the height

@@ -135,9 +135,13 @@ HEAD = ("requests", "sent", "failed", "hit ratio", "TTFT mean", "p50", "p90", "p
 
 def rows(run: FleetRun) -> list[tuple[str, ...]]:
     """A row of cells for each kind, as HEAD names them. Times are in ms."""
-    names = ("ttft_mean", "ttft_p50", "ttft_p90", "ttft_p99", "gap_p50", "gap_p99")
+    ttft, gap = ("ttft_mean", "ttft_p50", "ttft_p90", "ttft_p99"), ("gap_p50", "gap_p99")
     return [
-        (kind, f"{row['sent']}", f"{row['failed']}", f"{row['hit_ratio']:.1%}", *(f"{row[name]:.0f}" for name in names))
+        (
+            *(kind, f"{row['sent']}", f"{row['failed']}", f"{row['hit_ratio']:.1%}"),
+            *(f"{row[name]:.0f}" for name in ttft),
+            *(f"{row[name]:g}" for name in gap),
+        )
         for kind, row in run.figures.items()
     ]
 
