@@ -274,12 +274,14 @@ def test_the_objective_is_told_of_first_tokens_only() -> None:
 
 
 @pytest.mark.parametrize(("target", "hashes"), [("auto", [b"a0", b"a1"]), ("0.1", [])])
-def test_hashes_of_a_prompt_are_read_only_for_the_account(target: str, hashes: list[bytes]) -> None:
+def test_hashes_of_a_prompt_are_read_only_for_the_account(
+    target: str, hashes: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt of 4,000 tokens has 250 of them."""
     engine = Engine(10, target)
     assert engine.hook is not None
     told: list[list[bytes]] = []
-    engine.hook.eviction.first_token = lambda _served, known: told.append(list(known))  # type: ignore[method-assign]
+    monkeypatch.setattr(engine.hook.eviction, "first_token", lambda _served, known: told.append(list(known)))
     engine.run("a", 2)
     stats = SimpleNamespace(num_prompt_tokens=2 * BLOCK + 1, num_cached_tokens=0)
 
