@@ -100,6 +100,17 @@ def test_routers_follow_the_keys_of_clients_and_send_engines_theirs(rendered: di
     assert engine["valueFrom"] == given["WARMFLEET_WORKER_API_KEY"]["valueFrom"]
 
 
+def test_monitoring_has_every_alert_and_dashboard_of_its_folder(rendered: dict[str, str]) -> None:
+    folder = K8S / "components/monitoring"
+    objects = {name_of(item): item for item in parse(rendered["tls"])}
+    (written,) = parse((folder / "alerts.yaml").read_text())
+    dashboards = objects["ConfigMap/warmfleet-dashboards"]
+
+    assert objects["PrometheusRule/warmfleet"]["spec"] == written["spec"]
+    assert dashboards["data"] == {path.name: path.read_text() for path in (folder / "dashboards").iterdir()}
+    assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
 def test_every_kustomization_says_what_you_get() -> None:
     found = sorted(K8S.rglob("kustomization.yaml"))
 
