@@ -104,13 +104,15 @@ def test_what_it_prints_works_as_printed_and_ctrl_c_stops_everything() -> None:
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.split()) > 5
         listed = subprocess.run(
-            [sys.executable, "-m", "warmfleet", "workers"],  # it finds the stack
+            [sys.executable, "-m", "warmfleet", "workers", "--wide"],  # it finds the stack
             env=environment(),
             capture_output=True,
             text=True,
             timeout=60,
         )
-        assert len(re.findall(r" proven +proven ", listed.stdout)) == 4, listed  # state and proof of each engine
+        assert len(re.findall(r"^sim-\d\.0 +proven .+ proven ", listed.stdout, re.MULTILINE)) == 4, (
+            listed
+        )  # state, proof
 
         assert len(command.started) >= 8, "store, watchdog, four engines, two replicas"
         command.process.send_signal(signal.SIGINT)

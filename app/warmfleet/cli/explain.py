@@ -71,7 +71,9 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
     parts: list[Part] = [(head, about), Table(HEADER, [_row(row, prompt, chosen_s) for row in rows]), LEGEND]
     if answer["chosen"]:
         turn = "All workers are busy: it would wait for its turn first. As things stand it" if answer["waits"] else "It"
-        parts.append(f"{turn} would go to {answer['chosen']} ({answer['because']}). Nothing was booked.")
+        parts.append(
+            f"{turn} would go to {answer['chosen']} ({answer.get('because', answer['why'])}). Nothing was booked."
+        )
     return parts
 
 

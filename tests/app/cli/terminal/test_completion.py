@@ -65,10 +65,14 @@ def test_models_come_from_the_environment_and_the_running_stack(monkeypatch: pyt
         ((200, {"models": 7}), []),
     ],
 )
-def test_workers_come_from_the_running_stack(answer: tuple[int, object], found: list[str]) -> None:
+def test_workers_come_from_the_running_stack(
+    answer: tuple[int, object], found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMFLEET_ADMIN_KEY", "secret")
     assert completion.workers() == []
     with (
-        replica({"/workers": answer}) as (url, _),
+        replica({"/workers": answer}) as (url, seen),
         announced(RunningStack(NOBODY, "redis://a", ("demo",), os.getpid(), (url,))),
     ):
         assert completion.workers() == found
+    assert seen[0][0]["authorization"] == "Bearer secret"
