@@ -110,7 +110,7 @@ def history(points: int, *, away_since: int = 0) -> dict[str, list[float | None]
         rate = round(42 * wave, 2)
         found["decisions_per_s"].append(rate)
         found["fallbacks_per_s"].append(rate if away else 0)
-        found["hit_ratio"].append(0.0 if away else round(min(0.97, 0.78 + 0.12 * math.sin(place / 20)), 3))
+        found["hit_ratio"].append(None if away else round(min(0.97, 0.78 + 0.12 * math.sin(place / 20)), 3))
         base = 0.35 if away else 0.14 * wave
         found["p50_s"].append(round(base, 4))
         found["p90_s"].append(round(base * 2.6, 4))
@@ -175,7 +175,7 @@ def degraded() -> dict[str, Any]:
             view_age_s=118.2,
             queue=None,
             index=None,
-            lately={"decisions_per_s": 39.0, "fallbacks_per_s": 39.0, "hit_ratio": 0.0},
+            lately={"decisions_per_s": 39.0, "fallbacks_per_s": 39.0, "hit_ratio": None},
             history=history(180, away_since=24),
         )
     )

@@ -134,6 +134,8 @@ def template_of(command: Up) -> str:
     page = re.search(r"^Its metrics: +(\S+)/metrics", command.output, re.MULTILINE)
     assert page is not None
     [model] = httpx.get(f"{page[1]}/workers", timeout=5).json()["models"]
+    assert f"{page[1]}/status " in command.output
+    assert httpx.get(f"{page[1]}/status", timeout=5).headers["content-type"].startswith("text/html")
     return str(model["template"])
 
 

@@ -51,6 +51,7 @@ With Python and the openai package{openai_hint}:
   print(answer.choices[0].message.content)
 
 See the fleet:  {command} workers
+Live:           {operators}/status   (for a browser)
 Its metrics:    {operators}/metrics   (each replica has a port of its own for operators)
 Why there:      {command} explain --message "What is a KV cache?"
 """

@@ -130,8 +130,8 @@ def test_recent_decisions_are_bounded_and_summed() -> None:
         recent.note(f"id-{number}", "chat", "exact", "cost", decision(40), "away" if number % 2 else "")
     assert len(recent.newest()) == KEPT
     assert [one.number for one in recent.newest()][:2] == [KEPT + 7, KEPT + 6]
-    assert (recent.decided, recent.matched_tokens) == (KEPT + 7, 40 * (KEPT + 7))
-    assert recent.fallbacks == (KEPT + 7) // 2
+    assert (recent.decided, recent.fallbacks) == (KEPT + 7, (KEPT + 7) // 2)
+    assert recent.matched_tokens == 40 * (recent.decided - recent.fallbacks)
 
 
 def point(at: float, decided: int = 0, matched: int = 0, prompt: int = 0) -> Point:

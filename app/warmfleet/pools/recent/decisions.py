@@ -36,8 +36,9 @@ class Recent(NamedTuple):
 class RecentDecisions:
     """The last KEPT decisions, and the sums of all since the start of this replica.
 
-    ``decided``: their number. ``fallbacks``: how many of them Redis did not make. ``wanted``: the next decision shall
-    tell all that it sees; who asks for that decision takes the wish back.
+    ``decided``: their number. ``fallbacks``: how many of them Redis did not make. The tokens are those of the others:
+    nobody knows what the worker of a fallback held. ``wanted``: the next decision shall tell all that it sees; who asks
+    for that decision takes the wish back.
     """
 
     __slots__ = ("_last", "decided", "fallbacks", "matched_tokens", "prompt_tokens", "wanted")
@@ -55,10 +56,11 @@ class RecentDecisions:
     ) -> None:
         """Count and keep a decision. Every request pays for this, so it does no more than that."""
         self.decided += 1
-        self.prompt_tokens += decision.prompt_tokens
-        self.matched_tokens += decision.matched_tokens
         if fallback:
             self.fallbacks += 1
+        else:
+            self.prompt_tokens += decision.prompt_tokens
+            self.matched_tokens += decision.matched_tokens
         self._last.append(Recent(self.decided, time.time(), request_id, endpoint, kind, policy, fallback, decision))
 
     def newest(self) -> list[Recent]:

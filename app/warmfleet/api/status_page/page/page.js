@@ -165,6 +165,8 @@ function span(up) {
   return up < 7200 ? `${Math.floor(up / 60)} min` : `${Math.floor(up / 3600)} h`;
 }
 
+/** Whether the workers that are shown are those of a reading before Redis went away. */
+const old = (model) => model.rung === "last_known" || model.rung === "nothing";
 const routable = (model) => model.workers.filter((worker) => worker.routable).length;
 
 function showModels(model) {
@@ -193,7 +195,7 @@ function showTiles(model) {
   const { lately, ttft, queue, index } = model;
   const away = "not known while Redis is away";
   const tiles = [
-    ["Workers", `${routable(model)} of ${model.workers.length}`, "take requests; whole fleet"],
+    ["Workers", `${routable(model)} of ${model.workers.length}`, old(model) ? "took requests when last read" : "take requests; whole fleet"],
     ["Hit ratio", percent(lately.hit_ratio), "of prompt tokens, last minute; this replica"],
     ["First token", seconds(ttft.p50_s || null), `P50; P90 ${seconds(ttft.p90_s || null)}; this replica`],
     ["Decisions", `${number(lately.decisions_per_s)}/s`, lately.fallbacks_per_s ? `${number(lately.fallbacks_per_s)}/s without Redis; this replica` : "this replica"],
@@ -226,9 +228,9 @@ function showPlots(model) {
 
 function showWorkers() {
   if (!last) return;
-  const { workers: all, rung, view_age_s: age } = chosen();
-  const old = rung === "last_known" || rung === "nothing";
-  say($("workers-scope"), old ? `as this replica read them ${age === null ? "never" : `${count(age)} s ago`}` : "whole fleet");
+  const model = chosen();
+  const { workers: all, view_age_s: age } = model;
+  say($("workers-scope"), old(model) ? `as this replica read them ${age === null ? "never" : `${count(age)} s ago`}` : "whole fleet");
   const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const found = all.filter((worker) => {
     const text = `${worker.worker_id} ${worker.url} ${worker.state} ${worker.reason} ${worker.names.join(" ")}`.toLowerCase();
