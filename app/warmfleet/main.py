@@ -42,13 +42,13 @@ from warmfleet.background.index_health import IndexHealthWatch
 from warmfleet.background.memory import MemoryWatch
 from warmfleet.background.outage_checks import OutageChecks
 from warmfleet.background.prober import Prober
+from warmfleet.background.reports.waiting import Waiting
 from warmfleet.background.stock import checks
 from warmfleet.background.stock.checks import StockEngines
 from warmfleet.background.stock.engine_list import EngineList
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.background.view_reader import ViewReader
 from warmfleet.background.vouching import Vouching
-from warmfleet.background.waiting import Waiting
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls

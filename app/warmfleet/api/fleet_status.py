@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.background.worker_gauges import set_worker_gauges
+from warmfleet.background.reports.worker_gauges import set_worker_gauges
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
 from warmfleet.pools.reasons import in_words

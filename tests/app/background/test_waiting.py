@@ -6,7 +6,7 @@ import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from warmfleet.background.waiting import Waiting
+from warmfleet.background.reports.waiting import Waiting
 
 if TYPE_CHECKING:
     import pytest

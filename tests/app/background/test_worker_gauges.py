@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from warmfleet.background.index_health import IndexHealthWatch
-from warmfleet.background.worker_gauges import MAX_VERSION, set_worker_gauges
+from warmfleet.background.reports.worker_gauges import MAX_VERSION, set_worker_gauges
 from warmfleet.fleet import Truth, WorkerTruth, WorkerView
 from warmfleet.fleet.rows import LoadRow
 from warmfleet.fleet.worker.state import WorkerState

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool, Pools
 
-logger = logging.getLogger("warmfleet.background.waiting")
+logger = logging.getLogger("warmfleet.background.reports.waiting")
 
 NAMED = 4  # workers that one line names
 NO_ENGINE = (
