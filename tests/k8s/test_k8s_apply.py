@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.k8s.fake_api import FakeApi
+from tests.k8s.policies import BROUGHT
 from tests.k8s.render import COMBINATIONS, K8S, every_combination, kubectl, parse, render
+from tests.k8s.schemas import problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+README = (K8S / "README.md").read_text()
 
 
 @pytest.fixture
@@ -29,11 +35,14 @@ def rich_api() -> Iterator[FakeApi]:
         yield server
 
 
+def environment(home: Path) -> dict[str, str]:
+    """kubectl caches discovery in HOME, and must not find a kubeconfig there."""
+    return {**os.environ, "HOME": str(home), "KUBECONFIG": str(home / "none")}
+
+
 def run(api: FakeApi, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # kubectl caches discovery in HOME, and must not find a kubeconfig there.
-    environment = {**os.environ, "HOME": str(home), "KUBECONFIG": str(home / "none")}
     command = [kubectl(), f"--server={api.url}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(home))
 
 
 def apply(api: FakeApi, home: Path, *what: str) -> subprocess.CompletedProcess[str]:
@@ -84,6 +93,22 @@ def accepted(api: FakeApi, home: Path, text: str) -> int:
     result = apply(api, home, "-f", str(home / "all.yaml"))
     assert result.returncode == 0, result.stderr
     return result.stdout.count(" created\n")
+
+
+def test_the_command_of_the_readme_makes_the_passwords(tmp_path: Path) -> None:
+    (command,) = re.findall(r"^    (kubectl -n warmfleet create secret .*?\)$)", README, re.MULTILINE | re.DOTALL)
+    dry = f"{command.replace('kubectl', kubectl(), 1)} --dry-run=client -o yaml"
+
+    done = subprocess.run(["bash", "-c", dry], capture_output=True, text=True, timeout=60, env=environment(tmp_path))
+
+    assert done.returncode == 0, done.stderr
+    (secret,) = parse(done.stdout)
+    given = {name: base64.b64decode(value).decode() for name, value in secret["data"].items()}
+    assert problem_of(secret) is None
+    assert secret["metadata"]["name"] == "redis-passwords"
+    assert given.keys() == BROUGHT["redis-passwords"]
+    assert all(re.fullmatch("[0-9a-f]{48}", password) for password in given.values())
+    assert len(set(given.values())) == len(given)
 
 
 def test_monitoring_without_the_operator_is_an_error_that_names_the_kind(

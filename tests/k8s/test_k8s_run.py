@@ -10,7 +10,7 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 from tests.app.certificates import made as made_certificate
-from tests.conftest import redis7_binary
+from tests.conftest import redis7_binary, valkey_binary
 from tests.k8s.objects import Manifest, probes_of
 from tests.k8s.pods import Pods, RunningPod
 from tests.k8s.render import parse, render
@@ -26,7 +26,7 @@ PASSWORDS = {name: f"{name}-secret" for name in ("admin", "router", "worker", "r
 
 def test_the_root_answers(rendered: dict[str, str], tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
-        pods = Pods(parse(rendered["root"]), processes, tmp_path, _programs())
+        pods = Pods(parse(rendered["root"]), processes, tmp_path, _programs(valkey_binary()))
         store = pods.start("StatefulSet/redis")
         worker = pods.start("Deployment/worker")
         router = pods.start("Deployment/router")
@@ -63,7 +63,9 @@ def test_tls_to_redis(tmp_path: Path) -> None:
     files = {"ca.crt": authority.certificate, "tls.crt": pair.certificate, "tls.key": pair.key}
     secrets = {"redis-passwords": PASSWORDS, "redis-tls": {name: path.read_text() for name, path in files.items()}}
     with Processes(tmp_path) as processes:
-        pods = Pods(_rendered(["redis", "redis-tls"], tmp_path), processes, tmp_path, _programs(), secrets)
+        pods = Pods(
+            _rendered(["redis", "redis-tls"], tmp_path), processes, tmp_path, _programs(redis7_binary()), secrets
+        )
         store = pods.start("StatefulSet/redis")
         pods.start("Deployment/worker")
         router = pods.start("Deployment/router")
@@ -80,7 +82,7 @@ def test_tls_to_redis(tmp_path: Path) -> None:
 def test_a_dead_master_is_replaced(tmp_path: Path) -> None:
     secrets = {"redis-passwords": PASSWORDS}
     with Processes(tmp_path) as processes:
-        pods = Pods(_rendered(["redis-sentinel"], tmp_path), processes, tmp_path, _programs(), secrets)
+        pods = Pods(_rendered(["redis-sentinel"], tmp_path), processes, tmp_path, _programs(valkey_binary()), secrets)
         stores = [pods.start("StatefulSet/redis", number) for number in range(3)]
         pods.start("Deployment/worker")
         router = pods.start("Deployment/router")
@@ -136,8 +138,9 @@ def _chat(router: RunningPod, model: str = "demo") -> httpx.Response:
     return httpx.post(f"{router.url(8080)}/v1/chat/completions", json=body, timeout=30)
 
 
-def _programs() -> dict[str, list[str]]:
-    return {"valkey-server": [redis7_binary()], "valkey-cli": [require("redis-cli")]}
+def _programs(server: str) -> dict[str, list[str]]:
+    """server: Valkey, as the manifests have it; the one of the tests speaks no TLS, so there it is Redis 7.0."""
+    return {"valkey-server": [server], "valkey-cli": [require("redis-cli")]}
 
 
 def _ready(made: RunningPod) -> bool:
