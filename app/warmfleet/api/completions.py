@@ -75,8 +75,8 @@ class CompletionsProxy:
         """Answer one request; an error becomes an answer, too."""
         passed_on, for_router = self._read_headers(request.headers)
         request_id = cleaned_request_id(for_router.get(b"x-request-id", b""))
-        tell_request(request_id)
         trace = None if self._tracing is None else self._trace(self._tracing, request, request_id, passed_on)
+        tell_request(request_id, "" if trace is None else trace.trace_id)
         self._metrics.in_flight.inc()
         try:
             client = self._keys.client(request.headers)

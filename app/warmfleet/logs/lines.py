@@ -10,22 +10,22 @@ from typing import Any
 
 import orjson
 
-#: The task that serves a request, by its ``id``, and the request's X-Request-Id. A task that this one starts inherits
-#: both, but is another one: it may serve others long after the request.
-_SERVED: ContextVar[tuple[int, str]] = ContextVar("served", default=(0, ""))
+#: The task that serves a request, by its ``id``, and the ids of the request and of its trace. A task that this one
+#: starts inherits them, but is another one: it may serve others long after the request.
+_SERVED: ContextVar[tuple[int, str, str]] = ContextVar("served", default=(0, "", ""))
 
 
-def tell_request(request_id: str) -> None:
-    """Each line that the current task logs from here on tells this X-Request-Id."""
-    _SERVED.set((id(asyncio.current_task()), request_id))
+def tell_request(request_id: str, trace_id: str = "") -> None:
+    """Each line that the current task logs from here on tells this X-Request-Id, and as JSON its trace."""
+    _SERVED.set((id(asyncio.current_task()), request_id, trace_id))
 
 
-def _told_request() -> str:
-    task, request_id = _SERVED.get()
+def _told_request() -> tuple[str, str]:
+    task, request_id, trace_id = _SERVED.get()
     try:
-        return request_id if task and task == id(asyncio.current_task()) else ""
+        return (request_id, trace_id) if task and task == id(asyncio.current_task()) else ("", "")
     except RuntimeError:  # another thread, where no loop runs
-        return ""
+        return "", ""
 
 
 def prepared(record: logging.LogRecord) -> logging.LogRecord:
@@ -34,8 +34,11 @@ def prepared(record: logging.LogRecord) -> logging.LogRecord:
     if record.exc_info:
         record.exc_text = logging.Formatter().formatException(record.exc_info)
         record.exc_info = None
+    request_id, trace_id = _told_request()
     if not hasattr(record, "request_id"):
-        record.request_id = _told_request()
+        record.request_id = request_id
+    if not hasattr(record, "trace_id"):
+        record.trace_id = trace_id
     return record
 
 
@@ -54,7 +57,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time (UTC), level, logger, message; replica, request_id, exception where there is one.
+    """One object a line: time (UTC), level, logger, message; request_id, trace_id, replica, exception if there is one.
 
     Fields that a record brings as ``fields`` stand beside these.
     """
@@ -71,7 +74,7 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        found = {"replica": self._replica, "request_id": getattr(record, "request_id", "")}
+        found = {name: getattr(record, name, "") for name in ("request_id", "trace_id")} | {"replica": self._replica}
         line |= {name: value for name, value in found.items() if value}
         if record.exc_text:
             line["exception"] = record.exc_text

@@ -32,7 +32,7 @@ async def serve_badly() -> None:
     async def other_work() -> None:
         logger.warning("work of another task")
 
-    tell_request("abc")
+    tell_request("abc", "trace-1")
     try:
         _ = dict[str, int]()["a bug"]
     except KeyError:
@@ -51,14 +51,15 @@ def test_text_and_json_tell_the_same() -> None:
     assert rest[-2] == "KeyError: 'a bug'"
     assert rest[-1].endswith("work of another task"), "which may go on after the request, and belongs to none"
     line, other = map(json.loads, told("json", fail, replica="1"))
-    assert {name: line[name] for name in ("level", "logger", "message", "request_id", "replica")} == {
+    assert {name: line[name] for name in ("level", "logger", "message", "request_id", "trace_id", "replica")} == {
         "level": "error",
         "logger": "warmfleet.tests",
         "message": "a request failed",
         "request_id": "abc",
+        "trace_id": "trace-1",
         "replica": "1",
     }
-    assert "request_id" not in other
+    assert not {"request_id", "trace_id"} & other.keys()
     assert line["exception"].endswith("KeyError: 'a bug'")
     assert line["time"].endswith("+00:00")
 
