@@ -89,7 +89,7 @@ async def test_a_fleet_that_is_cut_off_is_served_and_the_dead_worker_is_not(
         assert states == {"w1.0": "unheard", "w2.0": "unheard", "w3.0": "silent"}
         assert {(await quiet.fleet.decide(quiet.world.ask())).worker_id for _ in range(8)} == {"w1.0", "w2.0"}
         assert "2 workers answer over HTTP but send no heartbeats" in caplog.text
-        assert (quiet.count("vouched", "vouched"), quiet.count("health_checks", "silent")) == (2, 2)
+        assert (quiet.count("vouched_workers", "vouched"), quiet.count("health_checks", "silent")) == (2, 2)
 
 
 async def test_it_is_asked_before_it_expires_and_not_while_it_is_heard(quiet: Quiet) -> None:
@@ -117,7 +117,7 @@ async def test_one_that_stops_answering_is_avoided_and_then_lapses(quiet: Quiet)
         await cast("Any", quiet.world.store.hset(quiet.world.keys.workers, "w1.0", record))
         assert await quiet.round() == {"w1.0": "unheard"}, "until a TTL after its last answer"
         assert quiet.pool.avoided() == ("w1.0",)
-        assert quiet.count("vouched", "renewed") == 0
+        assert quiet.count("vouched_workers", "renewed") == 0
 
 
 @pytest.mark.parametrize("page", [b'{"data": [{"id": "another"}]}', b'{"data": 5}', b"no JSON"])
@@ -134,7 +134,7 @@ async def test_a_core_that_stands_still_gets_no_requests_though_its_server_answe
     async with engines(1) as made:
         await quiet.worker(1, made[0], silent_s=16.0, server_s=1.0)
         assert await quiet.round() == {"w1.0": "silent"}
-        assert quiet.count("vouched", "refused") == 1
+        assert quiet.count("vouched_workers", "refused") == 1
 
 
 async def test_an_engine_that_says_it_is_ill_is_no_witness(quiet: Quiet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ async def test_heartbeats_end_it(quiet: Quiet, caplog: pytest.LogCaptureFixture)
         await poll(lambda: _heard(quiet), 5, "the tick of the next second sees both halves")
         with caplog.at_level(logging.WARNING, "warmfleet"):
             await quiet.round()
-        assert quiet.count("vouched", "renewed") == 0
+        assert quiet.count("vouched_workers", "renewed") == 0
 
 
 async def _heard(quiet: Quiet) -> bool:

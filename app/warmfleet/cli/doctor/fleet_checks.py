@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
 from warmfleet.background import announced
@@ -73,9 +74,8 @@ def applied(streams: Streams, tag: str) -> Finding:
 
 
 def _nobody(fleet: Fleet) -> Finding:
-    meant = (
-        f"if one of {_some(fleet.others)} is meant, which this Redis has: --model NAME; else " if fleet.others else ""
-    )
+    others = sorted(fleet.others, key=lambda name: SequenceMatcher(None, name, fleet.tag).ratio(), reverse=True)
+    meant = f"if one of {_some(others)} is meant, which this Redis has: --model NAME; else " if others else ""
     return fault(
         "workers",
         f"no engine has joined {fleet.tag}",

@@ -53,12 +53,13 @@ class Parent:
         """The processes that were ready, in that order."""
         return self.matches(r"replica \d is ready \(process (\d+)\)")
 
-    async def metric(self, place: int, name: str) -> float:
-        """A metric of the replica at this place, by its port for operators, summed over labels."""
+    async def metric(self, place: int, name: str, label: str = "") -> float:
+        """A metric of the replica at this place, by its port for operators, summed over all samples with this label."""
         url = f"http://127.0.0.1:{self.port + 1 + place}/metrics"
         async with aiohttp.ClientSession() as client, client.get(url) as answer:
             page = await answer.text()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(name))
+        lines = [line for line in page.splitlines() if line.startswith(name) and label in line]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 @asynccontextmanager
@@ -130,8 +131,8 @@ async def test_a_reload_replaces_all_replicas_and_fails_no_request(valkey_url: s
         assert traffic.connections < traffic.answered / 3, "they keep their connections"
         assert not set(before) & set(after)
         for place in (0, 1):
-            assert await parent.metric(place, 'warmfleet_decisions_total{policy="round_robin"') > 0
-            assert await parent.metric(place, 'warmfleet_decisions_total{policy="cost"') == 0
+            assert await parent.metric(place, "warmfleet_decisions_total", 'policy="round_robin"') > 0
+            assert await parent.metric(place, "warmfleet_decisions_total", 'policy="cost"') == 0
 
 
 async def test_a_reload_that_cannot_work_leaves_the_replicas_alone(valkey_url: str, model: str, tmp_path: Path) -> None:
