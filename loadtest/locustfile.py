@@ -20,11 +20,22 @@ that came from caches, from the answers' own usage (prompt_tokens_details.cached
 no further request and finish those they have.
 """
 
-from locust import events
+from argparse import RawDescriptionHelpFormatter
 
-from warmfleet_loadtest.users.run_events import OpenLoop, listen
+from locust import events
+from locust.argument_parser import get_empty_argument_parser
+
+from warmfleet_loadtest.users.run_events import OpenLoop, add_options, listen
 from warmfleet_loadtest.users.sources import AgentUser, ChatUser, OneOffUser, RagUser, TraceUser
 
 __all__ = ["AgentUser", "ChatUser", "OneOffUser", "OpenLoop", "RagUser", "TraceUser"]
 
 listen(events)
+
+if __name__ == "__main__":  # `locust --help` ends before it reads this file
+    parser = get_empty_argument_parser()
+    parser.description, parser.formatter_class = __doc__, RawDescriptionHelpFormatter
+    parser.epilog = None  # Locust's own examples
+    add_options(parser)
+    parser.parse_args()
+    parser.print_help()

@@ -143,6 +143,15 @@ def test_the_web_page_starts_a_run_and_shows_the_caches(tmp_path: Path) -> None:
     assert row["hit"] == 80.0
 
 
+def test_its_own_help_names_every_option() -> None:
+    done = subprocess.run([sys.executable, LOCUSTFILE, "--help"], capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 0, done.stderr
+    for option in "--rate", "--arrivals", "--seconds", "--mix", "--trace":
+        assert f"  {option} " in done.stdout
+    assert "diurnal: poisson" in " ".join(done.stdout.split())
+
+
 def test_wrong_options_are_told_before_anything_is_sent(tmp_path: Path) -> None:
     process = locust("http://127.0.0.1:9", tmp_path, "--headless", "--mix", "cat=1")
     _, said = process.communicate(timeout=60)
