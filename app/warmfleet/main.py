@@ -226,7 +226,6 @@ async def serve(settings: Settings, sockets: Sockets, log: LogOutput | None = No
     made = server(settings, sockets, log)
     _tell_of_the_start(settings, sockets)
     await made.serve()
-    logger.info("stopped")
 
 
 def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:

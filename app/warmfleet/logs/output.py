@@ -41,7 +41,7 @@ class LogOutput(logging.Handler):
         self.on_drop: Callable[[], None] = no_metric
         self._level_of_ours = getattr(logging, level.upper())
         self._stream = stream or sys.stderr
-        self._waiting: SimpleQueue[logging.LogRecord | None] = SimpleQueue()
+        self._waiting: SimpleQueue[logging.LogRecord | threading.Event | None] = SimpleQueue()
         self._dropped = 0
         self._folding = Folding()
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
@@ -70,6 +70,13 @@ class LogOutput(logging.Handler):
         ours.setLevel(our_level)
         self.close()
 
+    def flush(self) -> None:
+        """Return when the lines that wait now are written, or after CLOSE_S."""
+        written = threading.Event()
+        self._waiting.put(written)
+        if self._thread.is_alive():
+            written.wait(CLOSE_S)
+
     def handle(self, record: logging.LogRecord) -> bool:
         """Hand the record over. No lock is held, so a signal's handler may log in the middle of another line."""
         passes = bool(self.filter(record))
@@ -96,7 +103,10 @@ class LogOutput(logging.Handler):
                 record = self._waiting.get(timeout=FOLDED_LOOK_S)
                 if record is None:
                     return
-                self._write(record)
+                if isinstance(record, threading.Event):
+                    record.set()
+                else:
+                    self._write(record)
             except Empty:
                 pass
             if time.monotonic() - looked_at >= FOLDED_LOOK_S:

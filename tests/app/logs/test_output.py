@@ -120,6 +120,15 @@ def test_a_reader_that_stands_still_costs_lines_and_no_time(monkeypatch: pytest.
     assert [line for line in lines if f"{len(drops)} log lines were dropped" in line]
 
 
+def test_what_waits_can_be_waited_for() -> None:
+    stream = io.StringIO()
+    with LogOutput("info", "text", stream=stream) as log:
+        for number in range(2_000):
+            logger.info("line %d", number)
+        log.flush()
+        assert len(stream.getvalue().splitlines()) == 2_000
+
+
 def test_an_output_that_is_gone_ends_nothing() -> None:
     stream = io.StringIO()
     with LogOutput("info", "text", stream=stream) as log:

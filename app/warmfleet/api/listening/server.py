@@ -132,6 +132,9 @@ class Server(uvicorn.Server):
         under_way, grace_s = len(self.server_state.tasks), self.config.timeout_graceful_shutdown
         logger.info("stops: no new connection; %d requests under way may go on for %s s", under_way, grace_s)
         await super().shutdown([*self._sockets.clients, *self._sockets.operators])
+        logger.info("stopped")
+        for handler in logging.getLogger().handlers:
+            handler.flush()  # uvicorn raises the signal again, which may end the process at once
 
     async def main_loop(self) -> None:
         await self.on_tick(0)
