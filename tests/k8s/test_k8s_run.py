@@ -135,7 +135,7 @@ def _replicas(host: str, port: int) -> int:
 
 def _chat(router: RunningPod, model: str = "demo") -> httpx.Response:
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-    return httpx.post(f"{router.url(8080)}/v1/chat/completions", json=body, timeout=30)
+    return httpx.post(f"{router.url(8080)}/v1/chat/completions", json=body, timeout=90)
 
 
 def _programs(server: str) -> dict[str, list[str]]:
