@@ -32,10 +32,15 @@ LOCKS = ("app/requirements.lock", "app/build.lock", "loadtest/requirements.lock"
 BASE, OTHERS = "localhost/base:1", "localhost/others:1"
 PYTHON = "python3-minimal,python3,python3-venv,python-is-python3,ca-certificates"
 SERVERS = "redis-server,redis-tools,haproxy,wget"
-#: As Valkey's image calls Redis. haproxy's image adds the two options by its entry point.
-RENAMED = {"valkey-server": "redis-server", "valkey-cli": "redis-cli"}
+#: Redis under the names in Valkey's image; Debian lets nobody else look into the folder of its file.
+AS_VALKEY = (
+    'ln -s redis-server "$1/usr/bin/valkey-server"',
+    'ln -s redis-cli "$1/usr/bin/valkey-cli"',
+    'chmod 755 "$1/etc/redis"',
+)
+#: haproxy's image adds these options by its entry point.
 ADDED = {"haproxy": ["-W", "-db"]}
-HEALTHY_S = 90.0
+HEALTHY_S = 240.0
 POLL_S = 0.2
 ANSWER_S = 60
 ASK = """
@@ -70,7 +75,7 @@ class Podman:
         )
         storage = self.folder / "storage.conf"
         storage.write_text(
-            f'[storage]\ndriver = "vfs"\ngraphroot = "{self.folder}/images"\nrunroot = "{self.folder}/run"\n'
+            f'[storage]\ndriver = "overlay"\ngraphroot = "{self.folder}/images"\nrunroot = "{self.folder}/run"\n'
         )
         self.environment |= {**os.environ, "CONTAINERS_CONF": str(settings), "CONTAINERS_STORAGE_CONF": str(storage)}
 
@@ -88,16 +93,19 @@ class Podman:
 
 def fetch_packages(wheels: Path) -> None:
     """Fill a folder with everything that the locks of the images pin, checked by its hashes."""
-    for lock in LOCKS:
+    for number, lock in enumerate(LOCKS):
+        # pip asks the running Python whether a condition holds, and that of Debian 12 is older: 3.11.2.
+        wanted = wheels / f"{number}.lock"
+        wanted.write_text((ROOT / lock).read_text().replace(" ; python_full_version < '3.11.3'", ""))
         argv = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(wheels), "--no-deps"]
-        argv += ["--python-version", "3.11", "--only-binary", ":all:", "--require-hashes", "-r", str(ROOT / lock)]
+        argv += ["--python-version", "3.11", "--only-binary", ":all:", "--require-hashes", "-r", str(wanted)]
         subprocess.run(argv, check=True, timeout=600)
 
 
-def make_base(podman: Podman, image: str, packages: str, links: dict[str, str]) -> None:
-    """Make an image of Debian 12 with these packages."""
+def make_base(podman: Podman, image: str, packages: str, *changes: str) -> None:
+    """Make an image of Debian 12 with these packages. changes: commands for the shell; $1 is the new root."""
     archive = podman.folder / "base.tar"
-    hooks = [f'--customize-hook=ln -s {target} "$1/usr/bin/{name}"' for name, target in links.items()]
+    hooks = [f"--customize-hook={change}" for change in changes]
     argv = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={packages}", *hooks, "bookworm", str(archive)]
     subprocess.run(argv, check=True, timeout=900)
     podman("import", "--quiet", str(archive), image, seconds=300)
@@ -109,7 +117,7 @@ def build(podman: Podman, containerfile: str, image: str, wheels: Path, *options
     offline = podman.folder / "pip.conf"
     offline.write_text("[global]\nno-index = true\nfind-links = /wheels\n")
     podman(
-        *("build", "--quiet", "--isolation=chroot", "--pull=never", "--layers=false", "--network=none"),
+        *("build", "--quiet", "--isolation=chroot", "--pull=never", "--layers=false"),
         *("--build-arg", f"BASE={BASE}", "--build-arg", f"VLLM={BASE}"),
         *("--volume", f"{wheels}:/wheels:ro", "--volume", f"{offline}:/etc/pip.conf:ro"),
         *("--file", str(K8S / "images" / containerfile), "--tag", image, *options, str(ROOT)),

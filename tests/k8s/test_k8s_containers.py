@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.k8s.compose import load
 from tests.k8s.containers import (
+    AS_VALKEY,
     BASE,
     OTHERS,
     PYTHON,
-    RENAMED,
     SERVERS,
     Network,
     Podman,
@@ -49,8 +49,8 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
     wheels = tmp_path_factory.mktemp("wheels")
     try:
         fetch_packages(wheels)
-        make_base(made, BASE, PYTHON, {})
-        make_base(made, OTHERS, SERVERS, RENAMED)
+        make_base(made, BASE, PYTHON)
+        make_base(made, OTHERS, SERVERS, *AS_VALKEY)
         build(made, "router.Containerfile", ROUTER, wheels)
         build(made, "dev.Containerfile", DEV, wheels)
         build(made, "worker.Containerfile", PLUGIN, wheels, "--target", "plugin")
@@ -67,7 +67,7 @@ def test_images_hold_what_they_need_and_no_more(podman: Podman) -> None:
         assert podman(*shell, "id -u").stdout.strip() == "65532"
         assert podman(*shell, "python -m pip --version", check=False).returncode != 0
         assert podman(*shell, "touch /opt/warmfleet/x", check=False).returncode != 0
-        compilers = "command -v gcc cc make; find / -xdev -name tests -path '*warmfleet*'"
+        compilers = "command -v gcc cc make; find / -xdev -path '*/site-packages/warmfleet*' -name tests"
         assert podman(*shell, compilers, check=False).stdout == ""
     assert "usage: warmfleet" in podman("run", *without, ROUTER, "--help").stdout
     for image, place in ((WORKER, "/opt/warmfleet"), (PLUGIN, "/plugin")):
