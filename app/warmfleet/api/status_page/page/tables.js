@@ -151,7 +151,7 @@ function candidates(decision) {
   const heads = ["Worker", "Held", "Ahead", "Requests", "Speed", "Cost"];
   const rows = decision.candidates.map((one) =>
     el("tr", { class: one.worker_id === decision.worker_id ? "shown" : null },
-      el("th", { scope: "row" }, one.worker_id),
+      el("th", { scope: "row", class: "name" }, one.worker_id),
       ...[count(one.matched_tokens), count(one.wait_tokens), count(one.in_flight), count(one.speed_tps), seconds(one.cost_s)]
         .map((text) => el("td", { class: "number" }, text))));
   const head = el("tr", {}, ...heads.map((name, place) => el("th", { scope: "col", class: place ? "number" : null }, name)));
@@ -172,7 +172,7 @@ export function decisionsTable(table) {
     empty: "No request has been decided here yet.",
     columns: [
       { name: "Time", cell: (decision) => [clock(decision.at), small(`${decision.endpoint}, ${decision.request_id}`)] },
-      { name: "Worker", cell: (decision) => decision.worker_id },
+      { name: "Worker", cell: (decision) => el("span", { class: "name" }, decision.worker_id) },
       { name: "Why", words: true, cell: (decision) => [el("span", { class: decision.fallback ? "warn-text" : null }, decision.reason), candidates(decision)] },
       { name: "Prompt held there", number: true, cell: held },
       { name: "Predicted", number: true, cell: (decision) => (decision.fallback ? "–" : [seconds(decision.cost_s), small(`${count(decision.wait_tokens)} tokens ahead`)]) },
