@@ -37,7 +37,8 @@ class Identifier:
         self._expected_output = settings.expected_output_tokens
         self._metrics = metrics
         self._kinds = cache(metrics.identity.labels)
-        self._tokens = cache(metrics.identified_tokens.labels)
+        tokens = metrics.identified_tokens
+        self._tokens = cache(lambda tag: (tokens.labels("known", tag), tokens.labels("new", tag)))
         self._logged: set[tuple[str, str]] = set()
 
     async def identify(self, pool: Pool, request: Request, body: bytes, headers: bytes) -> IdentifiedPrompt:
@@ -64,7 +65,7 @@ class Identifier:
     def _count(self, pool: Pool, prompt: IdentifiedPrompt) -> None:
         self._kinds(prompt.kind, pool.tag).inc()
         if prompt.prompts:
-            known, new = self._tokens("known", pool.tag), self._tokens("new", pool.tag)
+            known, new = self._tokens(pool.tag)
             for one in prompt.prompts:
                 known.inc(one.known_tokens)
                 new.inc(one.tokens - one.known_tokens)
