@@ -260,6 +260,7 @@ async def test_engines_that_fail_are_asked_in_turn_and_keep_no_other_waiting(
 ) -> None:
     monkeypatch.setattr(stock_engines, "FAILED_IN_A_ROUND", 1)
     monkeypatch.setattr(stock_engines, "CHECKS_AT_ONCE", 1)
+    monkeypatch.setattr(stock_engines, "ROUND_S", 60.0)
     dead = [f"http://127.0.0.1:{port}" for port in (7, 9, 11)]
     async with engines(model, 1) as (engine,):
         checks = replica(*dead, engine.url)

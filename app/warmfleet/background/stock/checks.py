@@ -15,6 +15,7 @@ import re
 import secrets
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -30,7 +31,7 @@ from warmfleet.protocol.wire import Scheme, default_none_hash
 from warmfleet.settings import without_userinfo
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from warmfleet.background.stock.engine_list import EngineList, ListedEngine
     from warmfleet.engines.allowed_addresses import Addresses
@@ -106,8 +107,8 @@ class StockEngines:
         again = set(islice((url for url in self._failed if url in urls), FAILED_IN_A_ROUND))
         results = await asyncio.gather(
             *[self._check(engine) for engine in listed if engine.url in again],
-            *[self._in_gate(self._check(engine)) for engine in listed if engine.url not in self._failed],
-            *[self._in_gate(self._let_go(url)) for url in self._leaving],
+            *[self._in_gate(partial(self._check, engine)) for engine in listed if engine.url not in self._failed],
+            *[self._in_gate(partial(self._let_go, url)) for url in self._leaving],
             return_exceptions=True,
         )
         for result in results:
@@ -116,9 +117,9 @@ class StockEngines:
         for problem in self._list.problems:
             raise BadArgument(problem)
 
-    async def _in_gate(self, work: Awaitable[None]) -> None:
+    async def _in_gate(self, work: Callable[[], Awaitable[None]]) -> None:
         async with self._gate:
-            await work
+            await work()
 
     async def _check(self, listed: ListedEngine) -> None:
         url, now = listed.url, time.monotonic()
