@@ -113,7 +113,7 @@ NOT_OF_A_CHAT: list[dict[str, Any]] = [
     {"structured_outputs": {"regex": "a"}},
     {"logprobs": True},
     {"logprobs": True, "top_logprobs": 3},
-    {"stop": ["x"]},
+    {"stop_token_ids": [5]},
     {"logit_bias": {"5": 1}},
     {"kv_transfer_params": {"do_remote_decode": True}},
 ]
@@ -149,6 +149,20 @@ async def test_what_asks_for_nothing_is_not_refused() -> None:
     async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
         for more in (nothing, {"tools": [tool], "tool_choice": "none"}, {"echo": True}):
             assert (await http.post("/v1/chat/completions", json=chat | more)).status_code == 200
+
+
+async def test_an_answer_ends_before_a_stop_text() -> None:
+    body: dict[str, Any] = {"prompt": WORDS, "max_tokens": 12, "ignore_eos": True}
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        whole = (await http.post("/v1/completions", json=body)).json()["choices"][0]
+        words = whole["text"].split()
+        stop = ["never said", f"{words[5]} {words[6]}"]
+        cut = (await http.post("/v1/completions", json=body | {"stop": stop})).json()
+        refused = await http.post("/v1/completions", json=body | {"stop": [5]})
+    (choice,) = cut["choices"]
+    assert (choice["text"].split(), choice["finish_reason"]) == (words[:5], "stop")
+    assert cut["usage"]["completion_tokens"] == 5
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stop")
 
 
 async def test_echo_and_logprobs_are_imitated() -> None:

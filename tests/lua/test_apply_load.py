@@ -126,6 +126,17 @@ async def test_progress_gives_the_prefill_back_once(core: Core, fleet: Fleet) ->
     assert await fleet.counts() == {"exact": 1}  # one prediction is compared once
 
 
+async def test_progress_after_the_end_leaves_a_lease_as_it_is(core: Core) -> None:
+    """A lease that lingers for its blocks gave everything back, and must not become one of a request under way."""
+    await lease(core, "wf-a", stage=Stage.LINGERING, prefill_tokens=0)
+    before = await core.row()
+    await core.send("progress", wire.dumps([["wf-a", 64, 364]]))
+    await core.applied()
+    row = await core.row()
+    assert (row.prefill_tokens, row.since_ms) == (before.prefill_tokens, before.since_ms)
+    assert (await leased(core, "wf-a")).stage == Stage.LINGERING
+
+
 @pytest.mark.parametrize(("cached", "prompt", "counts"), [(0, 364, {"short": 1}), (80, 360, {"over": 1, "prompt": 1})])
 async def test_progress_compares_prediction_and_outcome(
     core: Core, fleet: Fleet, cached: int, prompt: int, counts: dict[str, int]

@@ -57,12 +57,12 @@ async def test_a_first_token_that_redis_lost_is_told_again(world: World) -> None
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (2 * 161, 900, 3)
     lease = leases[asks[0].reservation]
     assert (lease.stage, lease.prefill_tokens, lease.prompt_tokens) == (Stage.STARTED, 0, 161)
-    await world.change(1, epoch=2, prefill_tokens=0, decode_tokens=0, in_flight=0)
+    await world.change(1, epoch=2, prefill_tokens=500, decode_tokens=70, in_flight=2)  # requests that came since
     assert await world.fleet.renew(renewals) == (3, 0, 0)
-    row = await world.row(1)
-    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
     for ask in asks:
         await world.fleet.settle(ask.reservation, "failed")
+    row = await world.row(1)
+    assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (500, 70, 2)
     assert (await world.leases(), await world.speculation()) == ({}, {})
 
 

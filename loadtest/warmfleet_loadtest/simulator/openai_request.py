@@ -27,7 +27,7 @@ NOT_IMITATED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("structured_outputs", "structural_tag", "guided_json", "guided_regex"), NOTHING),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_decoding_backend"), NOTHING),
     **dict.fromkeys(("functions", "function_call", "audio", "prompt_embeds", "use_beam_search"), NOTHING),
-    **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "suffix"), NOTHING),
+    **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "suffix"), NOTHING),
     **dict.fromkeys(("top_logprobs", "return_tokens_as_token_ids"), NOTHING),
 }
 
@@ -47,7 +47,8 @@ class OpenAIRequest:
 
     kind: ``cmpl`` or ``chatcmpl``. request_id: as the client sees it, with its kind. prompts: token ids.
     max_tokens: None = as long as the answer is. exact: the answer has exactly max_tokens (``ignore_eos``).
-    usage: a stream ends with its usage. token_ids: the answer lists them (``return_token_ids``).
+    stop: texts before which an answer ends. usage: a stream ends with its usage.
+    token_ids: the answer lists them (``return_token_ids``).
     echo: the answer begins with the prompt. logprobs, prompt_logprobs: it lists made-up ones of its tokens and of the
     prompt's; then every prompt token is computed (``skip_cache``), as where it is echoed with them.
     """
@@ -61,6 +62,7 @@ class OpenAIRequest:
     min_tokens: int = 0
     n: int = 1
     salt: str | None = None
+    stop: tuple[str, ...] = ()
     stream: bool = False
     usage: bool = False
     token_ids: bool = False
@@ -95,9 +97,22 @@ class OpenAIRequest:
             for child in range(self.n):
                 count = min(self._length(seed + child), room)
                 child_id = name if self.n == 1 else f"{child}_{name}"
-                answer = tokenizer.answer(seed + child, count)
-                made.append(Request(child_id, prompt, count, answer, self.salt, skip_cache=self.skip_cache))
+                answer = self._before_stop(tokenizer, tokenizer.answer(seed + child, count))
+                made.append(Request(child_id, prompt, len(answer), answer, self.salt, skip_cache=self.skip_cache))
         return made
+
+    def _before_stop(self, tokenizer: PromptTokenizer, answer: list[int]) -> list[int]:
+        """The answer without the word in which a text of ``stop`` begins, and all words behind it; a word at least."""
+        if not self.stop:
+            return answer
+        text = tokenizer.text(answer)
+        ends = min((at for at in map(text.find, self.stop) if at >= 0), default=len(text))
+        length = 0
+        for position, token_id in enumerate(answer):
+            length += len(tokenizer.text([token_id]))
+            if length > ends:
+                return answer[: max(1, position)]
+        return answer
 
     def _length(self, seed: int) -> int:
         if self.exact and self.max_tokens is not None:
@@ -135,6 +150,7 @@ def parse(kind: str, raw: bytes, request_id: str | None, tokenizer: PromptTokeni
         min_tokens=_number(body, "min_tokens", 0),
         n=_number(body, "n", 1) or 1,
         salt=salt,
+        stop=_stop(body),
         stream=bool(body.get("stream")),
         usage=bool(options.get("include_usage")),
         token_ids=bool(body.get("return_token_ids")),
@@ -167,6 +183,14 @@ def _check_imitated(kind: str, body: dict[str, Any]) -> None:
     for name in ("echo", "logprobs", "prompt_logprobs"):
         if kind == "cmpl" and body.get("stream") and _asked(body, name):
             raise RefusedError(f"This simulated engine does not imitate `{name}` in a stream.", param=name)
+
+
+def _stop(body: dict[str, Any]) -> tuple[str, ...]:
+    given = body.get("stop") or []
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise RefusedError("stop must be a string or a list of strings", param="stop")
+    return tuple(texts)
 
 
 def _asked(body: dict[str, Any], name: str) -> bool:
