@@ -155,7 +155,9 @@ class Metrics:
             "result",
         )
         self.log_lines_dropped = self._counter(
-            "dropped_log_lines", "Log lines that were dropped because what reads the log is too slow"
+            "dropped_log_lines",
+            "Log lines that were dropped because what reads the log is too slow or gone, or told in ASCII because "
+            "their format cannot hold them",
         )
         self.given_up = self._counter("given_up_requests", "Requests ended here because their worker fell silent")
         self.time_limits = self._counter(

@@ -5,31 +5,36 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, MutableSequence
 
 WINDOW_S = 60.0
 SOME = 8  # warnings of one kind that differ pass in a window: a few engines with the same fault are all named
-MAX_KINDS = 1_000  # that are remembered; beyond, the oldest is forgotten before its window ends
+MAX_KINDS = 1_000  # that are remembered; beyond, the window of the oldest ends early
 
 
 class _Kind:
-    """Lines alike since ``began`` (monotonic time): the texts that passed, and how many more there were."""
+    """Lines alike since ``began`` (monotonic time): the texts that passed, and how many more there were.
 
-    __slots__ = ("began", "folded", "last", "texts")
+    ``last_text``: of the last record, as it was when the line was logged.
+    """
+
+    __slots__ = ("began", "folded", "last", "last_text", "texts")
 
     def __init__(self, began: float, record: logging.LogRecord) -> None:
         self.began = began
         self.texts: set[str] = set()
         self.folded = 0
-        self.last = record
+        self.last, self.last_text = record, ""
 
 
 class Folding(logging.Filter):
     """A filter for handlers. Warnings and errors are of one kind if one statement made them; others if they are equal.
 
+    Lines of exceptions of different types are never of one kind: the statement that logs them may be far from the bug.
     So of a fault that repeats the first line is told at once, and its number once a minute (``ended``). Lines of debug
     level pass. It may be called by several threads, and by a signal's handler in the middle of itself.
     """
@@ -38,6 +43,7 @@ class Folding(logging.Filter):
         super().__init__()
         self._clock = clock
         self._kinds: dict[Hashable, _Kind] = {}
+        self._early: deque[logging.LogRecord] = deque(maxlen=MAX_KINDS)  # of kinds that had to make room
         self._lock = threading.RLock()
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -46,33 +52,45 @@ class Folding(logging.Filter):
             return True
         text = record.getMessage()
         warns = record.levelno >= logging.WARNING
-        key = (record.name, record.levelno, record.msg if warns else text)
+        raised = record.exc_info[0] if record.exc_info else None
+        key = (record.name, record.levelno, raised, record.msg if warns and isinstance(record.msg, str) else text)
         with self._lock:
             kind = self._kinds.get(key)
             if kind is None:
                 if len(self._kinds) >= MAX_KINDS:
-                    self._kinds.pop(next(iter(self._kinds)))
+                    self._end(next(iter(self._kinds)), self._early)
                 kind = self._kinds[key] = _Kind(self._clock(), record)
             if text in kind.texts or len(kind.texts) >= SOME:
                 kind.folded += 1
-                kind.last = record
+                kind.last, kind.last_text = record, text
                 return False
             kind.texts.add(text)
             return True
 
     def ended(self) -> list[logging.LogRecord]:
         """A record for each kind whose window is over and that had more lines than were told; it begins anew then."""
-        told = []
+        return self._ended(self._clock() - WINDOW_S)
+
+    def close(self) -> list[logging.LogRecord]:
+        """As ``ended``, but every window is over."""
+        return self._ended(self._clock())
+
+    def _ended(self, began_by: float) -> list[logging.LogRecord]:
         with self._lock:
-            over = self._clock() - WINDOW_S
-            for key in [key for key, kind in self._kinds.items() if kind.began <= over]:
-                kind = self._kinds.pop(key)
-                if kind.folded:
-                    told.append(_summary(kind))
+            told = list(self._early)
+            self._early.clear()
+            for key in [key for key, kind in self._kinds.items() if kind.began <= began_by]:
+                self._end(key, told)
         return told
 
+    def _end(self, key: Hashable, told: MutableSequence[logging.LogRecord]) -> None:
+        kind = self._kinds.pop(key, None)
+        if kind is not None and kind.folded:
+            told.append(_summary(kind, self._clock() - kind.began))
 
-def _summary(kind: _Kind) -> logging.LogRecord:
+
+def _summary(kind: _Kind, seconds: float) -> logging.LogRecord:
+    """It has the exception of the last line, so that its traceback is told, too."""
     last = kind.last
-    text = f"... {kind.folded} more like it in {WINDOW_S:.0f} s, the last: {last.getMessage()}"
-    return logging.LogRecord(last.name, last.levelno, last.pathname, last.lineno, text, None, None)
+    text = f"... {kind.folded} more like it in {max(1.0, seconds):.0f} s, the last: {kind.last_text}"
+    return logging.LogRecord(last.name, last.levelno, last.pathname, last.lineno, text, None, last.exc_info)

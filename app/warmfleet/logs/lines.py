@@ -42,6 +42,15 @@ def prepared(record: logging.LogRecord) -> logging.LogRecord:
     return record
 
 
+def in_ascii(record: logging.LogRecord) -> logging.LogRecord:
+    """Text, time and place of a prepared record that cannot be formatted: every format takes these."""
+    text = ascii(record.getMessage())
+    plain = logging.LogRecord(record.name, record.levelno, record.pathname, record.lineno, text, None, None)
+    plain.created, plain.msecs = record.created, record.msecs
+    plain.exc_text = ascii(record.exc_text) if record.exc_text else None
+    return plain
+
+
 class TextLines(logging.Formatter):
     """Time, level, place and text. The request id follows the text where there is one."""
 

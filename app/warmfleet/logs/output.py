@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TextIO
 
 from warmfleet.logs.folding import Folding
-from warmfleet.logs.lines import JsonLines, TextLines, prepared
+from warmfleet.logs.lines import JsonLines, TextLines, in_ascii, prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,8 @@ def no_metric() -> None:
 class LogOutput(logging.Handler):
     """The one handler of a process, between ``with`` and its end. ``on_drop`` is called for each line that is dropped.
 
-    Lines are dropped while MAX_WAITING wait; once the reader goes on, a line tells how many were.
+    It is called, too, for a line that cannot be written as it is. Lines are dropped while MAX_WAITING wait; once the
+    reader goes on, a line tells how many were.
     """
 
     def __init__(self, level: str, form: str, replica: str = "", stream: TextIO | None = None) -> None:
@@ -79,10 +80,23 @@ class LogOutput(logging.Handler):
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Hand the record over. No lock is held, so a signal's handler may log in the middle of another line."""
-        passes = bool(self.filter(record))
-        if passes:
-            self.emit(record)
+        try:
+            passes = bool(self.filter(record))
+            if passes:
+                self.emit(record)
+        except Exception:  # noqa: BLE001  arguments that do not fit cost this line, never the caller
+            self.handleError(record)
+            return False
         return passes
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
+        """Tell where a line could not be made, within ``except``. Neither its text nor its arguments are looked at."""
+        kind = getattr(sys.exc_info()[0], "__name__", "")
+        place = (record.pathname, record.lineno)
+        text, told = "the log line of %s:%d cannot be made: %s", (*place, kind)
+        wrong = logging.LogRecord("warmfleet.logs", logging.ERROR, *place, text, told, None)
+        if self._folding.filter(wrong):
+            self.emit(wrong)
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._waiting.qsize() >= MAX_WAITING:
@@ -102,6 +116,7 @@ class LogOutput(logging.Handler):
             try:
                 record = self._waiting.get(timeout=FOLDED_LOOK_S)
                 if record is None:
+                    self._tell_of(self._folding.close())
                     return
                 if isinstance(record, threading.Event):
                     record.set()
@@ -111,11 +126,12 @@ class LogOutput(logging.Handler):
                 pass
             if time.monotonic() - looked_at >= FOLDED_LOOK_S:
                 looked_at = time.monotonic()
-                self._tell_of_the_untold()
+                self._tell_of(self._folding.ended())
 
-    def _tell_of_the_untold(self) -> None:
-        for record in self._folding.ended():
-            self._write(record)
+    def _tell_of(self, folded: list[logging.LogRecord]) -> None:
+        """Tell of the lines that were folded or dropped."""
+        for record in folded:
+            self._write(prepared(record))
         if self._dropped and self._waiting.qsize() < MAX_WAITING // 2:
             dropped, self._dropped = self._dropped, 0
             text = f"{dropped} log lines were dropped: what reads this log is too slow"
@@ -123,7 +139,15 @@ class LogOutput(logging.Handler):
 
     def _write(self, record: logging.LogRecord) -> None:
         try:
-            self._stream.write(self.format(record) + "\n")
+            self._stream.write(self._line(record) + "\n")
             self._stream.flush()
-        except (OSError, ValueError):  # nobody reads it any more: there is no place left to tell so
+        except Exception:  # noqa: BLE001  nobody reads it any more: there is no place left to tell so
             self._dropped += 1
+            self.on_drop()
+
+    def _line(self, record: logging.LogRecord) -> str:
+        try:
+            return self.format(record)
+        except Exception:  # noqa: BLE001  JSON knows no half characters, and no integers beyond 64 bits
+            self.on_drop()
+            return self.format(in_ascii(record))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from warmfleet.logs import folding
 from warmfleet.logs.folding import SOME, WINDOW_S, Folding
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Clock:
@@ -52,3 +56,48 @@ def test_the_kinds_that_are_remembered_are_bounded() -> None:
     for number in range(3 * folding.MAX_KINDS):
         fold.filter(line(f"text {number}"))
     assert len(fold._kinds) == folding.MAX_KINDS
+
+
+def test_a_kind_that_must_make_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folding, "MAX_KINDS", 2)
+    clock = Clock()
+    fold = Folding(clock)
+    for _ in range(5):
+        fold.filter(line("the first"))
+    clock.now = 3.0
+    fold.filter(line("second"))
+    fold.filter(line("third"))
+    assert [one.getMessage() for one in fold.ended()] == ["... 4 more like it in 3 s, the last: the first"]
+    assert fold.ended() == []
+
+
+def test_at_the_end_all_are_told() -> None:
+    fold = Folding(Clock())
+    for _ in range(3):
+        fold.filter(line("away"))
+    assert fold.ended() == []
+    assert [one.getMessage() for one in fold.close()] == ["... 2 more like it in 1 s, the last: away"]
+    assert fold.close() == []
+
+
+def test_a_fault_hides_no_other_bug_of_the_same_statement() -> None:
+    fold = Folding(Clock())
+
+    def failed(error: Exception) -> bool:
+        record = line("request %s failed", "r")
+        record.exc_info = (type(error), error, None)
+        return fold.filter(record)
+
+    assert [failed(KeyError("a")) for _ in range(20)] == [True] + [False] * 19
+    assert failed(ZeroDivisionError())
+    last = KeyError("b")
+    assert not failed(last)
+    (told,) = fold.close()
+    assert told.exc_info is not None
+    assert told.exc_info[1] is last, "its traceback is told, too"
+
+
+def test_a_text_that_is_no_string_is_a_line_as_well() -> None:
+    fold = Folding(Clock())
+    record = logging.LogRecord("warmfleet.x", logging.WARNING, "", 0, ["a"], None, None)
+    assert [fold.filter(record), fold.filter(record)] == [True, False]

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 from warmfleet.logs import output
@@ -135,3 +136,68 @@ def test_an_output_that_is_gone_ends_nothing() -> None:
         stream.close()
         logger.info("x")
     assert log._dropped == 1
+
+
+def test_a_line_that_no_format_holds_ends_nothing() -> None:
+    for form in ("text", "json"):
+        stream = io.StringIO()
+        drops: list[int] = []
+        with LogOutput("info", form, stream=stream) as log:
+            log.on_drop = partial(drops.append, 1)
+            logger.info("half a character: \ud800")
+            logger.info("GET /", extra={"fields": {"status": 2**70}, "request_id": "r"})
+            logger.info("the next line")
+        lines = stream.getvalue().splitlines()
+        assert len(lines) == 3
+        assert lines[-1].endswith("the next line") or json.loads(lines[-1])["message"] == "the next line"
+        assert len(drops) == (2 if form == "json" else 0)
+    first, second, _ = map(json.loads, lines)
+    assert first["message"] == r"'half a character: \ud800'"
+    assert (second["message"], second["logger"], second["level"]) == ("'GET /'", "warmfleet.tests", "info")
+
+
+def test_an_output_of_another_kind_of_error_ends_nothing() -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            if "bad" in text:
+                raise RuntimeError(text)
+            return super().write(text)
+
+    stream, drops = Broken(), []
+    with LogOutput("info", "text", stream=stream) as log:
+        log.on_drop = lambda: drops.append(1)
+        logger.info("bad")
+        logger.info("good")
+    assert "good" in stream.getvalue()
+    assert len(drops) == 1
+
+
+def test_a_wrong_call_costs_its_line_and_raises_nothing() -> None:
+    def say() -> None:
+        for _ in range(50):
+            logger.warning("%d engines", "secret of a client")
+            logger.info("%d of %d", 1, extra={"fields": {}})
+        logger.warning("goes on")
+
+    lines = [json.loads(line) for line in told("json", say)]
+    wrong = [one["message"] for one in lines if one["logger"] == "warmfleet.logs"]
+    assert wrong[0].endswith("cannot be made: TypeError")
+    assert "test_output.py:" in wrong[0]
+    assert len(wrong) == 3, "two statements, and their number at the end"
+    assert "98 more like it" in wrong[-1]
+    assert "secret" not in str(lines)
+    assert "goes on" in [one["message"] for one in lines]
+
+
+def test_what_was_folded_is_told_at_the_end_with_its_exception() -> None:
+    def say() -> None:
+        for number in range(20):
+            try:
+                raise KeyError(number)  # noqa: TRY301  the exception is what is logged
+            except KeyError:
+                logger.exception("a request failed")
+
+    first, last = (json.loads(line) for line in told("json", say))
+    assert first["exception"].endswith("KeyError: 0")
+    assert last["message"].startswith("... 19 more like it in 1 s")
+    assert last["exception"].endswith("KeyError: 19")
