@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import ipaddress
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -240,6 +241,14 @@ def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:
             logger.info("for %s: %s://%s:%d", users, scheme, f"[{host}]" if ":" in host else host, port)
     if not settings.client_keys_file:
         logger.info("WARMFLEET_CLIENT_KEYS_FILE is not set: every client that reaches this replica is served")
+    if not settings.admin_key and (settings.client_keys_file or settings.tenant_key):
+        text = (
+            "WARMFLEET_ADMIN_KEY is not set: everybody who reaches port %d of %s reads about all clients at "
+            "/metrics, /workers, /explain and /status.json, and settles their requests"
+        )
+        for host, port in dict.fromkeys(sock.getsockname()[:2] for sock in sockets.operators):
+            if not ipaddress.ip_address(host).is_loopback:
+                logger.warning(text, port, host)
 
 
 def _version() -> str:

@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import time
+from typing import Any
 
 import pytest
 from tests.app.engine import engine
@@ -64,6 +65,23 @@ def test_the_first_lines_tell_who_this_is_and_what_it_needs(caplog: pytest.LogCa
     assert first.endswith(" routes for a, b#2 by policy sticky. It needs Redis at store:6380 first")
     assert addresses == [f"for clients: http://127.0.0.1:{ports[0]}", f"for operators: http://127.0.0.1:{ports[1]}"]
     assert "hidden" not in caplog.text
+
+
+@pytest.mark.parametrize("guard", [{"client_keys_file": "keys.jsonl"}, {"tenant_key": "t" * 32}, {}])
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+@pytest.mark.parametrize("admin_key", ["", "boss"])
+def test_an_open_port_for_operators_is_warned_of(
+    guard: dict[str, Any], host: str, admin_key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as clients, socket.create_server((host, 0)) as operators:
+        settings = Settings(models=("a",), admin_key=admin_key, **guard)
+        main._tell_of_the_start(settings, Sockets([clients], [operators]))
+        port = operators.getsockname()[1]
+    warned = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(warned) == (1 if guard and not host and not admin_key else 0)
+    assert all(
+        f"WARMFLEET_ADMIN_KEY is not set: everybody who reaches port {port} of 0.0.0.0 " in one for one in warned
+    )
 
 
 def test_two_pools_of_one_model_need_two_replicas() -> None:
