@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import pytest
+from starlette.applications import Starlette
 from tests.app.engine import engine
 from tests.app.replica import replica
 from tests.conftest import poll
 
+from warmfleet.api.application import ServiceApplication
+from warmfleet.api.http_request import HttpRequest
 from warmfleet.api.listening.access_log import LoggedApplication
 from warmfleet.main import create_app
 from warmfleet.routing.client_answer import ClientAnswer
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Coroutine
+
     from tests.app.engine import Engine, Seen
 
 PROMPT = "a secret of the client " * 20
@@ -56,6 +61,23 @@ async def test_each_request_is_a_line(valkey_url: str, model: str, caplog: pytes
     assert lines[0]["worker"] == headers["x-warmfleet-worker"]
     assert all(0 <= one["first_ms"] <= one["ms"] for one in lines)
     assert "secret" not in caplog.text + str(lines)
+
+
+async def test_a_request_that_is_cancelled_at_once_leaves_no_coroutine_behind() -> None:
+    made: list[Coroutine[Any, Any, None]] = []
+
+    class Inner(ServiceApplication):
+        def serve(self, request: HttpRequest, answer: ClientAnswer, *, engines: bool) -> Coroutine[Any, Any, None]:
+            made.append(super().serve(request, answer, engines=engines))
+            return made[-1]
+
+    request = HttpRequest(b"GET", b"/", "1.1", [], keeps_open=True)
+    answer = cast("ClientAnswer", None)  # nobody looks at it
+    task = asyncio.create_task(LoggedApplication(Inner(Starlette())).serve(request, answer, engines=False))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert made == [], "it would never be awaited"
 
 
 async def never(_engine: Engine, _seen: Seen, _writer: asyncio.StreamWriter) -> None:

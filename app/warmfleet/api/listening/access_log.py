@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.api.application import ServiceApplication
@@ -11,7 +12,7 @@ from warmfleet.api.http_request import cleaned_request_id
 from warmfleet.routing.client_answer import ClientAnswer
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable
 
     from warmfleet.api.http_request import HttpRequest
 
@@ -51,13 +52,18 @@ class LoggedApplication(ServiceApplication):
         request_id = cleaned_request_id(told)
         if not told:
             request.headers.append((b"x-request-id", request_id.encode()))
-        return self._logged(self._application.serve(request, answer, engines=engines), request, answer, request_id)
+        return self._logged(partial(self._application.serve, engines=engines), request, answer, request_id)
 
     async def _logged(
-        self, serving: Coroutine[Any, Any, None], request: HttpRequest, answer: ClientAnswer, request_id: str
+        self,
+        serve: Callable[[HttpRequest, ClientAnswer], Coroutine[Any, Any, None]],
+        request: HttpRequest,
+        answer: ClientAnswer,
+        request_id: str,
     ) -> None:
+        """serve: called here, since a task that is cancelled before its first step never gets here."""
         try:
-            await serving
+            await serve(request, answer)
         finally:
             if isinstance(answer, NotedAnswer):
                 log(request, answer, request_id)
