@@ -39,7 +39,6 @@ MAX_BATCH = 256  # requests in one message: about 300 kB
 INTERVAL_S = 1.0  # between two looks at the queue: no request wakes the thread
 RETRY_AFTER_S = (1.0, 3.0)  # before the second and the third try to send a batch
 RETRYABLE = frozenset({429, 502, 503, 504})  # as the standard has it
-LOG_EVERY_S = 60.0
 MAX_TOLD_BYTES = 200  # of a collector's refusal, for the log
 CLOSE_S = 2.0
 
@@ -57,8 +56,6 @@ class Tracing:
         self._waiting: deque[RequestSpan] = deque()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._logged_at = -LOG_EVERY_S
-        self._untold = 0
         self._resource = {
             "service.version": version("warmfleet"),
             "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
@@ -102,22 +99,30 @@ class Tracing:
             self._round(transport)
 
     def _round(self, transport: httpx.HTTPTransport) -> None:
-        try:
-            self._send_waiting(transport)
-        except Exception:  # a bug of ours costs a batch, and neither the thread nor a request
-            logger.exception("traces were lost")
-
-    def _send_waiting(self, transport: httpx.HTTPTransport) -> None:
+        """Send what waits now, in batches."""
         for _ in range(len(self._waiting) // MAX_BATCH + 1):
-            spans: list[bytes] = []
-            while self._waiting and len(spans) < MAX_BATCH:
-                spans.append(request_spans(self._waiting.popleft()))
-                time.sleep(0)  # lets the event loop go on: to make all spans of a batch may take 20 ms
-            if spans:
-                self._send(transport, spans)
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_BATCH))]
+            if not batch:
+                return
+            try:
+                why = self._send(transport, batch)
+            except Exception:  # a bug of ours costs a batch, and neither the thread nor a request
+                self._failed.inc(len(batch))
+                logger.exception("traces are lost")
+                continue
+            if not why:
+                self._exported.inc(len(batch))
+                continue
+            self._failed.inc(len(batch))
+            # Without the number of requests, so that lines alike are folded: the metric has it.
+            logger.warning("traces are lost: the collector %s does not take them: %s", self._options.endpoint, why)
 
-    def _send(self, transport: httpx.HTTPTransport, spans: list[bytes]) -> None:
-        """Send one batch, in several tries if the collector is away or busy."""
+    def _send(self, transport: httpx.HTTPTransport, batch: list[RequestSpan]) -> str:
+        """Send one batch, in several tries if need be. Returns why the collector did not take it; empty if it did."""
+        spans = []
+        for one in batch:
+            spans.append(request_spans(one))
+            time.sleep(0)  # lets the event loop go on: to make all spans of a batch may take 20 ms
         body = export_request(self._resource, self._resource["service.version"], spans)
         headers = {"Content-Type": "application/x-protobuf", **self._options.headers}
         if self._options.gzip:
@@ -126,22 +131,9 @@ class Tracing:
         request = httpx.Request("POST", self._options.endpoint, content=body, headers=headers, extensions=limits)
         for wait_s in (*RETRY_AFTER_S, 0.0):
             why, again = _exchange(transport, request)
-            if not why:
-                self._exported.inc(len(spans))
-                return
             if not again or not wait_s or self._stopping.wait(wait_s):
                 break
-        self._failed.inc(len(spans))
-        self._complain(len(spans), why)
-
-    def _complain(self, requests: int, why: str) -> None:
-        """One line for all failures of a minute."""
-        self._untold += requests
-        if time.monotonic() - self._logged_at < LOG_EVERY_S:
-            return
-        text = "the traces of %d requests are lost: the collector %s does not take them: %s"
-        logger.warning(text, self._untold, self._options.endpoint, why)
-        self._logged_at, self._untold = time.monotonic(), 0
+        return why
 
 
 def tracing_of(environment: Mapping[str, str], metrics: Metrics) -> Tracing | None:
@@ -163,6 +155,8 @@ def _exchange(transport: httpx.HTTPTransport, request: httpx.Request) -> tuple[s
             text = answer.read()[:MAX_TOLD_BYTES].decode("utf-8", "replace")
         finally:
             answer.close()
+    except httpx.LocalProtocolError as error:  # its text may hold the value of a header, which is secret
+        return type(error).__name__, False
     except (httpx.HTTPError, OSError) as error:
         return f"{type(error).__name__}: {error}", True
     if answer.is_success:

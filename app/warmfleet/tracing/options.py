@@ -7,6 +7,7 @@ word, which wins, as for every variable of the exporter. ``app/docs/tracing.md``
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -21,6 +22,8 @@ ENDPOINT = f"{PREFIX}ENDPOINT"
 PROTOCOL = "http/protobuf"
 DEFAULT_TIMEOUT_MS = 10_000.0
 DEFAULT_SERVICE = "warmfleet"
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\t -~]*")
 #: Sampler → whether a caller's decision counts, and the share of all other traces; None: OTEL_TRACES_SAMPLER_ARG.
 SAMPLERS: dict[str, tuple[bool, float | None]] = {
     "parentbased_always_on": (True, 1.0),
@@ -80,7 +83,7 @@ def tracing_options(environment: Mapping[str, str]) -> TracingOptions | None:
         resource["service.name"] = service
     return TracingOptions(
         endpoint=endpoint,
-        headers=_pairs(f"{PREFIX}HEADERS", environment) | _pairs(f"{PREFIX}TRACES_HEADERS", environment),
+        headers=_headers(f"{PREFIX}HEADERS", environment) | _headers(f"{PREFIX}TRACES_HEADERS", environment),
         timeout_s=_timeout_s(environment),
         gzip=compression == "gzip",
         certificate=_given(environment, "CERTIFICATE"),
@@ -106,8 +109,13 @@ def _endpoint(environment: Mapping[str, str]) -> str:
         try:
             parts = urlsplit(url)
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            usable = usable and url.isprintable() and " " not in url
             if parts.username is not None:
                 raise BadArgument(f"{name} holds a user: name it in {PREFIX}HEADERS, as authorization=Basic ...")
+            if "?" in url or "#" in url:
+                raise BadArgument(
+                    f"{name} holds a query or a fragment: a key for the collector belongs in {PREFIX}HEADERS"
+                )
         except ValueError:
             usable = False
         if not usable:
@@ -153,5 +161,16 @@ def _pairs(name: str, environment: Mapping[str, str]) -> dict[str, str]:
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
             raise BadArgument(f"{name} is not a list of key=value, separated by commas")
-        found[unquote(key.strip())] = unquote(value.strip())
+        found[unquote(key).strip()] = unquote(value).strip()
+    return found
+
+
+def _headers(name: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """As ``_pairs``, of what HTTP allows: else the first request would fail, with an error that shows the value."""
+    found = _pairs(name, environment)
+    for key, value in found.items():
+        if not _HEADER_NAME.fullmatch(key):
+            raise BadArgument(f"{name}: a name in it is not the name of a header")
+        if not _HEADER_VALUE.fullmatch(value):
+            raise BadArgument(f"{name}: the value of {key} has characters beyond printable ASCII")
     return found

@@ -226,10 +226,11 @@ class RequestSpan:
     def error(self) -> Failure | None:
         """Why this request failed by the fleet's fault, or None.
 
-        An error that is the client's own is none here. An answer that another worker completed did not fail.
+        An error that is the client's own is none here, and neither is a client that hangs up. An answer that another
+        worker completed did not fail.
         """
         if self.failure is not None:
-            return self.failure if self.status >= 500 or not self.status else None
+            return self.failure if self.status >= 500 else None
         if any(one.outcome == "finished" for one in self.tries):
             return None
         return next((one.failure for one in reversed(self.tries) if one.failure is not None), None)

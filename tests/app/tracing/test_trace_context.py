@@ -98,7 +98,7 @@ def test_all_variables() -> None:
     options = tracing_options(
         ON
         | {
-            "OTEL_EXPORTER_OTLP_HEADERS": "api-key=secret%20one,x=1",
+            "OTEL_EXPORTER_OTLP_HEADERS": "api-key=secret%20one%0A,x=1",
             "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "x=2",
             "OTEL_EXPORTER_OTLP_TIMEOUT": "2500",
             "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
@@ -130,7 +130,16 @@ def test_all_variables() -> None:
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://me:secret@collector"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"),
         ("OTEL_EXPORTER_OTLP_COMPRESSION", "zstd"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector/?key=secret"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://collector/v1/traces?key=secret"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector/#secret"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector/secret\n/x"),
         ("OTEL_EXPORTER_OTLP_HEADERS", "secret"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "key=secret%0d%0ax"),
+        ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "key=secret%C3%A9"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "key=secret%00"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "the%20secret=x"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "=secret"),
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "10s"),
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "0"),
         ("OTEL_TRACES_EXPORTER", "console"),

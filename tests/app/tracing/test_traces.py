@@ -20,6 +20,7 @@ from tests.app.tracing.collector import CLIENT, ERROR, SERVER, Collector, collec
 from tests.conftest import poll
 
 from warmfleet.errors import BadArgument
+from warmfleet.logs.folding import Folding
 from warmfleet.main import create_app
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
@@ -245,7 +246,7 @@ async def test_engines_errors_and_hang_ups(monkeypatch: pytest.MonkeyPatch, valk
         hangs.cancel()
         gone = (await found.requests(3))[2]
         (one,) = found.tries(gone)
-        assert (gone.status, gone.attributes["error.type"]) == (ERROR, "client_hung_up")
+        assert (gone.status, gone.attributes["error.type"]) == (0, "client_hung_up")
         assert one.attributes["warmfleet.outcome"] == "cancelled"
 
 
@@ -315,7 +316,11 @@ async def test_a_collector_that_is_busy_gets_the_spans_later() -> None:
         assert value(metrics, "failed") == 0
 
 
-async def test_what_a_collector_refuses_is_counted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_a_collector_refuses_is_counted_and_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folding = Folding()
+    monkeypatch.setattr(caplog.handler, "filters", [folding])
     async with collector() as found, sending(found, metrics := Metrics()) as tracing:
         found.statuses = [400, *[503] * 6]
         for count in (1, 2, 3):  # the first is refused for good, each other one three times
@@ -325,8 +330,8 @@ async def test_what_a_collector_refuses_is_counted_and_told_once(caplog: pytest.
         tracing.end(request_span())
         await found.requests()
         told = [one for one in caplog.records if one.name == "warmfleet.tracing" and one.levelno == logging.WARNING]
-        assert len(told) == 1
-        assert "400 not now" in told[0].getMessage()
+        assert [one.getMessage().partition(" it answered ")[2] for one in told] == ["400 not now", "503 not now"]
+        assert [one.getMessage().partition(", the last")[0] for one in folding.close()] == ["... 1 more like it in 1 s"]
 
 
 async def test_a_slow_collector_delays_nothing_and_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,11 +358,23 @@ async def test_what_waits_at_the_end_is_sent(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_bug_in_a_span_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with collector() as found, sending(found, Metrics()) as tracing:
+    async with collector() as found, sending(found, metrics := Metrics()) as tracing:
         tracing.end(request_span(TraceContext("no hex", "", sampled=True)))
-        await asyncio.sleep(0)
+        await poll(partial(failures, metrics, 1))
         tracing.end(request_span())
         assert len(await found.requests()) == 1
+        await poll(lambda: value(metrics, "exported") == 1)
+
+
+async def test_a_header_that_cannot_be_sent_is_told_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    for number, bad in enumerate(("secret\r\nx", "secret\u00e9"), 1):  # options from variables hold no such value
+        async with collector() as found, sending(found, metrics := Metrics(), headers={"key": bad}) as tracing:
+            tracing.end(request_span())
+            await poll(partial(failures, metrics, 1))
+            assert not found.headers
+        assert caplog.text.count("traces are lost") == number
+    assert "LocalProtocolError" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_the_bytes_are_what_the_official_classes_read() -> None:
