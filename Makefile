@@ -38,7 +38,8 @@ test: deps $(DEV_STAMP) ## run every test, or those that ARGS names; installs wh
 nightly: ## run every test, the long ones too (hours)
 	@$(MAKE) --no-print-directory test ARGS="-m 'long or not long' $(ARGS)"
 
-check: deps $(DEV_STAMP) ## format, lint, types, import rules, Lua
+check: $(DEV_STAMP) ## format, lint, types, import rules, Lua
+	@$(PYTHON) tests/os_tools.py luacheck
 	@$(VENV)/bin/ruff format --check $(SOURCES)
 	@$(VENV)/bin/ruff check $(SOURCES)
 	@$(VENV)/bin/mypy $(SOURCES)
@@ -53,7 +54,8 @@ bench: $(DEV_STAMP) ## make -s bench NAME=decide (or apply, sync, identity ...):
 	@test -f "tests/bench/bench_$(NAME).py" || { echo "usage: make -s bench NAME=<name>, one of:" $(BENCHES) >&2; exit 2; }
 	@PYTHONPATH=app:worker_plugin:loadtest $(PY) -m tests.bench.bench_$(NAME) $(ARGS)
 
-loadtest: deps $(DEV_STAMP) ## drive a local fleet behind haproxy with Locust, leave a report (ARGS=--help lists all)
+loadtest: $(DEV_STAMP) ## drive a local fleet behind haproxy with Locust, leave a report (ARGS=--help lists all)
+	@$(PYTHON) tests/os_tools.py haproxy
 	@$(PY) -m warmfleet_loadtest.locust_run $(ARGS)
 
 vllm: ## build an environment with real vLLM on the CPU, and tiny models

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,6 +67,45 @@ def test_root_installs_what_is_missing_and_only_that(machine: Callable[..., Path
     ]
 
 
+def test_only_the_tools_that_are_named_are_installed(machine: Callable[..., Path], tmp_path: Path) -> None:
+    log = machine(apt_get=installing(tmp_path, "luacheck"))
+    assert os_tools.main(["luacheck"]) == 0
+    assert os_tools.main(["luacheck"]) == 0
+    assert log.read_text().splitlines() == [
+        "apt-get -qq update",
+        "apt-get -qq install -y --no-install-recommends lua-check",
+    ]
+
+
+def test_make_check_and_loadtest_install_no_more_than_they_need() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    wanted = {name: re.search(rf"^{name}:(.*)\n\t(.*)", makefile, re.MULTILINE) for name in ("check", "loadtest")}
+    found = {name: rule.groups() for name, rule in wanted.items() if rule}
+    assert found["check"][1].endswith("os_tools.py luacheck")
+    assert found["loadtest"][1].endswith("os_tools.py haproxy")
+    assert not any("deps" in needed.partition("##")[0].split() for needed, _ in found.values())
+
+
+@pytest.mark.parametrize("name", ["chromium_browser", "google_chrome"])
+def test_a_browser_may_have_another_name(machine: Callable[..., Path], tmp_path: Path, name: str) -> None:
+    machine(name)
+    assert os_tools.find("chromium") == str(tmp_path / "bin" / name.replace("_", "-"))
+    assert os_tools.missing(["chromium"]) == []
+
+
+def test_a_package_that_apt_does_not_know_keeps_no_other_away(
+    machine: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = f'case "$*" in *install*chromium*) exit 100;; esac; {installing(tmp_path, "haproxy", "luacheck")}'
+    machine("redis-server", "openssl", "promtool", apt_get=unknown)
+    assert os_tools.main() == 1
+    assert os_tools.missing() == ["chromium"]
+    assert capsys.readouterr().err == (
+        "missing: chromium (`apt-get install` failed with status 100). "
+        "Install them yourself; on Debian, as root:\n  apt-get install chromium\n"
+    )
+
+
 def test_a_user_with_sudo_without_a_password_installs(
     machine: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +142,11 @@ def test_a_command_whose_package_would_start_a_service_is_taken_out_of_it(
 def test_it_says_which_step_of_that_failed(machine: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     machine(*os_tools.TOOLS, apt_get='case "$*" in *download*) exit 100;; esac')
     assert os_tools.main() == 1
-    assert capsys.readouterr().err.startswith("missing: promtool (`download prometheus` failed). Install them yourself")
+    assert capsys.readouterr().err == (
+        "missing: promtool (`download prometheus` failed). Install them yourself; on Debian, as root:\n"
+        "  cd $(mktemp -d) && apt-get download prometheus && dpkg-deb -x *.deb . && "
+        "install -m 755 usr/bin/promtool /usr/local/bin\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +155,11 @@ def test_it_says_which_step_of_that_failed(machine: Callable[..., Path], capsys:
         ({}, 0, "this machine has no apt-get"),
         ({"apt_get": ""}, 1000, "apt-get needs root or sudo without a password"),
         ({"apt_get": "", "sudo": "exit 1"}, 1000, "apt-get needs root or sudo without a password"),
-        ({"apt_get": "exit 100"}, 0, "`apt-get update` failed with status 100"),
+        (
+            {"apt_get": "exit 100"},
+            0,
+            "`apt-get update` failed with status 100, `apt-get install` failed with status 100",
+        ),
         ({"apt_get": 'case "$*" in *install*) exit 9;; esac'}, 0, "`apt-get install` failed with status 9"),
         ({"apt_get": ""}, 0, "apt-get installed the packages, but these commands are not on PATH"),
     ],
@@ -128,7 +176,8 @@ def test_where_it_cannot_install_it_says_what_to_install(
     machine("openssl", "redis-server", "chromium", "promtool", **programs)
     assert os_tools.main() == 1
     assert capsys.readouterr().err == (
-        f"missing: haproxy, luacheck ({reason}). Install them yourself; on Debian: apt-get install haproxy lua-check\n"
+        f"missing: haproxy, luacheck ({reason}). Install them yourself; on Debian, as root:\n"
+        "  apt-get install haproxy lua-check\n"
     )
 
 
