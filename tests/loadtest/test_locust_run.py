@@ -54,6 +54,22 @@ def test_a_wrong_load_is_told_before_anything_starts(capsys: pytest.CaptureFixtu
     assert "above 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("text", "why"), [(None, "no trace at"), ("no trace", "is no trace")])
+def test_a_trace_that_cannot_be_played_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, why: str
+) -> None:
+    file = tmp_path / "trace.xz"
+    if text is not None:
+        file.write_text(text)
+
+    with pytest.raises(SystemExit) as ended:
+        locust_run.main(["--trace", str(file), "--out", str(tmp_path / "out")])
+
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_without_haproxy_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

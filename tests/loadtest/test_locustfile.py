@@ -160,6 +160,18 @@ def test_wrong_options_are_told_before_anything_is_sent(tmp_path: Path) -> None:
     assert "kinds: chat, rag, agent, one-off" in said
 
 
+def test_a_trace_that_breaks_off_is_told_before_anything_is_sent(tmp_path: Path) -> None:
+    rows = [{"block": 16}, {"t": 0.0, "s": 0, "in": 16, "out": 3, "k": 0, "new": [1]}, {"t": "soon"}]
+    trace = tmp_path / "t.jsonl.xz"
+    trace.write_bytes(lzma.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+
+    process = locust("http://127.0.0.1:9", tmp_path, "--headless", "--trace", str(trace))
+    _, said = process.communicate(timeout=60)
+
+    assert process.returncode == 2
+    assert f"error: {trace} is no trace" in said
+
+
 def test_a_server_without_an_answer_fails_the_run(tmp_path: Path) -> None:
     process = locust("http://127.0.0.1:9", tmp_path, "OneOffUser", "--headless", "--seconds", "5")
     _, said = process.communicate(timeout=60)

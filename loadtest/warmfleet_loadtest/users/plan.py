@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from warmfleet_loadtest.traces.trace import open_trace
 from warmfleet_loadtest.users.arrivals import SHAPES, Arrivals
 from warmfleet_loadtest.users.sessions import SESSIONS
 
@@ -52,6 +53,11 @@ def plan_of(options: Namespace, chosen: set[str] | None = None, sources: int = 1
     kept = {kind: share for kind, share in mix.items() if chosen is None or kind in chosen}
     if not kept:
         raise ValueError(f"none of the chosen users has a share in --mix {options.mix!r}: name one there")
+    if options.trace:
+        try:
+            open_trace(options.trace, 1)  # the first request tells the format; a run opens the whole trace
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--trace {options.trace!r}: {error}") from error
     if options.arrivals not in SHAPES:
         raise ValueError(f"--arrivals {options.arrivals!r}: choose one of {', '.join(SHAPES)}")
     if not (0 < options.rate < math.inf):

@@ -20,6 +20,7 @@ from flask import request
 from locust import LoadTestShape
 from locust.runners import MasterRunner, WorkerRunner
 
+from warmfleet_loadtest.traces.trace import open_trace
 from warmfleet_loadtest.users.arrivals import SHAPES
 from warmfleet_loadtest.users.plan import DEFAULT_MIX, DEFAULT_RATE, LEAD_S, plan_of
 from warmfleet_loadtest.users.report_figures import figures
@@ -75,14 +76,19 @@ class OpenLoop(LoadTestShape):
 
 
 class Conductor:
-    """One process of a run: the master, a worker, or the only process. Its run is the environment's ``warmfleet``."""
+    """One process of a run: the master, a worker, or the only process. Its run is the environment's ``warmfleet``.
+
+    Raises ValueError if the options make no sense, or if their trace cannot be read to its end.
+    """
 
     def __init__(self, environment: Any) -> None:
-        self._environment = environment
+        self._environment, options = environment, environment.parsed_options
         self._runner = environment.runner
         self._busy_workers: dict[str, bool] = {}
         environment.conductor = self
         environment.warmfleet = Run(self.plan())
+        if options.trace:
+            open_trace(options.trace, options.rows or None)  # a source that could not read it would never end
         events = environment.events
         events.test_start.add_listener(self._begin)
         gevent.spawn(self._watch)
