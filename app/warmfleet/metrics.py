@@ -296,7 +296,12 @@ class Metrics:
 
     def _of_workers(self) -> None:
         """What this replica found out about workers, and what it did."""
-        self.workers = self._gauge("workers", "Workers by state, at the last reading", "state", "model")
+        self.workers = self._gauge(
+            "workers",
+            "Workers by state, at the last reading: `proven` (or suspected), `identity` (load-only), `approximate`,"
+            " `warming`, `draining`, `paused`, `ejected`, `unheard`, `unroutable` (all others)",
+            *("state", "model"),
+        )
         self.probes = self._counter(
             "probes", "Probes by result: `proven`, `identity`, `url`, `none` (nothing was learned)", "result"
         )
@@ -335,7 +340,7 @@ class Metrics:
 
         self.worker_info = gauge(
             "info",
-            "1; the labels tell the worker's state (worker-life.md), the result of its last probe, and its version",
+            "1; labels: the worker's state by any of its names (worker-life.md), its last probe's result, its version",
             *("state", "proof", "version"),
         )
         self.worker_routable = gauge("routable", "1 if requests may go to the worker, else 0")

@@ -1,7 +1,7 @@
 """A small Kubernetes API server for `kubectl apply`: discovery, CRUD and strict schemas, in memory.
 
 It finds what a real server finds before any controller runs: unknown fields and wrong types (422, naming the field),
-objects in a namespace that does not exist (404), selectors that may not change (422). It runs nothing.
+objects in a namespace that does not exist (404), fields that may not change (422). It runs nothing.
 """
 
 from __future__ import annotations
@@ -46,6 +46,15 @@ KINDS = (
 )
 #: Kinds that a cluster has only if its operator installed them.
 CUSTOM_KINDS = tuple(Kind(group, f"{kind.lower()}s", kind, "") for group, kind in CUSTOM)
+
+
+#: Kind -> the fields of its spec that may not change, of those that our manifests have. A StatefulSet has more.
+#: A Service without `clusterIP` gets an address, which may not become "None" later, nor the other way round.
+IMMUTABLE = {
+    "Deployment": ("selector",),
+    "StatefulSet": ("selector", "podManagementPolicy", "serviceName"),
+    "Service": ("clusterIP",),
+}
 
 
 class Refused(Exception):  # noqa: N818  # an answer, not a fault of the server
@@ -98,10 +107,9 @@ class Store:
             raise Refused(404, "NotFound", f'namespaces "{target.namespace}" not found')
         if problem := problem_of(body):
             raise Refused(422, "Invalid", f"{target.kind.kind} {target.name}: {problem}")
-        if exists and target.kind.group_version == "apps/v1":
-            before, after = (item["spec"]["selector"] for item in (self.objects[target], body))
-            if before != after:
-                raise Refused(422, "Invalid", f"{target.kind.kind} {target.name}: spec.selector: field is immutable")
+        for name in IMMUTABLE.get(target.kind.kind, ()) if exists else ():
+            if self.objects[target]["spec"].get(name) != body["spec"].get(name):
+                raise Refused(422, "Invalid", f"{target.kind.kind} {target.name}: spec.{name}: field is immutable")
         self.version += 1
         body["metadata"] |= {
             "resourceVersion": str(self.version),

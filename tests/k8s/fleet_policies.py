@@ -159,6 +159,10 @@ def scaling(objects: list[Manifest], program: Program) -> list[str]:
             problems.append(f"{name_of(target)}: its replicas would be reset with each apply")
         if not spec["minReplicas"] < spec["maxReplicas"]:
             problems.append(f"{where}: no room between {spec['minReplicas']} and {spec['maxReplicas']}")
+        down = spec.get("behavior", {}).get("scaleDown", {}).get("selectPolicy")
+        if down != "Disabled" and any(metric["type"] == "External" for metric in spec["metrics"]):
+            # A sum divided by a constant is no share of the present number: half of it may be far too few.
+            problems.append(f"{where}: by an external sum it would remove pods that are busy")
         for metric in spec["metrics"]:
             if metric["type"] == "Resource":
                 name = metric["resource"]["name"]

@@ -307,6 +307,14 @@ MISTAKES_OF_OTHERS: dict[str, tuple[str, str, str, Mutation]] = {
         "tls", "scaling", "no metric warmfleet_waiting",
         lambda o: _metric(o).update(name="warmfleet_waiting"),
     ),
+    "an autoscaler that removes busy engines": (
+        "tls", "scaling", "remove pods that are busy",
+        lambda o: _spec(o, "HorizontalPodAutoscaler/worker")["behavior"]["scaleDown"].update(selectPolicy="Min"),
+    ),
+    "an autoscaler that removes busy engines by default": (
+        "tls", "scaling", "remove pods that are busy",
+        lambda o: _spec(o, "HorizontalPodAutoscaler/worker")["behavior"].pop("scaleDown"),
+    ),
     "scraped twice": (
         "tls", "monitors", "scraped 2 times",
         lambda o: _note(o, "prometheus.io/scrape"),

@@ -178,6 +178,45 @@ def test_a_selector_may_not_change(api: FakeApi, tmp_path: Path, rendered: dict[
     assert "spec.selector: field is immutable" in result.stderr
 
 
+def test_from_one_redis_to_three_with_sentinels(rich_api: FakeApi, tmp_path: Path, rendered: dict[str, str]) -> None:
+    """As k8s/README.md tells it: two objects must go first, because some of their fields may not change."""
+    for name in ("prod", "sentinel"):
+        (tmp_path / f"{name}.yaml").write_text(rendered[name])
+    (command,) = re.findall(r"^    kubectl (-n warmfleet delete statefulset/redis .*)$", README, re.MULTILINE)
+    assert apply(rich_api, tmp_path, "-f", str(tmp_path / "prod.yaml")).returncode == 0
+
+    refused = apply(rich_api, tmp_path, "-f", str(tmp_path / "sentinel.yaml"))
+    deleted = run(rich_api, tmp_path, *command.split(), "--wait=false")
+    accepted_now = apply(rich_api, tmp_path, "-f", str(tmp_path / "sentinel.yaml"))
+
+    assert "StatefulSet redis: spec.podManagementPolicy: field is immutable" in refused.stderr
+    assert "Service redis: spec.clusterIP: field is immutable" in refused.stderr
+    assert deleted.returncode == 0, deleted.stderr
+    assert accepted_now.returncode == 0, accepted_now.stderr
+
+
+def test_a_deployment_that_named_its_replicas_keeps_them(
+    api: FakeApi, tmp_path: Path, rendered: dict[str, str]
+) -> None:
+    """An apply takes away what the last one named: k8s/README.md has the line that makes it forget the number."""
+    (line,) = re.findall(r"^    (kubectl .* view-last-applied deployment/router.*(?:\\\n.*)+)$", README, re.MULTILINE)
+    line = line.replace("-n warmfleet ", "-n warmfleet-dev ").replace("kubectl", f"{kubectl()} --server={api.url}")
+    before = rendered["root"].replace("  minReadySeconds: 5\n", "  minReadySeconds: 5\n  replicas: 7\n", 1)
+    (tmp_path / "before.yaml").write_text(before)
+    assert apply(api, tmp_path, "-f", str(tmp_path / "before.yaml")).returncode == 0
+
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=False
+    )
+    assert apply(api, tmp_path, "-k", str(K8S)).returncode == 0
+
+    assert done.returncode == 0, done.stderr
+    (router,) = [
+        item for key, item in api.store.objects.items() if (key.kind.kind, key.name) == ("Deployment", "router")
+    ]
+    assert router["spec"]["replicas"] == 7
+
+
 def test_get_and_delete_by_short_name(api: FakeApi, tmp_path: Path) -> None:
     assert apply(api, tmp_path, "-k", str(K8S)).returncode == 0
 

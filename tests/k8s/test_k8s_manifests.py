@@ -10,7 +10,7 @@ from tests.k8s.fleet_policies import BUILT_IN, CHECKS, DEV
 from tests.k8s.mistakes import MISTAKES, MISTAKES_OF_OTHERS, Mutation, container, pod
 from tests.k8s.objects import name_of
 from tests.k8s.policies import BROUGHT, Program
-from tests.k8s.render import COMBINATIONS, K8S, every_combination, parse, render
+from tests.k8s.render import COMBINATIONS, K8S, ROOT, every_combination, kustomize, parse, render
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,6 +73,23 @@ def test_the_readme_tells_every_overlay_component_and_secret() -> None:
     for name, keys in BROUGHT.items():
         told = re.findall(rf"^\| `{name}` \|(.*)$", text, re.MULTILINE)  # a component may have the same name
         assert any(keys <= set(re.findall(r"`([^`]+)`", row)) for row in told), name
+
+
+def test_the_way_to_a_collector_is_opened_as_the_docs_say(tmp_path: Path) -> None:
+    (told,) = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "app/docs/tracing.md").read_text(), re.MULTILINE | re.DOTALL)
+    shown = parse(render(["worker", "redis"], tmp_path))
+    (tmp_path / "kustomization.yaml").write_text((tmp_path / "kustomization.yaml").read_text() + told)
+    objects = {name_of(item): item for item in parse(kustomize(tmp_path))}
+
+    for item in shown:
+        if item["kind"] == "NetworkPolicy":
+            opened = [rule["ports"] for rule in objects[name_of(item)]["spec"].get("egress", [])]
+            closed = [rule["ports"] for rule in item["spec"].get("egress", [])]
+            added = [{port["port"] for port in ports} for ports in opened if ports not in closed]
+            assert added == ([{4317, 4318}] if item["metadata"]["name"] in ("router", "worker") else []), name_of(item)
+    (settings,) = [item["data"] for name, item in objects.items() if name.startswith("ConfigMap/router-settings")]
+    assert settings["OTEL_EXPORTER_OTLP_ENDPOINT"].endswith(":4318")
+    assert "WARMFLEET_SHUTDOWN_GRACE_S" in settings
 
 
 @pytest.mark.parametrize("name", ["root", "sentinel"])

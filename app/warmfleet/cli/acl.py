@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+OLD = ".old"  # after a name: the password of before, which opens the user as well while passwords are changed
 PASSWORD_BYTES = 24  # long and random, because Redis keeps an unsalted SHA-256
 MAX_PASSWORD_FILE_BYTES = 1_048_576
 ADMIN_RULES = ("~*", "&*", "+@all")
@@ -68,18 +69,21 @@ def lines(rules: dict[str, Sequence[str]], passwords: dict[str, str], *, command
     """The lines of an aclfile, or commands for redis-cli. A whole aclfile turns off the password-less `default`."""
     verb = "ACL SETUSER" if commands else "user"
     closed = ["user default reset off"] if "admin" in rules else []
-    return closed + [f"{verb} {user(name, passwords[name], given)}" for name, given in rules.items()]
+    valid = {name: [passwords[key] for key in (name, name + OLD) if key in passwords] for name in rules}
+    return closed + [f"{verb} {user(name, valid[name], given)}" for name, given in rules.items()]
 
 
 def read_passwords(place: str, names: Sequence[str]) -> dict[str, str]:
-    """The passwords of these users. Raises CommandError if a user has none.
+    """The passwords of these users, and those of before, as ``NAME.old``. Raises CommandError if a user has none.
 
     place: a file with ``NAME PASSWORD`` on each line, or a folder with a file for each user (a mounted Secret).
+    ``NAME.old`` may be missing or empty.
     """
     path = Path(place)
+    asked = [key for name in names for key in (name, name + OLD)]
     try:
         if path.is_dir():
-            found = {name: _read(path / name).strip() for name in names if (path / name).is_file()}
+            found = {name: _read(path / name).strip() for name in asked if (path / name).is_file()}
         else:
             lines = (line.split(maxsplit=1) for line in _read(path).splitlines())
             found = {line[0]: line[1].strip() for line in lines if len(line) == 2}
@@ -88,7 +92,7 @@ def read_passwords(place: str, names: Sequence[str]) -> dict[str, str]:
     if missing := [name for name in names if not found.get(name)]:
         wanted = "file with a password" if path.is_dir() else "line 'NAME PASSWORD'"
         raise CommandError(f"--password-file {place}: no {wanted} for {', '.join(missing)}")
-    return {name: found[name] for name in names}
+    return {name: found[name] for name in asked if found.get(name)}
 
 
 def _read(path: Path) -> str:

@@ -199,7 +199,8 @@ examples:
   warmfleet acl Qwen/Qwen3-8B --commands | redis-cli
                                        into a running server, for as long as it runs
   warmfleet acl model-a model-b#pool --password-file passwords
-                                       one router user for two models; your own passwords, lines of `NAME PASSWORD`
+                                       one router user for two models; your own passwords, lines of `NAME PASSWORD`;
+                                       `NAME.old` gives a user a second one while passwords are changed
   warmfleet acl --shared-worker --password-file /run/passwords
                                        as k8s/ does: models from WARMFLEET_MODELS, one user `worker` for all engines,
                                        whose names nobody knows before; a folder with a file for each user

@@ -92,9 +92,13 @@ def shared_worker_rules(models: Iterable[str], *, cluster: bool = False) -> list
     ]
 
 
-def user(name: str, password: str, rules: Sequence[str]) -> str:
-    """``<name> reset on #<digest> <rules>``: after ``user`` a line of an aclfile, after ``ACL SETUSER`` a command."""
-    return " ".join([name, "reset", "on", "#" + hashlib.sha256(password.encode()).hexdigest(), *rules])
+def user(name: str, passwords: Sequence[str], rules: Sequence[str]) -> str:
+    """``<name> reset on #<digest> <rules>``: after ``user`` a line of an aclfile, after ``ACL SETUSER`` a command.
+
+    passwords: each of them opens the user, so that there may be an old and a new one while passwords are changed.
+    """
+    digests = ["#" + hashlib.sha256(password.encode()).hexdigest() for password in passwords]
+    return " ".join([name, "reset", "on", *digests, *rules])
 
 
 def _selector(access: str, keys: Iterable[str], *commands: str) -> str:

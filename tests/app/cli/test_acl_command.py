@@ -94,6 +94,32 @@ def test_one_user_for_workers_whose_names_nobody_knows(
     assert printed.err == ""
 
 
+@pytest.mark.parametrize("folder", [True, False])
+def test_an_old_password_opens_a_user_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: bool) -> None:
+    given = {"admin": "a", "router": "new", "router.old": "before", "worker": "w"}
+    if folder:
+        for name, password in {**given, "worker.old": ""}.items():
+            (tmp_path / name).write_text(password)
+    else:
+        (tmp_path / "file").write_text("".join(f"{name} {password}\n" for name, password in given.items()))
+
+    place = tmp_path if folder else tmp_path / "file"
+    assert main(["acl", "m", "--shared-worker", "--password-file", str(place)]) == 0
+
+    admin, router, worker = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    new, before = (f"#{hashlib.sha256(password).hexdigest()}" for password in (b"new", b"before"))
+    assert router[:6] == ["user", "router", "reset", "on", new, before]
+    assert [word for word in (*admin, *worker) if word.startswith("#")] == [
+        f"#{hashlib.sha256(password).hexdigest()}" for password in (b"a", b"w")
+    ]
+
+
+def test_an_old_password_alone_is_not_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("admin a\nrouter.old before\n")
+    assert main(["acl", "m", "--password-file", str(tmp_path / "file")]) == 2
+    assert "for router" in capsys.readouterr().err
+
+
 def test_a_folder_lacks_a_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "admin").write_text("x")
     (tmp_path / "router").write_text("\n")

@@ -167,7 +167,7 @@ def test_an_artifact_is_never_overwritten(guarded: Guarded) -> None:
 async def test_files_of_a_worker_expire_as_far_as_its_rights_let_them(guarded: Guarded, rights: str) -> None:
     """With rules that know no EXPIRE the server joins all the same, and its files stay until it is forgotten."""
     name = "w8" if rights == "today's" else "w9"
-    told = user(f"worker-{name}", f"secret-worker-{name}", worker_rules(MODEL, name)).split(" ", 2)
+    told = user(f"worker-{name}", [f"secret-worker-{name}"], worker_rules(MODEL, name)).split(" ", 2)
     rules = told[2].replace(" +expire", "") if name == "w9" else told[2]
     with guarded.client("admin") as admin:
         admin.execute_command("ACL", "SETUSER", f"worker-{name}", *_words(rules))
