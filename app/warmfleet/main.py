@@ -10,7 +10,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +73,7 @@ from warmfleet.routing.router import Router
 from warmfleet.settings import Settings, policies, unknown_variables
 from warmfleet.tracing.exporter import tracing_of
 from warmfleet.untrusted.template_approval import Templates
+from warmfleet.version import version
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -234,7 +234,7 @@ def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:
     redis = in_words(parse(settings.redis_url), settings.redis_url)
     models, process = ", ".join(settings.models), os.getpid()
     text = "warmfleet %s, process %d, routes for %s by policy %s. It needs %s first"
-    logger.info(text, _version(), process, models, settings.policy, redis)
+    logger.info(text, version(), process, models, settings.policy, redis)
     scheme = "https" if settings.tls_cert else "http"
     for users, listening in ("clients", sockets.clients), ("operators", sockets.operators):
         for host, port in dict.fromkeys(sock.getsockname()[:2] for sock in listening):
@@ -249,13 +249,6 @@ def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:
         for host, port in dict.fromkeys(sock.getsockname()[:2] for sock in sockets.operators):
             if not ipaddress.ip_address(host).is_loopback:
                 logger.warning(text, port, host)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("warmfleet")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "(not installed)"
 
 
 def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None) -> Server:

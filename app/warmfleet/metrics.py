@@ -11,13 +11,13 @@ from __future__ import annotations
 import platform
 from bisect import bisect_left
 from contextlib import suppress
-from functools import cache
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from warmfleet.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -103,7 +103,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.build_info = self._gauge("build_info", "1; the labels tell the versions of it", "version", "python")
-        self.build_info.labels(*_versions()).set(1)
+        self.build_info.labels(version(), platform.python_version()).set(1)
         self._of_requests()
         self._of_decisions()
         self._of_prompts()
@@ -400,9 +400,3 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(f"warmfleet_{name}", text, labels, registry=self.registry, buckets=_SECONDS)
-
-
-@cache
-def _versions() -> tuple[str, str]:
-    """Of this package, and of Python."""
-    return metadata.version("warmfleet"), platform.python_version()

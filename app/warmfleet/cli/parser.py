@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from functools import partial
-from importlib import metadata
 
 from warmfleet.cli.local import running_stack
 from warmfleet.cli.terminal import completion
 from warmfleet.cli.terminal.completion import completed
 from warmfleet.settings import ADMIN_PORT, LOG_FORMATS, LOG_LEVELS, POLICIES
+from warmfleet.version import version
 
 MAX_DAYS = 36_500
 MAX_WATCH_S = 86_400
@@ -215,7 +215,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="warmfleet", description=MAIN, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=f"warmfleet {_version()}")
+    parser.add_argument("--version", action="version", version=f"warmfleet {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _up(_command(commands, "up", "start a local fleet and serve", UP))
     _serve(_command(commands, "serve", "run one router replica", SERVE))
@@ -470,13 +470,6 @@ def _acl(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="file with lines `NAME PASSWORD`, or a folder with a file for each user (default: generated passwords)",
     )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("warmfleet")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "(not installed)"
 
 
 def _command(

@@ -14,7 +14,6 @@ import ssl
 import threading
 import time
 from collections import deque
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import httpx
@@ -23,6 +22,7 @@ from warmfleet.errors import BadArgument
 from warmfleet.tracing.options import tracing_options
 from warmfleet.tracing.otlp import export_request, request_spans
 from warmfleet.tracing.trace_context import Sampler, new_span_id, traceparent
+from warmfleet.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +57,7 @@ class Tracing:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._resource = {
-            "service.version": version("warmfleet"),
+            "service.version": version(),
             "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
             "telemetry.sdk.name": "warmfleet",
             "telemetry.sdk.language": "python",
