@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +17,7 @@ from tests.browser.screenshots import shoot
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from playwright.async_api import Page
+    from playwright.async_api import Page, Route
     from tests.app.replica import Replica
     from tests.browser.looking import Look
 
@@ -35,6 +37,8 @@ async def test_somebody_looks_at_a_fleet(valkey_url: str, model: str) -> None:
             await _workers_come_and_change(router, look, model)
             await _a_request_is_explained(router, look, model)
             assert await look.problems() == []
+            await _an_outage_is_told_whatever_is_clicked(look)
+            await _a_forgotten_key_shows_nothing(look)
         async with (
             replica(valkey_url, model, admin_port=1, admin_key=KEY) as router,
             looking(browser, router.operators) as look,
@@ -67,6 +71,72 @@ async def _a_request_is_explained(router: Replica, look: Look, model: str) -> No
     await decision.locator("summary").press("Enter")
     await expect(decision.locator("details table")).to_be_visible()
     await expect(look.page.locator("#rungs [aria-current=step]")).to_have_count(1)
+
+
+async def _an_outage_is_told_whatever_is_clicked(look: Look) -> None:
+    page = look.page
+    badge, notice = page.locator("#live"), page.locator("#notice")
+    await answer(page, FLEETS["two models"]())
+    await look.refresh()
+    other = page.locator("#models").get_by_role("button").nth(1)
+    await expect(other).to_be_visible()
+    await page.unroute("**/status.json")
+    await page.route("**/status.json", _unwell)
+    await look.refresh()
+    await expect(badge).to_have_text("no answer")
+    await other.click()
+    await expect(page.locator("#model-title")).to_contain_text("Llama")
+    await expect(badge).to_have_text("no answer")
+    await expect(notice).to_be_visible()
+    await page.get_by_role("button", name="Pause").click()
+    await page.locator("#models").get_by_role("button").first.click()
+    await expect(page.locator("#model-title")).to_contain_text("Qwen")
+    await expect(badge).to_have_text("paused")
+    await expect(notice).to_be_visible()
+    await page.unroute("**/status.json")
+    await answer(page, FLEETS["two models"]())
+    await page.get_by_role("button", name="Go on").click()
+    await expect(badge).to_contain_text("live")
+    await expect(notice).to_be_hidden()
+    await page.unroute("**/status.json")
+
+
+async def _unwell(route: Route) -> None:
+    await route.fulfill(status=503, body="")
+
+
+async def _a_forgotten_key_shows_nothing(look: Look) -> None:
+    """An answer that was asked for with the key comes after the key was forgotten."""
+    page, came, go_on, keyless, end = look.page, *(asyncio.Event() for _ in range(4))
+
+    async def give(route: Route) -> None:
+        if "authorization" in route.request.headers:
+            came.set()
+            await go_on.wait()
+            await route.fulfill(status=200, content_type="application/json", body=json.dumps(FLEETS["two models"]()))
+        else:
+            keyless.set()
+            await end.wait()
+            await route.fulfill(status=401, body="")
+
+    await page.evaluate("sessionStorage.setItem('warmfleet-operator-key', 'k')")
+    await page.route("**/status.json", give)
+    go_on.set()
+    await page.reload()
+    forget = page.get_by_role("button", name="Forget key")
+    await expect(forget).to_be_visible()
+    go_on.clear()
+    came.clear()
+    await look.refresh()
+    await came.wait()
+    await forget.click()
+    await expect(page.locator("#shown")).to_be_hidden()
+    go_on.set()
+    await asyncio.wait_for(keyless.wait(), PATIENCE_MS / 1_000)
+    assert await page.locator("#shown").is_hidden()
+    end.set()
+    await expect(page.locator("#key-form")).to_be_visible()
+    await page.unroute("**/status.json")
 
 
 async def _the_key_is_asked_for(look: Look) -> None:

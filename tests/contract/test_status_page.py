@@ -11,7 +11,7 @@ from tests.browser import fleets
 
 from warmfleet.api.status_page.routes import FILES, FOLDER
 from warmfleet.api.status_page.snapshot import RUNGS
-from warmfleet.api.status_page.words import FALLBACK, STATES, WHY
+from warmfleet.api.status_page.words import STATES, WHY
 from warmfleet.fleet.worker.state import WorkerState
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,6 @@ def test_every_word_of_a_decision_has_its_sentence() -> None:
     assert len(words) > 10
     assert words - WHY.keys() == set()
     assert set(STATES) == set(WorkerState)
-    assert {"away", "open", "no_worker"} == FALLBACK.keys()
 
 
 def test_every_rung_is_drawn() -> None:

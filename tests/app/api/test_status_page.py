@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,12 @@ from warmfleet.api.service_routes import Health
 from warmfleet.api.status_page import routes, snapshot
 from warmfleet.api.status_page.history import EVERY_S, POINTS, SPAN_S, History, Point, columns
 from warmfleet.api.status_page.routes import FILES, HEADERS, StatusPage
-from warmfleet.errors import Unauthorized
-from warmfleet.fleet import Decision, Line, Memory, Truth, WorkerState
+from warmfleet.api.status_page.words import FALLBACK
+from warmfleet.errors import BadArgument, BadRequest, FleetUnavailable, NoWorker, Unauthorized, WarmfleetError
+from warmfleet.fleet import Decision, Line, Memory, Seen, Truth, WorkerState
+from warmfleet.fleet.rows import LoadRow
 from warmfleet.metrics import Metrics
-from warmfleet.pools.recent.decisions import KEPT, RecentDecisions
+from warmfleet.pools.recent.decisions import KEPT, TOLD, RecentDecisions
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
@@ -134,6 +137,49 @@ def test_recent_decisions_are_bounded_and_summed() -> None:
     assert recent.matched_tokens == 40 * (recent.decided - recent.fallbacks)
 
 
+def told() -> Decision:
+    row = [b"w", 16, 0, LoadRow().pack("w"), b"0.5"]
+    return replace(decision(), seen=Seen((1_000, 16, 0, 0), [row], waits=False, tie_s=0.005))
+
+
+def test_a_decision_that_told_what_it_saw_stays_while_others_come() -> None:
+    recent = RecentDecisions()
+    for _ in range(TOLD + 3):  # each time somebody looks one decision tells, and many follow until the next look
+        recent.note("told", "chat", "exact", "cost", told())
+        for _ in range(KEPT + 7):
+            recent.note("other", "chat", "exact", "cost", decision())
+    newest = recent.newest()
+    assert [one.request_id for one in newest] == ["other"] * KEPT + ["told"] * TOLD
+    assert [one.number for one in newest] == sorted({one.number for one in newest}, reverse=True)
+    recent.note("told", "chat", "exact", "cost", told())
+    assert len(recent.newest()) == KEPT + TOLD - 1, "this one is among the last and the told ones, and comes once"
+
+
+async def test_a_row_is_made_once_however_often_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    row = snapshot.decision_row
+
+    def counted(one: Any) -> dict[str, Any]:
+        made.append(one.number)
+        return row(one)
+
+    monkeypatch.setattr(snapshot, "decision_row", counted)
+    monkeypatch.setattr(snapshot, "read", lambda _pool: asyncio.sleep(0))
+    monkeypatch.setattr(snapshot, "figures", lambda _pool, _found: {})
+    clock, recent = [0.0], RecentDecisions()
+    pool = SimpleNamespace(tag="m", recent=recent, ttft=SimpleNamespace(quantile=lambda _share: 0.0))
+    page = pages(SimpleNamespace(all=(pool,)), clock)
+    for last in (1, 2, KEPT + 9):
+        while recent.decided < last:
+            recent.note("id", "chat", "exact", "cost", decision() if recent.decided else told())
+        clock[0] += 1
+        [shown] = json.loads(bytes((await page.data(request())).body))["models"]
+        assert shown["decisions"][0]["number"] == last
+        assert shown["decisions"][-1]["candidates"][0]["cost_s"] == 0.5
+    assert made == [1, 2, *range(KEPT + 9, 9, -1)]
+    assert len(page._rows["m"]) == KEPT + 1
+
+
 def point(at: float, decided: int = 0, matched: int = 0, prompt: int = 0) -> Point:
     return Point(at, decided, 0, prompt, matched, None, 0.1234567, None, 2)
 
@@ -157,10 +203,13 @@ async def test_the_history_is_bounded_and_short_rates_need_no_long_past() -> Non
         for _ in range(10):
             pool.recent.note("id", "chat", "exact", "cost", decision(50))
         await history.look()
+    clock[0] += 0.001  # a request in the millisecond after a point is no rate of a thousand in a second
+    pool.recent.note("id", "chat", "exact", "cost", decision(50))
     found, lately = history.columns(pool), history.lately(pool)
-    assert len(found["age_s"]) == POINTS
+    assert len(found["age_s"]) == POINTS - 1
+    assert set(found["decisions_per_s"]) == {2.0}
     assert max(age for age in found["age_s"] if age is not None) <= SPAN_S
-    assert lately == {"decisions_per_s": 2.0, "fallbacks_per_s": 0.0, "hit_ratio": 0.5}
+    assert lately == {"decisions_per_s": 2.1, "fallbacks_per_s": 0.0, "hit_ratio": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -215,6 +264,30 @@ async def test_nobody_looks_so_no_decision_tells_more(valkey_url: str, model: st
             await router.post({"model": model, "prompt": PROMPT})
         pool: Pool = _pool(router)
         assert [one.decision.seen is not None for one in pool.recent.newest()] == [False, False, True] + [False] * 3
+
+
+async def test_every_decision_without_redis_has_a_sentence(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = (FleetUnavailable("away"), NoWorker("none"), BadArgument("no"), BadRequest("no"), FleetUnavailable("away"))
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url, admin_port=1) as router:
+        pool = _pool(router)
+        for error in (*errors, None):
+
+            async def refuse(_ask: object, _place: object, *, tell: bool, error: WarmfleetError | None = error) -> None:
+                assert error is not None, f"Redis failed twice, so it is not asked (tell={tell})"
+                raise error
+
+            monkeypatch.setattr(type(pool.degraded), "asks_redis", error is not None)
+            monkeypatch.setattr(type(pool.fleet), "decide_in_turn", staticmethod(refuse))
+            assert (await router.post({"model": model, "prompt": PROMPT}))[0] == 200
+        rows = (await data(router))["models"][0]["decisions"]
+    reasons = {row["why"]: row["reason"].partition(":")[0] for row in rows}
+    refused = {code: f"Redis refused the decision ({code}; the log tells more)" for code in BAD}
+    assert reasons == {**FALLBACK, **refused}
+
+
+BAD = ("bad_argument", "bad_request")
 
 
 def _pool(router: Replica) -> Pool:

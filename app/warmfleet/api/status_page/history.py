@@ -68,9 +68,10 @@ class History:
     def columns(self, pool: Pool) -> dict[str, list[Number]]:
         """What the plots show: a list for each line, the oldest value first, and ``age_s`` of each value.
 
-        None where nothing can be told, as a hit ratio without requests.
+        None where nothing can be told, as a hit ratio without requests. They end at the last point: a rate since then
+        would be that of some milliseconds at times.
         """
-        return columns([*self._points[pool.tag], self.now(pool)])
+        return columns([*self._points[pool.tag]])
 
     def lately(self, pool: Pool) -> dict[str, Number]:
         """The figures of now: ``decisions_per_s``, ``fallbacks_per_s``, and ``hit_ratio`` of the last minute."""
@@ -84,7 +85,10 @@ class History:
 
 
 def columns(points: Sequence[Point]) -> dict[str, list[Number]]:
-    """The lines of the plots from these points, which are at least one; each but the first gives a value."""
+    """The lines of the plots from these points, which are at least one; each but the first gives a value.
+
+    Ages are seconds before the last point.
+    """
     rows = [_between(before, after) for before, after in pairwise(points)]
     times = [(point.p50_s, point.p90_s, point.p99_s, point.waiting) for point in points[1:]]
     names = ("decisions_per_s", "fallbacks_per_s", "hit_ratio")

@@ -73,6 +73,7 @@ class StatusPage:
         self._began = clock()
         self._made_at = float("-inf")
         self._snapshot = b""
+        self._rows: dict[str, dict[int, dict[str, Any]]] = {}  # of decisions in the last snapshot, by model and number
         self._making: asyncio.Task[None] | None = None
 
     def routes(self) -> list[Route]:
@@ -116,4 +117,7 @@ class StatusPage:
         found = await snapshot.read(pool)
         pool.recent.wanted = True  # the next decision tells what it sees: one in a second, while somebody looks
         lately, history = self._history.lately(pool), self._history.columns(pool)
-        return snapshot.figures(pool, found) | {"lately": lately, "history": history}
+        rows = snapshot.decision_rows(pool.recent.newest(), self._rows.get(pool.tag, {}))
+        self._rows[pool.tag] = rows
+        past = {"lately": lately, "history": history, "decisions": [*rows.values()]}
+        return snapshot.figures(pool, found) | past

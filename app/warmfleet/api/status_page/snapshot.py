@@ -12,6 +12,8 @@ from warmfleet.fleet import Line, Memory, Truth
 from warmfleet.fleet.worker.state import WorkerState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from warmfleet.fleet import WorkerTruth, WorkerView
     from warmfleet.pools.pool import Pool
     from warmfleet.pools.recent.decisions import Recent
@@ -45,7 +47,7 @@ async def read(pool: Pool) -> Reading:
 
 
 def figures(pool: Pool, found: Reading) -> dict[str, Any]:
-    """Everything about one model but its history. ``queue`` and ``index`` are None while Redis does not answer."""
+    """Everything about one model but its past. ``queue`` and ``index`` are None while Redis does not answer."""
     identity, rung = pool.view.identity, rung_of(pool, reached=found.reached)
     workers = pool.last_known.workers if rung == "last_known" else pool.view.workers
     avoided, truths = pool.avoided(), found.truth.workers
@@ -70,7 +72,6 @@ def figures(pool: Pool, found: Reading) -> dict[str, Any]:
         "workers": [
             worker_row(worker, truths.get(worker.worker_id), avoided=worker.worker_id in avoided) for worker in workers
         ],
-        "decisions": [decision_row(recent) for recent in pool.recent.newest()],
         "decided": pool.recent.decided,
     }
 
@@ -133,6 +134,14 @@ def worker_row(worker: WorkerView, truth: WorkerTruth | None, *, avoided: bool =
         "lag_s": None if truth is None else round(truth.lag_s, 2),
         "diverged": truth is not None and truth.diverged,
     }
+
+
+def decision_rows(recents: Iterable[Recent], made: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The rows of these decisions by their numbers, in this order. made: those of the last snapshot, which are kept.
+
+    Of a decision that told what it saw, a row decodes every worker of the fleet: too much to do again each second.
+    """
+    return {recent.number: made.get(recent.number) or decision_row(recent) for recent in recents}
 
 
 def decision_row(recent: Recent) -> dict[str, Any]:

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 WHY: Mapping[str, str] = {
     word: f"tie: {text}" if word in OF_A_TIE and word != "seed" else text for word, text in REASONS.items()
 }
-#: By the reason that warmfleet_fallback_requests_total counts.
+#: By the reason that warmfleet_fallback_requests_total counts; other reasons are codes of errors, as REFUSED tells.
 FALLBACK: Mapping[str, str] = {
     "away": "Redis did not answer in time",
     "open": "Redis did not answer a moment ago",
     "no_worker": "Redis knows no worker that takes requests",
 }
+REFUSED = "Redis refused the decision ({}; the log tells more)"
 #: By the mark in the worker's record.
 SUSPECT: Mapping[str, str] = {
     "prompt": "it counted other prompt tokens than the router: a probe is due",
@@ -50,7 +51,8 @@ STATES: Mapping[WorkerState, str] = {
 def why_in_words(policy: str, decision: Decision, fallback: str) -> str:
     """Why a request went to its worker. fallback: why Redis did not choose; "" if it did."""
     if fallback:
-        return f"{FALLBACK.get(fallback, fallback)}: by a hash of the prompt among the workers known last"
+        reason = FALLBACK.get(fallback, REFUSED.format(fallback))
+        return f"{reason}: by a hash of the prompt among the workers known last"
     if decision.seen is not None:
         return in_words(policy, decision.why, decision.seen)
     return WHY.get(decision.why, decision.why)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Decision
 
 KEPT = 50  # as many as a page shows; with all candidates of a fleet of 64 workers they take about a megabyte
+TOLD = 10  # of a busy replica, whose last KEPT decisions are over before the page asks again
 
 
 class Recent(NamedTuple):
@@ -34,14 +35,14 @@ class Recent(NamedTuple):
 
 
 class RecentDecisions:
-    """The last KEPT decisions, and the sums of all since the start of this replica.
+    """The last KEPT decisions, the last TOLD that told what they saw, and the sums of all since this replica's start.
 
     ``decided``: their number. ``fallbacks``: how many of them Redis did not make. The tokens are those of the others:
     nobody knows what the worker of a fallback held. ``wanted``: the next decision shall tell all that it sees; who asks
     for that decision takes the wish back.
     """
 
-    __slots__ = ("_last", "decided", "fallbacks", "matched_tokens", "prompt_tokens", "wanted")
+    __slots__ = ("_last", "_told", "decided", "fallbacks", "matched_tokens", "prompt_tokens", "wanted")
 
     def __init__(self) -> None:
         self.decided = 0
@@ -50,6 +51,7 @@ class RecentDecisions:
         self.matched_tokens = 0
         self.wanted = False
         self._last: deque[Recent] = deque(maxlen=KEPT)
+        self._told: deque[Recent] = deque(maxlen=TOLD)
 
     def note(
         self, request_id: str, endpoint: str, kind: str, policy: str, decision: Decision, fallback: str = ""
@@ -61,8 +63,12 @@ class RecentDecisions:
         else:
             self.prompt_tokens += decision.prompt_tokens
             self.matched_tokens += decision.matched_tokens
-        self._last.append(Recent(self.decided, time.time(), request_id, endpoint, kind, policy, fallback, decision))
+        recent = Recent(self.decided, time.time(), request_id, endpoint, kind, policy, fallback, decision)
+        self._last.append(recent)
+        if decision.seen is not None:
+            self._told.append(recent)
 
     def newest(self) -> list[Recent]:
-        """The kept decisions, the newest first."""
-        return [*reversed(self._last)]
+        """The kept decisions, the newest first: at most KEPT + TOLD."""
+        since = self._last[0].number if self._last else 0
+        return [*reversed(self._last), *(told for told in reversed(self._told) if told.number < since)]

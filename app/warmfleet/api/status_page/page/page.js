@@ -34,32 +34,46 @@ let asking = false;
 async function poll() {
   clearTimeout(timer);
   if (paused || document.hidden || asking) return;
+  const key = sessionStorage.getItem(KEY);
+  const unwanted = () => paused || sessionStorage.getItem(KEY) !== key; // the reader changed that meanwhile
   asking = true;
   try {
-    const key = sessionStorage.getItem(KEY);
     const answer = await fetch("status.json", {
       headers: key ? { authorization: `Bearer ${latin(key)}` } : {},
       cache: "no-store", credentials: "omit", redirect: "error", signal: AbortSignal.timeout(PATIENCE_MS),
     });
-    if (answer.status === 401) {
-      askForKey(Boolean(key));
-      return;
+    const figures = answer.ok ? await answer.json() : null;
+    if (!unwanted()) {
+      if (answer.status === 401) {
+        askForKey(Boolean(key));
+        return;
+      }
+      if (!answer.ok) throw new Error(`it answered ${answer.status}`);
+      last = figures;
+      answered();
+      show();
     }
-    if (!answer.ok) throw new Error(`it answered ${answer.status}`);
-    last = await answer.json();
-    failures = 0;
-    show();
   } catch (error) {
-    failed(error);
+    if (!unwanted()) failed(error);
   } finally {
     asking = false;
   }
-  timer = setTimeout(poll, Math.min(EVERY_MS * 2 ** failures, SLOWEST_MS));
+  timer = setTimeout(poll, unwanted() ? 0 : Math.min(EVERY_MS * 2 ** failures, SLOWEST_MS));
 }
 
 /** The bytes of a text in UTF-8, each as one character: a header takes no others. */
 function latin(text) {
   return String.fromCharCode(...new TextEncoder().encode(text));
+}
+
+function answered() {
+  failures = 0;
+  if (!$("key-form").hidden) $("fleet").focus(); // what had the focus goes away
+  $("key-form").hidden = true;
+  $("notice").hidden = true;
+  $("shown").hidden = false;
+  $("forget").hidden = sessionStorage.getItem(KEY) === null;
+  live(`live ${new Date(1000 * last.at).toLocaleTimeString("en-GB")}`, "good-text");
 }
 
 function failed(error) {
@@ -141,15 +155,10 @@ function chosen() {
 
 // ------------------------------------------------------------------ showing
 
+/** Show the figures that are there, old ones too: whether the replica answers is for `poll` to tell. */
 function show() {
   if (!last) return;
   const model = chosen();
-  if (!$("key-form").hidden) $("fleet").focus(); // what had the focus goes away
-  $("key-form").hidden = true;
-  $("notice").hidden = true;
-  $("shown").hidden = false;
-  $("forget").hidden = sessionStorage.getItem(KEY) === null;
-  live(`live ${new Date(1000 * last.at).toLocaleTimeString("en-GB")}`, "good-text");
   const { name, up_s: up, draining } = last.replica;
   say($("replica"), `replica ${name} at ${location.host}, up ${span(up)}${draining ? ", draining: it stops soon" : ""}`);
   showModels(model);

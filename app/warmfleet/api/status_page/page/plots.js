@@ -10,7 +10,7 @@ const BOTTOM = 24; // room for the minutes
 const MINUTES = [15, 10, 5, 0];
 
 /**
- * Draw into a figure. lines: at most three of {name, values}; a null is a gap. ages: seconds before now of each value.
+ * Draw into a figure. lines: at most three of {name, values}; a null is a gap. ages: of each value, seconds before the last one.
  * format: a value as text. top: the highest value of the axis, if it is fixed.
  */
 export function draw(figure, { title, lines, ages, format, top }) {
