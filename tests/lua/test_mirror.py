@@ -314,6 +314,13 @@ async def test_a_worker_that_learned_its_speed_takes_many_requests(world: World)
         assert (await world.fleet.decide(world.ask(world.chain(2)))).worker_id == "stock"
 
 
+async def test_a_worker_behind_a_bridge_that_learned_its_speed_takes_many_requests(world: World) -> None:
+    await world.workers(1)
+    await world.change(1, flags=READY | Flag.LEARNED)
+    for _ in range(3):
+        assert (await world.fleet.decide(world.ask(world.chain(2)))).worker_id == "w1.0"
+
+
 async def test_a_registered_worker_keeps_its_speed(world: World) -> None:
     await approximate(world, 10_000)
     speed = await first_token(world, 400)

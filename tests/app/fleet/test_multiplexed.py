@@ -132,7 +132,6 @@ async def test_a_settle_that_nobody_waits_for_leaves_with_the_next_decision(
     told: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Together they cost Redis and the replica one read and one write. Without another call it leaves by itself."""
-    monkeypatch.setattr(multiplexed, "PATIENCE_S", 20.0)
     channel = channel_of(told)
     assert channel is not None
     written: list[bytes] = []
@@ -142,20 +141,21 @@ async def test_a_settle_that_nobody_waits_for_leaves_with_the_next_decision(
             written.append(data)
             real.write(data)
 
-    real, channel._transport = cast("Any", channel._transport), cast("Any", Transport())
-    answers = tell_all(told, ["wf-1"])
-    await asyncio.sleep(0)
-    assert not written, "it waits for others"
-    async with asyncio.timeout(10):
-        assert await told.settle("wf-2", "finished") == "UNKNOWN"
+    real = cast("Any", channel._transport)
+    monkeypatch.setattr(channel, "_transport", Transport())
+    with monkeypatch.context() as patient:
+        patient.setattr(multiplexed, "PATIENCE_S", 20.0)
+        answers = tell_all(told, ["wf-1"])
+        await asyncio.sleep(0)
+        assert not written, "it waits for others"
+        async with asyncio.timeout(10):
+            assert await told.settle("wf-2", "finished") == "UNKNOWN"
     assert len(answers) == 1, "it was answered first, for it was sent first"
     assert len(written) == 1
     assert written[0].index(b"wf-1") < written[0].index(b"wf-2")
-    monkeypatch.undo()
     answers = tell_all(told, ["wf-3", "wf-4"])
     await poll(lambda: len(answers) == 2)
     assert len(written) == 2
-    channel._transport = real
 
 
 async def test_the_connection_is_redis_pys_with_user_database_and_name(valkey_url: str, model: str) -> None:
