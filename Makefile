@@ -54,7 +54,7 @@ bench: $(DEV_STAMP) ## make -s bench NAME=decide (or apply, sync, identity ...):
 	@test -f "tests/bench/bench_$(NAME).py" || { echo "usage: make -s bench NAME=<name>, one of:" $(BENCHES) >&2; exit 2; }
 	@PYTHONPATH=app:worker_plugin:loadtest $(PY) -m tests.bench.bench_$(NAME) $(ARGS)
 
-loadtest: $(DEV_STAMP) ## drive a local fleet behind haproxy with Locust, leave a report (ARGS=--help lists all)
+loadtest: $(DEV_STAMP) ## drive a local fleet behind haproxy with Locust, leave a report (first time it installs: 2 minutes; ARGS=--help lists all)
 	@$(PYTHON) tests/os_tools.py haproxy
 	@$(PY) -m warmfleet_loadtest.locust_run $(ARGS)
 

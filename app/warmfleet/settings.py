@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 PREFIX = "WARMFLEET_"
+NUMBERS = {"int": "whole number", "float": "number"}  # by type, as messages name them
 #: The placement policies by name. The scripts implement them; lua/README.md says where each comes from.
 POLICIES = (
     *("cost", "sticky", "two_state", "prefix_affinity", "chwbl", "session"),
@@ -504,7 +505,8 @@ def _cast(name: str, text: str, default: Any) -> Any:
             return tuple(part.strip() for part in text.split(",") if part.strip())
         value = default.read(text, type(default.default)) if by_model else type(default)(text)
     except (KeyError, ValueError) as error:
-        kind = f"{type(default.default).__name__} for each model" if by_model else type(default).__name__
+        name_of_type = type(default.default if by_model else default).__name__
+        kind = NUMBERS.get(name_of_type, name_of_type) + (" for each model" if by_model else "")
         raise BadArgument(f"{name}={text!r} is not a {kind}") from error
     for number in value.values() if by_model else (value,):
         if isinstance(number, int | float) and not 0 <= number < math.inf:

@@ -39,7 +39,7 @@ import orjson
 from warmfleet_loadtest.stacks.locust_stack import AFFINITY, WARMFLEET, LocustStack, Size
 from warmfleet_loadtest.stacks.processes import StackError, answers, end_on_signals, free_ports
 from warmfleet_loadtest.users.arrivals import SHAPES
-from warmfleet_loadtest.users.fleet_run import FleetRun, Mark, describe, verdict, warnings
+from warmfleet_loadtest.users.fleet_run import KILL_WINDOW_S, FleetRun, Mark, describe, verdict, warnings
 from warmfleet_loadtest.users.html_report import save_report
 from warmfleet_loadtest.users.plan import DEFAULT_MIX, DEFAULT_RATE, plan_of
 from warmfleet_loadtest.users.report_figures import ALL, figures
@@ -268,11 +268,12 @@ def _locust_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m warmfleet_loadtest.locust_run", description=__doc__)
+    text = (__doc__ or "").replace("KILL_WINDOW_S", f"{KILL_WINDOW_S:g} seconds")
+    parser = argparse.ArgumentParser(prog="python -m warmfleet_loadtest.locust_run", description=text)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     seconds = os.environ.get("DURATION") or "120"
-    add("--duration", type=float, default=seconds, help="seconds of each run (default: DURATION, else 120)")
+    add("--duration", type=float, default=seconds, help="seconds of each run (default %(default)s)")
     add("--compare", action="store_true", help="then the same load on the same engines with session affinity only")
     add("--web", action="store_true", help="start Locust's web page, where runs are started by hand")
     add("--out", type=Path, default=Path("out/loadtest"), help="folder of the report (default %(default)s)")

@@ -162,3 +162,11 @@ def test_other_urls_of_engines_are_refused(text: str) -> None:
         engine_url(text)
     with pytest.raises(BadArgument, match="is not the URL of an engine"):
         Settings.from_environment({"WARMFLEET_STATIC_WORKERS": f"http://a:1,{text}"})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("WARMFLEET_PORT", "whole number"), ("WARMFLEET_VIEW_INTERVAL_S", "number")]
+)
+def test_a_number_that_is_none_is_told_in_words(name: str, kind: str) -> None:
+    with pytest.raises(BadArgument, match=f"{name}='abc' is not a {kind}$"):
+        Settings.from_environment({name: "abc"})

@@ -27,6 +27,11 @@ HEADER = ("SHA256", "ARTIFACT", "BYTES", "WORKERS", "STATE")
 TEMPLATE = "chat_template.jinja"  # the only artifact that is code
 TIMEOUT_S = 2.0
 NAMED_WORKERS = 8
+APPROVED_TEMPLATES = "WARMFLEET_APPROVED_TEMPLATES"
+MAY_BE_APPROVED = (
+    f"Settings of routers may approve a template, too: {APPROVED_TEMPLATES}, or WARMFLEET_TRUST_TEMPLATES, which "
+    "`warmfleet up` sets for its own store."
+)
 _DIGEST = re.compile(r"[0-9a-f]{12,64}\Z")
 
 
@@ -41,11 +46,15 @@ class Artifact:
 
 @dataclass
 class Shelf:
-    """The artifacts of one model by digest, and the digests that the operator approved."""
+    """The artifacts of one model by digest, and the digests that the operator approved.
+
+    approved: by command. by_settings: in this environment, which may not be that of the routers.
+    """
 
     fleet: Fleet
     artifacts: dict[str, Artifact]
     approved: frozenset[str]
+    by_settings: frozenset[str]
 
     def templates(self) -> set[str]:
         return {sha256 for sha256, artifact in self.artifacts.items() if artifact.name == TEMPLATE} | self.approved
@@ -71,7 +80,8 @@ async def _run(action: str, wanted: Sequence[str], url: str, models: Sequence[st
             print(json.dumps({shelf.fleet.keys.tag.replace("~", "/"): rows(shelf) for shelf in shelves}, indent=2))
             return
         if action == "list":
-            show(sys.stdout, [part for shelf in shelves for part in listing(shelf)])
+            footnote: list[Part] = [MAY_BE_APPROVED] if any(map(may_be_approved, shelves)) else []
+            show(sys.stdout, [part for shelf in shelves for part in listing(shelf)] + footnote)
             return
         known = set[str]().union(*[shelf.templates() for shelf in shelves])
         for digest in [whole(digest, known) for digest in wanted]:
@@ -105,7 +115,8 @@ async def _shelf(fleet: Fleet) -> Shelf:
             found = artifacts.setdefault(entry["sha256"], Artifact(name, entry))
             if server_id not in found.servers:
                 found.servers.append(server_id)
-    return Shelf(fleet, artifacts, await fleet.approved())
+    by_settings = frozenset(one.strip() for one in os.environ.get(APPROVED_TEMPLATES, "").split(","))
+    return Shelf(fleet, artifacts, await fleet.approved(), by_settings)
 
 
 def rows(shelf: Shelf) -> list[dict[str, Any]]:
@@ -125,14 +136,22 @@ def listing(shelf: Shelf) -> list[Part]:
     """One model's table, with whole digests, because an approval names a digest."""
     title = Toned(shelf.fleet.keys.tag, Tone.HEAD)
     found = rows(shelf)
-    return [title, Table(HEADER, [_cells(row) for row in found]) if found else "no worker has announced a file"]
+    if not found:
+        return [title, "no worker has announced a file"]
+    return [title, Table(HEADER, [_cells(row, shelf.by_settings) for row in found])]
 
 
-def _cells(row: dict[str, Any]) -> tuple[object, ...]:
+def may_be_approved(shelf: Shelf) -> bool:
+    """Whether a template is approved neither by command nor by the settings known here."""
+    return any(row["approved"] is False and row["sha256"] not in shelf.by_settings for row in rows(shelf))
+
+
+def _cells(row: dict[str, Any], by_settings: frozenset[str]) -> tuple[object, ...]:
+    by_setting = Toned(f"approved by {APPROVED_TEMPLATES}", Tone.GOOD)
     states = {
         None: "-",  # it is no code
         True: Toned("approved", Tone.GOOD),
-        False: Toned("not approved", Tone.MIND),
+        False: by_setting if row["sha256"] in by_settings else Toned("not approved by command", Tone.MIND),
     }
     servers = ", ".join(row["servers"][:NAMED_WORKERS]) or "-"
     more = f" and {len(row['servers']) - NAMED_WORKERS} more" if len(row["servers"]) > NAMED_WORKERS else ""

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from warmfleet.cli.command_error import CommandError
+from warmfleet.errors import ModelNotFound
 from warmfleet.settings import ADMIN_PORT, secret
 
 TIMEOUT_SECONDS = 10.0
@@ -28,8 +29,11 @@ def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
     except ValueError as error:
         raise CommandError(f"{url}{path} answered {answer.status_code}, and not in JSON: is that a replica?") from error
     if answer.is_error:
-        message = value.get("error", {}).get("message", value) if isinstance(value, dict) else value
-        hint = "" if answer.status_code != httpx.codes.NOT_FOUND else f" (does --url name {OPERATORS_PORT}?)"
+        told = value.get("error") if isinstance(value, dict) else None
+        fields = told if isinstance(told, dict) else {}
+        message = fields.get("message", value)
+        unknown_path = answer.status_code == httpx.codes.NOT_FOUND and fields.get("code") != ModelNotFound.code
+        hint = f" (does --url name {OPERATORS_PORT}?)" if unknown_path else ""
         raise CommandError(f"{url}{path} answered {answer.status_code}: {message}{hint}")
     return value
 

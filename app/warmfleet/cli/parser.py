@@ -485,21 +485,31 @@ def _command(
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not 0.1 <= value <= MAX_WATCH_S:
         raise argparse.ArgumentTypeError(f"0.1 to {MAX_WATCH_S} seconds")
     return value
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
 def _port(text: str) -> int:
-    value = int(text)
+    value = _whole(text)
     if not 0 <= value <= 65_535:
         raise argparse.ArgumentTypeError("a port is 0 to 65535")
     return value
 
 
 def _count(text: str, most: int = 64) -> int:
-    value = int(text)
+    value = _whole(text)
     if not 1 <= value <= most:
         raise argparse.ArgumentTypeError(f"1 to {most}")
     return value

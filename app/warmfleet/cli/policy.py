@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ DEFAULT = "default"
 
 def run(options: argparse.Namespace) -> int:
     """Show or switch the policy of each named model; returns 0. Raises CommandError."""
+    logging.basicConfig(level=logging.CRITICAL)  # the error of an outage says it
     if options.name not in (None, DEFAULT, *POLICIES):
         raise CommandError(f"{options.name!r} is no policy; known are {', '.join(POLICIES)}, and {DEFAULT}")
     models = models_of(options)

@@ -80,7 +80,15 @@ def test_list_show_approve_revoke(
     with joined(valkey_url, model, "w1", "w2"):
         lines = says("list").splitlines()
         [line] = [line for line in lines if "chat_template" in line]
-        assert line.split() == [DIGEST, "chat_template.jinja", str(len(TEMPLATE)), "w1,", "w2", "not", "approved"]
+        assert line.split()[:5] == [DIGEST, "chat_template.jinja", str(len(TEMPLATE)), "w1,", "w2"]
+        assert line.endswith("not approved by command")
+        assert "WARMFLEET_TRUST_TEMPLATES" in " ".join(lines), "a footnote"
+        with monkeypatch.context() as routers:
+            routers.setenv("WARMFLEET_APPROVED_TEMPLATES", f"{'b' * 64}, {DIGEST}")
+            told = says("list")
+            assert "approved by WARMFLEET_APPROVED_TEMPLATES" in told
+            assert "not approved" not in told
+            assert "WARMFLEET_TRUST_TEMPLATES" not in told
         [file] = [row for row in json.loads(says("--json", "--model", model))[model] if row["approved"] is not None]
         assert file == {
             "sha256": DIGEST,
@@ -101,7 +109,8 @@ def test_list_show_approve_revoke(
         assert "no chat template begins" in capsys.readouterr().err
     says("approve", "a" * 64)  # before any worker announces it
     assert asyncio.run(approved(valkey_url, f"{model}#other")) == {"a" * 64}
-    assert says("list", "--model", model).splitlines()[-1].split() == [
+    [line] = [line for line in says("list", "--model", model).splitlines() if line.startswith("a" * 64)]
+    assert line.split() == [
         "a" * 64,
         "chat_template.jinja",
         "-",

@@ -7,8 +7,9 @@ import io
 import json
 import os
 import re
+import socket
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,12 @@ from tests.topology import SLOTS, cluster, sentinels, tls_server
 
 from warmfleet.__main__ import main
 from warmfleet.cli.acl import lines, rules_of
-from warmfleet.cli.doctor import fleet_checks
+from warmfleet.cli.doctor import fleet_checks, redis_checks
 from warmfleet.cli.doctor.command import Plan, examine, plan_of, secrets_of
 from warmfleet.cli.doctor.finding import Finding, Report, State
 from warmfleet.cli.local.ports import free_port
 from warmfleet.cli.local.running_stack import RunningStack, announced
+from warmfleet.cli.local.store import SOCKET_NAME
 from warmfleet.cli.parser import build_parser
 from warmfleet.cli.terminal import remedies
 from warmfleet.fleet import Flag, Fleet, Truth, WorkerState, WorkerTruth, connect
@@ -36,7 +38,7 @@ from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS
 from warmfleet.fleet.inspection.rights import router_rights
 from warmfleet.fleet.inspection.server import Inspection
 from warmfleet.fleet.worker.state import ROUTABLE
-from warmfleet.protocol.redis_address import with_ca
+from warmfleet.protocol.redis_address import parse, with_ca
 from warmfleet.protocol.wire import Scheme
 from warmfleet.settings import Settings
 from warmfleet_loadtest.engine import Engine, EngineConfig
@@ -723,7 +725,7 @@ def test_exit_status_and_json(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "name the model with --model"),
+        ([], "no local fleet runs (`warmfleet up` starts one); for another fleet name the model with --model"),
         (["--model", "a{b}"], "a{b}"),
         (["--model", "m", "--redis", "http://127.0.0.1"], "begins with redis://"),
         (["--model", "m", "gpu1:8000"], "is not the URL of an engine"),
@@ -768,3 +770,16 @@ def test_nothing_that_a_worker_wrote_steers_the_terminal() -> None:
     assert "\x1b" not in out.getvalue()
     assert SECRET not in out.getvalue()
     assert SECRET not in report.as_json()
+
+
+async def test_a_dead_store_of_up_is_told_so(tmp_path: Path) -> None:
+    url = f"unix://{tmp_path / SOCKET_NAME}"
+    client = connect(url, timeout_s=1)
+    with closing(socket.socket(socket.AF_UNIX)) as left:
+        for _ in range(2):  # without its socket, and with the socket that a killed store leaves
+            told = await redis_checks.reachable(client, parse(url), url, redis_checks.OF_UP)
+            assert told[-1].remedy == "its store died; start `warmfleet up` again"
+            assert "died" not in (await redis_checks.reachable(client, parse(url), url))[-1].remedy
+            if not (tmp_path / SOCKET_NAME).exists():
+                left.bind(str(tmp_path / SOCKET_NAME))
+    await client.aclose()

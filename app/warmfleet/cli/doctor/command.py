@@ -114,12 +114,12 @@ def plan_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Plan
         given["WARMFLEET_MODELS"] = ",".join(options.model)
     local = running_stack.found(environment)
     if local is not None and not {"WARMFLEET_REDIS_URL", "WARMFLEET_REDIS_URL_FILE"} & given.keys():
-        given["WARMFLEET_REDIS_URL"], url_from = local.redis_url, "the URL of `warmfleet up`"
+        given["WARMFLEET_REDIS_URL"], url_from = local.redis_url, redis_checks.OF_UP
         given.setdefault("WARMFLEET_MODELS", ",".join(local.models))
         routers = routers or (local.operators_url,)
     settings = Settings.from_environment(given)
     if not settings.models:
-        raise CommandError("name the model with --model, or all of a router in WARMFLEET_MODELS")
+        raise running_stack.no_model(local)
     admin = options.admin_redis or secret(ADMIN_REDIS, given) or ""
     try:
         url = with_ca(settings.redis_url, settings.redis_ca)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
 from warmfleet.cli.doctor.reach import reach
+from warmfleet.cli.local.store import SOCKET_NAME
 from warmfleet.fleet.first_contact import in_words, trouble_with
 from warmfleet.protocol.redis_address import CLUSTER_SLOTS
 
@@ -31,6 +32,8 @@ LATE_SHARE = 0.05  # of the calls beyond the time limit; fewer may be a moment i
 SLOW_S = 0.005  # every request waits for one script call at least
 MIB = 2**20
 VARIABLE = "WARMFLEET_REDIS_URL"
+OF_UP = "the URL of `warmfleet up`"
+NO_SOCKET = "start Redis with `unixsocket`, or correct the path in the URL"
 
 REMEDIES = {
     "name": "correct the host in WARMFLEET_REDIS_URL, or the DNS of this machine",
@@ -60,6 +63,10 @@ async def reachable(redis: aioredis.Redis, where: RedisAddress, url: str, url_fr
     url_from: the variable or option that gave the URL; the findings name it.
     """
     found = await _reachable(redis, where, url)
+    if url_from == OF_UP and Path(urlsplit(url).path).name == SOCKET_NAME:
+        dead = (NO_SOCKET, REMEDIES["connection"])
+        mend = "its store died; start `warmfleet up` again"
+        return [replace(one, remedy=mend) if one.remedy in dead else one for one in found]
     return [
         replace(one, detail=one.detail.replace(VARIABLE, url_from), remedy=one.remedy.replace(VARIABLE, url_from))
         for one in found
@@ -93,9 +100,7 @@ async def _node(host: str, port: int) -> Finding:
 def _socket_file(path: str) -> Finding:
     if Path(path).exists():
         return ok("reachable", f"the socket {path} exists")
-    return fault(
-        "reachable", f"there is no socket {path}", "start Redis with `unixsocket`, or correct the path in the URL"
-    )
+    return fault("reachable", f"there is no socket {path}", NO_SOCKET)
 
 
 def settings_of(facts: ServerFacts, capacity_blocks: int) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from contextlib import suppress
 
@@ -48,7 +49,6 @@ def listen(host: str, port: int, *, shared: bool = False, chosen_by: str = "--po
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise CommandError(
-            f"{host}:{port} cannot be used ({error.strerror}): choose another with {chosen_by}"
-        ) from error
+        option = "--host" if error.errno == errno.EADDRNOTAVAIL else chosen_by
+        raise CommandError(f"{host}:{port} cannot be used ({error.strerror}): choose another with {option}") from error
     return bound

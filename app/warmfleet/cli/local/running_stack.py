@@ -71,8 +71,14 @@ def models_of(options: argparse.Namespace) -> list[str]:
     if not models and local is not None and local.redis_url == options.redis:
         models = list(local.models)
     if not models:
-        raise CommandError("name the model with --model, or all of a router in WARMFLEET_MODELS")
+        raise no_model(local)
     return models
+
+
+def no_model(local: RunningStack | None) -> CommandError:
+    """The error of a command that knows no model. local: the running stack."""
+    first = "" if local else "no local fleet runs (`warmfleet up` starts one); for another fleet "
+    return CommandError(f"{first}name the model with --model, or all of a router in WARMFLEET_MODELS")
 
 
 @contextmanager

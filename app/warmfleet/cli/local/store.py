@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from warmfleet.cli.local.children import Children
 
 START_SECONDS = 15.0
+SOCKET_NAME = "store.sock"
 MAX_MEMORY = "1gb"  # a local stack holds a few MB; the limit protects the machine from a mistake
 
 
@@ -42,7 +43,7 @@ def server_binary() -> str:
 
 def start_store(children: Children) -> str:
     """Start a private server that keeps nothing on disk, and return its URL once it answers. Raises CommandError."""
-    socket = children.folder / "store.sock"
+    socket = children.folder / SOCKET_NAME
     argv = [server_binary(), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700"]
     argv += ["--dir", str(children.folder), "--save", "", "--appendonly", "no"]
     argv += ["--maxmemory-policy", "noeviction", "--maxmemory", MAX_MEMORY]

@@ -12,10 +12,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
+from warmfleet.cli import client
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.ports import free_port
+from warmfleet.cli.local.ports import free_port, listen
 from warmfleet.cli.local.running_stack import RunningStack, announced, found, models_of
 from warmfleet.cli.parser import build_parser
 
@@ -103,3 +105,38 @@ def test_commands_take_address_store_and_models_from_it(monkeypatch: pytest.Monk
         monkeypatch.setenv("WARMFLEET_MODELS", "c, d")
         policy = build_parser().parse_args(["policy"])
         assert (policy.redis, models_of(policy)) == ("redis://c", ["c", "d"])
+
+
+def test_without_a_stack_the_first_advice_is_to_start_one() -> None:
+    policy = build_parser().parse_args(["policy"])
+    with pytest.raises(CommandError, match=r"^no local fleet runs .*warmfleet up.*--model"):
+        models_of(policy)
+
+
+def test_an_address_of_another_machine_is_blamed_on_the_host() -> None:
+    with pytest.raises(CommandError, match="choose another with --host"):
+        listen("192.0.2.1", 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(CommandError, match="another with --port"):
+        listen("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["workers", "--watch", "abc"], "'abc' is not a number"),
+        (["serve", "--port", "abc"], "'abc' is not a whole number"),
+    ],
+)
+def test_numbers_that_are_none(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(words)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "hinted"), [("model_not_found", False), ("not_found", True)])
+def test_only_an_unknown_path_is_blamed_on_the_port(code: str, hinted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = httpx.Response(404, json={"error": {"message": "no", "code": code}})
+    monkeypatch.setattr(httpx, "request", lambda *_, **__: answer)
+    with pytest.raises(CommandError, match="answered 404: no") as caught:
+        client.ask("GET", "http://h", "/x")
+    assert ("--url" in str(caught.value)) == hinted
