@@ -190,3 +190,28 @@ async def test_a_stop_signal_drains_first() -> None:
     other.handle_exit(signal.SIGTERM, None)
     other.handle_exit(signal.SIGTERM, None)
     assert other.should_exit  # a second signal stops at once
+
+
+async def test_of_several_signals_one_is_raised_again() -> None:
+    """A second SIGINT that is raised again would end the event loop with a traceback."""
+    raised: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: raised.append(number))
+    try:
+        made = server(Settings(models=("m",)), Sockets([]))
+        with made.capture_signals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            assert made.force_exit
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert raised == [signal.SIGINT]
+
+
+async def test_after_a_second_sigint_the_background_tasks_still_end_in_order() -> None:
+    made = server(Settings(models=("m",), redis_url="redis://127.0.0.1:1/0"), Sockets([]))
+    serving = asyncio.create_task(made._serve())
+    await poll(lambda: made.started, 5, "it serves")
+    for _ in range(2):
+        made.handle_exit(signal.SIGINT, None)
+    await asyncio.wait_for(serving, 5)
+    assert made.lifespan.shutdown_event.is_set()

@@ -17,7 +17,7 @@ AT = 1_795_410_000.0
 RUNGS = ("redis", "asked", "last_known", "nothing")
 REASONS = {
     "proven": "takes requests; its blocks are matched",
-    "draining": "the operator drains it: 3 requests left; `warmfleet drain --undo` ends this",
+    "draining": "the operator drains it: 3 requests left; `warmfleet drain gpu-04.0 --undo` ends this",
     "silent": "no heartbeat for 41 s",
     "load-only": "takes requests by load alone; its blocks are not matched: 3 of 3 blocks differ from the router's",
     "pending": "it joined and waits for its probe",

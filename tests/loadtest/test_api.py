@@ -268,3 +268,11 @@ async def test_the_api_servers_thread_is_one() -> None:
         body = {"prompt": "a", "max_tokens": 1}
         await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(10)))
         assert 0.25 <= loop.time() - began < 1.0
+
+
+async def test_a_path_that_is_not_imitated_gets_an_error_in_json() -> None:
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        answer = await http.post("/v1/embeddings", json={"model": "demo", "input": WORDS})
+        assert (await http.get("/v1/completions")).status_code == 405
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "this simulated engine does not imitate /v1/embeddings"

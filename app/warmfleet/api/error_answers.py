@@ -71,7 +71,8 @@ class UnknownPath:
         if getattr(error, "status_code", 404) == 405:
             ours = MethodNotAllowed(f"{told} It takes {(headers or {}).get('Allow', 'another method')}.")
         else:
-            ours = NotFound(f"{told} {self._hint(path)} GET /openapi.json lists every path.")
+            said = (told, self._hint(path), "GET /openapi.json lists every path.")
+            ours = NotFound(" ".join(filter(None, said)))
         return JSONResponse(ours.as_dict(), status_code=ours.status, headers=headers)
 
     def _hint(self, path: str) -> str:
@@ -80,7 +81,9 @@ class UnknownPath:
         if path in NEVER or path.startswith(NEVER_BELOW):
             return "It is about one engine: ask that engine itself."
         nearest = max(self._paths, key=lambda known: _likeness(path, known), default="")
-        return f"Did you mean {nearest}?" if _likeness(path, nearest) >= LIKE else ""
+        if _likeness(path, nearest) >= LIKE:
+            return f"Did you mean {nearest}?"
+        return "The status page is /status." if "/status" in self._paths else ""
 
 
 def _likeness(one: str, other: str) -> float:

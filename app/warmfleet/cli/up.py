@@ -20,6 +20,7 @@ from warmfleet.settings import engine_url
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
 POLL_SECONDS = 0.5  # between two looks for dead processes and first answers, both of which are read from files
 
@@ -51,7 +52,7 @@ With Python and the openai package{openai_hint}:
   print(answer.choices[0].message.content)
 
 See the fleet:  {command} workers
-Live:           {operators}/status   (for a browser)
+Live:           {live}
 Its metrics:    {operators}/metrics   (each replica has a port of its own for operators)
 Why there:      {command} explain --message "What is a KV cache?"
 """
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
             operators = tuple(replica.operators for replica in stack.replicas)
             local = RunningStack(stack.address, stack.redis_url, stack.models, os.getpid(), operators)
             with announced(local):
-                say(usage(stack.address, operators[0], stack.names[0]))
+                say(usage(stack.address, operators, stack.names[0]))
                 if plan.workers:
                     say(_stock_note())
                 return serve(stack)
@@ -122,11 +123,13 @@ def serve(stack: Stack) -> int:
             watch.look()
 
 
-def usage(address: str, operators: str, model: str) -> str:
-    """operators: the URL of a replica for them. The commands to type next, which work as printed."""
+def usage(address: str, operators: Sequence[str], model: str) -> str:
+    """operators: the URL of each replica for them. The commands to type next, which work as printed."""
     command = sys.argv[0] if Path(sys.argv[0]).name == "warmfleet" else f"{sys.executable} -m warmfleet"
     hint = f" (installed for {sys.executable})" if find_spec("openai") else " (pip install openai)"
-    names = {"address": address, "operators": operators, "model": model}
+    pages = " ".join(f"{url}/status" for url in operators)
+    live = f"{pages}   (for a browser{'; each shows its own requests' if len(operators) > 1 else ''})"
+    names = {"address": address, "operators": operators[0], "live": live, "model": model}
     return READY.format(**names, command=command, openai_hint=hint, rules=RULES)
 
 

@@ -78,6 +78,9 @@ class Api:
             return await handler(request)
         except RefusedError as error:
             return web.json_response(answers.error_body(error), status=error.status)
+        except web.HTTPNotFound:
+            unknown = RefusedError(f"this simulated engine does not imitate {request.path}", 404)
+            return web.json_response(answers.error_body(unknown), status=unknown.status)
 
     # ------------------------------------------------ prompts
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from tests.app.engine import engine
 from tests.app.replica import replica
 
@@ -38,6 +40,14 @@ def test_the_path_that_was_meant(path: str, meant: str) -> None:
 @pytest.mark.parametrize("path", ["/", "/admin", "/wp-login.php", "/v1/chat/completions" * 100, ""])
 def test_a_path_that_resembles_none(path: str) -> None:
     assert PATHS._hint(path) == ""
+
+
+async def test_the_port_for_operators_names_the_status_page() -> None:
+    for paths, hint in (((), ""), (("/status",), " The status page is /status.")):
+        ask = Request({"type": "http", "method": "GET", "path": "/", "headers": []})
+        answer = await UnknownPath(paths).handle(ask, HTTPException(404))
+        told = json.loads(bytes(answer.body))["error"]["message"]
+        assert told == f"GET / is not served here.{hint} GET /openapi.json lists every path."
 
 
 def test_paths_that_are_served_elsewhere() -> None:

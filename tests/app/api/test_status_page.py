@@ -18,7 +18,7 @@ from warmfleet.api.service_routes import Health
 from warmfleet.api.status_page import routes, snapshot
 from warmfleet.api.status_page.history import EVERY_S, POINTS, SPAN_S, History, Point, columns
 from warmfleet.api.status_page.routes import FILES, HEADERS, StatusPage
-from warmfleet.api.status_page.words import FALLBACK
+from warmfleet.api.status_page.words import FALLBACK, state_in_words
 from warmfleet.errors import BadArgument, BadRequest, FleetUnavailable, NoWorker, Unauthorized, WarmfleetError
 from warmfleet.fleet import Decision, Line, Memory, Seen, Truth, WorkerState
 from warmfleet.fleet.rows import LoadRow
@@ -241,6 +241,16 @@ def test_what_decides_now(
     assert snapshot.rung_of(pool, reached=reached) == rung
     assert rung in snapshot.RUNGS
     assert snapshot.rung_in_words(pool, rung, reached=reached).endswith(".")
+
+
+def test_words_about_a_worker() -> None:
+    proven: Any = SimpleNamespace(worker_id="w.0", state=WorkerState.PROVEN, routable=True, record={})
+    assert state_in_words(proven) == "takes requests; its blocks are matched"
+    assert state_in_words(proven, known_last=True) == "took requests when last read"
+    load = SimpleNamespace(in_flight=2)
+    drained: Any = SimpleNamespace(worker_id="w.0", state=WorkerState.DRAINING, routable=False, load=load)
+    for known_last in (False, True):
+        assert state_in_words(drained, known_last=known_last).endswith("`warmfleet drain w.0 --undo` ends this")
 
 
 async def test_a_redis_that_does_not_answer_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,3 +72,10 @@ def test_each_replica_logs_its_decisions_to_a_file_of_its_own(monkeypatch: pytes
         monkeypatch.setenv("WARMFLEET_DECISION_LOG", given)
         started, _ = environments(monkeypatch, Plan())
         assert [environment["WARMFLEET_DECISION_LOG"] for environment in started] == wanted
+
+
+def test_the_status_page_of_each_replica_is_named() -> None:
+    one, two = "http://127.0.0.1:9090", "http://127.0.0.1:9091"
+    assert f"Live:           {one}/status   (for a browser)\n" in up.usage("http://clients", (one,), "demo")
+    both = f"Live:           {one}/status {two}/status   (for a browser; each shows its own requests)\n"
+    assert both in up.usage("http://clients", (one, two), "demo")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.api.listening")
 
+AT_ONCE_S = 2.0  # after a second SIGINT: longest wait for the background tasks, which end in milliseconds
 BACKLOG = 2_048  # connections that the kernel keeps until they are accepted
 
 
@@ -132,9 +133,19 @@ class Server(uvicorn.Server):
         under_way, grace_s = len(self.server_state.tasks), self.config.timeout_graceful_shutdown
         logger.info("stops: no new connection; %d requests under way may go on for %s s", under_way, grace_s)
         await super().shutdown([*self._sockets.clients, *self._sockets.operators])
+        if self.force_exit:
+            await self._end_at_once()
         logger.info("stopped")
         for handler in logging.getLogger().handlers:
             handler.flush()  # uvicorn raises the signal again, which may end the process at once
+
+    async def _end_at_once(self) -> None:
+        """After a second SIGINT uvicorn ends neither requests nor the lifespan, whose end would look like a bug."""
+        for task in self.server_state.tasks:
+            task.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(AT_ONCE_S):
+                await self.lifespan.shutdown()
 
     async def main_loop(self) -> None:
         await self.on_tick(0)
@@ -143,9 +154,13 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._health.draining or self._drain_s <= 0 or sig == signal.SIGINT:
             self._health.draining = True
-            super().handle_exit(sig, frame)
+            self._exit(sig, frame)
             return
         self._health.draining = True
         logger.info("drains for %g s: /readyz is 503, and every answer ends its connection", self._drain_s)
         loop = asyncio.get_running_loop()
-        loop.call_soon_threadsafe(loop.call_later, self._drain_s, partial(super().handle_exit, sig, frame))
+        loop.call_soon_threadsafe(loop.call_later, self._drain_s, partial(self._exit, sig, frame))
+
+    def _exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        del self._captured_signals[1:]  # uvicorn raises them again, and of two SIGINTs the second would look like a bug

@@ -70,7 +70,13 @@ def figures(pool: Pool, found: Reading) -> dict[str, Any]:
         "ttft": pool.ttft.figures(),
         "index": index if found.reached else None,
         "workers": [
-            worker_row(worker, truths.get(worker.worker_id), avoided=worker.worker_id in avoided) for worker in workers
+            worker_row(
+                worker,
+                truths.get(worker.worker_id),
+                avoided=worker.worker_id in avoided,
+                known_last=rung == "last_known",
+            )
+            for worker in workers
         ],
         "decided": pool.recent.decided,
     }
@@ -112,8 +118,13 @@ def rung_in_words(pool: Pool, rung: str, *, reached: bool) -> str:
     return "Redis decides: every choice knows the caches and the load of the whole fleet."
 
 
-def worker_row(worker: WorkerView, truth: WorkerTruth | None, *, avoided: bool = False) -> dict[str, Any]:
-    """One worker. truth: None for approximate workers, and while Redis is away. avoided: by this replica, for now."""
+def worker_row(
+    worker: WorkerView, truth: WorkerTruth | None, *, avoided: bool = False, known_last: bool = False
+) -> dict[str, Any]:
+    """One worker. truth: None for approximate workers, and while Redis is away. avoided: by this replica, for now.
+
+    known_last: the worker is of the last known view.
+    """
     load = worker.load
     return {
         "worker_id": worker.worker_id,
@@ -121,7 +132,7 @@ def worker_row(worker: WorkerView, truth: WorkerTruth | None, *, avoided: bool =
         "names": worker.models,
         "state": worker.state,
         "routable": worker.routable,
-        "reason": state_in_words(worker) + (AVOIDED if avoided else ""),
+        "reason": state_in_words(worker, known_last=known_last) + (AVOIDED if avoided else ""),
         "version": str(worker.record.get("version", "")),
         "blocks": load.blocks,
         "capacity_blocks": load.capacity_blocks,

@@ -47,6 +47,8 @@ STATES: Mapping[WorkerState, str] = {
     WorkerState.UNHEARD: "takes requests; no heartbeat comes, but its engine answers: check its way to Redis",
 }
 
+LAST_READ = "took requests when last read"
+
 
 def why_in_words(policy: str, decision: Decision, fallback: str) -> str:
     """Why a request went to its worker. fallback: why Redis did not choose; "" if it did."""
@@ -58,13 +60,18 @@ def why_in_words(policy: str, decision: Decision, fallback: str) -> str:
     return WHY.get(decision.why, decision.why)
 
 
-def state_in_words(worker: WorkerView) -> str:
-    """What a worker's state means, and why it is in that state, as far as that is known."""
+def state_in_words(worker: WorkerView, *, known_last: bool = False) -> str:
+    """What a worker's state means, and why it is in that state, as far as that is known.
+
+    known_last: the worker is of the last known view, so nothing newer is known and no blocks are matched.
+    """
+    if known_last and worker.routable:
+        return LAST_READ
     said = STATES[worker.state]
     if worker.state is WorkerState.SILENT:
         return _silent(worker)
     if worker.state is WorkerState.DRAINING:
-        return f"{said}: {worker.load.in_flight} requests left; `warmfleet drain --undo` ends this"
+        return f"{said}: {worker.load.in_flight} requests left; `warmfleet drain {worker.worker_id} --undo` ends this"
     if worker.state is WorkerState.SUSPECTED:
         suspect = str(worker.record.get("suspect", ""))
         return f"{said}; {SUSPECT.get(suspect, suspect)}"
