@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import lzma
 import math
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from warmfleet_loadtest.users.plan import DEFAULT_MIX, Plan, mix_of, plan_of
 from warmfleet_loadtest.users.sessions import SESSIONS
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def options(**more: object) -> Namespace:
@@ -37,8 +43,12 @@ def test_users_chosen_on_the_command_line_share_the_whole_rate() -> None:
     assert rate(plan, "chat") == 8.0
 
 
-def test_a_trace_is_played_instead() -> None:
-    assert set(plan_of(options(trace="agents"), {"chat", "trace"}).mix) == {"trace"}
+def test_a_trace_is_played_instead(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl.xz"
+    rows: list[dict[str, object]] = [{"name": "t", "block": 16, "timing": "synthetic"}]
+    rows.append({"t": 0.0, "s": 0, "in": 32, "out": 3, "k": 0, "new": [1, 2]})
+    trace.write_bytes(lzma.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+    assert set(plan_of(options(trace=str(trace)), {"chat", "trace"}).mix) == {"trace"}
 
 
 def test_no_seconds_mean_until_stopped() -> None:
