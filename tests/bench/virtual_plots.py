@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from warmfleet_loadtest.measuring.plots import save_figure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 PANELS = ("ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "hit_ratio", "work_max_over_mean", "evicted_max_over_mean")
@@ -43,6 +43,24 @@ def draw_lines(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) ->
         for setting, row in rows.items():
             axes.plot(*zip(*row[name], strict=True), label=setting, drawstyle="steps-post")
         axes.set(ylabel=name.removeprefix("line "), xlabel="virtual seconds")
+        axes.grid(alpha=0.3)
+    picture.axes[0].legend(fontsize=8)
+    picture.suptitle(title)
+    save_figure(picture, path)
+
+
+def draw_panels(path: Path, title: str, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> None:
+    """Draw a panel for each name, with a line per fleet through its points (load, ratio). Raises ValueError."""
+    from matplotlib.figure import Figure
+
+    if not panels:
+        raise ValueError("there is nothing to draw: the oracle was not played")
+    columns = (len(panels) + 1) // 2
+    picture = Figure(figsize=(3.6 * columns, 6.4), layout="constrained")
+    for axes, (name, lines) in zip(picture.subplots(2, columns, squeeze=False).flat, panels.items(), strict=False):
+        for fleet, points in lines.items():
+            axes.plot(*zip(*points, strict=True), marker="o", ms=3, label=fleet)
+        axes.set(title=name, xlabel="busy, oracle", ylim=(0.5, 2.0))
         axes.grid(alpha=0.3)
     picture.axes[0].legend(fontsize=8)
     picture.suptitle(title)

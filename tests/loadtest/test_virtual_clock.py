@@ -86,3 +86,16 @@ async def test_an_engine_measures_its_prefill_speed() -> None:
     await fleet.run(Trace("t", tuple(Arrival(float(k), k, [k] * 300, 1) for k in range(4))))
     assert fleet.engines[0].meter.speed_tps == pytest.approx(300 / 0.31, rel=0.01)
     assert fleet.engines[0].work_tokens == 1_200
+
+
+async def test_a_request_that_is_kept_back_is_sent_later_and_its_wait_counts() -> None:
+    class Patient(Always):
+        async def choose(self, request: Request, arrival: Arrival, now: float) -> None:  # type: ignore[override]
+            async def send(later: float) -> None:
+                fleet.send(request, 0, later)
+
+            fleet.at(now + 5.0, send, duty=True)
+
+    fleet = VirtualFleet(engines(), Patient())
+    (served,) = await fleet.run(Trace("t", (Arrival(2.0, 0, list(range(100)), 1),)))
+    assert served.ttft_s == pytest.approx(5.0 + 0.11)

@@ -59,6 +59,10 @@ class BlockPool:
         """Every hash that a request could hit now; copies count once."""
         return list(self._holders)
 
+    def holds(self, block_hash: bytes) -> bool:
+        """True if a request could hit this block now."""
+        return block_hash in self._holders
+
     def prefix(self, hashes: Sequence[bytes], limit: int) -> list[int]:
         """The blocks of the longest held prefix of a chain, at most ``limit``; of several copies the oldest."""
         found = []

@@ -27,7 +27,8 @@ class EngineCore:
     """Runs until it is cancelled.
 
     progress: called with every request whose prefill is done. stepped: called whenever the cache may have changed.
-    busy_s: seconds spent in steps.
+    busy_s: seconds spent in steps. step_ends: when the step under way is over, or the last one was (by the event loop's
+    clock).
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class EngineCore:
         self.stepped: Callable[[], None] = lambda: None
         self.steps = 0
         self.busy_s = 0.0
+        self.step_ends = 0.0
         self._meter = SpeedMeter()
         self._sinks: dict[Request, asyncio.Queue[Output]] = {}
         self._arrived = asyncio.Event()
@@ -74,7 +76,7 @@ class EngineCore:
             self.steps += 1
             self._meter.scheduled(self.steps, clock)
             seconds = self.costs.seconds(step.work)
-            clock = max(clock, loop.time() - MAX_CATCH_UP) + seconds
+            clock = self.step_ends = max(clock, loop.time() - MAX_CATCH_UP) + seconds
             self.busy_s += seconds
             await asyncio.sleep(max(0.0, clock - loop.time()))
             self._deliver(self.scheduler.complete(step, clock))

@@ -44,20 +44,28 @@ class Answered:
 
 
 class Router(Protocol):
-    """The router under test. Its methods are called in order of time, with virtual seconds."""
+    """The router under test. Its methods are called in order of time, with virtual seconds.
 
-    async def choose(self, request: Request, arrival: Arrival, now: float) -> int: ...
+    choose: the engine's number, or None for a request that the router keeps back: it calls ``VirtualFleet.send`` later.
+    """
+
+    async def choose(self, request: Request, arrival: Arrival, now: float) -> int | None: ...
     async def started(self, request: Request, engine: int, now: float) -> None: ...
     async def finished(self, request: Request, engine: int, now: float) -> None: ...
 
 
 class VirtualEngine:
-    """A scheduler with the step under way. busy_s: seconds in steps. work_tokens: computed prefill tokens."""
+    """A scheduler with the step under way.
+
+    step_ends: when the step under way is over, or the last one was. busy_s: seconds in steps. work_tokens: computed
+    prefill tokens.
+    """
 
     def __init__(self, scheduler: Scheduler, costs: StepCosts) -> None:
         self.scheduler = scheduler
         self.costs = costs
         self.step: Step | None = None
+        self.step_ends = 0.0
         self.api_free = 0.0
         self.busy_s = 0.0
         self.work_tokens = 0
@@ -74,6 +82,7 @@ class VirtualEngine:
         seconds = self.costs.seconds(self.step.work)
         self._steps += 1
         self.meter.scheduled(self._steps, now)
+        self.step_ends = now + seconds
         self.busy_s += seconds
         self.work_tokens += self.step.work.prefill_tokens
         return seconds
@@ -102,6 +111,7 @@ class VirtualFleet:
         self._left = 0  # pending events that keep the run from ending
         self._order = count()
         self._open: dict[Request, tuple[float, int, int]] = {}  # (arrival time, engine, session)
+        self._kept_back: dict[Request, tuple[float, int]] = {}  # (arrival time, session)
         self._sessions: dict[int, list[Arrival]] = {}
 
     async def run(self, trace: Trace) -> list[Answered]:
@@ -128,13 +138,30 @@ class VirtualFleet:
             answer = range(1_000_000, 1_000_000 + arrival.output_tokens)  # ids that occur in no prompt
             request = Request("", arrival.prompt, arrival.output_tokens, answer)
             hash_blocks(self.engines[0].scheduler.scheme, request)
+            self._kept_back[request] = (now, arrival.session)
             number = await self._router.choose(request, arrival, now)
-            self._open[request] = (now, number, arrival.session)
-            engine = self.engines[number]
-            engine.api_free = max(engine.api_free, now) + engine.costs.arrival_seconds(request.prompt_tokens)
-            self.at(engine.api_free, self._admit(number, request))
+            if number is None:
+                self._left += 1  # a request that waits keeps the run from ending
+            else:
+                self._hand_over(request, number, now)
 
         return arrive
+
+    def send(self, request: Request, number: int, now: float) -> None:
+        """Send a request that the router has kept back to the engine of this number."""
+        self._left -= 1
+        self._hand_over(request, number, now)
+
+    def _hand_over(self, request: Request, number: int, now: float) -> None:
+        at, session = self._kept_back.pop(request)
+        self._open[request] = (at, number, session)
+        engine = self.engines[number]
+        engine.api_free = max(engine.api_free, now) + engine.costs.arrival_seconds(request.prompt_tokens)
+        if engine.api_free <= now:  # it is there at once, so that the router's next look at the engine finds it
+            engine.scheduler.add(request)
+            self.at(now, self._begin(number))
+        else:
+            self.at(engine.api_free, self._admit(number, request))
 
     def _admit(self, number: int, request: Request) -> Event:
         async def admit(now: float) -> None:
@@ -142,6 +169,12 @@ class VirtualFleet:
             self._next_step(number, now)
 
         return admit
+
+    def _begin(self, number: int) -> Event:
+        async def begin(now: float) -> None:
+            self._next_step(number, now)
+
+        return begin
 
     def _next_step(self, number: int, now: float) -> None:
         seconds = self.engines[number].begin(now)

@@ -1,0 +1,178 @@
+"""Choosers that look into simulated engines: no router can know more, so routers are held against their figures.
+
+They read the block pools and queues of the engines directly, at no cost and without delay. Two of them decide when a
+request arrives, the third keeps requests back:
+
+- ``Oracle`` takes the engine on which the prompt would be computed first: its wait and the prompt's uncached tokens.
+- ``Sticky`` keeps a session on the engine that the oracle chose for its first request.
+- ``Central`` keeps every request back until an engine is free, and then sends the one with the least to compute.
+
+Times are seconds by the clock of the engines, real or virtual.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from warmfleet_loadtest.simulator.step_costs import StepWork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Sequence
+
+    from warmfleet_loadtest.simulator.scheduler import Request, Scheduler
+    from warmfleet_loadtest.simulator.step_costs import StepCosts
+
+SAME_S = 1e-9  # times that differ by less are equal: they were added up in another order
+
+
+class Engine(Protocol):
+    """A simulated engine. step_ends: when the step under way is over, or the last one was."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+    @property
+    def costs(self) -> StepCosts: ...
+    @property
+    def step_ends(self) -> float: ...
+
+
+class Outlook(NamedTuple):
+    """What one engine would do with a request: seconds until its prompt is computed, and those for itself alone."""
+
+    ready_s: float
+    own_s: float
+
+
+class Backlog:
+    """What an engine has to do before a request that comes now."""
+
+    def __init__(self, engine: Engine, now: float) -> None:
+        self._engine = engine
+        self._left_s = max(0.0, engine.step_ends - now)
+        self._tokens = 0
+        self._ahead: set[bytes] = set()  # blocks that the engine will have computed by then
+        scheduler, costs = engine.scheduler, engine.costs
+        decoding = [request.tokens for request in scheduler.running if request.output_tokens]
+        self._step_s = costs.seconds(StepWork(decode_requests=len(decoding), decode_context=sum(decoding)))
+        for request in scheduler.running:
+            if request.computed < request.prompt_tokens:
+                self._queue(request, request.prompt_tokens - request.computed)
+        for request in scheduler.waiting:
+            self._queue(request, self.uncached(request))
+
+    def _queue(self, request: Request, tokens: int) -> None:
+        self._tokens += tokens
+        self._ahead.update(request.hashes)
+
+    def uncached(self, request: Request) -> int:
+        """The tokens of the request's prompt that the engine would have to compute."""
+        scheduler = self._engine.scheduler
+        size, known = scheduler.limits.block_tokens, 0
+        for block_hash in request.hashes[: (request.prompt_tokens - 1) // size]:
+            if block_hash not in self._ahead and not scheduler.pool.holds(block_hash):
+                break
+            known += 1
+        return request.prompt_tokens - known * size
+
+    def outlook(self, request: Request) -> Outlook:
+        own = self.uncached(request)
+        ready_s = self._left_s + self._seconds(self._tokens + own)
+        return Outlook(ready_s, self._seconds(own))
+
+    def _seconds(self, tokens: int) -> float:
+        """The time for these prompt tokens, with what all steps for them cost beside them."""
+        steps = -(-tokens // self._engine.scheduler.limits.step_tokens)
+        return steps * self._step_s + tokens * self._engine.costs.prefill_token_s
+
+
+class Chooser(Protocol):
+    """Chooses engines by their numbers. now: by the engines' clock.
+
+    choose: None for a request that is kept back; ``send`` is called with it later. room_made: an engine may have become
+    free. gone: the client of a request that may be kept back has hung up.
+    """
+
+    def choose(self, request: Request, session: Hashable, now: float) -> int | None: ...
+    def room_made(self, now: float) -> None: ...
+    def gone(self, request: Request) -> None: ...
+
+
+class Oracle:
+    """Sends a request to the engine on which its prompt would be computed first. Ties fall at random, by ``seed``."""
+
+    def __init__(self, engines: Sequence[Engine], seed: int = 0) -> None:
+        self._engines = engines
+        self._random = random.Random(seed)
+
+    def choose(self, request: Request, session: Hashable, now: float) -> int | None:  # noqa: ARG002 - for Sticky
+        ready = [Backlog(engine, now).outlook(request).ready_s for engine in self._engines]
+        first = min(ready) + SAME_S
+        return self._random.choice([number for number, at in enumerate(ready) if at <= first])
+
+    def room_made(self, now: float) -> None:
+        """It keeps nothing back."""
+
+    def gone(self, request: Request) -> None:
+        """It keeps nothing back."""
+
+
+class Sticky(Oracle):
+    """Sends the first request of a session where the oracle would, and all others after it."""
+
+    def __init__(self, engines: Sequence[Engine], seed: int = 0) -> None:
+        super().__init__(engines, seed)
+        self._homes: dict[Hashable, int | None] = {}
+
+    def choose(self, request: Request, session: Hashable, now: float) -> int | None:
+        if session not in self._homes:
+            self._homes[session] = super().choose(request, session, now)
+        return self._homes[session]
+
+
+class Central:
+    """Keeps requests back until an engine is free: it computes no prompt and none waits there.
+
+    Of the requests whose prompt would be computed first on a free engine, the one with the least to compute is sent
+    there. A request that is better off with waiting for a busy engine waits. send: is called with a request and the
+    engine's number, and must hand the request to its scheduler at once.
+    """
+
+    def __init__(self, engines: Sequence[Engine], send: Callable[[Request, int], None]) -> None:
+        self._engines = engines
+        self._send = send
+        self._waiting: dict[Request, None] = {}
+
+    def choose(self, request: Request, session: Hashable, now: float) -> int | None:  # noqa: ARG002 - as of Chooser
+        self._waiting[request] = None
+        self.room_made(now)
+        return None
+
+    def room_made(self, now: float) -> None:
+        while self._waiting and (free := {number for number, one in enumerate(self._engines) if _free(one)}):
+            backlogs = [Backlog(engine, now) for engine in self._engines]
+            taken = _least_work(self._waiting, backlogs, free)
+            if taken is None:
+                return
+            request, number = taken
+            del self._waiting[request]
+            self._send(request, number)
+
+    def gone(self, request: Request) -> None:
+        self._waiting.pop(request, None)
+
+
+def _free(engine: Engine) -> bool:
+    scheduler = engine.scheduler
+    return not scheduler.waiting and all(request.output_tokens for request in scheduler.running)
+
+
+def _least_work(waiting: Iterable[Request], backlogs: Sequence[Backlog], free: set[int]) -> tuple[Request, int] | None:
+    """Return the request with the least to compute on its best engine, of those whose best engine is free."""
+    best: tuple[float, Request, int] | None = None
+    for request in waiting:
+        outlook = [backlog.outlook(request) for backlog in backlogs]
+        number = min(range(len(outlook)), key=lambda one: outlook[one])
+        if number in free and (best is None or outlook[number].own_s < best[0]):
+            best = outlook[number].own_s, request, number
+    return best and best[1:]

@@ -1,0 +1,328 @@
+"""The fleet beside choosers that look into its engines, on the virtual clock: how far is it from the best there is?
+
+    make -s bench NAME=order                                     # all of it: 12 minutes of two cores
+    make -s bench NAME=order ARGS="--quick"                      # a first look: one minute
+    make -s bench NAME=order ARGS="--case agents-tight --loads 0.6 --fleets today,oracle,sticky --seeds 1"
+    make -s bench NAME=order ARGS="--case generated --rows 600"  # needs no trace
+
+Every fleet gets the same arrivals and the same eight engines. `today` and `new` are four replicas with the real
+scripts: with the rule before the changes of 2026-11-23, and with the one in force. `oracle`, `sticky` and `central` are
+choosers that read the engines' block pools and queues (`warmfleet_loadtest.simulator.perfect_knowledge`); no router
+runs. A load is the share of time that engines compute under the oracle: the trace is played as fast as that takes. Each
+seed begins the trace at another place.
+
+Tables go to standard error. The last line of standard output is one JSON object: `rows` has the figures of every case,
+load and fleet (means over seeds, trace seconds). Its bounds are `hot_mean_over_oracle` and `hot_p99_over_oracle`
+(conversation, worst of the loads from .8 on), `mid_mean_over_oracle` (worst of those from .4 to .6),
+`agents_mean_over_best` and `agents_p99_over_best` (over the better of oracle and sticky, worst of all agents' loads). A
+bound whose loads were not played is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from tests.bench.virtual_fleet import Plan, play
+from tests.bench.virtual_plans import arrivals, engine
+from tests.bench.virtual_plots import draw_panels
+from tests.bench.virtual_rivals import RIVALS, opened, play_rival, rotated
+from tests.bench.virtual_store import private_server
+
+from warmfleet.errors import WarmfleetError
+from warmfleet.fleet import Weights
+from warmfleet_loadtest.measuring.figures import markdown, quantile
+from warmfleet_loadtest.measuring.progress import Progress
+from warmfleet_loadtest.simulator.step_costs import load_costs
+from warmfleet_loadtest.stacks.processes import end_on_signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from warmfleet_loadtest.engine import EngineConfig
+    from warmfleet_loadtest.simulator.virtual_clock import Answered
+    from warmfleet_loadtest.traces.trace import Trace
+
+ENGINES, REPLICAS = 8, 4
+SKIP = 0.1  # share of the requests that warm up
+TRIES = 3  # runs of the oracle until its engines are as busy as wanted
+NEAR = 0.01  # of the wanted share of time: near enough
+LOADS = (0.3, 0.5, 0.7, 0.83, 0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A trace with engines that suit it.
+
+    speed: keeps them about half busy. rows: the first so many requests. closed: False makes a closed loop an open one.
+    """
+
+    workload: str
+    step_time: str
+    blocks: int
+    speed: float
+    rows: int | None = None
+    closed: bool = True
+    loads: tuple[float, ...] = (0.4, 0.6, 0.8)
+
+
+CASES = {
+    "conversation": Case("conversation", "trace", 1_953, 5.0, loads=LOADS),
+    "agents-tight": Case("agents", "agents", 512, 5.0, 1_500),
+    "agents-roomy": Case("agents", "agents", 1_024, 6.0, 1_500),
+    "agents-tight-open": Case("agents", "agents", 512, 5.0, 1_500, closed=False),
+    "agents-roomy-open": Case("agents", "agents", 1_024, 6.0, 1_500, closed=False),
+    "generated": Case("generated", "trace", 1_024, 5.0, 1_200, loads=LOADS),
+}
+PUBLIC = tuple(name for name in CASES if name != "generated")
+#: Weights of the routers' fleets; names that this version's rule does not have are left out.
+RULES: Mapping[str, Mapping[str, float]] = {"today": {}, "new": {}}
+FLEETS = (*RULES, *RIVALS)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run, as plain values that another process can read. speed: 0 while it is not known."""
+
+    case: str
+    load: float
+    fleet: str
+    seed: int
+    seeds: int
+    mode: str
+    rows: int | None
+    speed: float = 0.0
+
+    def trace(self) -> Trace:
+        case = CASES[self.case]
+        found = rotated(arrivals(case.workload, self.rows or case.rows), self.seed / self.seeds)
+        return found if case.closed else opened(found)
+
+    def engines(self, speed: float) -> tuple[EngineConfig, ...]:
+        case = CASES[self.case]
+        costs = load_costs(case.step_time + ("-fcfs" if self.mode == "fcfs" else ""))
+        # A token of an arrival stands for `scale` tokens of the trace, which take so many times as long to decode.
+        return (engine(costs, case.blocks, self.mode, speed / self.trace().scale),) * ENGINES
+
+    def find_speed(self) -> float:
+        """Return the speed at which the oracle's engines are busy for `load` of the time."""
+        trace, speed = self.trace(), CASES[self.case].speed * self.load * 2
+        for _ in range(TRIES):
+            busy = uvloop.run(play_rival("oracle", trace, self.engines(speed), speed)).busy
+            if abs(busy - self.load) <= NEAR * self.load:
+                break
+            speed *= self.load / busy
+        return speed
+
+    def run(self) -> dict[str, float]:
+        trace, engines = self.trace(), self.engines(self.speed)
+        if self.fleet in RIVALS:
+            told = uvloop.run(play_rival(self.fleet, trace, engines, self.speed, self.seed))
+            return figures(told.served, [one.busy_s for one in told.engines], self.speed)
+        known = {one.name for one in fields(Weights)}
+        weights = Weights(**{name: value for name, value in RULES[self.fleet].items() if name in known})  # type: ignore[arg-type]
+        plan = Plan(engines, weights=weights, replicas=REPLICAS, speed=self.speed, seed=self.seed)
+        with private_server() as url:
+            played = uvloop.run(play(url, trace, plan))
+        return figures(played.served, [worker.engine.busy_s for worker in played.cluster.workers], self.speed)
+
+
+def figures(served: Sequence[Answered], busy_s: Sequence[float], speed: float) -> dict[str, float]:
+    """Return the figures of a run without its first requests. TTFT is in trace seconds."""
+    own = sorted(served, key=lambda one: one.at_s)
+    counted = own[int(SKIP * len(own)) :]
+    ttft = sorted(one.ttft_s * speed for one in counted)
+    return {
+        "mean": statistics.fmean(ttft),
+        **{f"p{q}": quantile(ttft, q / 100) for q in (50, 90, 99)},
+        "hit_ratio": sum(one.cached_tokens for one in counted) / sum(one.prompt_tokens for one in counted),
+        "busy": statistics.fmean(busy_s) / own[-1].at_s,
+        "requests": len(own),
+    }
+
+
+# ---------------------------------------------------------------- all runs
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A fleet's figures in one case at one load, as means over seeds."""
+
+    case: str
+    load: float
+    fleet: str
+    speed: float
+    figures: Mapping[str, float]
+
+
+def measured(wanted: Sequence[Job], processes: int) -> list[Row]:
+    """Run the jobs of all fleets and seeds; return a row for each case, load and fleet."""
+    places = list(dict.fromkeys((job.case, job.load) for job in wanted))
+    first = {(job.case, job.load): job for job in reversed(wanted)}
+    with ProcessPoolExecutor(processes) as pool:
+        spread: Callable[..., Iterable[Any]] = map if processes == 1 else pool.map
+        found_speeds = _ticked("speeds", len(places), spread(Job.find_speed, [first[place] for place in places]))
+        speeds = dict(zip(places, found_speeds, strict=True))
+        jobs = [_at(job, speeds[job.case, job.load]) for job in wanted]
+        told = list(_ticked("runs", len(jobs), spread(Job.run, jobs)))
+    found: dict[tuple[str, float, str], list[dict[str, float]]] = {}
+    for job, one in zip(jobs, told, strict=True):
+        found.setdefault((job.case, job.load, job.fleet), []).append(one)
+    return [Row(*key, speeds[key[:2]], _mean(runs)) for key, runs in found.items()]
+
+
+def _at(job: Job, speed: float) -> Job:
+    return Job(job.case, job.load, job.fleet, job.seed, job.seeds, job.mode, job.rows, speed)
+
+
+def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.fmean(run[name] for run in runs), 4) for name in runs[0]}
+
+
+def _ticked(label: str, total: int, answers: Iterable[Any]) -> Iterable[Any]:
+    progress = Progress(label, total)
+    for answer in answers:
+        progress.tick(failed=False)
+        yield answer
+
+
+def over(rows: Iterable[Row], figure: str, fleet: str, rivals: Sequence[str]) -> dict[tuple[str, float], float]:
+    """Return a fleet's figure over that of the best of ``rivals``, by case and load, where all of them were played."""
+    found: dict[tuple[str, float], dict[str, float]] = {}
+    for row in rows:
+        found.setdefault((row.case, row.load), {})[row.fleet] = row.figures[figure]
+    return {
+        place: one[fleet] / min(one[rival] for rival in rivals)
+        for place, one in found.items()
+        if one.keys() >= {fleet, *rivals}
+    }
+
+
+def bounds(rows: Sequence[Row], fleet: str = "new") -> dict[str, float]:
+    """Return the worst ratios that bound the fleet, of those whose loads were played."""
+    told: dict[str, float] = {}
+
+    def worst(name: str, figure: str, rivals: Sequence[str], places: Callable[[str, float], bool]) -> None:
+        ratios = [ratio for place, ratio in over(rows, figure, fleet, rivals).items() if places(*place)]
+        if ratios:
+            told[name] = round(max(ratios), 4)
+
+    def chats(low: float, high: float) -> Callable[[str, float], bool]:
+        return lambda case, load: not case.startswith("agents") and low <= load <= high
+
+    worst("hot_mean_over_oracle", "mean", ["oracle"], chats(0.8, 1.0))
+    worst("hot_p99_over_oracle", "p99", ["oracle"], chats(0.8, 1.0))
+    worst("mid_mean_over_oracle", "mean", ["oracle"], chats(0.4, 0.6))
+    for figure in ("mean", "p99"):
+        agents = [row for row in rows if row.case.startswith("agents")]
+        ratios = over(agents, figure, fleet, ["oracle", "sticky"]).values()
+        if ratios:
+            told[f"agents_{figure}_over_best"] = round(max(ratios), 4)
+    return told
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return a Markdown table with a row for each case, load and fleet."""
+    names = ("mean", "p50", "p90", "p99", "hit_ratio", "busy")
+    cells = [
+        (row.case, f"{row.load:g}", f"{row.speed:.2f}x", row.fleet, *(f"{row.figures[name]:.3f}" for name in names))
+        for row in rows
+    ]
+    return markdown(("case", "load", "speed", "fleet", *names), cells)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if strangers := set(names).difference(known):
+            raise argparse.ArgumentTypeError(f"{min(strangers)!r} is none of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _loads(text: str) -> list[float]:
+    """Parse shares of time. Raises ValueError unless all are between 0 and 1."""
+    loads = [float(value) for value in text.split(",")]
+    if not 0 < min(loads) <= max(loads) < 1:
+        raise ValueError(text)
+    return loads
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="make -s bench NAME=order", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--case", type=_names(CASES), help=f"joined by commas (default: {','.join(PUBLIC)})")
+    made.add_argument("--loads", type=_loads, help="shares of time, joined by commas (default: each case's own)")
+    made.add_argument("--fleets", type=_names(FLEETS), default=list(FLEETS), help=f"of {','.join(FLEETS)} (all)")
+    made.add_argument("--seeds", type=int, help="beginnings of the trace (3; with --quick 1)")
+    made.add_argument("--rows", type=int, help="first so many requests (default: each case's own; with --quick 600)")
+    made.add_argument("--mode", choices=("fcfs", "step"), default="fcfs", help="of the engines (default %(default)s)")
+    made.add_argument("--quick", action="store_true", help="one seed, 600 rows, the loads .5 and .83, agents at .6")
+    made.add_argument("--jobs", type=int, default=2, help="runs at a time (default %(default)s)")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="an .svg or .png")
+    return made
+
+
+def every(args: argparse.Namespace) -> list[Job]:
+    """Return the jobs of the command line."""
+    seeds = args.seeds or (1 if args.quick else 3)
+    rows = args.rows or (600 if args.quick else None)
+    jobs = []
+    for name in args.case or PUBLIC:
+        quick = (0.6,) if name.startswith("agents") else (0.5, 0.83)
+        for load in args.loads or (quick if args.quick else CASES[name].loads):
+            jobs += [
+                Job(name, load, fleet, seed, seeds, args.mode, rows) for fleet in args.fleets for seed in range(seeds)
+            ]
+    return jobs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 no trace, nothing to draw, or a script that fails, 2 wrong arguments."""
+    args = parser().parse_args(argv)
+    if min(args.seeds or 1, args.rows or 1, args.jobs) < 1:
+        parser().error("--seeds, --rows and --jobs from 1 on")
+    try:
+        wanted = every(args)
+        for job in wanted:
+            arrivals(CASES[job.case].workload, job.rows or CASES[job.case].rows)
+        rows = measured(wanted, args.jobs)
+    except (OSError, ValueError, WarmfleetError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(table(rows), file=sys.stderr)
+    told = [{"case": row.case, "load": row.load, "fleet": row.fleet, "speed": row.speed, **row.figures} for row in rows]
+    print(json.dumps({"mode": args.mode, **bounds(rows), "rows": told}), flush=True)
+    return _draw(args.plot, rows) if args.plot else 0
+
+
+def _draw(path: Path, rows: Sequence[Row]) -> int:
+    """Draw the ratios to the oracle over the load, after the figures are printed, because drawing may fail."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for figure in ("mean", "p99"):
+        for fleet in dict.fromkeys(row.fleet for row in rows):
+            for (case, load), ratio in over(rows, figure, fleet, ["oracle"]).items():
+                panels.setdefault(f"{case}: {figure}", {}).setdefault(fleet, []).append((load, ratio))
+    try:
+        draw_panels(path, "TTFT over the oracle's", panels)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    end_on_signals()
+    sys.exit(main())
