@@ -28,7 +28,7 @@ from warmfleet.fleet.client import Timeouts, connect
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-pytest_plugins = ["tests.scheduling"]
+pytest_plugins = ["tests.ending", "tests.scheduling"]
 
 # Python files are compiled once, whatever the environment says, and not by each of the many processes that tests start.
 sys.dont_write_bytecode = False

@@ -9,6 +9,7 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,6 +82,8 @@ if TYPE_CHECKING:
     from starlette.routing import Route
     from starlette.types import Lifespan
 
+    from warmfleet.tracing.exporter import Tracing
+
 logger = logging.getLogger("warmfleet")
 
 DRAIN_SETTLES_S = 3.0  # longest wait at the stop for settlements under way, each of which takes at most 2 s
@@ -96,6 +99,27 @@ TOKENIZER_THREADS = 2
 FULL_COLLECTION_AFTER = 1_000
 
 
+@dataclass(frozen=True)
+class _Replica:
+    """What a replica consists of. ``_running`` makes what exists only while it runs."""
+
+    settings: Settings
+    metrics: Metrics
+    health: Health
+    tracing: Tracing | None
+    certificates: ServerTls | None
+    keys: ClientKeys
+    pools: Pools
+    engines: EngineList
+    addresses: Addresses
+    upstream: Upstream
+    engine_client: EngineClient
+    decisions: DecisionLog
+    router: Router
+    past: History
+    page: StatusPage
+
+
 def create_app(settings: Settings, log: LogOutput | None = None) -> Doors:
     """All paths of one replica, with everything behind them; the lifespan of the clients' runs the background tasks.
 
@@ -104,9 +128,15 @@ def create_app(settings: Settings, log: LogOutput | None = None) -> Doors:
     a file that cannot be used, or if a variable of OpenTelemetry has a wrong value.
     """
     _check_models(settings)
-    metrics, health = Metrics(settings.models), Health()
+    replica = _replica_of(settings)
     if log is not None:
-        log.on_drop = metrics.log_lines_dropped.inc
+        log.on_drop = replica.metrics.log_lines_dropped.inc
+    return _doors(replica)
+
+
+def _replica_of(settings: Settings) -> _Replica:
+    """Raises BadArgument."""
+    metrics, health = Metrics(settings.models), Health()
     tracing = tracing_of(os.environ, metrics)
     certificates = ServerTls(settings, metrics) if settings.tls_cert else None
     keys = ClientKeys(settings.client_keys_file, metrics)
@@ -118,52 +148,73 @@ def create_app(settings: Settings, log: LogOutput | None = None) -> Doors:
     engine_client = EngineClient(addresses, CONNECT_TIMEOUT_S, trusted)
     decisions = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
     identifier = Identifier(EngineTokenizer(engine_client, settings, metrics).token_ids, settings, metrics)
-    router = Router(pools, upstream, identifier, settings, metrics, decisions)
+    past = History(pools, metrics)
+    return _Replica(
+        settings=settings,
+        metrics=metrics,
+        health=health,
+        tracing=tracing,
+        certificates=certificates,
+        keys=keys,
+        pools=pools,
+        engines=engines,
+        addresses=addresses,
+        upstream=upstream,
+        engine_client=engine_client,
+        decisions=decisions,
+        router=Router(pools, upstream, identifier, settings, metrics, decisions),
+        past=past,
+        page=StatusPage(pools, past, settings, health),
+    )
+
+
+@asynccontextmanager
+async def _running(replica: _Replica) -> AsyncIterator[None]:
+    """Open what the replica needs, run its background tasks, and close everything at the end."""
+    settings, metrics, keys, certificates = replica.settings, replica.metrics, replica.keys, replica.certificates
+    async with AsyncExitStack() as stack:
+        for pool in replica.pools.all:
+            stack.push_async_callback(pool.fleet.close)
+        if replica.tracing is not None:
+            replica.tracing.open()
+            stack.callback(replica.tracing.close)
+        replica.decisions.open()
+        stack.callback(replica.decisions.close)
+        await replica.upstream.open()
+        stack.push_async_callback(replica.upstream.close)
+        stack.push_async_callback(replica.engine_client.close)
+        executor = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
+        templates = Templates(metrics, trust_all=settings.trust_templates, approved=settings.approved_templates)
+        stack.push_async_callback(templates.close)
+        identities = Identities(executor, Trie(settings.trie_bytes), templates)
+        stack.push_async_callback(_drain, replica.router)
+        await stack.enter_async_context(_background(replica, identities))
+        stack.push_async_callback(replica.page.close)
+        stack.push_async_callback(stop, [_task("history", history.EVERY_S, replica.past.look, metrics)])
+        if keys.required:
+            followed = _task("client_keys", client_keys.FOLLOW_INTERVAL_S, keys.follow, metrics)
+            stack.push_async_callback(stop, [followed])
+        if certificates is not None:
+            followed = _task("tls", tls.FOLLOW_INTERVAL_S, certificates.follow, metrics)
+            stack.push_async_callback(stop, [followed])
+        yield
+
+
+def _doors(replica: _Replica) -> Doors:
+    """The ports for clients and for operators, with their paths."""
+    settings, metrics, health = replica.settings, replica.metrics, replica.health
+    router, keys, certificates = replica.router, replica.keys, replica.certificates
     paths = EnginePaths(settings.passed_paths)
     service = ServiceRoutes(router, keys, settings, metrics, health)
     gateways = GatewayRoutes(router, paths, keys, settings)
-    past = History(pools, metrics)
-    page = StatusPage(pools, past, settings, health)
-
-    @asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            for pool in pools.all:
-                stack.push_async_callback(pool.fleet.close)
-            if tracing is not None:
-                tracing.open()
-                stack.callback(tracing.close)
-            decisions.open()
-            stack.callback(decisions.close)
-            await upstream.open()
-            stack.push_async_callback(upstream.close)
-            stack.push_async_callback(engine_client.close)
-            executor = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
-            templates = Templates(metrics, trust_all=settings.trust_templates, approved=settings.approved_templates)
-            stack.push_async_callback(templates.close)
-            identities = Identities(executor, Trie(settings.trie_bytes), templates)
-            stack.push_async_callback(_drain, router)
-            static = StockEngines(pools, engine_client, engines, addresses, settings)
-            await stack.enter_async_context(_background(pools, engine_client, static, identities, settings, metrics))
-            stack.push_async_callback(page.close)
-            stack.push_async_callback(stop, [_task("history", history.EVERY_S, past.look, metrics)])
-            if keys.required:
-                followed = _task("client_keys", client_keys.FOLLOW_INTERVAL_S, keys.follow, metrics)
-                stack.push_async_callback(stop, [followed])
-            if certificates is not None:
-                followed = _task("tls", tls.FOLLOW_INTERVAL_S, certificates.follow, metrics)
-                stack.push_async_callback(stop, [followed])
-            yield
-
-    for_operators = [*service.for_operators(), *gateways.routes(), *page.routes()]
+    for_operators = [*service.for_operators(), *gateways.routes(), *replica.page.routes()]
     apart = bool(settings.admin_port)
     inside = documented([*service.for_everybody(), *for_operators], (), settings)
     outside = [*service.for_everybody(), *service.for_clients(), *([] if apart else for_operators)]
     outside = documented(outside, paths.all(), settings)
-    proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics, tracing))
-    public = Application(
-        _starlette(outside, (path.path for path in paths.all()), lifespan), proxies, Cors(settings.cors_origins)
-    )
+    proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics, replica.tracing))
+    served = _starlette(outside, (path.path for path in paths.all()), lambda _app: _running(replica))
+    public = Application(served, proxies, Cors(settings.cors_origins))
     clients = _connections(public, health, settings, metrics)
     operators = _connections(ServiceApplication(_starlette(inside)), health, settings, metrics)
     metrics.connections.set_function(lambda: clients.open + operators.open)
@@ -171,7 +222,7 @@ def create_app(settings: Settings, log: LogOutput | None = None) -> Doors:
     return Doors(
         public,
         health,
-        pools.unready,
+        replica.pools.unready,
         Door(clients, certificates.for_clients if certificates else None),
         Door(operators, certificates.for_operators if certificates else None),
     )
@@ -282,14 +333,9 @@ def _pool(tag: str, settings: Settings) -> Pool:
 
 
 @asynccontextmanager
-async def _background(
-    pools: Pools,
-    engine_client: EngineClient,
-    static: StockEngines,
-    identities: Identities,
-    settings: Settings,
-    metrics: Metrics,
-) -> AsyncIterator[None]:
+async def _background(replica: _Replica, identities: Identities) -> AsyncIterator[None]:
+    settings, metrics, pools, engine_client = replica.settings, replica.metrics, replica.pools, replica.engine_client
+    static = StockEngines(pools, engine_client, replica.engines, replica.addresses, settings)
     reader = ViewReader(pools, identities, settings, metrics)
     prober = Prober(pools, engine_client, settings, metrics)
     hung = HungEngines(pools, engine_client, settings, metrics)

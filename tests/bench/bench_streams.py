@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,15 @@ if TYPE_CHECKING:
 STREAMS_PER_S = 250.0  # opened; about a third of what a replica decides
 WARM_STREAMS = 200  # before memory is measured for the first time
 SPARE_FILES = 1_000  # open files of a process beside those of the streams
-SETTLED_S = 2.0  # after clients have come or gone, until memory is measured
 KIB, MIB = 1_024, 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured. hold_s: how long all streams flow. pairs: of phases without and with hostile clients."""
+    """How much is measured. hold_s: how long all streams flow. pairs: of phases without and with hostile clients.
+
+    settled_s: after clients have come or gone, until memory is measured.
+    """
 
     streams: int
     gap_ms: int
@@ -56,6 +58,7 @@ class Plan:
     rate: float
     phase_s: float
     pairs: int
+    settled_s: float = 2.0
 
 
 def memory(router: Router) -> int:
@@ -120,7 +123,7 @@ async def hold(fleet: Fleet, router: Router, plan: Plan, number: int) -> Held:
     found.failures = streams.failures + ["no end"] * streams.left
     found.most = streams.most
     _gaps(found, made, begun, streams.first_end_ns)
-    await asyncio.sleep(SETTLED_S)
+    await asyncio.sleep(plan.settled_s)
     found.after = memory(router)
     return found
 
@@ -180,7 +183,7 @@ def _mb(size: int) -> float:
 
 
 def _few(plan: Plan) -> Plan:
-    return Plan(min(WARM_STREAMS, plan.streams), plan.gap_ms, 2 * plan.gap_ms / 1e3, 1, 0, 0, 0.0, 0.0, 0)
+    return replace(plan, streams=min(WARM_STREAMS, plan.streams), hold_s=2 * plan.gap_ms / 1e3)
 
 
 # ---------------------------------------------------------------- hostile clients
@@ -250,7 +253,7 @@ async def _beside(fleet: Fleet, router: Router, plan: Plan, number: int, found: 
     clients = fleet.processes.spawn("clients", name, argv)
     pid = clients.pid
     await asyncio.to_thread(fleet.processes.wait, name, lambda: "ready" in fleet.processes.log(name))
-    await asyncio.sleep(SETTLED_S)
+    await asyncio.sleep(plan.settled_s)
     found.begins.append(memory(router))
     begun, spent = time.monotonic(), (cpu_s((pid,)), cpu_s(router.pids))
     found.beside.append(await phase(router, plan, "beside", number))
@@ -264,7 +267,7 @@ async def _beside(fleet: Fleet, router: Router, plan: Plan, number: int, found: 
         found.told[key] = found.told.get(key, 0) + value
     fleet.processes.kill(name)
     fleet.check()
-    await asyncio.sleep(SETTLED_S)
+    await asyncio.sleep(plan.settled_s)
 
 
 # ---------------------------------------------------------------- the bench
@@ -277,7 +280,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         options.rate, options.phase, options.pairs,
     )  # fmt: skip
     if options.quick:
-        plan = Plan(40, 100, 1.0, 1, 10, 10, 20.0, 2.0, 1)
+        plan = Plan(40, 100, 1.0, 1, 10, 10, 20.0, 1.0, 1, settled_s=0.2)
     allow_files(2 * max(plan.streams, plan.readers + plan.writers) + SPARE_FILES)
     found: dict[str, Any] = {}
     with fleet_of(Cores.of_this_machine(), ENGINES, options.python) as fleet:

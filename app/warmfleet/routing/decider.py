@@ -105,11 +105,16 @@ class Decider:
         attempt.booked(decision, self._explained(job, ask, decision, rings))
         if attempt.span is not None:
             attempt.span.decided(decision, ask.policy)
+        self._note(job, ask.policy, decision, counted)
+        return decision
+
+    def _note(self, job: Job, policy: str, decision: Decision, counted: _OfModel) -> None:
+        """Count a decision of Redis, and keep it for people who look."""
+        pool, call = job.pool, job.call
         counted.prompt_tokens.inc(decision.prompt_tokens)
         counted.matched_tokens.inc(decision.matched_tokens)
-        self._decisions(ask.policy, decision.why, pool.tag).inc()
-        pool.recent.note(call.request_id, call.path.name, job.prompt.kind, ask.policy, decision)
-        return decision
+        self._decisions(policy, decision.why, pool.tag).inc()
+        pool.recent.note(call.request_id, call.path.name, job.prompt.kind, policy, decision)
 
     def _explained(self, job: Job, ask: Ask, decision: Decision, rings: Mapping[str, tuple[str, ...]] | None) -> bytes:
         """Log a decision that belongs to the sample; returns its explanation if the client asked for one, else b""."""

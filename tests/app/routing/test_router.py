@@ -293,38 +293,41 @@ async def test_sixty_four_clients(well: tuple[Replica, Engine], model: str) -> N
     await router.unloaded()
 
 
+class Unwritten:
+    """A client's connection on which nothing is to be sent."""
+
+    lost = False
+    writable: asyncio.Future[None] | None = None
+
+    def write(self, _data: bytes) -> None:
+        pytest.fail("nothing is to be sent")
+
+    def write_chunk(self, _data: bytes) -> bool:
+        pytest.fail("nothing is to be sent")
+
+    def keeps_open(self) -> bool:
+        return True
+
+    def answered(self, *, keep: bool) -> None:
+        pytest.fail("nothing is to be sent")
+
+
+class SlowFleet(Fleet):
+    """Redis is told as late as over a connection that must be made anew."""
+
+    def tell(
+        self,
+        reservation: str,
+        outcome: Outcome,
+        on_answer: OnAnswer,
+        tokens: int = 0,
+        shortfall: Shortfall | None = None,
+    ) -> None:
+        asyncio.get_running_loop().call_later(0.05, super().tell, reservation, outcome, on_answer, tokens, shortfall)
+
+
 async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: str) -> None:
     """A client that hangs up, and a shutdown right behind it: the second cancellation meets the settle."""
-
-    class Unwritten:
-        lost = False
-        writable: asyncio.Future[None] | None = None
-
-        def write(self, _data: bytes) -> None:
-            pytest.fail("nothing is to be sent")
-
-        def write_chunk(self, _data: bytes) -> bool:
-            pytest.fail("nothing is to be sent")
-
-        def keeps_open(self) -> bool:
-            return True
-
-        def answered(self, *, keep: bool) -> None:
-            pytest.fail("nothing is to be sent")
-
-    class SlowFleet(Fleet):
-        def tell(
-            self,
-            reservation: str,
-            outcome: Outcome,
-            on_answer: OnAnswer,
-            tokens: int = 0,
-            shortfall: Shortfall | None = None,
-        ) -> None:
-            """As over a connection that must be made anew."""
-            asyncio.get_running_loop().call_later(
-                0.05, super().tell, reservation, outcome, on_answer, tokens, shortfall
-            )
 
     async with engine(model, freezing(b"")) as upstream, replica(valkey_url, model, upstream.url) as router:
         settings = Settings(redis_url=valkey_url, models=(model,), decide_timeout_s=1.0)

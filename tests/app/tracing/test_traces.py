@@ -34,7 +34,7 @@ from warmfleet.tracing.spans import MAX_EVENTS, RequestSpan
 from warmfleet.tracing.trace_context import TraceContext
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 FROM_CLIENT = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1,other=2", "X-Request-Id": "mine-1"}
@@ -65,6 +65,33 @@ async def traced(
         yield router, found, engines
 
 
+#: Attributes of the request's span.
+OF_REQUEST: dict[str, Any] = {
+    "http.request.method": "POST",
+    "url.path": "/v1/completions",
+    "http.response.status_code": 200,
+    "gen_ai.operation.name": "text_completion",
+    "warmfleet.request_id": "mine-1",
+    "warmfleet.stream": True,
+    "warmfleet.tries": 1,
+}
+
+
+def of_try(answer: Mapping[str, str], upstream: Engine) -> dict[str, Any]:
+    """Attributes of the span of a try at this engine that matched nothing. answer: the headers of the answer."""
+    host, port = upstream.url.removeprefix("http://").split(":")
+    return {
+        "warmfleet.worker": answer["x-warmfleet-worker"],
+        "warmfleet.prompt_tokens": int(answer["x-warmfleet-prompt-tokens"]),
+        "warmfleet.matched_tokens": 0,
+        "warmfleet.policy": "cost",
+        "warmfleet.outcome": "finished",
+        "http.response.status_code": 200,
+        "server.address": host,
+        "server.port": int(port),
+    }
+
+
 async def test_a_request_is_traced_from_its_client_to_its_engine(
     monkeypatch: pytest.MonkeyPatch, valkey_url: str, model: str
 ) -> None:
@@ -82,30 +109,10 @@ async def test_a_request_is_traced_from_its_client_to_its_engine(
         first, later = (seen.headers for seen in upstream.seen[-2:])
         assert first["traceparent"] == f"00-{TRACE}-{one.span_id}-01"
         assert first["tracestate"] == FROM_CLIENT["tracestate"]
-        expected = {
-            "http.request.method": "POST",
-            "url.path": "/v1/completions",
-            "http.response.status_code": 200,
-            "gen_ai.operation.name": "text_completion",
-            "gen_ai.request.model": model,
-            "warmfleet.request_id": "mine-1",
-            "warmfleet.stream": True,
-            "warmfleet.tries": 1,
-        }
+        expected = OF_REQUEST | {"gen_ai.request.model": model}
         assert request.attributes | expected == request.attributes
         assert 0 < request.attributes["warmfleet.identify_seconds"] < request.attributes["warmfleet.first_byte_seconds"]
-        host, port = upstream.url.removeprefix("http://").split(":")
-        expected = {
-            "warmfleet.worker": answer["x-warmfleet-worker"],
-            "warmfleet.prompt_tokens": int(answer["x-warmfleet-prompt-tokens"]),
-            "warmfleet.matched_tokens": 0,
-            "warmfleet.policy": "cost",
-            "warmfleet.outcome": "finished",
-            "warmfleet.engine_request_id": first["x-request-id"],
-            "http.response.status_code": 200,
-            "server.address": host,
-            "server.port": int(port),
-        }
+        expected = of_try(answer, upstream) | {"warmfleet.engine_request_id": first["x-request-id"]}
         assert one.attributes | expected == one.attributes
         assert one.attributes["warmfleet.why"]
         assert first["x-request-id"].startswith(one.attributes["warmfleet.reservation"])

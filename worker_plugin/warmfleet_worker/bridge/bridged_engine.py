@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet_worker.bridge.block_table import scheme_of
 from warmfleet_worker.bridge.engine_api import EngineApi, EngineDown, EventSource, Reading, at_rank
-from warmfleet_worker.bridge.rank import Rank
+from warmfleet_worker.bridge.rank import EngineSide, Rank
 from warmfleet_worker.bridge.tokenizer_files import NONE, TokenizerError
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.load import Load
@@ -210,16 +210,8 @@ class BridgedEngine:
             version=facts.version,
             closed=not self._hybrid,
         )
-        return Rank(
-            self._context,
-            source,
-            facts,
-            config,
-            group=options.group,
-            lora_path=self._lora_path,
-            load=lambda: self._load(rank),
-            on_restart=self._note_restart,
-        )
+        side = EngineSide(options.group, self._lora_path, lambda: self._load(rank), self._note_restart)
+        return Rank(self._context, source, facts, config, side)
 
     def _model(self, facts: EngineFacts) -> str:
         return self.options.model or facts.models[0].strip("/")

@@ -12,7 +12,6 @@ from warmfleet_worker.bridge.block_table import BlockTable
 from warmfleet_worker.bridge.kv_events import Cleared, EventError, decode
 from warmfleet_worker.bridge.sequence import Sequence
 from warmfleet_worker.bridge.zmq_events import EventSockets
-from warmfleet_worker.load import Load
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from warmfleet_worker.bridge.engine_api import EngineFacts, EventSource
     from warmfleet_worker.config import PublisherConfig
+    from warmfleet_worker.load import Load
 
 logger = logging.getLogger("warmfleet")
 
@@ -47,11 +47,22 @@ class RankCounts:
     unproved: dict[str, int] = field(default_factory=dict)
 
 
-class Rank:
-    """Follows one engine core from ``start`` to ``stop``; then it is done for.
+@dataclass(frozen=True)
+class EngineSide:
+    """What a rank needs of its engine. group: of the layers whose blocks are reported.
 
-    on_restart: called, in this thread, when another process publishes than before.
+    lora_path: the path of an adapter, by its name. load: the engine's work at this moment. on_restart: called in the
+    rank's thread when another process publishes than before.
     """
+
+    group: int
+    lora_path: Callable[[str], str | None]
+    load: Callable[[], Load]
+    on_restart: Callable[[], object]
+
+
+class Rank:
+    """Follows one engine core from ``start`` to ``stop``; then it is done for."""
 
     def __init__(
         self,
@@ -59,21 +70,17 @@ class Rank:
         source: EventSource,
         facts: EngineFacts,
         config: PublisherConfig,
-        *,
-        group: int = 0,
-        lora_path: Callable[[str], str | None] = lambda _name: None,
-        load: Callable[[], Load] = Load,
-        on_restart: Callable[[], object] = lambda: None,
+        engine: EngineSide,
     ) -> None:
         self.tracker = Tracker()
-        self.table = BlockTable(self.tracker, facts.page_tokens, facts.capacity_blocks, group, lora_path)
+        self.table = BlockTable(self.tracker, facts.page_tokens, facts.capacity_blocks, engine.group, engine.lora_path)
         self.config = config
         self.caught_up = threading.Event()
         self._sglang = facts.sglang
         self._sockets = EventSockets(context, source.endpoint, source.replay)
         self._sequence = Sequence(self, self._sockets.replay)
-        self._publisher = WorkerPublisher(self.config, self.tracker, load)
-        self._on_restart = on_restart
+        self._publisher = WorkerPublisher(self.config, self.tracker, engine.load)
+        self._on_restart = engine.on_restart
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-events-{config.worker_id}", daemon=True)
         self._batches = self._malformed = 0
