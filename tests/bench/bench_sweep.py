@@ -32,7 +32,7 @@ from tests.bench.virtual_scenarios import ONE, SCENARIOS
 from tests.bench.virtual_store import private_server
 
 from warmfleet.errors import WarmfleetError
-from warmfleet.fleet import Weights
+from warmfleet.fleet import QueueLimits, Weights
 from warmfleet.settings import POLICIES
 from warmfleet_loadtest.measuring.figures import markdown
 from warmfleet_loadtest.measuring.progress import Progress
@@ -73,6 +73,7 @@ class Job:
     scenario: str = ""
     seconds: float | None = None
     stock: int = 0
+    queue: float = 0.0
 
     def run(self) -> dict[str, Any]:
         weights = replace(Weights(), **self.weights)  # type: ignore[arg-type]
@@ -82,7 +83,7 @@ class Job:
         costs = load_costs(self.step_time) if self.step_time else workload.costs
         config = engine(costs, self.blocks or workload.blocks, self.mode, self.speed)
         plan = Plan((config,) * self.engines, self.policy, weights, self.replicas, self.speed, self.seed)
-        plan = replace(plan, stock=frozenset(range(self.stock)))
+        plan = replace(plan, stock=frozenset(range(self.stock)), queue=QueueLimits(self.queue))
         with private_server() as url:
             return figures(uvloop.run(play(url, arrivals(self.workload, self.rows), plan)))
 
@@ -102,7 +103,7 @@ def every(args: argparse.Namespace) -> Iterator[Job]:
         speeds = [round(value / WORKLOADS[args.workload].busy, 3) for value in args.utilisation]
     fixed: dict[str, Any] = {"engines": args.engines, "replicas": args.replicas, "mode": args.mode}
     fixed |= {"blocks": args.blocks, "step_time": args.step_time, "scenario": args.scenario, "seconds": args.seconds}
-    fixed["stock"] = args.stock
+    fixed |= {"stock": args.stock, "queue": args.queue}
     for policy, speed in itertools.product(args.policy, [0.0] if args.scenario else speeds):
         for values in itertools.product(*(values for _, values in args.vary)):
             weights = dict(zip(names, values, strict=True))
@@ -194,6 +195,7 @@ def parser() -> argparse.ArgumentParser:
     fleet.add_argument("--replicas", type=int, default=replicas, help="one number here; $REPLICAS (default 1)")
     fleet.add_argument("--engines", type=int, default=8)
     fleet.add_argument("--stock", type=int, default=0, help="so many of them have no plugin (default %(default)s)")
+    fleet.add_argument("--queue", type=float, default=0.0, help="MAX_ENGINE_WAIT_S (default: requests never wait)")
     fleet.add_argument("--blocks", type=int, help="of 16 tokens, per engine (default: the workload's)")
     fleet.add_argument("--step-time", help="preset or file of calibrate (default: the workload's)")
     fleet.add_argument("--mode", choices=("step", "fcfs"), default="step")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.bench.virtual_plans import WORKLOADS, engine
 from tests.bench.virtual_store import BEGINNING_US, VirtualStore
 from tests.bench.virtual_workers import MODEL
 
-from warmfleet.fleet import LoadRow, Weights
+from warmfleet.fleet import LoadRow, QueueLimits, Weights
 from warmfleet.settings import POLICIES
 from warmfleet_loadtest.traces.trace import generate
 
@@ -53,6 +54,21 @@ async def test_four_replicas_decide_as_one(url: str) -> None:
     one, four = [await play(url, trace, Plan((SMALL,) * 4, replicas=count, speed=4.0)) for count in (1, 4)]
     assert len(four.cluster.fleets) == 4
     assert chosen(one) == chosen(four)
+
+
+async def test_requests_wait_their_turn_in_virtual_time(url: str) -> None:
+    """More than two engines can serve at once: tickets of two replicas wait, all are served, and nothing is left."""
+    trace, plan = generate(60, 5), Plan((SMALL,) * 2, replicas=2, speed=6.0)
+    at_once = await play(url, trace, plan)
+    waiting = await play(url, trace, replace(plan, queue=QueueLimits(0.3)))
+    cluster = waiting.cluster
+    assert min(tickets.most for tickets in cluster.tickets.values()) >= 2
+    assert sorted(one.session for one in waiting.served) == sorted(one.session for one in at_once.served)
+    assert figures(waiting, skip=0.0)["foreseen"] == 1.0
+    assert figures(waiting)["ttft_mean_s"] < 1.3 * figures(at_once)["ttft_mean_s"], "no engine stands idle meanwhile"
+    for row in (LoadRow.unpack(packed) for packed in cluster.rows.values()):
+        assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
+    assert not cluster.queued
 
 
 def test_the_command_prints_every_combination(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,8 @@
 """A whole fleet on a virtual clock: our scripts on a real Redis, the plugin's publishers, and simulated engines.
 
 Replicas use ``Fleet`` as in production: decide and settle for each request, a step of upkeep every
-``APPLY_INTERVAL_S``, and renewals. There is no HTTP, no text and no probe (workers are proven when they join), and a
-decision takes no time.
+``APPLY_INTERVAL_S``, renewals, and the polls of the queue where the plan has one (``virtual_queue``). There is no
+HTTP, no text and no probe (workers are proven when they join), and a decision takes no time.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
+from tests.bench.virtual_queue import VirtualTickets
 from tests.bench.virtual_store import VirtualStore
 from tests.bench.virtual_workers import MODEL, StockWorker, VirtualWorker
 
 from warmfleet.background import upkeep
-from warmfleet.fleet import RENEW_AT_ONCE, Ask, Fleet, Renewal, Shortfall, Weights
+from warmfleet.fleet import RENEW_AT_ONCE, Ask, Fleet, QueueLimits, Renewal, Shortfall, Weights
 from warmfleet.fleet.codes import Mark
 from warmfleet.pools.cache_reports import TOLERATED_SHARE
 from warmfleet.prompt.block_hashes import Chain
@@ -28,6 +29,7 @@ from warmfleet_worker.protocol.wire import RESERVATION_PREFIX
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
+    from warmfleet.fleet import Decision
     from warmfleet_loadtest.engine import EngineConfig
     from warmfleet_loadtest.simulator.scheduler import Request
     from warmfleet_loadtest.simulator.virtual_clock import Answered
@@ -47,6 +49,7 @@ class Plan:
     ``reported`` by heartbeats, ``booked`` at once as if it had sent them, or ``no``.
     claims: speeds (tokens/s) and capacities (blocks) that engines of these numbers claim to have.
     stock: numbers of the engines that have no plugin, of which the fleet knows what it sent and what their answers say.
+    queue: limits of the fleet's queue; by default requests never wait.
     watch: called every watch_s virtual seconds, with the cluster and the time.
     """
 
@@ -61,6 +64,7 @@ class Plan:
     known: Literal["reported", "booked", "no"] = "reported"
     claims: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     stock: frozenset[int] = frozenset()
+    queue: QueueLimits = field(default_factory=QueueLimits)
     watch: Watch | None = None
     watch_s: float = 1.0
 
@@ -92,11 +96,16 @@ class Cluster:
         self.routed: list[tuple[float, int, Request]] = []  # (time, engine, request) of the fleet's own requests
         self.predicted: dict[Request, int] = {}  # matched tokens
         self.rows: dict[str, bytes] = {}  # load rows at the end
+        self.queued = 0  # keys of the queue that are left at the end
         self.corrections = 0  # answers of engines without the plugin that told fewer cached tokens than were believed
         self._believed: dict[Request, tuple[float, int]] = {}  # (time, matched tokens) at engines without the plugin
         self._balancer = random.Random(plan.seed)
         self._ids = random.Random(plan.seed)
         self._open: dict[Request, tuple[Fleet, Renewal]] = {}
+        self.tickets: dict[Fleet, VirtualTickets] = {}
+        for fleet in self.fleets if plan.queue.max_engine_wait_s else ():
+            fleet.limits = plan.queue
+            self.tickets[fleet] = VirtualTickets(fleet, self.virtual, self._booked)
 
     # ------------------------------------------------ the run
 
@@ -158,18 +167,23 @@ class Cluster:
 
     # ------------------------------------------------ a request
 
-    async def choose(self, request: Request, arrival: Arrival, now: float) -> int:
+    async def choose(self, request: Request, arrival: Arrival, now: float) -> int | None:
         direct = self.plan.direct.get(arrival.session)
         if direct is not None:
             await self._past_the_fleet(request, direct)
             return direct
         fleet = self._balancer.choice(self.fleets)
-        reservation = self._reservation()
-        decision = await fleet.decide(self._ask(reservation, request, arrival.session))
-        request.request_id = f"cmpl-{reservation}.{len(self.routed)}"
+        ask = self._ask(self._reservation(), request, arrival.session)
+        if tickets := self.tickets.get(fleet):
+            return await tickets.choose(request, ask, now)
+        return self._booked(fleet, request, await fleet.decide(ask), now)
+
+    def _booked(self, fleet: Fleet, request: Request, decision: Decision, now: float) -> int:
+        """Note a decision; returns the number of the engine."""
+        request.request_id = f"cmpl-{decision.reservation}.{len(self.routed)}"
         number = self.number_of[decision.worker_id]
-        booked = Renewal(reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
-        self._open[request] = fleet, booked
+        renewal = (decision.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
+        self._open[request] = fleet, Renewal(*renewal)
         self.predicted[request] = decision.matched_tokens
         if decision.approximate and not decision.speculative:
             self._believed[request] = now, decision.matched_tokens
@@ -206,11 +220,17 @@ class Cluster:
             self.workers[engine].prefilled(booked.reservation, request, now)
             self._open[request] = fleet, booked._replace(prefill_tokens=0, started=True)
             await fleet.settle(booked.reservation, "started")
+            self._room_freed(fleet, now)
 
     async def finished(self, request: Request, engine: int, now: float) -> None:
         if request in self._open:
             fleet, booked = self._open.pop(request)
             await fleet.settle(booked.reservation, "finished", 0, self._shortfall(request, engine, now))
+            self._room_freed(fleet, now)
+
+    def _room_freed(self, fleet: Fleet, now: float) -> None:
+        if tickets := self.tickets.get(fleet):
+            tickets.ask_soon(now)
 
     def _shortfall(self, request: Request, engine: int, now: float) -> Shortfall | None:
         """What the answer of an engine without the plugin says, as ``pools/cache_reports`` reads it."""
@@ -236,6 +256,7 @@ async def play(url: str, trace: Trace, plan: Plan) -> Played:
         served = await cluster.virtual.run(trace)
         rows: Any = store.sync.hgetall(cluster.fleets[0].keys.load)
         cluster.rows = {name.decode(): row for name, row in rows.items()}
+        cluster.queued = sum(b":queue" in key for key in store.sync.scan_iter(count=1_000))
         return Played(served, cluster, time.process_time() + store.cpu_s() - began)
     finally:
         await store.close()

@@ -1,0 +1,73 @@
+"""The tickets of one replica on the virtual clock: polls as ``routing/tickets`` makes them, in virtual time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from warmfleet.fleet import POLL_AT_ONCE, Decision, Place, Standing
+from warmfleet.routing.tickets import MIN_PAUSE_S, POLL_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from warmfleet.fleet import Ask, Fleet
+    from warmfleet_loadtest.simulator.scheduler import Request
+    from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
+
+    Booked = Callable[[Fleet, Request, Decision, float], int]
+
+TENANT = b"one     "  # all requests are of one tenant
+
+
+class VirtualTickets:
+    """Requests of one replica that wait. booked: notes a decision and returns the number of its engine."""
+
+    def __init__(self, fleet: Fleet, virtual: VirtualFleet, booked: Booked) -> None:
+        self.most = 0  # tickets that waited in this replica at a time
+        self._fleet = fleet
+        self._virtual = virtual
+        self._booked = booked
+        self._waiting: dict[str, tuple[Request, Ask, float]] = {}  # by ticket; with the time of arrival
+        self._polled = 0.0
+        self._next: float | None = None  # time of the next poll
+
+    async def choose(self, request: Request, ask: Ask, now: float) -> int | None:
+        """As ``Router.choose``; a request that must wait is sent by a later poll. Raises if the queue is full."""
+        answer = await self._fleet.decide_in_turn(ask, Place(TENANT))
+        if isinstance(answer, Decision):
+            return self._booked(self._fleet, request, answer, now)
+        if answer.outcome != "queued":
+            raise RuntimeError(f"the queue is {answer.outcome}: {answer.waiting} wait")
+        self._waiting[ask.reservation] = request, ask, now
+        self.most = max(self.most, len(self._waiting))
+        self._poll_at(now + MIN_PAUSE_S)
+        return None
+
+    def ask_soon(self, now: float) -> None:
+        """A request of this replica had its first token or ended: a worker has more room."""
+        if self._waiting:
+            self._poll_at(max(now, self._polled + MIN_PAUSE_S))
+
+    def _poll_at(self, when: float) -> None:
+        if self._next is None or when < self._next:
+            self._next = when
+            self._virtual.at(when, self._poll, duty=True)
+
+    async def _poll(self, now: float) -> None:
+        if self._next is None or now < self._next:
+            return  # another event has polled instead
+        self._polled, self._next = now, None
+        ids = list(self._waiting)
+        for start in range(0, len(ids), POLL_AT_ONCE):
+            line = await self._fleet.poll(ids[start : start + POLL_AT_ONCE])
+            for ticket in [name for name, standing in line.standings.items() if standing is not Standing.WAITS]:
+                await self._ask_again(ticket, now)
+        if self._waiting:
+            self._poll_at(now + POLL_S)
+
+    async def _ask_again(self, ticket: str, now: float) -> None:
+        request, ask, came = self._waiting[ticket]
+        answer = await self._fleet.decide_in_turn(ask, Place(TENANT, waited_ms=round(1_000 * (now - came))))
+        if isinstance(answer, Decision):
+            del self._waiting[ticket]
+            self._virtual.send(request, self._booked(self._fleet, request, answer, now), now)
