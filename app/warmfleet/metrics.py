@@ -22,6 +22,7 @@ from warmfleet.version import version
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+ANSWERS = STREAM, PLAIN = "stream", "plain"
 LIMIT_RESULTS = ("requests", "tokens", "unchecked")
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -116,9 +117,11 @@ class Metrics:
         for model in models:
             for metric in (
                 *(self.stream_errors, self.prompt_tokens, self.matched_tokens, self.queued),
-                *(self.decision_seconds, self.first_byte_seconds, self.queue_seconds),
+                *(self.decision_seconds, self.queue_seconds),
             ):
                 metric.labels(model)
+            for answer in ANSWERS:
+                self.first_byte_seconds.labels(model, answer)
 
     def _of_requests(self) -> None:
         """Requests and their engines."""
@@ -249,7 +252,11 @@ class Metrics:
     def _of_waits(self) -> None:
         """How long clients wait for their first byte."""
         self.first_byte_seconds = self._histogram(
-            "first_byte_seconds", "Time from reading a request to the first byte of its answer", "model"
+            "first_byte_seconds",
+            "Time from reading a request to the first byte of its answer: of a `stream` that is its first token; a "
+            "`plain` answer, errors of engines included, comes whole",
+            "model",
+            "answer",
         )
         self.ttft_seconds = self._gauge(
             "ttft_seconds",

@@ -17,7 +17,7 @@ TRUTHS = ("routable",)
 LABELS = {
     *("model", "worker", "client", "endpoint", "status", "reservation", "result", "reason", "outcome", "where"),
     *("limit", "policy", "why", "kind", "source", "percentile", "task", "state", "proof", "version", "python", "cause"),
-    "what",
+    *("what", "answer"),
 }
 
 

@@ -126,8 +126,9 @@ CASES = (
     ),
     Case(
         "WarmfleetSlowFirstToken",
-        waits("warmfleet_first_byte_seconds", M, "10", 0.12),
-        waits("warmfleet_first_byte_seconds", M, "10", 0.08),
+        waits("warmfleet_first_byte_seconds", f'{M},answer="stream"', "10", 0.12),
+        waits("warmfleet_first_byte_seconds", f'{M},answer="stream"', "10", 0.08)
+        | waits("warmfleet_first_byte_seconds", f'{M},answer="plain"', "10", 1),
         MODEL,
     ),
     Case(

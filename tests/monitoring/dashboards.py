@@ -77,11 +77,11 @@ FLEET = (
         top=1.0,
     ),
     Panel(
-        "Time to first byte",
+        "Time to first token",
         "seconds since the request was read",
         "s",
-        "Of all answers; that of a plain answer comes with its last token. Buckets end at 30 s.",
-        quantiles("first_byte_seconds"),
+        "Of streamed answers: a plain answer comes only with its last token. Buckets end at 30 s.",
+        quantiles("first_byte_seconds", f'{MODEL},answer="stream"'),
     ),
     Panel(
         "Prompt tokens",

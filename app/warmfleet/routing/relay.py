@@ -14,6 +14,7 @@ from warmfleet.engines.output_tokens import OutputTokens
 from warmfleet.engines.told_usage import AnswerTail
 from warmfleet.errors import EngineTimeout, Stopping, UpstreamError, UpstreamGone
 from warmfleet.fleet import Shortfall
+from warmfleet.metrics import PLAIN, STREAM
 from warmfleet.pools.cache_reports import CacheReports
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
@@ -110,7 +111,7 @@ class Relay:
         else:
             piece, whole = await _read(response)
         _check(job, response, piece, streams=streams)
-        self._first_byte(job, attempt, decision, response.status, piece if whole else None)
+        self._first_byte(job, attempt, decision, response, piece if whole else None)
         headers = [field for field in response.headers if field[0] in PASSED_BACK]
         headers += answer_headers(job.call.request_id, attempt, decision, self._answer_headers)
         if job.call.limits is not None:
@@ -175,10 +176,11 @@ class Relay:
             response.close()
         return "finished"
 
-    def _first_byte(self, job: Job, attempt: Attempt, decision: Decision, status: int, whole: bytes | None) -> None:
-        """The first byte of an answer came. whole: the answer; None if more will come, so that the first token is
-        now."""
-        streams = whole is None
+    def _first_byte(
+        self, job: Job, attempt: Attempt, decision: Decision, response: EngineResponse, whole: bytes | None
+    ) -> None:
+        """The first byte of an answer came. whole: the answer; None if more will come, so that the prefill is done."""
+        status, streams = response.status, response.content_type == EVENTS and response.status < 400
         if decision.approximate and status == 200:
             attempt.tail = AnswerTail(whole or b"")
         if attempt.on_first_byte is not None:
@@ -186,13 +188,13 @@ class Relay:
         if attempt.span is not None:
             attempt.span.first_byte(status)
         pool, waited_s = job.pool, time.perf_counter() - job.call.received_at
-        self._waits(pool.tag).observe(waited_s)
-        if streams and status < 400:  # the first byte of a plain answer comes with its last token
+        self._waits(pool.tag, STREAM if streams else PLAIN).observe(waited_s)
+        if streams:  # the first byte of a plain answer comes with its last token
             pool.ttft.observe(waited_s)
         self._requests(job.call.path.name, status, attempt.reservation_word, pool.tag).inc()
         # With several prompts in a request, only the engine knows when the prefill of each is done.
         told_once = decision.approximate or decision.worker_id in pool.view.unreported
-        if streams and (job.prompt.prompt_count == 1 or told_once):
+        if whole is None and (job.prompt.prompt_count == 1 or told_once):
             attempt.prefill_done()
 
 
