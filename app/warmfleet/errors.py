@@ -3,6 +3,7 @@
 WarmfleetError
 ├── BadRequest            400
 ├── Unauthorized          401  without the client's key, or the operator's where it is needed
+├── Forbidden             403  no key is set that could tell whether this is for the one who asks
 ├── NotFound              404
 │   └── ModelNotFound     404  no worker of this replica serves this model
 ├── MethodNotAllowed      405
@@ -58,6 +59,10 @@ class BadRequest(WarmfleetError):
 
 class Unauthorized(WarmfleetError):
     status, type, code = 401, "invalid_request_error", "unauthorized"
+
+
+class Forbidden(WarmfleetError):
+    status, type, code = 403, "permission_error", "forbidden"
 
 
 class NotFound(WarmfleetError):

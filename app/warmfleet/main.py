@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +17,13 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from warmfleet.api import client_keys
+from warmfleet.api.access import client_keys
+from warmfleet.api.access.client_keys import ClientKeys
+from warmfleet.api.access.cors import Cors
+from warmfleet.api.access.operators import Operators, is_loopback
 from warmfleet.api.application import Application, ServiceApplication
-from warmfleet.api.client_keys import ClientKeys
 from warmfleet.api.completions import CompletionsProxy
 from warmfleet.api.connections import Connections
-from warmfleet.api.cors import Cors
 from warmfleet.api.error_answers import UnknownPath, error_response, internal_error
 from warmfleet.api.gateway_routes import GatewayRoutes
 from warmfleet.api.http_connection import HttpConnection
@@ -116,6 +116,7 @@ class _Replica:
     engine_client: EngineClient
     decisions: DecisionLog
     router: Router
+    may_ask: Operators
     past: History
     page: StatusPage
 
@@ -148,7 +149,7 @@ def _replica_of(settings: Settings) -> _Replica:
     engine_client = EngineClient(addresses, CONNECT_TIMEOUT_S, trusted)
     decisions = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
     identifier = Identifier(EngineTokenizer(engine_client, settings, metrics).token_ids, settings, metrics)
-    past = History(pools, metrics)
+    past, may_ask = History(pools, metrics), Operators(settings)
     return _Replica(
         settings=settings,
         metrics=metrics,
@@ -164,7 +165,8 @@ def _replica_of(settings: Settings) -> _Replica:
         decisions=decisions,
         router=Router(pools, upstream, identifier, settings, metrics, decisions),
         past=past,
-        page=StatusPage(pools, past, settings, health),
+        page=StatusPage(pools, past, may_ask, health),
+        may_ask=may_ask,
     )
 
 
@@ -205,8 +207,8 @@ def _doors(replica: _Replica) -> Doors:
     settings, metrics, health = replica.settings, replica.metrics, replica.health
     router, keys, certificates = replica.router, replica.keys, replica.certificates
     paths = EnginePaths(settings.passed_paths)
-    service = ServiceRoutes(router, keys, settings, metrics, health)
-    gateways = GatewayRoutes(router, paths, keys, settings)
+    service = ServiceRoutes(router, keys, settings, metrics, health, replica.may_ask)
+    gateways = GatewayRoutes(router, paths, keys, settings, replica.may_ask)
     for_operators = [*service.for_operators(), *gateways.routes(), *replica.page.routes()]
     apart = bool(settings.admin_port)
     inside = documented([*service.for_everybody(), *for_operators], (), settings)
@@ -292,13 +294,14 @@ def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:
             logger.info("for %s: %s://%s:%d", users, scheme, f"[{host}]" if ":" in host else host, port)
     if not settings.client_keys_file:
         logger.info("WARMFLEET_CLIENT_KEYS_FILE is not set: every client that reaches this replica is served")
-    if not settings.admin_key and (settings.client_keys_file or settings.tenant_key):
+    if settings.explain_key is None:
         text = (
-            "WARMFLEET_ADMIN_KEY is not set: everybody who reaches port %d of %s reads about all clients at "
-            "/metrics, /workers, /explain and /status.json, and settles their requests"
+            "WARMFLEET_ADMIN_KEY is not set: everybody who reaches port %d of %s reads /metrics, with the names of "
+            "clients, /workers and the sums of /status; single requests, /explain and the paths for gateways are for "
+            "this host alone"
         )
         for host, port in dict.fromkeys(sock.getsockname()[:2] for sock in sockets.operators):
-            if not ipaddress.ip_address(host).is_loopback:
+            if not is_loopback(host):
                 logger.warning(text, port, host)
 
 

@@ -250,8 +250,8 @@ class Settings:
     )
     admin_key: str = _secret(
         "",
-        "bearer token that the paths for operators require; empty = open to everybody, so that "
-        "`WARMFLEET_CLIENT_KEYS_FILE` and `WARMFLEET_TENANT_KEY` need this key where `WARMFLEET_ADMIN_PORT` is 0",
+        "bearer token that the paths for operators require; empty = open to everybody, but where clients are kept "
+        "apart other hosts read sums only (security.md), and no replica starts with `WARMFLEET_ADMIN_PORT` 0",
     )
     tenant_key: str = _secret(
         "", "a secret of at least 16 characters: tenants never share cached blocks; empty = one cache for all"

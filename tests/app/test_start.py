@@ -67,7 +67,9 @@ def test_the_first_lines_tell_who_this_is_and_what_it_needs(caplog: pytest.LogCa
     assert "hidden" not in caplog.text
 
 
-@pytest.mark.parametrize("guard", [{"client_keys_file": "keys.jsonl"}, {"tenant_key": "t" * 32}, {}])
+@pytest.mark.parametrize(
+    "guard", [{"client_keys_file": "keys.jsonl"}, {"tenant_key": "t" * 32}, {"answer_headers": "request_id"}, {}]
+)
 @pytest.mark.parametrize("host", ["", "127.0.0.1"])
 @pytest.mark.parametrize("admin_key", ["", "boss"])
 def test_an_open_port_for_operators_is_warned_of(

@@ -16,11 +16,23 @@ HOSTILE_NAME = "<img src=x onerror=alert(1)>"
 AT = 1_795_410_000.0
 RUNGS = ("redis", "asked", "last_known", "nothing")
 REASONS = {
-    "proven": "takes requests; its blocks are matched",
-    "draining": "the operator drains it: 3 requests left; `warmfleet drain gpu-04.0 --undo` ends this",
-    "silent": "no heartbeat for 41 s",
-    "load-only": "takes requests by load alone; its blocks are not matched: 3 of 3 blocks differ from the router's",
-    "pending": "it joined and waits for its probe",
+    "proven": ("takes requests; its blocks are matched", ""),
+    "draining": (
+        "3 requests are left there",
+        "undo it when the engine shall serve again: warmfleet drain gpu-04.0 --model Qwen/Qwen3-8B --undo",
+    ),
+    "silent": (
+        "its last heartbeat came 41 s ago",
+        "start the engine; if it runs, read the `warmfleet:` lines of its log: its way to Redis may be cut",
+    ),
+    "load-only": (
+        "takes requests by load alone: its blocks are not matched (3 of 3 blocks differ from the router's)",
+        "look which engine answers at its URL, and restart it: its blocks are hashed otherwise than it announced",
+    ),
+    "pending": (
+        "it joined and waits for its probe",
+        "wait some seconds for a router's probe; see the checks of the engine, and the routers' log",
+    ),
 }
 RUNG_REASONS = {
     "redis": "Redis decides: every choice knows the caches and the load of the whole fleet.",
@@ -38,7 +50,8 @@ def worker(number: int, state: str = "proven", **other: Any) -> dict[str, Any]:
         "names": ["Qwen/Qwen3-8B"],
         "state": state,
         "routable": state in ("proven", "load-only"),
-        "reason": REASONS[state],
+        "reason": REASONS[state][0],
+        "remedy": REASONS[state][1],
         "version": "vllm-0.32.0",
         "blocks": rng.randrange(20_000, 52_000),
         "capacity_blocks": 52_000,
@@ -143,7 +156,7 @@ def model(name: str = "Qwen/Qwen3-8B", rung: str = "redis", **other: Any) -> dic
 
 def fleet(*models: dict[str, Any]) -> dict[str, Any]:
     replica = {"name": "router-7f9c, process 1", "up_s": 8_000, "draining": False}
-    return {"at": AT, "replica": replica, "rungs": RUNGS, "models": list(models)}
+    return {"at": AT, "replica": replica, "rungs": RUNGS, "models": list(models), "hidden": ""}
 
 
 def empty() -> dict[str, Any]:

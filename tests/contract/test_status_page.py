@@ -11,8 +11,7 @@ from tests.browser import fleets
 
 from warmfleet.api.status_page.routes import FILES, FOLDER
 from warmfleet.api.status_page.snapshot import RUNGS
-from warmfleet.api.status_page.words import STATES, WHY
-from warmfleet.fleet.worker.state import WorkerState
+from warmfleet.api.status_page.words import WHY
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "app/docs"
@@ -72,7 +71,6 @@ def test_every_word_of_a_decision_has_its_sentence() -> None:
     words = {word for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for word in re.findall(r"`(\w+)`", cell)}
     assert len(words) > 10
     assert words - WHY.keys() == set()
-    assert set(STATES) == set(WorkerState)
 
 
 def test_every_rung_is_drawn() -> None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from starlette.applications import Starlette
 
+    from warmfleet.api.access.cors import Cors
     from warmfleet.api.asgi_adapter import Message, Receive, Send
-    from warmfleet.api.cors import Cors
     from warmfleet.api.http_request import HttpRequest
     from warmfleet.api.proxies import Proxies
     from warmfleet.routing.client_answer import ClientAnswer

@@ -44,13 +44,6 @@ def operators_hints(raw: list[tuple[bytes, bytes]]) -> Hints:
     return read_hints(ours, dict(raw).get(b"x-session-id", b""), "")
 
 
-def operators_only(raw: list[tuple[bytes, bytes]], admin_key: str) -> None:
-    """Check the key of a request to an endpoint for operators. Raises Unauthorized."""
-    given = next((value for name, value in raw if name == b"authorization"), b"")
-    if admin_key and not hmac.compare_digest(given, f"Bearer {admin_key}".encode()):
-        raise Unauthorized("This is the operator's: it takes WARMFLEET_ADMIN_KEY as bearer token.")
-
-
 def patience_s(value: bytes | None) -> float:
     """How many seconds the client lets its request wait for a worker with room; infinite by default.
 

@@ -19,7 +19,7 @@ from warmfleet.tracing.exporter import unsampled
 from warmfleet.tracing.spans import RequestSpan
 
 if TYPE_CHECKING:
-    from warmfleet.api.client_keys import ClientKey, ClientKeys
+    from warmfleet.api.access.client_keys import ClientKey, ClientKeys
     from warmfleet.api.http_request import HttpRequest
     from warmfleet.metrics import Metrics
     from warmfleet.prompt.engine_paths import EnginePath

@@ -32,7 +32,7 @@ class Connection(Protocol):
         """Close without an answer."""
 
     def peer(self) -> str:
-        """The client's address, for the log."""
+        """The client's address."""
 
 
 class Connections:

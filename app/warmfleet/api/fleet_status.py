@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.background.reports.worker_gauges import set_worker_gauges
+from warmfleet.background.reports.worker_words import remedy, why
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
 from warmfleet.pools.reasons import in_words
@@ -71,12 +72,12 @@ async def workers(pool: Pool) -> dict[str, Any]:
             "memory_limit_bytes": memory.limit,
             "counts": truth.counts,
         },
-        "workers": [_worker(worker, truth.workers.get(worker.worker_id)) for worker in found],
+        "workers": [_worker(worker, truth.workers.get(worker.worker_id), pool.tag) for worker in found],
     }
 
 
-def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
-    """truth: the state of the worker's index; None for approximate workers, and while Redis is away."""
+def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str) -> dict[str, Any]:
+    """tag: its model's. truth: the state of its index; None for approximate workers, and while Redis is away."""
     return {
         "worker_id": worker.worker_id,
         "url": worker.url,
@@ -85,6 +86,8 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None) -> dict[str, Any]:
         "draining": worker.draining,
         "routable": worker.routable,
         "proof": worker.proof,
+        "why": why(worker),
+        "remedy": remedy(worker, tag),
         "reason": worker.record.get("reason", ""),
         "cause": worker.record.get("cause", ""),
         "suspect": worker.record.get("suspect", ""),

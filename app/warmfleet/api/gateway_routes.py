@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, get_args
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from warmfleet.api.client_hints import operators_hints, operators_only, patience_s
+from warmfleet.api.client_hints import operators_hints, patience_s
 from warmfleet.api.http_request import request_id
-from warmfleet.errors import BadRequest, Unauthorized
+from warmfleet.errors import BadRequest
 from warmfleet.fleet.reservations import ID_CHARACTERS, Outcome
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.request import PATHS
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
     from starlette.responses import Response
 
-    from warmfleet.api.client_keys import ClientKeys
+    from warmfleet.api.access.client_keys import ClientKeys
+    from warmfleet.api.access.operators import Operators
     from warmfleet.prompt.engine_paths import EnginePath, EnginePaths
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
@@ -40,16 +41,16 @@ _RESERVATION = re.compile(RESERVATION)
 
 
 class GatewayRoutes:
-    """Handlers for Starlette. A gateway is the operator's, so all of them require ``admin_key``."""
+    """Handlers for Starlette. A gateway is the operator's."""
 
-    def __init__(self, router: Router, paths: EnginePaths, keys: ClientKeys, settings: Settings) -> None:
+    def __init__(
+        self, router: Router, paths: EnginePaths, keys: ClientKeys, settings: Settings, operators: Operators
+    ) -> None:
         self._router = router
         self._keys = keys
         self._paths = paths
-        self._admin_key = settings.admin_key
+        self._operators = operators
         self._keys_required = keys.required
-        hidden = settings.explain_key is None or self._keys_required  # from clients, among whom anybody may be
-        self._closed = hidden and not self._admin_key and not settings.admin_port
         self._tenant_header = settings.tenant_header.lower().encode("latin-1")
 
     def routes(self) -> list[Route]:
@@ -62,8 +63,8 @@ class GatewayRoutes:
 
     async def route(self, request: HTTPRequest) -> Response:
         """Where to send the request in the body. It is booked there; the gateway settles it."""
+        self._operators.may_act(request)
         raw = request.headers.raw
-        self._gateways_only(raw)
         body, given = await request.body(), dict(raw)
         client = given.get(TENANT, b"").decode("latin-1") if self._keys_required else ""
         if TENANT in given:
@@ -98,8 +99,8 @@ class GatewayRoutes:
         return JSONResponse({"expires_in_s": await self._router.renew(model, reservation)})
 
     async def _reservation(self, request: HTTPRequest) -> tuple[str, str, dict[str, Any]]:
-        """The model, the reservation and the whole body. Raises BadRequest, Unauthorized."""
-        self._gateways_only(request.headers.raw)
+        """The model, the reservation and the whole body. Raises BadRequest, Unauthorized, Forbidden."""
+        self._operators.may_act(request)
         data = requests.decoded(await request.body())
         model, reservation = data.get("model"), data.get("reservation")
         if model is None:
@@ -109,12 +110,6 @@ class GatewayRoutes:
         if not isinstance(reservation, str) or not _RESERVATION.fullmatch(reservation):
             raise BadRequest("reservation must be one that /route answered.", "reservation")
         return model, reservation, data
-
-    def _gateways_only(self, raw: list[tuple[bytes, bytes]]) -> None:
-        """Raises Unauthorized."""
-        if self._closed:
-            raise Unauthorized("This is for gateways of the operator: set WARMFLEET_ADMIN_KEY to use it.")
-        operators_only(raw, self._admin_key)
 
     def _path(self, request: HTTPRequest) -> EnginePath:
         path = self._paths.find(request.query_params.get("endpoint", PATHS["chat"]))

@@ -153,7 +153,7 @@ class HttpConnection(asyncio.Protocol):
             self._close()
 
     def peer(self) -> str:
-        """The client's address, for the log."""
+        """The client's address."""
         name = self._transport.get_extra_info("peername")
         return str(name[0]) if isinstance(name, tuple) else "unknown"
 

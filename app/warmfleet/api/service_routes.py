@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from warmfleet.api import fleet_status
-from warmfleet.api.client_hints import operators_hints, operators_only
+from warmfleet.api.client_hints import operators_hints
 from warmfleet.errors import BadRequest
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.dialects import bodies
@@ -18,7 +18,8 @@ from warmfleet.prompt.request import PATHS
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
 
-    from warmfleet.api.client_keys import ClientKeys
+    from warmfleet.api.access.client_keys import ClientKeys
+    from warmfleet.api.access.operators import Operators
     from warmfleet.metrics import Metrics
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
@@ -31,10 +32,19 @@ class Health:
 
 
 class ServiceRoutes:
-    """Handlers for Starlette. Handlers that tell about other clients' requests require ``admin_key``."""
+    """Handlers for Starlette. ``operators`` says who may ask those that tell about other clients' requests."""
 
-    def __init__(self, router: Router, keys: ClientKeys, settings: Settings, metrics: Metrics, health: Health) -> None:
+    def __init__(
+        self,
+        router: Router,
+        keys: ClientKeys,
+        settings: Settings,
+        metrics: Metrics,
+        health: Health,
+        operators: Operators,
+    ) -> None:
         self._keys = keys
+        self._operators = operators
         self._tenancy = router.tenancy
         self._pools = router.pools
         self._settings = settings
@@ -96,13 +106,13 @@ class ServiceRoutes:
 
     async def metrics(self, request: HTTPRequest) -> Response:
         """All metrics, for Prometheus."""
-        operators_only(request.headers.raw, self._settings.admin_key)
+        self._operators.may_read_sums(request)
         fleet_status.gauges(self._pools, self._metrics)
         return Response(self._metrics.render(), headers={"content-type": self._metrics.content_type})
 
     async def workers(self, request: HTTPRequest) -> Response:
         """Every worker of every model."""
-        operators_only(request.headers.raw, self._settings.admin_key)
+        self._operators.may_read_sums(request)
         return JSONResponse({"models": [await fleet_status.workers(pool) for pool in self._pools.all]})
 
     async def explain(self, request: HTTPRequest) -> Response:
@@ -112,7 +122,7 @@ class ServiceRoutes:
         (by default the path that its ``messages`` or ``prompt`` belong to), and ``tenant``, a value of the tenant
         header.
         """
-        operators_only(request.headers.raw, self._settings.admin_key)
+        self._operators.may_act(request)
         body = await request.body()
         data = requests.decoded(body)
         tenant = data.pop("tenant", None)

@@ -9,7 +9,7 @@ import sys
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.api.client_keys import NAME
+from warmfleet.api.access.client_keys import NAME
 from warmfleet.cli.command_error import CommandError
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.cli.client import ask
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, redraw, show
-from warmfleet.cli.terminal.remedies import LIMITED, REASONS, SUSPICIONS, remedy
 
 if TYPE_CHECKING:
     import argparse
@@ -69,7 +68,7 @@ def parts_of(answer: dict[str, Any], *, wide: bool = False) -> list[Part]:
         else:
             parts.append("no workers: `warmfleet doctor` says what is missing")
         for worker in workers:
-            parts += _not_well(worker, model["model"])
+            parts += _not_well(worker)
     return parts[1:] or ["this replica has no model"]
 
 
@@ -111,30 +110,17 @@ def _row(worker: dict[str, Any], *, wide: bool) -> tuple[object, ...]:
     return *usual, *more, load["slot"], load["blocks"], load["capacity_blocks"], *_truth(truth)
 
 
-def _not_well(worker: dict[str, Any], model: str) -> list[Part]:
+def _not_well(worker: dict[str, Any]) -> list[Part]:
     """Why a worker takes no requests, or fewer than it could, and what to do; nothing of a worker that is well."""
-    name, state = worker["worker_id"], worker["state"]
-    if worker["routable"] and state not in LIMITED:
+    name, state, remedy = worker["worker_id"], worker["state"], worker.get("remedy", "")
+    if worker["routable"] and not remedy:
         return []
     head = (
         f"{state}, but routable" if worker["routable"] else state if state == "draining" else f"{state}, not routable"
     )
-    told = (f"{name}: ", Toned(head, Tone.MIND if worker["routable"] else Tone.BAD), f": {_why(worker)}")
-    what_to_do = remedy(name, model, state, worker.get("cause", ""))
-    return [told, ("  -> ", what_to_do)] if what_to_do else [told]
-
-
-def _why(worker: dict[str, Any]) -> str:
-    state = worker["state"]
-    why = REASONS.get(state, "see app/docs/worker-life.md")
-    if state == "suspected" and worker["suspect"] in SUSPICIONS:
-        why = f"{SUSPICIONS[worker['suspect']]}, so a probe is due"
-    elif state == "silent" and worker["heartbeat_age_s"] is not None:
-        why = f"its last heartbeat came {_age(worker['heartbeat_age_s'])} ago"
-    elif state == "draining":
-        left = worker["load"]["in_flight"]
-        why = f"{left} requests are left there" if left else "nothing runs there any more"
-    return f"{why} ({worker['reason']})" if worker["reason"] else why
+    tone = Tone.MIND if worker["routable"] else Tone.BAD
+    told = (f"{name}: ", Toned(head, tone), f": {worker.get('why', worker['reason'])}")
+    return [told, ("  -> ", remedy)] if remedy else [told]
 
 
 def _truth(truth: dict[str, Any] | None) -> tuple[object, ...]:

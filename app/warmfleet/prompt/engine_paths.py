@@ -78,6 +78,8 @@ OWN = frozenset(
 )
 #: Those of them that are for operators.
 OPERATORS = frozenset({"/metrics", "/workers", "/explain", "/route", "/settle", "/renew", "/status.json"})
+#: Those that change something or tell about single requests: without an admin key they may be for the own host alone.
+OWN_HOST = frozenset({"/explain", "/route", "/settle", "/renew"})
 #: Paths of vLLM's server that change one engine, or tell about it, or need a connection of another kind.
 NEVER = frozenset(
     {

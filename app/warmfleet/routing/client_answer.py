@@ -50,6 +50,9 @@ class Connection(Protocol):
     def answered(self, *, keep: bool) -> None:
         """The answer is complete. keep: its head did not tell the client that the connection will be closed."""
 
+    def peer(self) -> str:
+        """The address at the other end, which may be a proxy's."""
+
 
 class ClientAnswer:
     """Sends one answer. Only its own methods change ``started`` and ``complete``.
@@ -84,6 +87,10 @@ class ClientAnswer:
     def lost(self) -> bool:
         """Whether the client hung up, so that nobody can be answered."""
         return self._connection.lost
+
+    def peer(self) -> str:
+        """The address that the answer goes to, which may be a proxy's."""
+        return self._connection.peer()
 
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Set the status and the headers, whose names are lower case."""

@@ -154,7 +154,7 @@ async def test_a_fleet_with_tenants_or_keys_has_no_open_gateway(
         hidden = {"client_keys_file": str(tmp_path / "keys")}
     async with replica(valkey_url, model, **hidden) as router:
         for path in ("/route", "/settle", "/renew"):
-            assert (await error(router, path, b"no JSON"))[:2] == (401, "unauthorized")
+            assert (await error(router, path, b"no JSON"))[:2] == (403, "forbidden")
 
 
 async def test_bad_requests_name_the_field(well: tuple[Replica, Engine], model: str) -> None:

@@ -15,7 +15,7 @@ from tests.app.replica import replica
 from tests.conftest import poll
 
 from warmfleet.__main__ import main
-from warmfleet.api.client_keys import parse
+from warmfleet.api.access.client_keys import parse
 from warmfleet.engines.output_tokens import OutputTokens
 from warmfleet.errors import BadArgument
 from warmfleet.main import create_app

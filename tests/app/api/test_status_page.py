@@ -14,13 +14,14 @@ from tests.app.engine import engine
 from tests.app.replica import replica
 from tests.conftest import poll
 
+from warmfleet.api.access.operators import Operators
 from warmfleet.api.service_routes import Health
 from warmfleet.api.status_page import routes, snapshot
 from warmfleet.api.status_page.history import EVERY_S, POINTS, SPAN_S, History, Point, columns
 from warmfleet.api.status_page.routes import FILES, HEADERS, StatusPage
-from warmfleet.api.status_page.words import FALLBACK, state_in_words
+from warmfleet.api.status_page.words import FALLBACK
 from warmfleet.errors import BadArgument, BadRequest, FleetUnavailable, NoWorker, Unauthorized, WarmfleetError
-from warmfleet.fleet import Decision, Line, Memory, Seen, Truth, WorkerState
+from warmfleet.fleet import Decision, Line, Memory, Seen, Truth, WorkerState, WorkerView
 from warmfleet.fleet.rows import LoadRow
 from warmfleet.metrics import Metrics
 from warmfleet.pools.recent.decisions import KEPT, TOLD, RecentDecisions
@@ -82,7 +83,7 @@ async def test_the_page_tells_nothing_and_the_data_need_the_key(valkey_url: str,
 
 def pages(pools: Any, clock: list[float]) -> StatusPage:
     history = History(pools, Metrics(), lambda: clock[0])
-    return StatusPage(pools, history, Settings(models=("m",)), Health(), lambda: clock[0])
+    return StatusPage(pools, history, Operators(Settings(models=("m",))), Health(), lambda: clock[0])
 
 
 def request(**headers: str) -> Request:
@@ -116,7 +117,7 @@ async def test_one_snapshot_a_second_however_many_look(monkeypatch: pytest.Monke
 
 async def test_a_wrong_key_makes_no_snapshot() -> None:
     page = pages(SimpleNamespace(all=()), [0.0])
-    page._settings = Settings(models=("m",), admin_key="boss")
+    page._operators = Operators(Settings(models=("m",), admin_key="boss"))
     for headers in ({}, {"authorization": "Bearer wrong"}):
         with pytest.raises(Unauthorized):
             await page.data(request(**headers))
@@ -244,13 +245,14 @@ def test_what_decides_now(
 
 
 def test_words_about_a_worker() -> None:
-    proven: Any = SimpleNamespace(worker_id="w.0", state=WorkerState.PROVEN, routable=True, record={})
-    assert state_in_words(proven) == "takes requests; its blocks are matched"
-    assert state_in_words(proven, known_last=True) == "took requests when last read"
-    load = SimpleNamespace(in_flight=2)
-    drained: Any = SimpleNamespace(worker_id="w.0", state=WorkerState.DRAINING, routable=False, load=load)
-    for known_last in (False, True):
-        assert state_in_words(drained, known_last=known_last).endswith("`warmfleet drain w.0 --undo` ends this")
+    proven = WorkerView("w.0", {}, None, LoadRow(), 1.0, WorkerState.PROVEN, "proven", "http://w", [])
+    drained = replace(proven, state=WorkerState.DRAINING)
+    told = [snapshot.worker_row(one, None, "m", known_last=last) for one in (proven, drained) for last in (False, True)]
+    assert [one["reason"] for one in told] == [
+        *("takes requests; its blocks are matched", "took requests when last read"),
+        *["nothing runs there any more: it can be stopped"] * 2,
+    ]
+    assert [one["remedy"].partition(": ")[2] for one in told] == ["", "", *["warmfleet drain w.0 --model m --undo"] * 2]
 
 
 async def test_a_redis_that_does_not_answer_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

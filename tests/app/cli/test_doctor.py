@@ -32,12 +32,10 @@ from warmfleet.cli.local.ports import free_port
 from warmfleet.cli.local.running_stack import RunningStack, announced
 from warmfleet.cli.local.store import SOCKET_NAME
 from warmfleet.cli.parser import build_parser
-from warmfleet.cli.terminal import remedies
 from warmfleet.fleet import Flag, Fleet, Truth, WorkerState, WorkerTruth, connect
 from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS
 from warmfleet.fleet.inspection.rights import router_rights
 from warmfleet.fleet.inspection.server import Inspection
-from warmfleet.fleet.worker.state import ROUTABLE
 from warmfleet.protocol.redis_address import parse, with_ca
 from warmfleet.protocol.wire import Scheme
 from warmfleet.settings import Settings
@@ -496,12 +494,6 @@ async def test_workers_with_different_templates(valkey_url: str, model: str) -> 
 def test_a_seed_of_the_operator_is_recognised() -> None:
     scheme = Scheme("sha256", wire.default_none_hash("sha256", "42"), 16)
     assert fleet_checks.seed_of(scheme) == "PYTHONHASHSEED=42"
-
-
-def test_every_state_that_keeps_requests_away_has_a_remedy() -> None:
-    well = {WorkerState.PROVEN, WorkerState.APPROXIMATE}
-    assert set(remedies.REMEDIES) == set(remedies.REASONS) == set(WorkerState) - well
-    assert set(remedies.LIMITED) == ROUTABLE - well
 
 
 async def test_an_index_that_lags_differs_and_lacks_blocks(valkey_url: str, model: str) -> None:

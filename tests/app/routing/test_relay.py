@@ -43,6 +43,9 @@ class Client:
     def keeps_open(self) -> bool:
         return True
 
+    def peer(self) -> str:
+        return "127.0.0.1"
+
     def answered(self, *, keep: bool) -> None:
         pass
 

@@ -308,6 +308,9 @@ class Unwritten:
     def keeps_open(self) -> bool:
         return True
 
+    def peer(self) -> str:
+        return "127.0.0.1"
+
     def answered(self, *, keep: bool) -> None:
         pytest.fail("nothing is to be sent")
 

@@ -49,7 +49,7 @@ async def test_salts_never_match_each_other(fleet_of_one: Replica, model: str) -
 
 
 async def test_with_a_key_tenants_are_apart_without_asking(valkey_url: str, model: str) -> None:
-    async with joined(valkey_url, model), replica(valkey_url, model, tenant_key=KEY) as router:
+    async with joined(valkey_url, model), replica(valkey_url, model, tenant_key=KEY, admin_port=1) as router:
         await proven(router)
         body = {"model": model}
         assert await cached(router, body, authorization="Bearer one") == (0, 0)
@@ -63,8 +63,9 @@ async def test_with_a_key_tenants_are_apart_without_asking(valkey_url: str, mode
         assert await cached(router, body | {"cache_salt": stolen}, authorization="Bearer two") == (0, 0)
         asked = {"prompt": PROMPT, **body}
         for tenant, found in ({"tenant": "Bearer one"}, True), ({"tenant": "Bearer three"}, False), ({}, True):
-            _, _, answer = await router.post(asked | tenant, "/explain")
-            assert any(row["matched_tokens"] for row in json.loads(answer)["candidates"]) == found
+            async with router.client.post(f"{router.operators}/explain", json=asked | tenant) as answer:
+                rows = (await answer.json())["candidates"]
+            assert any(row["matched_tokens"] for row in rows) == found
 
 
 async def test_the_engine_gets_the_salt_and_every_byte_besides(valkey_url: str, model: str) -> None:

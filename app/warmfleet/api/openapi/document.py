@@ -27,7 +27,7 @@ from warmfleet.api.openapi.schemas import (
     body_schema,
 )
 from warmfleet.api.status_page.routes import FILES
-from warmfleet.prompt.engine_paths import OPERATORS
+from warmfleet.prompt.engine_paths import OPERATORS, OWN_HOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -129,6 +129,8 @@ def _own(path: str, route: Route, settings: Settings) -> Json:
     if path in BODIES:
         operation["requestBody"] = {"required": True, "content": _json(BODIES[path])}
         faults += [*BODY_FAULTS, *PLACING, errors.CancelledReservation, errors.KeyInUse]
+    if path in OWN_HOST:
+        faults.append(errors.Forbidden)
     operation["responses"] = _answer(path) | _errors(faults, engines=False)
     if path in HEALTH:
         operation["responses"]["503"] = {"description": "Not now, and why", "content": _json(STATUS)}

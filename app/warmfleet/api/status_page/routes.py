@@ -1,4 +1,4 @@
-"""The paths of the status page: its files tell nothing of the fleet, its data need the key of operators.
+"""The paths of the status page: its files tell nothing of the fleet, its data are for operators (``Operators``).
 
 While nobody looks, nothing is computed but a point of the history every few seconds. While somebody does, there is one
 snapshot a second, however many look.
@@ -17,7 +17,7 @@ import orjson
 from starlette.responses import Response
 from starlette.routing import Route
 
-from warmfleet.api.client_hints import operators_only
+from warmfleet.api.access.operators import NOT_SHOWN
 from warmfleet.api.status_page import snapshot
 from warmfleet.api.status_page.snapshot import RUNGS
 from warmfleet.background.supervisor import stop
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request as HTTPRequest
 
+    from warmfleet.api.access.operators import Operators
     from warmfleet.api.service_routes import Health
     from warmfleet.api.status_page.history import History
     from warmfleet.pools.pool import Pool, Pools
-    from warmfleet.settings import Settings
 
 SNAPSHOT_S = 1.0  # a snapshot is given to everybody who asks within so long: the replica reads workers as often
 DATA = "/status.json"
@@ -61,18 +61,18 @@ class StatusPage:
         self,
         pools: Pools,
         history: History,
-        settings: Settings,
+        operators: Operators,
         health: Health,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pools = pools
         self._history = history
-        self._settings = settings
+        self._operators = operators
         self._health = health
         self._clock = clock
         self._began = clock()
         self._made_at = float("-inf")
-        self._snapshot = b""
+        self._snapshot = self._sums = b""
         self._rows: dict[str, dict[int, dict[str, Any]]] = {}  # of decisions in the last snapshot, by model and number
         self._making: asyncio.Task[None] | None = None
 
@@ -82,12 +82,13 @@ class StatusPage:
 
     async def data(self, request: HTTPRequest) -> Response:
         """What the status page shows, at most one second old."""
-        operators_only(request.headers.raw, self._settings.admin_key)
+        self._operators.may_read_sums(request)
         if self._clock() - self._made_at >= SNAPSHOT_S:
             if self._making is None or self._making.done():
                 self._making = asyncio.create_task(self._make())
             await asyncio.shield(self._making)
-        return Response(self._snapshot, media_type="application/json", headers={"cache-control": "no-store"})
+        shown = self._snapshot if self._operators.sees_requests(request) else self._sums
+        return Response(shown, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def close(self) -> None:
         """End the snapshot that is being made."""
@@ -110,7 +111,11 @@ class StatusPage:
             "up_s": round(self._clock() - self._began),
             "draining": self._health.draining,
         }
-        self._snapshot = orjson.dumps({"at": time.time(), "replica": replica, "rungs": RUNGS, "models": models})
+        told = {"at": time.time(), "replica": replica, "rungs": RUNGS, "models": models, "hidden": ""}
+        self._snapshot = orjson.dumps(told)
+        if self._operators.hides:
+            sums = [model | {"decisions": []} for model in models]
+            self._sums = orjson.dumps(told | {"models": sums, "hidden": NOT_SHOWN})
         self._made_at = self._clock()
 
     async def _model(self, pool: Pool) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.api.status_page.words import state_in_words, why_in_words
+from warmfleet.api.status_page.words import why_in_words
+from warmfleet.background.reports.worker_words import remedy, why
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Line, Memory, Truth
 from warmfleet.fleet.worker.state import WorkerState
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 READ_S = 1.0  # longest wait for Redis: the page then shows what this replica knows by itself
 UNREAD_S = 3.0  # Redis counts as away when the last reading is older, as in background/outage_checks
 CANDIDATES = 5  # of a decision that told what it saw: the chosen worker and the next ones
+LAST_READ = "took requests when last read"
 AVOIDED = "; this replica avoids it for a moment: a request or a health check just failed there"
 #: From the best to the worst: what decides where requests go. The page draws this ladder.
 RUNGS = ("redis", "asked", "last_known", "nothing")
@@ -73,6 +75,7 @@ def figures(pool: Pool, found: Reading) -> dict[str, Any]:
             worker_row(
                 worker,
                 truths.get(worker.worker_id),
+                pool.tag,
                 avoided=worker.worker_id in avoided,
                 known_last=rung == "last_known",
             )
@@ -119,20 +122,21 @@ def rung_in_words(pool: Pool, rung: str, *, reached: bool) -> str:
 
 
 def worker_row(
-    worker: WorkerView, truth: WorkerTruth | None, *, avoided: bool = False, known_last: bool = False
+    worker: WorkerView, truth: WorkerTruth | None, tag: str, *, avoided: bool = False, known_last: bool = False
 ) -> dict[str, Any]:
     """One worker. truth: None for approximate workers, and while Redis is away. avoided: by this replica, for now.
 
-    known_last: the worker is of the last known view.
+    known_last: the worker is of the last known view, so nothing newer is known and no blocks are matched.
     """
-    load = worker.load
+    load, past = worker.load, known_last and worker.routable
     return {
         "worker_id": worker.worker_id,
         "url": worker.url,
         "names": worker.models,
         "state": worker.state,
         "routable": worker.routable,
-        "reason": state_in_words(worker, known_last=known_last) + (AVOIDED if avoided else ""),
+        "reason": (LAST_READ if past else why(worker)) + (AVOIDED if avoided else ""),
+        "remedy": "" if past else remedy(worker, tag),
         "version": str(worker.record.get("version", "")),
         "blocks": load.blocks,
         "capacity_blocks": load.capacity_blocks,

@@ -8,8 +8,8 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
 from warmfleet.background import announced
+from warmfleet.background.reports.worker_words import CAUSES, REMEDIES, remedy, why
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok
-from warmfleet.cli.terminal.remedies import CAUSES, REMEDIES, remedy
 from warmfleet.fleet import Flag, WorkerState
 from warmfleet.fleet.worker.state import heard
 from warmfleet.protocol.wire import UNMATCHED, Scheme, WireError, default_none_hash
@@ -107,16 +107,11 @@ def worker_finding(worker: WorkerView, tag: str) -> Finding:
         return ok("worker", f"{name} is {state} at {shown(worker.url)}{version}")
     if state is WorkerState.JOINING:
         return _half(worker)
-    reason = str(worker.record.get("reason", ""))
-    detail = f"{name} is {state}{_heard(worker)}" + (f": {reason}" if reason else "")
-    if state is WorkerState.LOAD_ONLY:
-        cause = str(worker.record.get("cause", ""))
-        text = f"{detail} (its cached blocks are not used)"
-        return fault("worker", text, remedy(name, tag, state, cause))
-    if state is WorkerState.PENDING and not heard(worker.heartbeat_age_s):
-        return fault("worker", f"{detail}{_ago(worker.heartbeat_age_s)}", REMEDIES[WorkerState.UNHEARD])
-    make = note if state in HARMLESS and not (state is WorkerState.PENDING and reason) else fault
-    return make("worker", detail, remedy(name, tag, state))
+    if state is WorkerState.PENDING and not heard(worker.heartbeat_age_s):  # it would wait for its probe in vain
+        text = f"{name} is {state}{_ago(worker.heartbeat_age_s)}"
+        return fault("worker", text, REMEDIES[WorkerState.UNHEARD])
+    make = note if state in HARMLESS and not (state is WorkerState.PENDING and worker.record.get("reason")) else fault
+    return make("worker", f"{name} is {state}: {why(worker)}", remedy(worker, tag))
 
 
 def _half(worker: WorkerView) -> Finding:
@@ -126,14 +121,6 @@ def _half(worker: WorkerView) -> Finding:
     else:
         text = f"{worker.worker_id}: its API server {server} is not heard any more{_ago(worker.server_age_s)}"
     return fault("halves", text, REMEDIES[WorkerState.JOINING])
-
-
-def _heard(worker: WorkerView) -> str:
-    if worker.state is not WorkerState.SILENT:
-        return ""
-    return (
-        _ago(worker.heartbeat_age_s) if worker.heartbeat_age_s is not None else ", it said goodbye or was never heard"
-    )
 
 
 def _ago(age_s: float | None) -> str:

@@ -165,6 +165,7 @@ function show() {
   showHead(model);
   showPlots(model);
   showWorkers();
+  if (last.hidden) decisions.empty = last.hidden;
   decisions.show(model.decisions);
   announce(model);
 }

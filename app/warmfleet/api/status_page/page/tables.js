@@ -101,7 +101,8 @@ const fill = (worker) => (worker.capacity_blocks ? worker.blocks / worker.capaci
 function state(worker) {
   const good = grade(worker);
   const sign = el("span", { "aria-hidden": "true" }, `${SIGNS[good]} `);
-  return [el("span", { class: COLOURS[good] }, sign, worker.state), small(worker.reason)];
+  const told = worker.remedy ? [small(worker.reason), small(`→ ${worker.remedy}`)] : [small(worker.reason)];
+  return [el("span", { class: COLOURS[good] }, sign, worker.state), ...told];
 }
 
 function cache(worker) {

@@ -1,0 +1,76 @@
+"""Who may ask what of the paths for operators.
+
+With ``WARMFLEET_ADMIN_KEY`` all of them need that key. Without it they are open, unless clients are kept apart (by
+keys, tenants or hidden headers). Then sums stay open, so that Prometheus and the status page work; whatever tells about
+single requests, or changes something, is answered to the replica's own host alone.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from typing import TYPE_CHECKING
+
+from warmfleet.errors import Forbidden, Unauthorized
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request as HTTPRequest
+
+    from warmfleet.settings import Settings
+
+#: Headers by which a proxy tells that it passes a request on: then its address is not the client's.
+PASSED_ON = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip"))
+OWN_HOST_ONLY = (
+    "Without WARMFLEET_ADMIN_KEY only the replica's own host is answered here (http://127.0.0.1), because this fleet "
+    "keeps clients apart: set that key and send it as bearer token, or ask from there."
+)
+NOT_SHOWN = (
+    "Without WARMFLEET_ADMIN_KEY single requests are not shown here, because this fleet keeps clients apart; on the "
+    "replica's own host they are."
+)
+NOBODY = "Without WARMFLEET_ADMIN_KEY nobody is answered here, because clients use this port, too: set that key."
+
+
+class Operators:
+    """Checks requests to the paths for operators. ``hides``: some of them are not answered to everybody."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._key = settings.admin_key
+        self._own_port = bool(settings.admin_port)
+        self.hides = settings.explain_key is None
+
+    def may_read_sums(self, request: HTTPRequest) -> None:
+        """Raises Unauthorized."""
+        given = next((value for name, value in request.headers.raw if name == b"authorization"), b"")
+        if self._key and not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
+            raise Unauthorized("This is the operator's: it takes WARMFLEET_ADMIN_KEY as bearer token.")
+
+    def may_act(self, request: HTTPRequest) -> None:
+        """For whatever changes something or tells about single requests. Raises Unauthorized, Forbidden."""
+        self.may_read_sums(request)
+        if not self.sees_requests(request):
+            raise Forbidden(OWN_HOST_ONLY if self._own_port else NOBODY)
+
+    def sees_requests(self, request: HTTPRequest) -> bool:
+        """Whether a request that may read sums may also be told about single requests."""
+        return not self.hides or (self._own_port and _from_own_host(request))
+
+
+def _from_own_host(request: HTTPRequest) -> bool:
+    return request.client is not None and _direct(request.headers.raw) and is_loopback(request.client.host)
+
+
+def _direct(raw: Sequence[tuple[bytes, bytes]]) -> bool:
+    return PASSED_ON.isdisjoint(name for name, _ in raw)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this is an address of the own host, also as an IPv6 socket tells one of IPv4."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # of a socket without addresses
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
