@@ -65,16 +65,16 @@ def test_the_oracle_weighs_a_wait_against_a_hit() -> None:
     assert oracle.choose(again, 0, 0.33) == 1  # 0.47 s of wait
 
 
-def test_a_session_stays_where_its_first_request_went() -> None:
-    fleet = engines(2)
+def test_a_session_stays_where_it_is() -> None:
+    fleet = engines(4)
     sticky = Sticky(fleet)
-    first = sticky.choose(prompt(fleet[0].scheduler, 0, 320), "a", 0.0)
-    assert first is not None
-    busy = fleet[first]
-    busy.scheduler.add(prompt(busy.scheduler, 0, 320))
-    busy.begin(0.0)
-    assert sticky.choose(prompt(busy.scheduler, 50_000, 320), "a", 0.0) == first
-    assert sticky.choose(prompt(busy.scheduler, 50_000, 320), "b", 0.0) == 1 - first
+    homes = {session: sticky.choose(prompt(fleet[0].scheduler, 0, 320), session, 0.0) for session in range(40)}
+    assert set(homes.values()) == {0, 1, 2, 3}
+    for engine in fleet[:2]:
+        engine.scheduler.add(prompt(engine.scheduler, 0, 320))
+        engine.begin(0.0)
+    again = {session: sticky.choose(prompt(fleet[0].scheduler, 9_000, 16), session, 9.0) for session in homes}
+    assert again == homes
 
 
 def test_requests_wait_centrally_and_the_shortest_goes_first() -> None:

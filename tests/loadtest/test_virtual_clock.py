@@ -68,6 +68,18 @@ async def test_fcfs_engines_run_on_the_same_clock() -> None:
     assert [round(one.ttft_s, 3) for one in served] == [0.11, 0.22, 0.33]
 
 
+async def test_fcfs_answers_end_in_time_though_no_step_follows() -> None:
+    class Ends(Always):
+        async def finished(self, request: Request, engine: int, now: float) -> None:
+            self.told.append(f"{request.max_tokens} tokens: {now:.2f}")
+
+    router, lengths = Ends(), (801, 401, 901, 601)
+    arrivals = tuple(Arrival(0.0, k, [k] * 100, tokens) for k, tokens in enumerate(lengths))
+    await VirtualFleet(engines(mode="fcfs"), router).run(Trace("t", arrivals))  # 0.11 s of prefill, 1 ms a token
+    ended = ["401 tokens: 0.62", "801 tokens: 0.91", "601 tokens: 1.04", "901 tokens: 1.23"]
+    assert [line for line in router.told if "tokens" in line] == ended
+
+
 async def test_a_duty_does_not_keep_a_run_from_ending() -> None:
     fleet, done = VirtualFleet(engines(), Always()), []
 

@@ -4,7 +4,7 @@ They read the block pools and queues of the engines directly, at no cost and wit
 request arrives, the third keeps requests back:
 
 - ``Oracle`` takes the engine on which the prompt would be computed first: its wait and the prompt's uncached tokens.
-- ``Sticky`` keeps a session on the engine that the oracle chose for its first request.
+- ``Sticky`` sends all requests of a session to one engine, by a hash of the session.
 - ``Central`` keeps every request back until an engine is free, and then sends the one with the least to compute.
 
 Times are seconds by the clock of the engines, real or virtual.
@@ -13,6 +13,7 @@ Times are seconds by the clock of the engines, real or virtual.
 from __future__ import annotations
 
 import random
+import zlib
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from warmfleet_loadtest.simulator.step_costs import StepWork
@@ -59,7 +60,11 @@ class Backlog:
             if request.computed < request.prompt_tokens:
                 self._queue(request, request.prompt_tokens - request.computed)
         for request in scheduler.waiting:
-            self._queue(request, self.uncached(request))
+            self.queue(request)
+
+    def queue(self, request: Request) -> None:
+        """Count a request that will be computed before those that come."""
+        self._queue(request, self.uncached(request))
 
     def _queue(self, request: Request, tokens: int) -> None:
         self._tokens += tokens
@@ -105,7 +110,7 @@ class Oracle:
         self._engines = engines
         self._random = random.Random(seed)
 
-    def choose(self, request: Request, session: Hashable, now: float) -> int | None:  # noqa: ARG002 - for Sticky
+    def choose(self, request: Request, session: Hashable, now: float) -> int | None:  # noqa: ARG002 - as of Chooser
         ready = [Backlog(engine, now).outlook(request).ready_s for engine in self._engines]
         first = min(ready) + SAME_S
         return self._random.choice([number for number, at in enumerate(ready) if at <= first])
@@ -117,25 +122,30 @@ class Oracle:
         """It keeps nothing back."""
 
 
-class Sticky(Oracle):
-    """Sends the first request of a session where the oracle would, and all others after it."""
+class Sticky:
+    """Sends all requests of a session to one engine, by a hash of the session."""
 
     def __init__(self, engines: Sequence[Engine], seed: int = 0) -> None:
-        super().__init__(engines, seed)
-        self._homes: dict[Hashable, int | None] = {}
+        self._count = len(engines)
+        self._seed = seed
 
-    def choose(self, request: Request, session: Hashable, now: float) -> int | None:
-        if session not in self._homes:
-            self._homes[session] = super().choose(request, session, now)
-        return self._homes[session]
+    def choose(self, request: Request, session: Hashable, now: float) -> int | None:  # noqa: ARG002 - as of Chooser
+        return zlib.crc32(f"{self._seed}-{session}".encode()) % self._count
+
+    def room_made(self, now: float) -> None:
+        """It keeps nothing back."""
+
+    def gone(self, request: Request) -> None:
+        """It keeps nothing back."""
 
 
 class Central:
     """Keeps requests back until an engine is free: it computes no prompt and none waits there.
 
-    Of the requests whose prompt would be computed first on a free engine, the one with the least to compute is sent
-    there. A request that is better off with waiting for a busy engine waits. send: is called with a request and the
-    engine's number, and must hand the request to its scheduler at once.
+    Requests are thought through in the order of what they have to compute, least first: each takes the engine on which
+    it would be computed first behind those before it, and is sent there if that engine is free. A request that is
+    better off with waiting for a busy engine waits. send: is called with a request and the engine's number, and must
+    hand the request to its scheduler at once.
     """
 
     def __init__(self, engines: Sequence[Engine], send: Callable[[Request, int], None]) -> None:
@@ -168,11 +178,11 @@ def _free(engine: Engine) -> bool:
 
 
 def _least_work(waiting: Iterable[Request], backlogs: Sequence[Backlog], free: set[int]) -> tuple[Request, int] | None:
-    """Return the request with the least to compute on its best engine, of those whose best engine is free."""
-    best: tuple[float, Request, int] | None = None
-    for request in waiting:
+    """Return the request with the least to compute whose best engine is free. The backlogs are used up."""
+    for request in sorted(waiting, key=lambda one: min(backlog.uncached(one) for backlog in backlogs)):
         outlook = [backlog.outlook(request) for backlog in backlogs]
         number = min(range(len(outlook)), key=lambda one: outlook[one])
-        if number in free and (best is None or outlook[number].own_s < best[0]):
-            best = outlook[number].own_s, request, number
-    return best and best[1:]
+        if number in free:
+            return request, number
+        backlogs[number].queue(request)
+    return None

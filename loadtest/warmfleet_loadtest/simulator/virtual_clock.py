@@ -7,6 +7,7 @@ its own (``at`` with ``duty``), which do not keep a run from ending.
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
@@ -66,6 +67,7 @@ class VirtualEngine:
         self.costs = costs
         self.step: Step | None = None
         self.step_ends = 0.0
+        self.collect_at = math.inf  # when its outputs that need no step are looked for next
         self.api_free = 0.0
         self.busy_s = 0.0
         self.work_tokens = 0
@@ -185,17 +187,25 @@ class VirtualFleet:
         async def end(now: float) -> None:
             engine = self.engines[number]
             await self._outputs(engine.end(now), engine, now)
-            due = engine.scheduler.next_due()
-            if due is not None:
-                self.at(max(due, now), self._collect(number))
+            self._collect_when_due(number, now)
             self._next_step(number, now)
 
         return end
 
+    def _collect_when_due(self, number: int, now: float) -> None:
+        engine = self.engines[number]
+        due = engine.scheduler.next_due()
+        if due is not None and due < engine.collect_at:
+            engine.collect_at = max(due, now)
+            self.at(engine.collect_at, self._collect(number))
+
     def _collect(self, number: int) -> Event:
         async def collect(now: float) -> None:
             engine = self.engines[number]
+            if now >= engine.collect_at:
+                engine.collect_at = math.inf
             await self._outputs(engine.scheduler.collect(now), engine, now)
+            self._collect_when_due(number, now)
             self._next_step(number, now)
 
         return collect
