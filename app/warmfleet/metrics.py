@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 ANSWERS = STREAM, PLAIN = "stream", "plain"
 LIMIT_RESULTS = ("requests", "tokens", "unchecked")
+#: Reasons that are 0 from the start for each model: those of the queue, and those of decisions without Redis, besides
+#: the codes of errors.
+REJECTIONS = ("full", "displaced", "bytes", "deadline")
+FALLBACKS = ("away", "open", "no_worker")
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -122,6 +126,11 @@ class Metrics:
                 metric.labels(model)
             for answer in ANSWERS:
                 self.first_byte_seconds.labels(model, answer)
+            for counter, reasons in ((self.queue_rejections, REJECTIONS), (self.fallback, FALLBACKS)):
+                for reason in reasons:
+                    counter.labels(reason, model)
+        for where in ("same", "another"):
+            self.retries.labels(where)
 
     def _of_requests(self) -> None:
         """Requests and their engines."""

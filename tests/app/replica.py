@@ -18,6 +18,7 @@ from tests.conftest import poll
 from warmfleet import main
 from warmfleet.api import http_connection
 from warmfleet.api.listening.server import Sockets
+from warmfleet.api.status_page import routes as status_page
 from warmfleet.background import hung_engines, outage_checks, probe, upkeep
 from warmfleet.background.stock import checks
 from warmfleet.engines.engine_tls import engine_tls
@@ -56,6 +57,7 @@ CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
     "probe_timeout_s": [(probe, "BLOCKS_TIMEOUT_S")],
     "redis_retry_s": [(degraded, "REDIS_RETRY_S")],
     "renew_interval_s": [(upkeep, "RENEW_INTERVAL_S")],
+    "snapshot_s": [(status_page, "SNAPSHOT_S")],
 }
 
 

@@ -31,7 +31,7 @@ async def test_somebody_looks_at_a_fleet(valkey_url: str, model: str) -> None:
     async with chromium() as browser:
         async with (
             engine(model) as upstream,
-            replica(valkey_url, model, upstream.url, admin_port=1) as router,
+            replica(valkey_url, model, upstream.url, admin_port=1, snapshot_s=0.1) as router,
             looking(browser, router.operators) as look,
         ):
             await _workers_come_and_change(router, look, model)
@@ -80,8 +80,7 @@ async def _an_outage_is_told_whatever_is_clicked(look: Look) -> None:
     await look.refresh()
     other = page.locator("#models").get_by_role("button").nth(1)
     await expect(other).to_be_visible()
-    await page.unroute("**/status.json")
-    await page.route("**/status.json", _unwell)
+    await page.route("**/status.json", _unwell)  # before the route of the figures, which stays
     await look.refresh()
     await expect(badge).to_have_text("no answer")
     await other.click()
@@ -93,8 +92,7 @@ async def _an_outage_is_told_whatever_is_clicked(look: Look) -> None:
     await expect(page.locator("#model-title")).to_contain_text("Qwen")
     await expect(badge).to_have_text("paused")
     await expect(notice).to_be_visible()
-    await page.unroute("**/status.json")
-    await answer(page, FLEETS["two models"]())
+    await page.unroute("**/status.json", _unwell)
     await page.get_by_role("button", name="Go on").click()
     await expect(badge).to_contain_text("live")
     await expect(notice).to_be_hidden()

@@ -26,12 +26,15 @@ from tests.k8s.containers import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.long(
-    minutes=6,
-    shows="all four images are built by podman on a Debian base, and the services of compose.yaml run in them, "
-    "read-only, as uid 65532, without capabilities: chats are answered, also after a router is killed; sizes and start "
-    "times (skipped where podman, runc, mmdebstrap or root are missing)",
-)
+pytestmark = [
+    pytest.mark.long(
+        minutes=6,
+        shows="all four images are built by podman on a Debian base, and the services of compose.yaml run in them, "
+        "read-only, as uid 65532, without capabilities: chats are answered, also after a router is killed; sizes and "
+        "start times (skipped where podman, runc, mmdebstrap or root are missing)",
+    ),
+    pytest.mark.timeout(3_600),  # the first test's fixture builds all images
+]
 
 ROUTER, DEV = "localhost/warmfleet-router:0.1.0", "localhost/warmfleet-dev:0.1.0"
 WORKER, PLUGIN = "localhost/warmfleet-worker:0.1.0", "localhost/warmfleet-plugin:0.1.0"

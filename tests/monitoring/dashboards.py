@@ -29,7 +29,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """axis: what the y axis measures. unit: as Grafana calls it. text: what the panel tells, and when to worry."""
+    """axis: what the y axis measures. unit: as Grafana calls it. text: what the panel tells, and when to worry.
+
+    nothing: shown in place of "No data", for a panel whose samples appear with their first event.
+    """
 
     title: str
     axis: str
@@ -38,17 +41,19 @@ class Panel:
     lines: tuple[Line, ...]
     stacked: bool = False
     top: float | None = None
+    nothing: str = ""
 
 
 def rate(metric: str, by: str, labels: str = MODEL) -> str:
     return f"sum by ({by}) (rate(warmfleet_{metric}{{{labels}}}{RATE}))"
 
 
-def quantiles(metric: str, labels: str = MODEL) -> tuple[Line, ...]:
-    """P50, P90 and P99 over all replicas."""
+def quantiles(metric: str, labels: str = MODEL, where: str = "") -> tuple[Line, ...]:
+    """P50, P90 and P99 over all replicas. where: ``> 0`` drops the times without any event, which are NaN else."""
+    ranges = f"sum by (model, le) (rate(warmfleet_{metric}_bucket{{{labels}}}{RATE}))"
     return tuple(
         Line(
-            f"histogram_quantile({share}, sum by (model, le) (rate(warmfleet_{metric}_bucket{{{labels}}}{RATE})))",
+            f"histogram_quantile({share}, {ranges}){where}",
             f"P{round(100 * share)} {{{{model}}}}",
         )
         for share in (0.5, 0.9, 0.99)
@@ -67,6 +72,7 @@ FLEET = (
         "All replicas together. 429: the queue or a key's limit refuses. 5xx: see the alert WarmfleetErrors.",
         (Line(rate("requests_total", "status"), "{{status}}"),),
         stacked=True,
+        nothing="No request was answered yet",
     ),
     Panel(
         "Hit ratio",
@@ -106,7 +112,8 @@ FLEET = (
         "seconds",
         "s",
         "Of those requests that had to wait at all.",
-        quantiles("queue_seconds"),
+        quantiles("queue_seconds", where=" > 0"),
+        nothing="No request had to wait",
     ),
     Panel(
         "Refused by the queue",
@@ -123,6 +130,7 @@ FLEET = (
         "The rule that decided (app/docs/operate.md, Policies).",
         (Line(rate("decisions_total", "why"), "{{why}}"),),
         stacked=True,
+        nothing="No request was decided yet",
     ),
     Panel(
         "Decisions",
@@ -146,6 +154,7 @@ FLEET = (
         "Only exact, engine, text and prefix can match blocks; load cannot (app/docs/identity.md).",
         (Line(rate("identified_requests_total", "kind"), "{{kind}}"),),
         stacked=True,
+        nothing="No prompt was identified yet",
     ),
     Panel(
         "Placed by load, by reason",
@@ -154,6 +163,7 @@ FLEET = (
         "app/docs/identity.md explains each reason.",
         (Line(rate("load_only_requests_total", "reason"), "{{reason}}"),),
         stacked=True,
+        nothing="No prompt was placed by load",
     ),
 )
 
@@ -362,6 +372,8 @@ def _panel(place: int, panel: Panel) -> dict[str, Any]:
     }
     if panel.top is not None:
         defaults["max"] = panel.top
+    if panel.nothing:
+        defaults["noValue"] = panel.nothing
     return {
         "id": place + 1,
         "type": "timeseries",
