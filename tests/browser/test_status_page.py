@@ -57,7 +57,7 @@ async def _workers_come_and_change(router: Replica, look: Look, model: str) -> N
     await expect(changes).to_contain_text("late-1 joined")
     await router.fleet.drain("late-1", draining=True)
     late = rows.filter(has=look.page.get_by_role("rowheader", name="late-1"))
-    await expect(late).to_contain_text("the operator drains it", timeout=PATIENCE_MS)
+    await expect(late).to_contain_text("nothing runs there any more", timeout=PATIENCE_MS)
     await expect(changes).to_contain_text("now draining")
 
 

@@ -12,9 +12,11 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import aiohttp
-from tests.app.engine import engine
+from tests.app.engine import STREAM_HEAD, engine, event, freezing
 from tests.app.test_stop import Traffic
 from tests.conftest import poll
+
+from warmfleet.fleet import Fleet, connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -181,6 +183,34 @@ async def test_a_killed_replica_is_started_again_and_the_others_serve_for_it(
 async def test_replicas_stop_when_their_parent_is_killed(valkey_url: str, model: str, tmp_path: Path) -> None:
     async with engine(model) as upstream, workers(tmp_path, valkey_url, model, upstream.url) as parent:
         parent.process.kill()  # on the way out it is looked whether they have ended
+
+
+async def test_a_second_ctrl_c_ends_all_in_order_under_load(valkey_url: str, model: str, tmp_path: Path) -> None:
+    """Streams that would run for a minute are told that they end, and nothing of them stays booked."""
+    answer = freezing(STREAM_HEAD, event(" one"))
+    async with (
+        engine(model, answer) as upstream,
+        workers(tmp_path, valkey_url, model, upstream.url) as parent,
+        aiohttp.ClientSession() as client,
+    ):
+        url, body = f"http://127.0.0.1:{parent.port}/v1/completions", {"model": model, "prompt": "x", "stream": True}
+        streams = [await client.post(url, json=body) for _ in range(12)]  # each has its first event by now
+        looking = Fleet(connect(valkey_url, timeout_s=2), model)
+        assert (await looking.workers())[0].load.in_flight == len(streams)
+        pids = [int(pid) for pid in parent.ready()]
+        parent.process.send_signal(signal.SIGINT)
+        await poll(lambda: len(parent.matches("(stops: no new connection)")) == 2, 20, "both replicas stop")
+        assert parent.process.returncode is None, "streams may go on for a while"
+        parent.process.send_signal(signal.SIGINT)
+        ends = await asyncio.wait_for(asyncio.gather(*(stream.read() for stream in streams)), 20)
+        assert await asyncio.wait_for(parent.process.wait(), 20) == 0
+        assert not any(map(alive, pids))
+        [load] = [worker.load for worker in await looking.workers()]
+        await looking.close()
+    assert all(b'"stopping"' in end for end in ends), "each client is told why its stream ends"
+    assert (load.in_flight, load.prefill_tokens, load.decode_tokens) == (0, 0, 0)
+    assert len(parent.matches("(stopped)$")) == 2
+    assert not [line for line in parent.said if "Traceback" in line or "Error" in line]
 
 
 async def test_a_wrong_setting_ends_the_command() -> None:

@@ -207,7 +207,7 @@ function showTiles(model) {
   const tiles = [
     ["Workers", `${routable(model)} of ${model.workers.length}`, old(model) ? "took requests when last read" : "take requests; whole fleet"],
     ["Hit ratio", percent(lately.hit_ratio), "of prompt tokens, last minute; this replica"],
-    ["First token", seconds(ttft.p50_s || null), `P50; P90 ${seconds(ttft.p90_s || null)}; this replica`],
+    ["First token", seconds(ttft.p50_s || null), `P50 of streams; P90 ${seconds(ttft.p90_s || null)}; this replica`],
     ["Decisions", `${number(lately.decisions_per_s)}/s`, lately.fallbacks_per_s ? `${number(lately.fallbacks_per_s)}/s without Redis; this replica` : "this replica"],
     ["In the queue", count(queue?.waiting), queue ? `${queue.waiting ? `${seconds(queue.work_s)} of work; ` : ""}whole fleet` : away],
     ["Redis memory", index ? bytes(index.memory_used_bytes) : "–", index ? `${memoryLimit(index)}; whole fleet` : away],
