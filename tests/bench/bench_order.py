@@ -25,7 +25,7 @@ import json
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,8 @@ from tests.bench.virtual_rivals import RIVALS, opened, play_rival, rotated
 from tests.bench.virtual_store import private_server
 
 from warmfleet.errors import WarmfleetError
-from warmfleet.fleet import Weights
+from warmfleet.fleet import QueueLimits, Weights
+from warmfleet.settings import Settings
 from warmfleet_loadtest.measuring.figures import markdown, quantile
 from warmfleet_loadtest.measuring.progress import Progress
 from warmfleet_loadtest.simulator.step_costs import load_costs
@@ -82,14 +83,22 @@ CASES = {
     "generated": Case("generated", "trace", 1_024, 5.0, 1_200, loads=LOADS),
 }
 PUBLIC = tuple(name for name in CASES if name != "generated")
-#: Weights of the routers' fleets; names that this version's rule does not have are left out.
-RULES: Mapping[str, Mapping[str, float]] = {"today": {}, "new": {}}
+DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(Settings)}
+NEW: Mapping[str, float] = {"max_engine_wait_s": DEFAULTS["max_engine_wait_s"]}
+#: What the routers' fleets have in place of the defaults of ``Weights`` and ``QueueLimits``.
+RULES: Mapping[str, Mapping[str, float]] = {
+    "today": {"max_engine_wait_s": 2.0},
+    "new": NEW,
+}
 FLEETS = (*RULES, *RIVALS)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run, as plain values that another process can read. speed: 0 while it is not known."""
+    """One run, as plain values that another process can read.
+
+    rule: of a fleet with routers, as in RULES. speed: 0 while it is not known.
+    """
 
     case: str
     load: float
@@ -98,6 +107,7 @@ class Job:
     seeds: int
     mode: str
     rows: int | None
+    rule: Mapping[str, float]
     speed: float = 0.0
 
     def trace(self) -> Trace:
@@ -126,12 +136,17 @@ class Job:
         if self.fleet in RIVALS:
             told = uvloop.run(play_rival(self.fleet, trace, engines, self.speed, self.seed))
             return figures(told.served, [one.busy_s for one in told.engines], self.speed)
-        known = {one.name for one in fields(Weights)}
-        weights = Weights(**{name: value for name, value in RULES[self.fleet].items() if name in known})  # type: ignore[arg-type]
-        plan = Plan(engines, weights=weights, replicas=REPLICAS, speed=self.speed, seed=self.seed)
+        plan = Plan(engines, weights=_with(Weights(), self.rule), queue=_with(QueueLimits(), self.rule))
+        plan = replace(plan, replicas=REPLICAS, speed=self.speed, seed=self.seed)
         with private_server() as url:
             played = uvloop.run(play(url, trace, plan))
         return figures(played.served, [worker.engine.busy_s for worker in played.cluster.workers], self.speed)
+
+
+def _with(defaults: Any, rule: Mapping[str, float]) -> Any:
+    """Return these weights or limits with what the rule has in their place."""
+    types = {one.name: int if one.type == "int" else float for one in fields(defaults)}
+    return replace(defaults, **{name: types[name](value) for name, value in rule.items() if name in types})
 
 
 def figures(served: Sequence[Answered], busy_s: Sequence[float], speed: float) -> dict[str, float]:
@@ -170,16 +185,12 @@ def measured(wanted: Sequence[Job], processes: int) -> list[Row]:
         spread: Callable[..., Iterable[Any]] = map if processes == 1 else pool.map
         found_speeds = _ticked("speeds", len(places), spread(Job.find_speed, [first[place] for place in places]))
         speeds = dict(zip(places, found_speeds, strict=True))
-        jobs = [_at(job, speeds[job.case, job.load]) for job in wanted]
+        jobs = [replace(job, speed=speeds[job.case, job.load]) for job in wanted]
         told = list(_ticked("runs", len(jobs), spread(Job.run, jobs)))
     found: dict[tuple[str, float, str], list[dict[str, float]]] = {}
     for job, one in zip(jobs, told, strict=True):
         found.setdefault((job.case, job.load, job.fleet), []).append(one)
     return [Row(*key, speeds[key[:2]], _mean(runs)) for key, runs in found.items()]
-
-
-def _at(job: Job, speed: float) -> Job:
-    return Job(job.case, job.load, job.fleet, job.seed, job.seeds, job.mode, job.rows, speed)
 
 
 def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -251,6 +262,16 @@ def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def _rule(text: str) -> tuple[str, dict[str, float]]:
+    """Parse NAME:SETTING=VALUE,... into a fleet's name and its rule. Raises ValueError."""
+    name, _, values = text.partition(":")
+    known = {one.name for defaults in (Weights, QueueLimits) for one in fields(defaults)}
+    rule = {setting: float(value) for setting, _, value in (one.partition("=") for one in values.split(","))}
+    if name in FLEETS or rule.keys() - known:
+        raise argparse.ArgumentTypeError(f"{text!r}: NAME:SETTING=VALUE, settings of {', '.join(sorted(known))}")
+    return name, {**NEW, **rule}
+
+
 def _loads(text: str) -> list[float]:
     """Parse shares of time. Raises ValueError unless all are between 0 and 1."""
     loads = [float(value) for value in text.split(",")]
@@ -266,6 +287,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--case", type=_names(CASES), help=f"joined by commas (default: {','.join(PUBLIC)})")
     made.add_argument("--loads", type=_loads, help="shares of time, joined by commas (default: each case's own)")
     made.add_argument("--fleets", type=_names(FLEETS), default=list(FLEETS), help=f"of {','.join(FLEETS)} (all)")
+    made.add_argument(
+        "--rule", type=_rule, action="append", default=[], metavar="NAME:SETTING=VALUE,...",
+        help="one more fleet of routers: the new rule with other weights or limits; may be repeated",
+    )  # fmt: skip
     made.add_argument("--seeds", type=int, help="beginnings of the trace (3; with --quick 1)")
     made.add_argument("--rows", type=int, help="first so many requests (default: each case's own; with --quick 600)")
     made.add_argument("--mode", choices=("fcfs", "step"), default="fcfs", help="of the engines (default %(default)s)")
@@ -279,13 +304,13 @@ def every(args: argparse.Namespace) -> list[Job]:
     """Return the jobs of the command line."""
     seeds = args.seeds or (1 if args.quick else 3)
     rows = args.rows or (600 if args.quick else None)
+    rules = {**{name: RULES.get(name, {}) for name in args.fleets}, **dict(args.rule)}
     jobs = []
     for name in args.case or PUBLIC:
         quick = (0.6,) if name.startswith("agents") else (0.5, 0.83)
         for load in args.loads or (quick if args.quick else CASES[name].loads):
-            jobs += [
-                Job(name, load, fleet, seed, seeds, args.mode, rows) for fleet in args.fleets for seed in range(seeds)
-            ]
+            for fleet, rule in rules.items():
+                jobs += [Job(name, load, fleet, seed, seeds, args.mode, rows, rule) for seed in range(seeds)]
     return jobs
 
 

@@ -1,0 +1,129 @@
+"""The fleet beside choosers that look into its engines: who is better than whom, and what the bench prints."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.bench.bench_order import Row, bounds, main, over
+from tests.bench.virtual_fleet import Plan, play
+from tests.bench.virtual_plans import WORKLOADS, engine
+from tests.bench.virtual_rivals import opened, play_rival, rotated
+
+from warmfleet_loadtest.simulator.perfect_knowledge import Backlog, Outlook
+from warmfleet_loadtest.traces.trace import Arrival, Trace, generate
+
+if TYPE_CHECKING:
+    from warmfleet_loadtest.simulator.virtual_clock import Answered
+
+FOUR = (engine(WORKLOADS["generated"].costs, 512),) * 4
+HOT = 3.0  # at this speed the engines are busy for two thirds of the time
+
+
+def mean_s(served: list[Answered]) -> float:
+    return statistics.fmean(one.ttft_s for one in served)
+
+
+async def rivals(trace: Trace) -> dict[str, float]:
+    return {name: mean_s((await play_rival(name, trace, FOUR, HOT)).served) for name in ("oracle", "sticky", "central")}
+
+
+async def test_the_oracle_is_better_than_rules_that_know_less(url: str) -> None:
+    trace = generate(200, 1)
+    found = await rivals(trace)
+    loaded = await play(url, trace, Plan(FOUR, "least_loaded", speed=HOT))
+    assert found["oracle"] < 0.95 * mean_s(loaded.served)
+    assert found["oracle"] < found["sticky"]
+    assert found["central"] < 0.9 * found["oracle"]
+
+
+async def test_an_oracle_that_does_not_see_waits_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = generate(200, 1)
+    found = await rivals(trace)
+
+    def blind(self: Backlog, request: Any) -> Outlook:
+        own_s = 0.001 * self.uncached(request)
+        return Outlook(own_s, own_s)
+
+    monkeypatch.setattr(Backlog, "outlook", blind)
+    assert mean_s((await play_rival("oracle", trace, FOUR, HOT)).served) > 1.2 * found["oracle"]
+
+
+async def test_a_run_without_a_router_serves_every_request_once() -> None:
+    trace = generate(60, 2)
+    for name in ("oracle", "sticky", "central"):
+        told = await play_rival(name, trace, FOUR, HOT)
+        assert sorted(one.session for one in told.served) == sorted(one.session for one in trace.arrivals)
+        assert 0 < told.busy < 1
+        assert not any(one.scheduler.busy for one in told.engines)
+
+
+def test_a_rotated_trace_has_the_same_requests_at_other_times() -> None:
+    trace = generate(100)
+    half = rotated(trace, 0.5)
+    assert sorted(tuple(one.prompt) for one in half.arrivals) == sorted(tuple(one.prompt) for one in trace.arrivals)
+    assert (
+        half.arrivals[0].prompt == next(one for one in trace.arrivals if one.at_s >= trace.arrivals[-1].at_s / 2).prompt
+    )
+    times = [one.at_s for one in half.arrivals]
+    assert times == sorted(times)
+    assert 0 <= times[0] < times[-1] < 1.1 * trace.arrivals[-1].at_s
+
+
+def test_sessions_of_a_closed_loop_stay_whole() -> None:
+    steps = [
+        Arrival(float(10 * session + step), session, [step], 1, 1.0 if step else None)
+        for session in range(4)
+        for step in range(15)
+    ]
+    half = rotated(Trace("t", tuple(sorted(steps, key=lambda one: one.at_s)), closed=True), 0.5)
+    for session in range(4):
+        assert [list(one.prompt) for one in half.arrivals if one.session == session] == [[step] for step in range(15)]
+    assert half.arrivals[0].session == 2
+    assert all(one.think_s is None for one in opened(half).arrivals)
+
+
+def test_a_bound_is_the_worst_of_its_loads() -> None:
+    def row(case: str, load: float, fleet: str, mean: float, p99: float) -> Row:
+        return Row(case, load, fleet, 1.0, {"mean": mean, "p99": p99})
+
+    rows = [
+        *(row("conversation", load, "oracle", 2.0, 10.0) for load in (0.5, 0.83, 0.95)),
+        row("conversation", 0.5, "new", 2.2, 5.0),
+        row("conversation", 0.83, "new", 1.0, 12.0),
+        row("conversation", 0.95, "new", 1.5, 9.0),
+        row("agents-tight", 0.6, "oracle", 4.0, 10.0),
+        row("agents-tight", 0.6, "sticky", 2.0, 20.0),
+        row("agents-tight", 0.6, "new", 3.0, 10.0),
+    ]
+    assert bounds(rows) == {
+        "hot_mean_over_oracle": 0.75,
+        "hot_p99_over_oracle": 1.2,
+        "mid_mean_over_oracle": 1.1,
+        "agents_mean_over_best": 1.5,
+        "agents_p99_over_best": 1.0,
+    }
+    assert over(rows, "mean", "new", ["sticky"]) == {("agents-tight", 0.6): 1.5}
+    assert bounds(rows[:1]) == {}
+
+
+def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--case", "generated", "--rows", "60", "--loads", "0.83", "--seeds", "1", "--jobs", "1"]
+    assert main([*options, "--fleets", "oracle,sticky", "--rule", "new2:kappa=0"]) == 0
+    printed = capsys.readouterr()
+    told: dict[str, Any] = json.loads(printed.out)
+    assert [(row["load"], row["fleet"]) for row in told["rows"]] == [
+        (0.83, name) for name in ("oracle", "sticky", "new2")
+    ]
+    assert all(row["requests"] == 60 and row["mean"] > 0 for row in told["rows"])
+    assert "| generated | 0.83 |" in printed.err
+
+
+def test_wrong_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--fleets", "nosuch"], ["--rule", "oracle:kappa=1"], ["--rule", "x:nosuch=1"], ["--loads", "1.5"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+    assert "nosuch" in capsys.readouterr().err
