@@ -12,7 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from warmfleet.metrics import Metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 #: Labels that Prometheus itself adds to every sample.
 SCRAPED = frozenset({"job", "instance", "namespace", "pod"})
@@ -99,6 +99,52 @@ def alert_faults(rules: Mapping[str, Any], runbook: str, tested: set[str]) -> li
 
 def _is_alert(heading: str) -> bool:
     return bool(re.fullmatch(r"Warmfleet[A-Z]\w+", heading))
+
+
+def adapter_faults(rules: Mapping[str, Any], scalers: Iterable[Any]) -> list[str]:
+    """Where autoscalers and the rules of prometheus-adapter do not fit together, or the rules not the metrics.
+
+    rules: by ``custom`` and ``external``, as the values of its chart have them. scalers: HorizontalPodAutoscalers, and
+    patches of them.
+    """
+    faults, served = [], {"Pods": set[str](), "External": set[str]()}
+    for kind, listed, grouped in ("Pods", "custom", "pod"), ("External", "external", ""):
+        for rule in rules.get(listed, ()):
+            series = rule["seriesQuery"]
+            faults += query_faults(series)
+            faults += query_faults(adapter_query(rule, grouped))
+            labels = rule["resources"]["overrides"]
+            missing = {"namespace", grouped} - {"", *labels}
+            faults += [f"{series} does not tell the {name} of a sample" for name in sorted(missing)]
+            faults += [f"{series} takes samples without {name}" for name in labels if f'{name}!=""' not in series]
+            served[kind].add(series.partition("{")[0])
+    asked = [one for scaler in scalers for one in _asked(scaler)]
+    faults += [
+        f"no rule serves {name} to metrics of the type {kind}" for kind, name in asked if name not in served[kind]
+    ]
+    return faults
+
+
+def adapter_query(rule: Mapping[str, Any], grouped: str) -> str:
+    """The query that the adapter makes of a rule. grouped: the label of the objects it is asked about, or empty."""
+    series = rule["seriesQuery"].partition("{")[0]
+    matchers = 'namespace="warmfleet"' + (f',{grouped}=~"a|b"' if grouped else "")
+    query: str = rule["metricsQuery"]
+    for mark, value in ("Series", series), ("LabelMatchers", matchers), ("GroupBy", grouped):
+        query = query.replace(f"<<.{mark}>>", value)
+    return query
+
+
+def _asked(scaler: Any) -> Iterator[tuple[str, str]]:
+    """The type and the name of each metric in an autoscaler, or in a patch of one, that an adapter must serve."""
+    if isinstance(scaler, list):
+        for part in scaler:
+            yield from _asked(part)
+    elif isinstance(scaler, dict):
+        for kind in ("Pods", "External"):
+            if scaler.get("type") == kind and (found := scaler.get(kind.lower())):
+                yield kind, found["metric"]["name"]
+        yield from _asked(list(scaler.values()))
 
 
 def dashboard_faults(page: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from tests.monitoring import dashboards
 from tests.monitoring.cases import CASES, unit_tests
-from tests.monitoring.checks import alert_faults, dashboard_faults, query_faults, samples
+from tests.monitoring.checks import adapter_faults, adapter_query, alert_faults, dashboard_faults, query_faults, samples
 from tests.tools import require
 
 if TYPE_CHECKING:
@@ -196,3 +196,80 @@ def test_metrics_that_other_manifests_name_exist() -> None:
 )
 def test_a_query_that_is_right_has_no_faults(expr: str) -> None:
     assert query_faults(expr) == []
+
+
+# ---------------------------------------------------------------- autoscalers
+
+SCALERS: list[Any] = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "k8s").rglob("*hpa.yaml"))]
+
+
+def adapter_rules() -> dict[str, Any]:
+    """The rules of prometheus-adapter that the README of the manifests prints."""
+    text = (ROOT / "k8s/README.md").read_text()
+    [block] = re.findall(r"^    rules:\n(?:      .*\n)+", text, re.MULTILINE)
+    found: dict[str, Any] = yaml.safe_load(block)["rules"]
+    return found
+
+
+def test_an_adapter_serves_every_metric_that_an_autoscaler_asks_for() -> None:
+    assert len(SCALERS) == 3
+    assert adapter_faults(adapter_rules(), SCALERS) == []
+    assert len(adapter_faults({}, SCALERS)) == 2, "one of pods, one of the fleet"
+
+
+def test_the_adapter_tells_each_routers_queue_and_the_sum_of_the_fleet(tmp_path: Path) -> None:
+    rules = adapter_rules()
+    samples_ = {"a": {"m": 2, "n": 3}, "b": {"m": 4}}
+    series = [
+        {
+            "series": f'warmfleet_queued_requests{{namespace="{space}",pod="{pod}",model="{model}"}}',
+            "values": f"{value}x5",
+        }
+        for space in ("warmfleet", "other")
+        for pod, models in samples_.items()
+        for model, value in models.items()
+    ]
+    told = {"pod": [{"labels": '{pod="a"}', "value": 5}, {"labels": '{pod="b"}', "value": 4}], "": [{"value": 9}]}
+    asked = [
+        {"expr": adapter_query(rule, grouped), "eval_time": "3m", "exp_samples": told[grouped]}
+        for listed, grouped in (("custom", "pod"), ("external", ""))
+        for rule in rules[listed]
+    ]
+    tests = tmp_path / "queue.yaml"
+    tests.write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}))
+    done = promtool("test", "rules", str(tests))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rules: rules["custom"][0].update(seriesQuery='warmfleet_queue{namespace!="",pod!=""}'), "is no metric"),
+        (lambda rules: rules["custom"][0].update(seriesQuery="warmfleet_queued_requests{pod!=}"), "cannot be parsed"),
+        (lambda rules: rules["external"][0].update(metricsQuery="sum(<<.Series>>{<<.LabelMatchers>>)"), "cannot be"),
+        (lambda rules: rules["custom"][0].update(metricsQuery="sum(<<.Series>>) by (modle, <<.GroupBy>>)"), "modle"),
+        (lambda rules: rules["custom"][0]["resources"]["overrides"].pop("pod"), "does not tell the pod"),
+        (
+            lambda rules: rules["external"][0].update(seriesQuery="warmfleet_queued_requests"),
+            "takes samples without namespace",
+        ),
+        (
+            lambda rules: rules.pop("external"),
+            "no rule serves warmfleet_queued_requests to metrics of the type External",
+        ),
+        (lambda rules: rules.pop("custom"), "no rule serves warmfleet_queued_requests to metrics of the type Pods"),
+    ],
+)
+def test_a_mistake_in_the_adapters_rules_is_found(change: Callable[[dict[str, Any]], None], said: str) -> None:
+    rules = adapter_rules()
+    change(rules)
+    assert [fault for fault in adapter_faults(rules, SCALERS) if said in fault]
+
+
+def test_an_autoscaler_that_asks_for_another_metric_is_found() -> None:
+    changed = copy.deepcopy(SCALERS)
+    [worker] = [one for one in changed if isinstance(one, dict) and one["metadata"]["name"] == "worker"]
+    worker["spec"]["metrics"][0]["external"]["metric"]["name"] = "warmfleet_in_flight_requests"
+    assert adapter_faults(adapter_rules(), changed) == [
+        "no rule serves warmfleet_in_flight_requests to metrics of the type External"
+    ]
