@@ -27,6 +27,7 @@ from aiohttp import web
 
 from warmfleet_loadtest.simulator.api import Api, Served
 from warmfleet_loadtest.simulator.block_pool import BlockPool
+from warmfleet_loadtest.simulator.chooser_port import ChooserApi, ChosenCore
 from warmfleet_loadtest.simulator.engine_core import EngineCore
 from warmfleet_loadtest.simulator.fcfs_scheduler import FcfsScheduler
 from warmfleet_loadtest.simulator.fleet_membership import Halves, Membership
@@ -97,13 +98,7 @@ class Engine:
 
     async def start(self, host: str, port: int) -> None:
         """Listen (0: on any free port) and run the core. Raises OSError if the port is taken."""
-        app = Api(self.core, self.tokenizer, self.served).app()
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS, keepalive_timeout=5.0
-        )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=1_024)
-        await site.start()
+        self._runner = await listening(Api(self.core, self.tokenizer, self.served).app(), host, port)
         self.port = self._runner.addresses[0][1]
         self._steps = asyncio.create_task(self.core.run())
 
@@ -139,6 +134,16 @@ class Engine:
             self.kv_events.close()
 
 
+async def listening(app: web.Application, host: str, port: int) -> web.AppRunner:
+    """Serve an application. Raises OSError if the port is taken."""
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS, keepalive_timeout=5.0
+    )
+    await runner.setup()
+    await web.TCPSite(runner, host, port, backlog=1_024).start()
+    return runner
+
+
 async def serve(args: argparse.Namespace) -> None:
     """Run the engines of the command line until SIGTERM or SIGINT. Raises OSError if an engine cannot listen."""
     tokenizer = PromptTokenizer.load(args.tokenizer)
@@ -146,6 +151,7 @@ async def serve(args: argparse.Namespace) -> None:
     served = Served(tuple(args.model), args.api_key)
     artifacts = tokenizer.artifacts() if args.redis else {}
     engines = [Engine(config, tokenizer, served) for _ in range(args.count)]
+    front: web.AppRunner | None = None
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -164,8 +170,14 @@ async def serve(args: argparse.Namespace) -> None:
                 told = f"{url}=tcp://127.0.0.1:{events.port},replay=tcp://127.0.0.1:{events.replay_port}"
                 print(f"engine {index} is bridged by: warmfleet bridge --redis URL --engine {told}", flush=True)
             print(f"engine {index} serves {args.model[0]} on {url}", flush=True)
+        if args.chooser:
+            core = ChosenCore([engine.core for engine in engines], args.chooser)
+            front = await listening(ChooserApi(core, tokenizer, served).app(), args.host, 0)
+            print(f"{args.chooser} chooses among them on http://{args.host}:{front.addresses[0][1]}", flush=True)
         await stopping.wait()
     finally:
+        if front is not None:
+            await front.cleanup()
         await asyncio.gather(*(engine.stop() for engine in engines))
 
 
@@ -217,6 +229,12 @@ def parser() -> argparse.ArgumentParser:
         help="publish vLLM's KV events over ZMQ on this port and those behind it, one for each engine, and replays "
         f"{REPLAY_PORTS} ports further; without PORT on free ones, which are printed",
     )
+    fleet.add_argument(
+        "--chooser",
+        choices=("oracle", "central"),
+        help="one more port, which is printed: it sends requests to the engine that is best now, or keeps them back "
+        "until one is free and takes the shortest first",
+    )
     cache = made.add_argument_group("cache and scheduler, in vLLM's words")
     cache.add_argument("--blocks", type=int, default=4_096, help="--num-gpu-blocks-override (default %(default)s)")
     cache.add_argument("--block-size", type=int, default=16, help="tokens in a block (default %(default)s)")
@@ -246,6 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.model = args.model or ["demo"]
     if args.kv_events is not None and args.redis:
         parser().error("--kv-events is for an engine without --redis: only one publisher can listen to the cache")
+    if args.chooser and args.redis:
+        parser().error("--chooser is for engines without --redis: the fleet's routers choose there")
     try:
         engine_config(args)
         uvloop.run(serve(args))

@@ -5,6 +5,7 @@
     make -s bench NAME=trace POLICY=all SEEDS=3 ARGS="--engine-mode step"       # all policies, three seeds
     make -s bench NAME=trace FLEET=bridge:4,approximate:4,mixed:4               # and cost x 4 beside them
     make -s bench NAME=trace FLEET=vllm-router-kv:1,vllm-router-kv:4,smg:1,session-sticky,session-affinity:4
+    make -s bench NAME=trace FLEET=oracle,central,session-sticky ARGS="--speed 9.5"    # choosers that look into engines
     make -s bench NAME=trace ARGS="--rows 300 --policy cost,least_loaded"       # a first look: 30 s
 
 Requests arrive at the trace's own times, divided by --speed, whether or not earlier ones are answered (TRACE=agents:

@@ -6,19 +6,18 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from warmfleet_loadtest.simulator.perfect_knowledge import Central, Oracle, Sticky
+from warmfleet_loadtest.simulator.perfect_knowledge import CHOOSERS, chooser
 from warmfleet_loadtest.simulator.virtual_clock import VirtualEngine, VirtualFleet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from warmfleet_loadtest.engine import EngineConfig
-    from warmfleet_loadtest.simulator.perfect_knowledge import Chooser
     from warmfleet_loadtest.simulator.scheduler import Request
     from warmfleet_loadtest.simulator.virtual_clock import Answered
     from warmfleet_loadtest.traces.trace import Arrival, Trace
 
-RIVALS = ("oracle", "sticky", "central")  # see ``perfect_knowledge``
+RIVALS = CHOOSERS
 
 
 @dataclass(slots=True)
@@ -42,12 +41,7 @@ class Rival:
     def __init__(self, name: str, engines: Sequence[EngineConfig], speed: float, seed: int) -> None:
         self.engines = [VirtualEngine(config.scheduler(), config.costs) for config in engines]
         self.fleet = VirtualFleet(self.engines, self, speed)
-        made: dict[str, Chooser] = {
-            "oracle": Oracle(self.engines, seed),
-            "sticky": Sticky(self.engines, seed),
-            "central": Central(self.engines, self._send),
-        }
-        self._chooser = made[name]
+        self._chooser = chooser(name, self.engines, self._send, seed)
 
     def _send(self, request: Request, number: int) -> None:
         self.fleet.send(request, number, self.fleet.clock.now)

@@ -71,11 +71,12 @@ def test_what_does_not_start_shows_why_and_does_not_stop_the_rest(
     monkeypatch.setattr(
         "warmfleet_loadtest.fleet_bench.ours", lambda *_: [Fleet("odd x 1", "warmfleet", "no_such_policy", 1)]
     )
-    assert main(bench(tmp_path, "--policy", "odd", "--fleet", "session-sticky")) == 1
+    assert main(bench(tmp_path, "--policy", "odd", "--fleet", "session-sticky,oracle")) == 1
     printed = capsys.readouterr()
-    odd, direct = json.loads(printed.out.splitlines()[-1])["runs"]
+    odd, direct, chosen = json.loads(printed.out.splitlines()[-1])["runs"]
     assert "no_such_policy" in odd["error"]
     assert (direct["failed"], direct["requests"]) == (0, 40)
+    assert (chosen["failed"], chosen["requests"]) == (0, 40)
     assert "ended with 2" in printed.err
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import orjson
 from aiohttp import web
@@ -18,8 +18,8 @@ from warmfleet_loadtest.tokens.prompt_tokenizer import PromptError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from warmfleet_loadtest.simulator.engine_core import EngineCore
-    from warmfleet_loadtest.simulator.scheduler import Output, Request
+    from warmfleet_loadtest.simulator.scheduler import Output, Request, Scheduler
+    from warmfleet_loadtest.simulator.step_costs import StepCosts
     from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -38,10 +38,23 @@ class Served:
     cached_details: bool = True
 
 
+class Core(Protocol):
+    """Computes requests: an ``EngineCore``. scheduler: its limits, cache and counters."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+    @property
+    def costs(self) -> StepCosts: ...
+    @property
+    def busy_s(self) -> float: ...
+    async def submit(self, request: Request, sink: asyncio.Queue[Output]) -> None: ...
+    def abort(self, request: Request) -> None: ...
+
+
 class Api:
     """The request handlers of one engine."""
 
-    def __init__(self, core: EngineCore, tokenizer: PromptTokenizer, served: Served) -> None:
+    def __init__(self, core: Core, tokenizer: PromptTokenizer, served: Served) -> None:
         self.core = core
         self.tokenizer = tokenizer
         self.served = served

@@ -53,6 +53,10 @@ class EngineCore:
         delay = self._api_free - loop.time()
         if delay > 0:
             await asyncio.sleep(delay)
+        self.put(request, sink)
+
+    def put(self, request: Request, sink: asyncio.Queue[Output]) -> None:
+        """Queue a request that is already past the API server. Raises ValueError if it can never run."""
         self.scheduler.add(request)
         self._sinks[request] = sink
         self._arrived.set()

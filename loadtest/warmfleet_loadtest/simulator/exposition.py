@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from warmfleet_loadtest.simulator.engine_core import EngineCore
+    from warmfleet_loadtest.simulator.api import Core
 
 
-def metrics_text(core: EngineCore, model: str) -> str:
+def metrics_text(core: Core, model: str) -> str:
     """Prometheus text, version 0.0.4.
 
     Two counters are not vLLM's: seconds spent in steps, and evicted blocks.

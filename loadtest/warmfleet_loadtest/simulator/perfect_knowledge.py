@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.scheduler import Request, Scheduler
     from warmfleet_loadtest.simulator.step_costs import StepCosts
 
+CHOOSERS = ("oracle", "sticky", "central")
 SAME_S = 1e-9  # times that differ by less are equal: they were added up in another order
 
 
@@ -186,3 +187,10 @@ def _least_work(waiting: Iterable[Request], backlogs: Sequence[Backlog], free: s
             return request, number
         backlogs[number].queue(request)
     return None
+
+
+def chooser(name: str, engines: Sequence[Engine], send: Callable[[Request, int], None], seed: int = 0) -> Chooser:
+    """Return one of CHOOSERS. send: see ``Central``."""
+    if name == "central":
+        return Central(engines, send)
+    return Oracle(engines, seed) if name == "oracle" else Sticky(engines, seed)

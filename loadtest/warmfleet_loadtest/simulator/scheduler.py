@@ -132,10 +132,14 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; raises ValueError if it can never run."""
-        if not 0 < request.prompt_tokens <= self.limits.max_model_len - request.max_tokens or request.max_tokens < 1:
-            raise ValueError(f"{request.prompt_tokens} + {request.max_tokens} tokens do not fit")
+        self.check(request)
         hash_blocks(self.scheme, request)
         self.waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if the request can never run."""
+        if not 0 < request.prompt_tokens <= self.limits.max_model_len - request.max_tokens or request.max_tokens < 1:
+            raise ValueError(f"{request.prompt_tokens} + {request.max_tokens} tokens do not fit")
 
     def abort(self, request: Request) -> None:
         """Forget a request, running or waiting; its blocks stay in the cache. Unknown requests are ignored."""

@@ -48,6 +48,8 @@ POLICIES = (
 )
 #: Fleets without a router: the client itself chooses the engine, by this balance (see ``replay.Balance``).
 DIRECT = {"session-sticky": "session", "least-loaded": "least"}
+#: Fleets without a router: a chooser beside the engines, which looks into them (``simulator/chooser_port``).
+CHOSEN = ("oracle", "central")
 AFFINITY = "session-affinity"  # Warmfleet with policy cost; the client sends a session always to the same replica
 #: Fleets whose engines have no plugin. Warmfleet learns what they hold from their KV events, through
 #: `warmfleet bridge`; or from the requests that it sent to them. In a mixed fleet every third engine has the plugin.
@@ -58,8 +60,8 @@ CONNECTIONS = ("bridge", "approximate", "mixed")
 class Fleet:
     """One fleet under comparison.
 
-    kind: ``warmfleet``, a name in ``peers.PEERS`` or in DIRECT. balance: how the client chooses among several URLs.
-    connection: how the engines of a Warmfleet fleet are connected: ``plugin`` or one of CONNECTIONS.
+    kind: ``warmfleet``, a name in ``peers.PEERS``, in DIRECT or in CHOSEN. balance: how the client chooses among
+    several URLs. connection: how the engines of a Warmfleet fleet are connected: ``plugin`` or one of CONNECTIONS.
     """
 
     name: str
@@ -126,13 +128,15 @@ def _other(text: str) -> Fleet:
     kind, replicas = (found[1], int(found[2] or 1)) if found else ("", 0)
     if text in DIRECT:
         return Fleet(kind, kind, "", 0, DIRECT[kind])
+    if text in CHOSEN:
+        return Fleet(kind, kind, "", 0)
     if kind == AFFINITY and replicas:
         return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, "session")
     if kind in CONNECTIONS and replicas:
         return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, connection=kind)
     if kind in peers.PEERS and replicas:
         return Fleet(f"{kind} x {replicas}", kind, "", replicas)
-    known = [*(f"{name}:N" for name in (*peers.PEERS, AFFINITY, *CONNECTIONS)), *DIRECT]
+    known = [*(f"{name}:N" for name in (*peers.PEERS, AFFINITY, *CONNECTIONS)), *DIRECT, *CHOSEN]
     raise ValueError(f"no fleet {text!r}; known are {', '.join(known)}")
 
 
@@ -150,6 +154,10 @@ def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
         elif fleet.kind in peers.PEERS:
             engines, events = _start_engines(processes, setup, ["--kv-events"])
             ports = _start_peers(processes, fleet, engines, events)
+        elif fleet.kind in CHOSEN:
+            engines, _events = _start_engines(processes, setup, ["--chooser", fleet.kind])
+            yield Running((_chooser_url(processes),), engines, fleet.balance, processes)
+            return
         else:
             engines, _events = _start_engines(processes, setup, [])
             yield Running(engines, engines, fleet.balance, processes)
@@ -221,6 +229,16 @@ def _start_engines(
 
     processes.wait(name, lambda: len(urls()) == setup.engines)
     return tuple(urls()), [int(port) for port in re.findall(r"publishes .* port (\d+)\n", processes.log(name))]
+
+
+def _chooser_url(processes: Processes) -> str:
+    """The URL of the engines' chooser, as they print it."""
+
+    def urls() -> list[str]:
+        return re.findall(r"chooses among them on (http://\S+)\n", processes.log("engines"))
+
+    processes.wait("engines", urls)
+    return urls()[0]
 
 
 def _start_replicas(
