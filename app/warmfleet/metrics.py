@@ -1,8 +1,8 @@
 """All metrics of a router. app/docs/metrics.md is generated from here.
 
-One rule names them (tests/contract/test_metrics.py): ``warmfleet_``, then the things that are counted, in the plural,
-or what is measured with its base unit at the end; a counter has ``_total`` behind that. Every label is bounded: none
-names a user or a request. ``model`` is a tag of WARMFLEET_MODELS, ``client`` a name in the file of clients' keys,
+Their names follow a rule (tests/contract/test_metrics.py): ``warmfleet_``, then the things that are counted, in the
+plural, or what is measured with its base unit at the end; a counter has ``_total`` behind that. Every label is bounded:
+none names a user or a request. ``model`` is a tag of WARMFLEET_MODELS, ``client`` a name in the file of clients' keys,
 ``worker`` a worker of the last reading, whose samples go when it leaves the fleet.
 """
 

@@ -49,8 +49,8 @@ METRICS = """\
 of every counter ends in `_total`; the table leaves the ending out. [operate.md](operate.md#see-it) says how to scrape
 them, which to watch and what to do.
 
-One rule names them: `warmfleet_`, then the things that are counted, in the plural, or what is measured with its base
-unit at the end. Labels are bounded: `model` is a tag of `WARMFLEET_MODELS`, `worker` a worker of the last reading,
+Their names follow a rule: `warmfleet_`, then the things that are counted, in the plural, or what is measured with its
+base unit at the end. Labels are bounded: `model` is a tag of `WARMFLEET_MODELS`, `worker` a worker of the last reading,
 whose samples go when it leaves, `client` a name in the file of clients' keys. Prometheus' own `process_*` metrics (CPU,
 memory, open files, start) are on the same page.
 

@@ -1,4 +1,4 @@
-"""Who is answered on the port for operators where clients are kept apart and no admin key is set."""
+"""The port for operators where clients are kept apart and no admin key is set: the own host, and all others."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who may ask a replica what: clients by their keys, pages of other origins, operators."""
+"""Access to a replica: clients by their keys, pages of other origins, operators."""

@@ -1,4 +1,4 @@
-"""Who may ask what of the paths for operators.
+"""Access to the paths for operators.
 
 With ``WARMFLEET_ADMIN_KEY`` all of them need that key. Without it they are open, unless clients are kept apart (by
 keys, tenants or hidden headers). Then sums stay open, so that Prometheus and the status page work; whatever tells about

@@ -47,7 +47,7 @@ class LoggedApplication(ServiceApplication):
         self._application = application
 
     def serve(self, request: HttpRequest, answer: ClientAnswer, *, engines: bool) -> Coroutine[Any, Any, None]:
-        """As ``ServiceApplication.serve``. A request without an id gets one here: all its lines tell the same one."""
+        """As ``ServiceApplication.serve``. A request without an id gets an id here, which all its lines tell."""
         told = next((value for name, value in request.headers if name == b"x-request-id"), b"")
         request_id = cleaned_request_id(told)
         if not told:
@@ -61,7 +61,7 @@ class LoggedApplication(ServiceApplication):
         answer: ClientAnswer,
         request_id: str,
     ) -> None:
-        """serve: called here, since a task that is cancelled before its first step never gets here."""
+        """serve: makes the coroutine that answers, here: a task cancelled before its first step never comes here."""
         try:
             await serve(request, answer)
         finally:
@@ -70,7 +70,7 @@ class LoggedApplication(ServiceApplication):
 
 
 def log(request: HttpRequest, answer: NotedAnswer, request_id: str) -> None:
-    """One line: no query, no header and no body of the request is in it."""
+    """Write the line of a request, without its query, headers and body."""
     now, began = time.perf_counter(), request.received_at
     path = request.target.partition(b"?")[0][:MAX_PATH].decode("ascii", "backslashreplace")
     method = request.method.decode("ascii", "backslashreplace")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
 
 _W = WorkerState
-#: What each state means for requests; ``why`` tells more where more is known.
+#: The meaning of each state for requests; ``why`` tells more where more is known.
 STATES: Mapping[WorkerState, str] = {
     _W.GONE: "nothing is known of it",
     _W.PENDING: "it joined and waits for its probe",
@@ -30,14 +30,14 @@ STATES: Mapping[WorkerState, str] = {
     _W.EJECTED: "it failed requests that other workers served",
     _W.UNHEARD: "no heartbeat comes, but its engine answers, so it takes requests",
 }
-#: What a worker did that made it suspected, by the mark in its record.
+#: The deed that made a worker suspected, by the mark in its record.
 SUSPICIONS: Mapping[str, str] = {
     "prompt": "it counted other prompt tokens than the router",
     "blocks": "its stream did not report the blocks of prompts",
 }
 #: States whose words gain by the reason that the last probe gave.
 PROBED = (_W.PENDING, _W.UNREACHABLE, _W.LOAD_ONLY)
-#: What to do about each state but the two best. {worker}, {model}: names to fill in.
+#: The remedy of each state but the two best. {worker}, {model}: names to fill in.
 REMEDIES: Mapping[WorkerState, str] = {
     _W.GONE: "start the engine",
     _W.PENDING: "wait some seconds for a router's probe; see the checks of the engine, and the routers' log",
@@ -57,9 +57,9 @@ REMEDIES: Mapping[WorkerState, str] = {
     _W.LOAD_ONLY: "see app/docs/identity.md, Proof",
     _W.SUSPECTED: "wait for its next probe, or let the doctor examine its URL",
 }
-#: What to do about a stock engine that is silent: it sends no heartbeats.
+#: The remedy of a stock engine that is silent: it sends no heartbeats.
 STOCK_REMEDY = "start the engine, or make its URL reachable from the routers' hosts"
-#: What to do about a worker that is placed by load only, by the cause that its probe gave.
+#: The remedy of a worker that is placed by load only, by the cause that its probe gave.
 CAUSES: Mapping[str, str] = {
     "differs": "start it with the tokenizer, --chat-template and flags of the other engines of this model",
     "text": "restart it: its tokenizer is not the one that it announced",
@@ -74,7 +74,7 @@ CAUSES: Mapping[str, str] = {
 
 
 def why(worker: WorkerView) -> str:
-    """What a worker's state means, and why it is in that state, as far as that is known."""
+    """The meaning of a worker's state, and its cause as far as that is known."""
     state, record = worker.state, worker.record
     if state is _W.SILENT and worker.approximate:
         return "its health check fails"
@@ -90,7 +90,7 @@ def why(worker: WorkerView) -> str:
 
 
 def remedy(worker: WorkerView, model: str) -> str:
-    """What to do about this worker; empty if it is well. model: the tag of its model."""
+    """The remedy of this worker's state; empty if it is well. model: the tag of its model."""
     state, cause = worker.state, str(worker.record.get("cause", ""))
     if state is _W.LOAD_ONLY and cause in CAUSES:
         return CAUSES[cause]
