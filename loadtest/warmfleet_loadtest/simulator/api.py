@@ -186,7 +186,8 @@ class Api:
         return web.json_response({"version": VERSION})
 
     async def metrics(self, _http: web.Request) -> web.Response:
-        return web.Response(text=metrics_text(self.core, self.served.models[0]))
+        text = metrics_text(self.core.scheduler, self.served.models[0], self.core.busy_s)
+        return web.Response(text=text)
 
     async def table(self, _http: web.Request) -> web.Response:
         """Every held block hash. The fleet's index must be equal to this."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from warmfleet_loadtest.simulator.api import Core
+    from warmfleet_loadtest.simulator.scheduler import Scheduler
 
 
-def metrics_text(core: Core, model: str) -> str:
-    """Prometheus text, version 0.0.4.
+def metrics_text(scheduler: Scheduler, model: str, busy_s: float) -> str:
+    """Prometheus text, version 0.0.4. busy_s: seconds spent in steps.
 
     Two counters are not vLLM's: seconds spent in steps, and evicted blocks.
     """
-    scheduler = core.scheduler
     totals, pool = scheduler.totals, scheduler.pool
     gauges = {
         "num_requests_running": len(scheduler.running),
@@ -36,7 +35,7 @@ def metrics_text(core: Core, model: str) -> str:
     for name, value in counters.items():
         more = ',finished_reason="length"' if name == "request_success" else ""
         lines += [f"# TYPE vllm:{name} counter", f"vllm:{name}_total{{{labels}{more}}} {value}"]
-    for name, spent in {"busy_seconds": round(core.busy_s, 6), "evicted_blocks": pool.evicted}.items():
+    for name, spent in {"busy_seconds": round(busy_s, 6), "evicted_blocks": pool.evicted}.items():
         lines += [f"# TYPE sim:{name} counter", f"sim:{name}_total{{{labels}}} {spent}"]
     config = {
         "block_size": scheduler.limits.block_tokens,
