@@ -167,6 +167,11 @@ async def test_every_fleet_is_shown_without_a_fault(
         assert await look.page.locator("img, script:not([src])").count() == 0
         if name == "64 workers":
             await _sorted_and_filtered(look.page)
+        if name == "empty":
+            await expect(look.page.locator("#rung-reason.bad")).to_contain_text(
+                "No worker has joined, so requests get 503"
+            )
+            await expect(look.page.locator("#rung-reason code")).to_have_text("warmfleet doctor")
 
 
 async def _sorted_and_filtered(page: Page) -> None:

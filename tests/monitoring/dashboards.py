@@ -49,7 +49,7 @@ def rate(metric: str, by: str, labels: str = MODEL) -> str:
 
 
 def quantiles(metric: str, labels: str = MODEL, where: str = "") -> tuple[Line, ...]:
-    """P50, P90 and P99 over all replicas. where: ``> 0`` drops the times without any event, which are NaN else."""
+    """P50, P90 and P99 over all replicas. where: `` > 0`` drops times without any event, which are not a number."""
     ranges = f"sum by (model, le) (rate(warmfleet_{metric}_bucket{{{labels}}}{RATE}))"
     return tuple(
         Line(
@@ -87,7 +87,8 @@ FLEET = (
         "seconds since the request was read",
         "s",
         "Of streamed answers: a plain answer comes only with its last token. Buckets end at 30 s.",
-        quantiles("first_byte_seconds", f'{MODEL},answer="stream"'),
+        quantiles("first_byte_seconds", f'{MODEL},answer="stream"', where=" > 0"),
+        nothing="No streamed answer yet",
     ),
     Panel(
         "Prompt tokens",

@@ -115,7 +115,8 @@ async def for_a_while(url: str, seconds: float, **fields: Any) -> set[int]:
     """Conversations that grow, for so many seconds; returns the statuses of their answers."""
     ends, turns, seen = time.monotonic() + seconds, 1, set[int]()
     while time.monotonic() < ends:
-        seen |= set(await send(url, [f"{name} {WORDS * 4 * turns}" for name in "ABCD"], **fields))
+        prompts = [f"{name} {WORDS * 4 * turns}" for name in "ABCD"]
+        seen |= set(await send(url, prompts, stream=bool(turns % 2), **fields))
         turns = turns % 20 + 1
     return seen
 

@@ -50,6 +50,21 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** Change what an element says, unless it says that already: a reader may have selected it. The text is read by `prose`. */
+export function write(element, text) {
+  if (element.dataset.told === text) return;
+  element.dataset.told = text;
+  element.replaceChildren(...prose(text));
+}
+
+/** The parts of a text: what stands in backticks as code, and options such as --undo, in which no line ends. */
+export function prose(text) {
+  return text.split(/(`[^`]+`|--[\w-]+)/).map((part) => {
+    if (part.startsWith("`")) return el("code", {}, part.slice(1, -1));
+    return part.startsWith("--") ? el("span", { class: "whole" }, part) : part;
+  });
+}
+
 const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const precise = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 const NONE = "–";

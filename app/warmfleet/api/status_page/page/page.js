@@ -1,8 +1,8 @@
 // Asks the replica for its figures every two seconds while somebody looks, and shows them.
 
-import { bytes, count, el, number, percent, say, seconds } from "./dom.js";
+import { bytes, count, el, number, percent, say, seconds, write } from "./dom.js";
 import { draw } from "./plots.js";
-import { NO_WORKER, decisionsTable, modelsTable, workersTable } from "./tables.js";
+import { NO_WORKER, NO_WORKER_READY, decisionsTable, modelsTable, workersTable } from "./tables.js";
 
 const EVERY_MS = 2000;
 const SLOWEST_MS = 15000; // between two tries while the replica does not answer
@@ -16,6 +16,8 @@ const RUNGS = {
   last_known: ["last known view", "bad"],
   nothing: ["no fleet known", "bad"],
 };
+
+const [FLEET, REPLICA] = ["whole fleet", "this replica"]; // where a figure comes from, as the foot of the page tells
 
 const $ = (id) => document.getElementById(id);
 const workers = workersTable($("workers"));
@@ -192,12 +194,15 @@ function showHead(model) {
   say($("model-title"), model.model);
   document.title = `${routable(model)} of ${model.workers.length} workers, ${model.model} – Warmfleet`;
   say($("model-facts"), `policy ${model.policy} (${model.policy_by}), prompts identified: ${model.identity}`);
+  const nobody = !old(model) && !routable(model);
   const steps = last.rungs.map((rung) => {
     const now = rung === model.rung;
-    return el("li", { "aria-current": now ? "step" : null, class: now ? RUNGS[rung][1] : null }, `${now ? "▶ " : ""}${RUNGS[rung][0]}`);
+    const colour = nobody ? "bad" : RUNGS[rung][1];
+    return el("li", { "aria-current": now ? "step" : null, class: now ? colour : null }, `${now ? "▶ " : ""}${RUNGS[rung][0]}`);
   });
   $("rungs").replaceChildren(...steps);
-  say($("rung-reason"), model.rung_reason);
+  $("rung-reason").className = nobody ? "notice bad" : "";
+  write($("rung-reason"), nobody ? (model.workers.length ? NO_WORKER_READY : NO_WORKER) : model.rung_reason);
   showTiles(model);
 }
 
@@ -205,18 +210,19 @@ function showTiles(model) {
   const { lately, ttft, queue, index } = model;
   const away = "not known while Redis is away";
   const tiles = [
-    ["Workers", `${routable(model)} of ${model.workers.length}`, old(model) ? "took requests when last read" : "take requests; whole fleet"],
-    ["Hit ratio", percent(lately.hit_ratio), "of prompt tokens, last minute; this replica"],
-    ["First token", seconds(ttft.p50_s || null), `P50 of streams; P90 ${seconds(ttft.p90_s || null)}; this replica`],
-    ["Decisions", `${number(lately.decisions_per_s)}/s`, lately.fallbacks_per_s ? `${number(lately.fallbacks_per_s)}/s without Redis; this replica` : "this replica"],
-    ["In the queue", count(queue?.waiting), queue ? `${queue.waiting ? `${seconds(queue.work_s)} of work; ` : ""}whole fleet` : away],
-    ["Redis memory", index ? bytes(index.memory_used_bytes) : "–", index ? `${memoryLimit(index)}; whole fleet` : away],
+    ["Workers", `${routable(model)} of ${model.workers.length}`, old(model) ? "took requests when last read" : "take requests", FLEET],
+    ["Hit ratio", percent(lately.hit_ratio), "of prompt tokens", `${REPLICA}, last minute`],
+    ["First token, P50", seconds(ttft.p50_s || null), `of streams; P90 ${seconds(ttft.p90_s || null)}`, `${REPLICA}, last minute`],
+    ["Decisions", `${number(lately.decisions_per_s)}/s`, `${number(lately.fallbacks_per_s)}/s without Redis`, REPLICA],
+    ["In the queue", count(queue?.waiting), queue ? `${seconds(queue.work_s)} of work` : away, FLEET],
+    ["Redis memory", index ? bytes(index.memory_used_bytes) : "–", index ? memoryLimit(index) : away, FLEET],
   ];
-  $("tiles").replaceChildren(...tiles.map(([name, value, more]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, el("small", {}, more)))));
+  $("tiles").replaceChildren(...tiles.map(([name, value, more, scope]) =>
+    el("div", {}, el("dt", {}, name), el("dd", {}, value, el("small", {}, more), el("small", { class: "of" }, scope)))));
 }
 
 function memoryLimit({ memory_limit_bytes: limit, entries }) {
-  return `${limit ? `of ${bytes(limit)}` : "no limit set"}, ${count(entries)} entries of the index`;
+  return `${limit ? `of ${bytes(limit)}` : "no limit set"}, ${count(entries)} entries`;
 }
 
 const plots = ["hits", "first", "decisions", "waiting"].map((name) => el("figure", { id: `plot-${name}` }));
@@ -246,9 +252,7 @@ function showWorkers() {
     const text = `${worker.worker_id} ${worker.url} ${worker.state} ${worker.reason} ${worker.names.join(" ")}`.toLowerCase();
     return words.every((word) => text.includes(word)) && !($("only-out").checked && worker.routable);
   });
-  workers.empty = all.length
-    ? "No worker matches the filter."
-    : NO_WORKER;
+  workers.empty = all.length ? "No worker matches the filter." : "No worker has joined.";
   workers.show(found);
   say($("filtered"), `${found.length} of ${all.length} shown`);
 }

@@ -21,6 +21,7 @@ export function draw(figure, { title, lines, ages, format, top }) {
   const x = (age) => LEFT + (1 - Math.min(age / (60 * MINUTES[0]), 1)) * (width - LEFT - RIGHT);
   const y = (value) => TOP + (1 - Math.min(value / highest, 1)) * (HEIGHT - TOP - BOTTOM);
   const parts = [...upright(width, highest, step, y, format), ...level(x)];
+  if (!known.length) parts.push(svg("text", { x: (LEFT + width) / 2, y: HEIGHT / 3, "text-anchor": "middle" }, "no values yet"));
   lines.forEach((line, place) => parts.push(...drawn(line.values, ages, x, y, `s${place + 1}`)));
   const picture = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": inWords(title, lines, format) });
   picture.append(...parts);
@@ -31,7 +32,7 @@ function legend(lines, format) {
   return lines.map((line, place) => {
     const key = svg("svg", { class: "keyline", viewBox: "0 0 26 10", "aria-hidden": "true" });
     key.append(svg("line", { class: `key s${place + 1}`, x1: 0, y1: 5, x2: 26, y2: 5 }));
-    return el("span", {}, key, ` ${line.name} ${format(line.values.at(-1) ?? null)}`);
+    return el("span", {}, key, ` ${line.name} `, el("span", { class: "now" }, format(line.values.at(-1) ?? null)));
   });
 }
 

@@ -1,6 +1,6 @@
 // The tables of the page: they sort by their columns, and on a phone each row becomes a card.
 
-import { clock, count, el, keyed, percent, seconds, svg } from "./dom.js";
+import { clock, count, el, keyed, percent, prose, seconds, svg } from "./dom.js";
 
 const compared = new Intl.Collator("en", { numeric: true }).compare;
 const LIMITED = new Set(["load-only", "unheard", "suspected"]);
@@ -53,7 +53,7 @@ export class Table {
       : rows;
     if (rows.length) keyed(this.body, sorted, this.keyOf, (row) => this.row(row));
     else {
-      const cell = el("td", { role: "cell", colspan: this.columns.length, "data-column": "" }, this.empty);
+      const cell = el("td", { role: "cell", colspan: this.columns.length, "data-column": "" }, ...prose(this.empty));
       this.body.replaceChildren(el("tr", { role: "row" }, cell));
     }
   }
@@ -78,9 +78,13 @@ function compare(a, b) {
   return typeof a === "number" && typeof b === "number" ? a - b : compared(String(a), String(b));
 }
 
-const small = (text) => el("small", {}, text);
+const small = (text) => el("small", {}, ...prose(text));
 
-/** A bar that repeats the number beside it. */
+/** A share in percent behind a bar of it. */
+function shown(share) {
+  return [bar(share), el("span", { class: "share" }, percent(share))];
+}
+
 function bar(share) {
   const picture = svg("svg", { class: "bar", viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" });
   picture.append(svg("rect", { class: "empty", width: 100, height: 8 }));
@@ -108,7 +112,7 @@ function state(worker) {
 function cache(worker) {
   const share = fill(worker);
   if (share === null) return ["unknown"];
-  return [bar(share), ` ${percent(share)}`, small(`${count(worker.blocks)} of ${count(worker.capacity_blocks)} blocks`)];
+  return [...shown(share), small(`${count(worker.blocks)} of ${count(worker.capacity_blocks)} blocks`)];
 }
 
 function lag(worker) {
@@ -121,6 +125,7 @@ function lag(worker) {
 export const NO_WORKER =
   "No worker has joined, so requests get 503. Start vLLM with the plugin and WARMFLEET_REDIS_URL, or name engines in " +
   "WARMFLEET_STATIC_WORKERS; `warmfleet doctor` says what is missing.";
+export const NO_WORKER_READY = "No worker takes requests, so they get 503. The table of workers says why.";
 
 export function workersTable(table) {
   return new Table(table, {
@@ -128,7 +133,7 @@ export function workersTable(table) {
     keyOf: (worker) => worker.worker_id,
     rowClass: (worker) => (grade(worker) ? null : "out"),
     sortedBy: "State",
-    empty: NO_WORKER,
+    empty: "No worker has joined.",
     columns: [
       { name: "Worker", by: (worker) => worker.worker_id, cell: (worker) => [worker.worker_id, small(worker.url || "no address")] },
       { name: "State", words: true, by: grade, cell: state },
@@ -149,11 +154,11 @@ export function workersTable(table) {
 
 function candidates(decision) {
   if (!decision.candidates) return null;
-  const heads = ["Worker", "Held", "Ahead", "Requests", "Speed", "Cost"];
+  const heads = ["Worker", "Cost", "Held", "Ahead", "Requests", "Speed"];
   const rows = decision.candidates.map((one) =>
     el("tr", { class: one.worker_id === decision.worker_id ? "shown" : null },
       el("th", { scope: "row", class: "name" }, one.worker_id),
-      ...[count(one.matched_tokens), count(one.wait_tokens), count(one.in_flight), count(one.speed_tps), seconds(one.cost_s)]
+      ...[seconds(one.cost_s), count(one.matched_tokens), count(one.wait_tokens), count(one.in_flight), count(one.speed_tps)]
         .map((text) => el("td", { class: "number" }, text))));
   const head = el("tr", {}, ...heads.map((name, place) => el("th", { scope: "col", class: place ? "number" : null }, name)));
   const table = el("table", {}, el("caption", { class: "unseen" }, "Candidates of this decision"), el("thead", {}, head), el("tbody", {}, ...rows));
@@ -163,7 +168,7 @@ function candidates(decision) {
 
 function held(decision) {
   const share = decision.prompt_tokens ? decision.matched_tokens / decision.prompt_tokens : 0;
-  return [bar(share), ` ${percent(share)}`, small(`${count(decision.matched_tokens)} of ${count(decision.prompt_tokens)} tokens`)];
+  return [...shown(share), small(`${count(decision.matched_tokens)} of ${count(decision.prompt_tokens)} tokens`)];
 }
 
 export function decisionsTable(table) {
@@ -176,7 +181,7 @@ export function decisionsTable(table) {
       { name: "Worker", cell: (decision) => el("span", { class: "name" }, decision.worker_id) },
       { name: "Why", words: true, cell: (decision) => [el("span", { class: decision.fallback ? "warn-text" : null }, decision.reason), candidates(decision)] },
       { name: "Prompt held there", number: true, cell: held },
-      { name: "Predicted", number: true, cell: (decision) => (decision.fallback ? "–" : [seconds(decision.cost_s), small(`${count(decision.wait_tokens)} tokens ahead`)]) },
+      { name: "Predicted cost", number: true, cell: (decision) => (decision.fallback ? "–" : [seconds(decision.cost_s), small(`${count(decision.wait_tokens)} tokens ahead`)]) },
     ],
   });
 }
