@@ -27,7 +27,7 @@ from aiohttp import web
 
 from warmfleet_loadtest.simulator.api import Api, Served
 from warmfleet_loadtest.simulator.block_pool import BlockPool
-from warmfleet_loadtest.simulator.chooser_port import ChooserApi, ChosenCore
+from warmfleet_loadtest.simulator.choosers.chooser_port import ChooserApi, ChosenCore
 from warmfleet_loadtest.simulator.engine_core import EngineCore
 from warmfleet_loadtest.simulator.fcfs_scheduler import FcfsScheduler
 from warmfleet_loadtest.simulator.fleet_membership import Halves, Membership

@@ -7,7 +7,8 @@
 
 Every fleet gets the same arrivals and the same eight engines. `today` and `new` are four replicas with the real
 scripts: with the rule before the changes of 2026-11-23, and with the one in force. `oracle`, `sticky` and `central` are
-choosers that read the engines' block pools and queues (`warmfleet_loadtest.simulator.perfect_knowledge`); no router
+choosers that read the engines' block pools and queues (`warmfleet_loadtest.simulator.choosers.perfect_knowledge`);
+no router
 runs. A load is the share of time that engines compute under the oracle: the trace is played as fast as that takes. Each
 seed begins the trace at another place.
 

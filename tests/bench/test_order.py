@@ -12,7 +12,7 @@ from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_plans import WORKLOADS, engine
 from tests.bench.virtual_rivals import opened, play_rival, rotated
 
-from warmfleet_loadtest.simulator.perfect_knowledge import Backlog, Outlook
+from warmfleet_loadtest.simulator.choosers.perfect_knowledge import Backlog, Outlook
 from warmfleet_loadtest.traces.trace import Arrival, Trace, generate
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from warmfleet_loadtest.simulator.perfect_knowledge import CHOOSERS, chooser
+from warmfleet_loadtest.simulator.choosers.perfect_knowledge import CHOOSERS, chooser
 from warmfleet_loadtest.simulator.virtual_clock import VirtualEngine, VirtualFleet
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from tests.conftest import poll
 from tests.loadtest.engines import DEMO, config, identity, running
 
 from warmfleet_loadtest.engine import listening, main
-from warmfleet_loadtest.simulator.chooser_port import ChooserApi, ChosenCore
+from warmfleet_loadtest.simulator.choosers.chooser_port import ChooserApi, ChosenCore
 from warmfleet_loadtest.simulator.step_costs import StepCosts
 
 if TYPE_CHECKING:

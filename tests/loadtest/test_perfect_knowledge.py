@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.loadtest.engines import config
 
-from warmfleet_loadtest.simulator.perfect_knowledge import Backlog, Central, Oracle, Sticky
+from warmfleet_loadtest.simulator.choosers.perfect_knowledge import Backlog, Central, Oracle, Sticky
 from warmfleet_loadtest.simulator.scheduler import Request, Scheduler, hash_blocks
 from warmfleet_loadtest.simulator.step_costs import StepCosts
 from warmfleet_loadtest.simulator.virtual_clock import VirtualEngine

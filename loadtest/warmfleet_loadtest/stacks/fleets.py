@@ -48,7 +48,7 @@ POLICIES = (
 )
 #: Fleets without a router: the client itself chooses the engine, by this balance (see ``replay.Balance``).
 DIRECT = {"session-sticky": "session", "least-loaded": "least"}
-#: Fleets without a router: a chooser beside the engines, which looks into them (``simulator/chooser_port``).
+#: Fleets without a router: a chooser beside the engines, which looks into them (``simulator/choosers/chooser_port``).
 CHOSEN = ("oracle", "central")
 AFFINITY = "session-affinity"  # Warmfleet with policy cost; the client sends a session always to the same replica
 #: Fleets whose engines have no plugin. Warmfleet learns what they hold from their KV events, through

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from warmfleet_loadtest.simulator.api import MAX_BODY_BYTES, Api
-from warmfleet_loadtest.simulator.perfect_knowledge import chooser
+from warmfleet_loadtest.simulator.choosers.perfect_knowledge import chooser
 from warmfleet_loadtest.simulator.scheduler import hash_blocks
 
 if TYPE_CHECKING:
