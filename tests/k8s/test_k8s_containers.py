@@ -103,6 +103,10 @@ def test_compose_answers_and_survives_a_killed_router(podman: Podman) -> None:
                 == engines
             )
         _unprivileged(stack)
+        told = podman("exec", "router-1", "warmfleet", "workers", "--url", "http://127.0.0.1:9090").stdout
+        assert [name for name in engines if name not in told] == []
+        [shown] = network.ask("router-2", 9090, "/status.json")["models"]
+        assert len(shown["workers"]) == len(engines)
         podman("kill", "router-1")
         assert network.ask("balancer", 8080, "/v1/chat/completions", chat)["usage"]["completion_tokens"] == 4
         logs = "".join(map(stack.log, compose["services"]))

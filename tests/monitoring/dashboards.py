@@ -175,8 +175,9 @@ WORKERS = (
         "workers",
         "short",
         "proven, identity, approximate and unheard take requests (app/docs/worker-life.md).",
-        (Line(f"sum by (state) (max by (model, state) (warmfleet_workers{{{MODEL}}}))", "{{state}}"),),
+        (Line(f"sum by (state) (max by (model, state) (warmfleet_workers{{{MODEL}}})) > 0", "{{state}}"),),
         stacked=True,
+        nothing="No worker has joined",
     ),
     Panel(
         "Requests in flight",
@@ -303,8 +304,9 @@ REPLICAS = (
         "failures a second",
         "ops",
         "One failure now and then is tried again; see the alert WarmfleetTaskFails.",
-        (Line(rate("task_failures_total", "task", INSTANCE), "{{task}}"),),
+        (Line(f"{rate('task_failures_total', 'task', INSTANCE)} > 0", "{{task}}"),),
         stacked=True,
+        nothing="No round failed",
     ),
     Panel(
         "Tries at a second worker",

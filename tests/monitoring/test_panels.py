@@ -93,7 +93,7 @@ def prometheus(targets: Sequence[str], folder: Path) -> Iterator[Prometheus]:
 def _reads(made: Prometheus, replicas: int) -> bool:
     try:
         return made.up() == replicas
-    except (httpx.HTTPError, KeyError):
+    except (httpx.HTTPError, ValueError, KeyError):  # it is not up yet
         return False
 
 
