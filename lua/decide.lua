@@ -5,9 +5,9 @@ Guarantee: decisions take effect as if they were made one after another. The sam
 same choice. An id that is booked already gets its stored answer; an id that ended before it was booked books nothing.
 The steps, each a part (lua/README.md says how a part is included):
 1. shared/candidates: the workers that are alive and routable, with what is booked on each.
-2. decide/wait_turn, only while other requests wait or no candidate has room: the request may have to wait.
-3. decide/prefix_match: how much of the prompt each candidate holds, or will hold once open reservations are computed.
-4. decide/cost_rule: the choice; decide/verified_choice checks the winner's match and may choose again.
+2. decide/prefix_match: how much of the prompt each candidate holds, or will hold once open reservations are computed.
+3. decide/cost_rule: the choice; decide/verified_choice checks the winner's match and may choose again.
+4. decide/wait_turn, only while other requests wait or the choice has no room: the request may have to wait.
 5. decide/reserve: the choice is booked.
 Before step 2 decide/client_limits may refuse a request whose client has limits (limits, and a tag in its id).
 
@@ -102,10 +102,26 @@ if limits ~= "" and mode ~= MODE_DRY then
   per_minute = rate
 end
 
+s.constants, s.policy, s.prompt, s.seed, s.prefix_tokens = replica, policy, prompt_tokens, seed, prefix_tokens
+s.order, s.objective_s = order, objective_s
+s.turn = policy == "round_robin" and tonumber(call("HGET", counts_key, "round_robin") or 0) or 0
+local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAIN, lease_key)
+if malformed then return malformed end
+local w, why, match_seen = verified_choice(s, prefix, choose)
+
 local max_engine_wait_s, served = tenant ~= "" and replica.max_engine_wait_s or 0, nil
--- A worker without prefill ahead has room in any case.
-s.waits = max_engine_wait_s > 0 and (call("ZCARD", queue_key) > 0
-  or s.least_wait > 0 and not (include "shared/capacity")(s, max_engine_wait_s, replica.block_sizes, true))
+-- A worker without prefill ahead has room in any case. A policy that does not look at costs does not wait for its
+-- choice, only for some room.
+local function has_room()
+  if s.wait[w] == 0 or policy ~= "cost" and s.least_wait == 0 then return true end
+  local room_of = (include "shared/capacity")(s, max_engine_wait_s, replica.block_sizes)
+  if policy == "cost" then return room_of(w) > 0 end
+  for i = 1, s.count do
+    if room_of(i) > 0 then return true end
+  end
+  return false
+end
+s.waits = max_engine_wait_s > 0 and (call("ZCARD", queue_key) > 0 or not has_room())
 if s.waits and mode ~= MODE_DRY then
   local function everybody()
     if exclude == "" then return s end
@@ -113,21 +129,15 @@ if s.waits and mode ~= MODE_DRY then
     return candidates(all, everyone, median, decode_s_per_token, now, block_tokens)
   end
   local wait_turn, now_us = include "decide/wait_turn", time[1] * 1000000 + time[2]
-  local waits
-  waits, served = wait_turn(s, everybody, queue_key, leases_key, id, now_us, replica, {
+  local waits, chosen
+  waits, chosen, served = wait_turn(s, w, everybody, queue_key, leases_key, id, now_us, replica, {
     priority = priority, tenant = tenant, tokens = prompt_tokens, barred = barred, waited_ms = waited_ms,
     prefix = prefix, per_minute = per_minute,
     queue_max = may_wait == "1" and replica.queue_max or 0,
   })
   if waits then return waits end
+  if chosen ~= w then w, why, match_seen = chosen, "room", s.matched[chosen] or 0 end
 end
-
-s.constants, s.policy, s.prompt, s.seed, s.prefix_tokens = replica, policy, prompt_tokens, seed, prefix_tokens
-s.order, s.objective_s = order, objective_s
-s.turn = policy == "round_robin" and tonumber(call("HGET", counts_key, "round_robin") or 0) or 0
-local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAIN, lease_key)
-if malformed then return malformed end
-local w, why, match_seen = verified_choice(s, prefix, choose)
 local worker, flags = sub(s.rows[w], WORKER_ID_AT), unpack_from(ROW_FLAGS, s.rows[w], FLAGS_AT)
 
 if mode == MODE_DRY then return (include "decide/dump_state")(s, { "DRY", worker, why }, w, match_seen) end

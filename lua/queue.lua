@@ -25,6 +25,7 @@ local replica, refusal = (include "shared/constants")(constants)
 if not replica then return refusal end
 local alive_workers, candidates = include "shared/alive_workers", include "shared/candidates"
 local capacity_of, fair_queue = include "shared/capacity", include "shared/fair_queue"
+local room_left = include "shared/room_left"
 
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -35,10 +36,11 @@ queue.reap(MAX_REAPED)
 
 local waiting = queue.waiting()
 local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, "")
-local s, speed, turns = candidates(all, alive, median, 0, now, 1), 0, {}
+local s, speed, turns = candidates(all, alive, median, replica.decode_s_per_token, now, 1), 0, {}
 for i = 1, s.count do speed = speed + s.speed[i] end
-if waiting > 0 then
-  turns = queue.turns(capacity_of(s, replica.max_engine_wait_s, replica.block_sizes), MAX_TURNS)
+if waiting > 0 and s.count > 0 then
+  local room_of = capacity_of(s, replica.max_engine_wait_s, replica.block_sizes)
+  turns = queue.turns(room_left(s, room_of), MAX_TURNS)
 end
 
 local answer = { waiting, queue.tokens(), speed > 0 and math.ceil(queue.tokens() * 1000 / speed) or 0 }

@@ -331,7 +331,7 @@ def _pool(tag: str, settings: Settings) -> Pool:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
     policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
-    fleet.limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max)
+    fleet.limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max, settings.queue_patience)
     return Pool(tag, fleet, DegradedMode(degraded.REDIS_RETRY_S), policy, objective_s)
 
 

@@ -343,7 +343,12 @@ class Settings:
         False, "run every worker's chat template in this process, and load every worker's tokenizer untried"
     )
     max_engine_wait_s: float = _setting(
-        2.0, "requests wait in the queue while this much prefill is booked on every worker; 0 = there is no queue"
+        2.0, "requests wait in the queue while this much prefill is booked on their engine; 0 = there is no queue"
+    )
+    queue_patience: float = _setting(
+        1.0,
+        "small prompts go first in the queue, but overtake none that came longer before them than this many times the "
+        "seconds that it takes to compute; 0 = by arrival",
     )
     queue_max: int = _setting(1_024, "requests of one model that may wait, in all replicas together; then 429")
     queue_max_bytes: int = _setting(

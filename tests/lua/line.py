@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 CLASS, LENGTH = 2**44, 2**20
 LIMIT_S, SPEED = 0.1, 10_000  # so 1,000 tokens of prefill are what a worker may have
+LEAST_S = 1e-6  # room of a worker without work
+TICKET_ARRIVAL = slice(26, 42)  # of a ticket's record: 16 digits of us
 SUFFIXES = ("", ":tickets", ":leases", ":flows", ":lengths", ":served", ":clock")
 
 
@@ -24,13 +26,36 @@ class Ticket:
     flow: tuple[int, int]  # class, tenant
     tokens: int
     barred: tuple[str, ...] = ()
+    arrival_us: int = 0  # as Redis noted it
+
+
+class Workers:
+    """The workers as tickets take their room, one after another: the least loaded first, in the order of the rows."""
+
+    def __init__(self, booked: dict[str, int]) -> None:
+        self.base = {name: tokens / SPEED for name, tokens in booked.items()}
+        self.room = {name: LIMIT_S - tokens / SPEED for name, tokens in booked.items()}
+        for name, tokens in booked.items():
+            self.room[name] = self.room[name] if tokens else max(LIMIT_S, LEAST_S)
+
+    def free(self, barred: tuple[str, ...] = ()) -> list[str]:
+        return [name for name, room in self.room.items() if room > 1e-9 and name not in barred]
+
+    def take(self, ticket: Ticket) -> bool:
+        free = self.free(ticket.barred)
+        if free:
+            name, seconds = min(free, key=lambda one: self.base[one]), ticket.tokens / SPEED
+            self.room[name] -= seconds
+            self.base[name] += seconds
+        return bool(free)
 
 
 @dataclass
 class Model:
-    """The tickets of the model. ``order`` lists them in the order in which they must be served."""
+    """The tickets of the model. patience: as of QueueLimits."""
 
-    tickets: list[Ticket] = field(default_factory=list)  # by arrival
+    patience: float = 0.0
+    tickets: list[Ticket] = field(default_factory=list)
     time: dict[tuple[int, int], int] = field(default_factory=dict)
     served: dict[tuple[int, int], int] = field(default_factory=dict)
     clock: dict[int, int] = field(default_factory=dict)
@@ -56,16 +81,23 @@ class Model:
         if not self.tickets:
             self.served, self.clock = {}, {}
 
-    def order(self) -> list[Ticket]:
-        lines: dict[tuple[int, int], list[Ticket]] = {}
-        for one in self.tickets:
-            lines.setdefault(one.flow, []).append(one)
-        first = {flow: self.tickets.index(line[0]) for flow, line in lines.items()}
+    def place(self, ticket: Ticket) -> tuple[float, str]:
+        return ticket.arrival_us + self.patience * ticket.tokens * (1_000_000 // SPEED), ticket.reservation
+
+    def line(self, flow: tuple[int, int]) -> list[Ticket]:
+        return sorted((one for one in self.tickets if one.flow == flow), key=self.place)
+
+    def turns(self, workers: Workers) -> list[Ticket]:
+        """Return the tickets whose turn it is, in order, and let each take the room that it needs."""
+        lines = {flow: self.line(flow) for flow in {one.flow for one in self.tickets}}
+        first = {flow: self.place(line[0])[0] for flow, line in lines.items()}
         time, found = dict(self.time), []
-        while lines:
-            flow = min(lines, key=lambda one: (one[0], time[one], first[one]))
-            found.append(lines[flow].pop(0))
-            time[flow] += found[-1].tokens
+        while lines and workers.free():
+            flow = min(lines, key=lambda one: (one[0], time[one], first[one], one))
+            ticket = lines[flow].pop(0)
+            if workers.take(ticket):
+                found.append(ticket)
+                time[flow] += ticket.tokens
             if not lines[flow]:
                 del lines[flow]
         return found
@@ -78,32 +110,41 @@ class Model:
         longest = max(lengths, key=lambda one: (one[0], lengths[one], bytes([65 + one[1]])))
         if (longest[0], lengths[longest]) <= (flow[0], lengths.get(flow, 0) + 1):
             return None
-        return [one for one in self.tickets if one.flow == longest][-1]
+        return self.line(longest)[-1]
 
 
 class Queueing:
     """A world with a queue, and the model beside it."""
 
-    def __init__(self, world: World, tickets: int) -> None:
-        self.world, self.model = world, Model()
-        world.fleet.limits = QueueLimits(LIMIT_S, tickets)
+    def __init__(self, world: World, tickets: int, patience: float = 0.0) -> None:
+        self.world, self.model = world, Model(patience)
+        world.fleet.limits = QueueLimits(LIMIT_S, tickets, patience)
         world.fleet.spans = type(world.fleet.spans)(lease_ms=3_600_000, ticket_ms=3_600_000, linger_ms=0)
         self.displaced: set[str] = set()
 
-    async def free(self) -> dict[str, int]:
-        """The workers with room, and how many more tokens each may be given."""
-        rows = await self.world.rows()
-        room = {name: round(LIMIT_S * SPEED) - row.prefill_tokens for name, row in rows.items()}
-        return {name: tokens for name, tokens in room.items() if tokens > 0}
+    async def workers(self) -> Workers:
+        """The workers as they are. Nothing of what is booked there counts as computed by now."""
+        booked = {}
+        for number, (name, row) in enumerate((await self.world.rows()).items(), 1):
+            booked[name] = row.prefill_tokens
+            if row.under_way_tokens:
+                assert name == f"w{number}.0"
+                await self.world.change(number, under_way_tokens=0)
+        return Workers(booked)
 
     async def decide(self, ticket: Ticket, waited_ms: int = 0) -> Decision | Queued:
         level, tenant = ticket.flow
         ask = self.world.ask(
             reservation=ticket.reservation, prompt_tokens=ticket.tokens, decode_tokens=0, exclude=ticket.barred
         )
-        return await self.world.fleet.decide_in_turn(
+        seconds, us = await self.world.store.time()
+        answer = await self.world.fleet.decide_in_turn(
             ask, Place(bytes([65 + tenant]) * 8, level - 8, waited_ms, ticket.barred)
         )
+        if not ticket.arrival_us:
+            record = await cast("Any", self.world.store.hget(self.world.keys.queue + ":tickets", ticket.reservation))
+            ticket.arrival_us = int(record[TICKET_ARRIVAL]) if record else 1_000_000 * seconds + us
+        return answer
 
     async def turns(self) -> set[str]:
         line = await self.world.fleet.poll([one.reservation for one in self.model.tickets])

@@ -37,7 +37,9 @@ FILES = {path.relative_to(LUA).as_posix(): path.read_text() for path in sorted(L
 ROW_FIELDS = [field.name.upper() for field in fields(LoadRow)]
 LEASE_FIELDS = [field.name.upper() for field in fields(Lease)]
 #: Positions that are none of a row or a lease: of a ticket, a chunk, a reservation's id.
-OTHER_POSITIONS = {"MEMBER_ID_AT", "TICKET_FLOW_AT", "TICKET_BARRED_AT", "CHUNK_HASHES_AT", "MARK_AT", "CLIENT_AT"}
+OTHER_POSITIONS = {"MEMBER_ID_AT", "CHUNK_HASHES_AT", "MARK_AT", "CLIENT_AT"}
+#: Where the parts of a ticket begin: behind its prices, its flow, its arrival, its place.
+TICKET_AT = {"FLOW": 18, "ARRIVAL": 27, "PLACE": 43, "OWN": 59}
 ENUMS: dict[str, type[Enum]] = {
     "FLAG": Flag,
     "STAGE": Stage,
@@ -160,6 +162,8 @@ def test_positions_are_those_of_the_packed_records() -> None:
             stem = name.removesuffix("_AT")
             if stem.startswith("LEASE_"):
                 expected = LEASE_AT[stem.removeprefix("LEASE_")]
+            elif stem.startswith("TICKET_"):
+                expected = TICKET_AT[stem.removeprefix("TICKET_")]
             else:
                 expected = ROW_BYTES + 1 if stem == "WORKER_ID" else ROW[stem][0]
             assert int(value) == expected, f"{file}: {name}"
@@ -168,6 +172,17 @@ def test_positions_are_those_of_the_packed_records() -> None:
             assert int(value) == ROW_FIELDS.index(name.removesuffix("_FIELD")) + 1, f"{file}: {name}"
             count += 1
     assert count > 40
+
+
+def test_tickets_are_read_as_they_are_written() -> None:
+    prices = {value.strip('"') for _, name, value in ALL if name == "TICKET_PRICES"}
+    assert prices == {">I4I4I4I4B"}
+    assert TICKET_AT["FLOW"] == 1 + struct.calcsize(">IIIIB")
+    assert {value.strip('"') for _, name, value in ALL if name == "TICKET_OWN"} == {">I4I4"}
+    sizes = {name: int(value) for _, name, value in ALL if name in ("FLOW_BYTES", "PLACE_BYTES", "OWN_BYTES")}
+    assert sizes == {"FLOW_BYTES": 9, "PLACE_BYTES": 16, "OWN_BYTES": struct.calcsize(">II")}
+    ends = [TICKET_AT["ARRIVAL"], TICKET_AT["PLACE"], TICKET_AT["OWN"]]
+    assert ends == [TICKET_AT["FLOW"] + 9, TICKET_AT["FLOW"] + 9 + 16, TICKET_AT["FLOW"] + 9 + 2 * 16]
 
 
 def test_the_mark_of_a_judged_lease_is_that_of_python() -> None:
@@ -248,7 +263,7 @@ async def test_the_constants_of_a_replica_arrive_under_their_names(store: aiored
     """Each with a value of its own: two that change places, in Python or in Lua, arrive under each other's name."""
     weights = constants.Weights(2.5, 3.5, 4.5, 5.5, 6.5, 77, 88)
     spans = constants.Spans(lease_ms=101, worker_ttl_ms=102, tombstone_ms=103, ticket_ms=104, linger_ms=105)
-    record = constants.packed(weights, spans, constants.QueueLimits(9.5, 106), {7: 16, 8: 32})
+    record = constants.packed(weights, spans, constants.QueueLimits(9.5, 106, 10.5), {7: 16, 8: 32})
     names = [*constants.FIELDS, "block_sizes"]
     part = script_source("queue")
     part = part[part.index("(function()\n--[[\nshared/constants") :]
@@ -269,6 +284,7 @@ async def test_the_constants_of_a_replica_arrive_under_their_names(store: aiored
         "min_match_tokens": "88",
         "queue_max": "106",
         "max_engine_wait_s": "9.5",
+        "patience": "10.5",
         "block_sizes": "7=16,8=32",
     }
 

@@ -11,7 +11,7 @@ from tests.lua.line import SUFFIXES, Queueing, Ticket
 from tests.lua.world import READY, World
 
 from warmfleet.errors import BadArgument, CancelledReservation
-from warmfleet.fleet import Decision, Flag, Place, Queued, QueueLimits, Standing
+from warmfleet.fleet import Ask, Decision, Flag, Place, Queued, QueueLimits, Standing
 
 pytestmark = pytest.mark.in_turn
 
@@ -263,3 +263,68 @@ async def test_small_prompts_go_many_at_once(q: Queueing) -> None:
         await booked(q, one)
     await q.world.change(1, prefill_tokens=750)
     assert await turns(q, *small) == ["s0", "s1", "s2", "s3", "s4"]
+
+
+# ---------------------------------------------------------------- small work first, and engines that hold prompts
+
+
+async def test_small_work_goes_first_but_not_for_ever(q: Queueing) -> None:
+    """With a patience of 10 a prompt of 60 ms may be overtaken by what comes in the 600 ms after it."""
+    q.world.fleet.limits = QueueLimits(0.1, 8, 10.0)
+    large, small = ticket("large", tokens=600), ticket("small", tokens=100)
+    await booked(q, large, waited_ms=400)
+    await booked(q, small)
+    await q.world.change(1, prefill_tokens=999)
+    assert await turns(q, large, small) == ["small"]
+    assert await booked(q, ticket("early", tokens=600), waited_ms=600), "its patience is over"
+
+
+async def holding(q: Queueing, *numbers: int, blocks: int = 60) -> Ask:
+    """A request of 960 tokens and one more, whose first 960 these workers hold; another worker has nothing to do."""
+    chain = q.world.chain(blocks)
+    for number in numbers:
+        await q.world.hold(number, chain)
+    return q.world.ask(chain)
+
+
+async def test_who_waits_for_a_busy_engine_holds_up_nobody(q: Queueing) -> None:
+    """To wait for 0.1 s is cheaper than to compute its prompt elsewhere; others do not wait for that."""
+    await q.world.worker(2)
+    asks = await holding(q, 1, blocks=600)
+    assert isinstance(await q.world.fleet.decide_in_turn(asks, Place()), Queued)
+    line = await q.world.fleet.poll([asks.reservation])
+    assert line.standings == {asks.reservation: Standing.WAITS}
+    answer = await q.world.fleet.decide_in_turn(q.world.ask(extra_tokens=50), Place(b"other000"))
+    assert isinstance(answer, Decision)
+    assert answer.worker_id == "w2.0"
+    await q.world.change(1, prefill_tokens=990)
+    answer = await q.world.fleet.decide_in_turn(asks, Place())
+    assert isinstance(answer, Decision)
+    assert (answer.worker_id, answer.matched_tokens) == ("w1.0", 9_600)
+    await q.gone()
+
+
+async def test_who_cannot_wait_for_a_busy_engine_takes_a_free_one(q: Queueing) -> None:
+    await q.world.worker(2)
+    asks = await holding(q, 1, blocks=600)
+    answer = await q.world.fleet.decide_in_turn(asks, Place(may_wait=False))
+    assert isinstance(answer, Decision)
+    assert (answer.worker_id, answer.why) == ("w2.0", "room")
+    await q.gone()
+
+
+async def test_a_prompt_that_becomes_cached_goes_ahead(q: Queueing) -> None:
+    q.world.fleet.limits = QueueLimits(0.1, 8, 10.0)
+    asks = await holding(q)
+    assert isinstance(await q.world.fleet.decide_in_turn(asks, Place()), Queued)
+    await booked(q, small := ticket("small", (8, 0)))
+    chain = asks.chains[0].hashes
+    await q.world.change(1, prefill_tokens=999)
+    await q.world.hold(1, chain)
+    line = await q.world.fleet.poll([asks.reservation, small.reservation])
+    assert line.standings[asks.reservation] is Standing.WAITS, "its ticket is as it was when it came"
+    await q.world.change(1, prefill_tokens=1_000)
+    await q.world.fleet.decide_in_turn(asks, Place())
+    await q.world.change(1, prefill_tokens=999)
+    line = await q.world.fleet.poll([asks.reservation, small.reservation])
+    assert [name for name, one in line.standings.items() if one is Standing.TURN] == [asks.reservation]

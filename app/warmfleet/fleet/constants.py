@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 #: Version of the packed record, raised when a field changes. lua/parts/shared/constants.lua refuses every other
 #: version.
-VERSION = 1
+VERSION = 2
 #: The packed fields in order, as the scripts name them. A test compares the order with lua/parts/shared/constants.lua.
 FIELDS = (
     "lease_ms",
@@ -26,8 +26,9 @@ FIELDS = (
     "min_match_tokens",
     "queue_max",
     "max_engine_wait_s",
+    "patience",
 )
-_RECORD = struct.Struct(">B4I6dId")
+_RECORD = struct.Struct(">B4I6dI2d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,9 @@ class Spans:
 class QueueLimits:
     """Limits of the fleet-wide queue."""
 
-    max_engine_wait_s: float = 0.0  # seconds of booked prefill that saturate a worker; 0: requests never wait
+    max_engine_wait_s: float = 0.0  # seconds of booked prefill from which on a worker has no room; 0: nobody waits
     tickets: int = 1_024  # tickets that may wait at a time, of all replicas together
+    patience: float = 0.0  # small work goes first: see lua/parts/shared/fair_queue.lua; 0: by arrival
 
 
 def packed(weights: Weights, spans: Spans, limits: QueueLimits, block_tokens: Mapping[int, int]) -> bytes:
@@ -78,5 +80,6 @@ def packed(weights: Weights, spans: Spans, limits: QueueLimits, block_tokens: Ma
         weights.min_match_tokens,
         limits.tickets,
         limits.max_engine_wait_s,
+        limits.patience,
     )
     return record + ",".join(f"{scheme}={tokens}" for scheme, tokens in block_tokens.items()).encode()

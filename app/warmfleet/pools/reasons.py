@@ -21,6 +21,7 @@ REASONS = {
     "imbalance": "the load differs too much between engines to look at caches",
     "bound": "the ring's first engine is over its bound on load",
     "turn": "it was this engine's turn",
+    "room": "it has the lowest cost of the engines with room",
     "known": "the same reservation was decided before",
 }
 #: The words for the steps by which the policy ``cost`` chooses among workers that cost the same.

@@ -2,20 +2,22 @@
 decide/wait_turn: whether a request must wait its turn. If it must, it has a ticket in the queue when this returns, or
 an answer that says why it has none.
 
-decide calls it while tickets wait or no candidate has room. Guarantee: while tickets wait, no request goes before one
-whose turn it is; while none waits, only a saturated fleet makes a request wait.
-Takes the candidates of this request (shared/candidates); a function that gives the candidates of any request; the keys
-of queue and leases; the reservation's id; the time in us; the constants of the replica; and the request: priority,
-tenant, tokens, barred (ids of workers that cannot serve it, joined by commas), waited_ms, queue_max (tickets that the
-queue may have when this one enters; 0: this request gets no ticket and takes nobody's place), prefix of the keys,
-per_minute (tokens, if its client has such a limit).
-Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them}; or nil, and a function to call when the
-request is booked, with the tokens of work that it makes.
+decide calls it while tickets wait or the engine that was chosen has no room. Guarantee: while tickets wait, no request
+takes room of which one before it could make use; while none waits, a request waits only for an engine that is cheaper
+for it than all that have room.
+Takes the candidates of this request after the choice (decide/cost_rule), and the choice; a function that gives the
+candidates of any request; the keys of queue and leases; the reservation's id; the time in us; the constants of the
+replica; and the request: priority, tenant, tokens, barred (ids of workers that cannot serve it, joined by commas),
+waited_ms, queue_max (tickets that the queue may have when this one enters; 0: this request gets no ticket and takes
+nobody's place), prefix of the keys, per_minute (tokens, if its client has such a limit).
+Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them}; or nil, the candidate (another than the
+choice if that has no room), and a function to call when the request is booked, with the tokens of work that it makes.
 --]]
 local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
-local MAX_TURNS, MAX_REAPED, MAX_BARRED_BYTES = 256, 8, 8192
+local room_left, prices = include "shared/room_left", include "decide/prices"
+local MAX_TURNS, MAX_REAPED, MAX_BARRED_BYTES, NO_ROOM_S = 256, 8, 8192, 1e-9
 
-return function(s, everybody, queue_key, leases_key, id, now_us, constants, request)
+return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, request)
   local limit_s, block_sizes = constants.max_engine_wait_s, constants.block_sizes
   local queue, speed = fair_queue(queue_key, now_us, constants.ticket_ms, request.prefix), 0
   local flow = queue.flow(request.priority, request.tenant)
@@ -23,22 +25,60 @@ return function(s, everybody, queue_key, leases_key, id, now_us, constants, requ
     for i = 1, s.count do speed = speed + s.speed[i] end
     return { word, queue.waiting(), math.ceil(queue.tokens() * 1000 / speed) }
   end
+  -- The room of all engines. Returns it, and the room of this request's candidates: seconds, by candidate.
+  local function room()
+    local all = everybody()
+    local left, slots, own = room_left(all, capacity_of(all, limit_s, block_sizes)), {}, {}
+    for i = 1, all.count do slots[all.slots[i]] = i end
+    return left, function()
+      for i = 1, s.count do own[i] = left.room[slots[s.slots[i]]] or 0 end
+      return own
+    end
+  end
+  -- Of the candidates with room the choice, or else the cheapest; nil if none has room. Policies that do not choose by
+  -- cost keep their choice, if only some candidate has room.
+  local function with_room(own)
+    local best
+    for i = 1, s.count do
+      if own[i] > NO_ROOM_S and (i == w or best ~= w and (not best or s.cost[i] < s.cost[best])) then best = i end
+    end
+    return best and s.policy ~= "cost" and w or best
+  end
+
   call("ZREM", leases_key, id) -- the first write frees memory: a full Redis then allows the writes after it
   queue.reap(MAX_REAPED)
   local ticket = queue.find(id)
   if ticket == queue.DISPLACED then
     queue.leave(id)
     return answer("DISPLACED")
-  elseif ticket then
+  end
+  request.prices, request.named, request.size_us = prices(s)
+  request.barred = #request.barred <= MAX_BARRED_BYTES and request.barred or ""
+  request.patience = constants.patience
+  if ticket then
     queue.renew(id)
+    queue.review(id, ticket, request)
   else
     local most = request.queue_max
-    if queue.waiting() >= most and (most == 0 or not queue.displace(flow)) then return answer("FULL") end
-    local barred = #request.barred <= MAX_BARRED_BYTES and request.barred or ""
-    queue.enter(id, flow, request.tokens, barred, request.waited_ms, request.per_minute)
+    if queue.waiting() >= most and (most == 0 or not queue.displace(flow)) then
+      -- It cannot wait. It takes what room is left when all who wait have taken theirs, dearer or not.
+      local left, own = room()
+      queue.turns(left, MAX_TURNS)
+      local free = with_room(own())
+      if not free then return answer("FULL") end
+      return nil, free, function() end
+    end
+    queue.enter(id, flow, request)
   end
-  if not capacity_of(s, limit_s, block_sizes, true) then return answer("QUEUED") end
-  local capacity = capacity_of(everybody(), limit_s, block_sizes)
-  if not queue.turns(capacity, MAX_TURNS)[id] then return answer("QUEUED") end
-  return nil, function(work) queue.leave(id, math.max(work, 1)) end
+  local left, own = room()
+  if not with_room(own()) then return answer("QUEUED") end
+  local mine = queue.turns(left, MAX_TURNS, id)[id]
+  if not mine then return answer("QUEUED") end
+  local free = own()
+  for i = 1, s.count do
+    if s.slots[i] == left.slots[mine] then free[i] = 1 end -- room that its own ticket has taken
+  end
+  local chosen = with_room(free)
+  if not chosen then return answer("QUEUED") end
+  return nil, chosen, function(work) queue.leave(id, math.max(work, 1)) end
 end

@@ -1,51 +1,43 @@
 --[[
-shared/capacity: how much more the engines may be given before requests must wait in their replicas.
+shared/capacity: which engines have room for one more prompt, and how much.
 
-A worker is saturated while the prefill that is booked there takes longer than limit_s, or while its booked context
-fills 95 % of its cache and some of that is still to be computed. (Bookings are guesses, so a cache is known to be full
-only by prefill that does not get into it.) Never saturated: a worker without any
-work, and an approximate worker, of which neither the speed nor the end of a prefill is known.
+An engine has room while the prefill that is booked there, less what it has computed of the one under way, takes less
+than limit_s. It has none while its booked context fills 95 % of its cache and some of that is still to be computed.
+(Bookings are guesses, so a cache is known to be full only by prefill that does not get into it.) Always room has a
+worker without any work, and an approximate worker, of which neither the speed nor the end of a prefill is known.
 
-Guarantee: pure. Takes the state of shared/candidates, limit_s, block_sizes (scheme=tokens, joined by commas), and
-whether the caller only asks if there is any room.
-Returns true or false if that is all that is asked; else {tokens: that have room, count: of workers with room,
-serves(ids joined by commas): whether a worker with room is not among the ids}.
+Guarantee: pure. Takes the state of shared/candidates, limit_s, block_sizes (scheme=tokens, joined by commas).
+Returns room_of(candidate): seconds of prefill that it may be given more, 0 or less if it has no room; and the seconds
+until it will have room, if it goes on at its speed: math.huge if only a report of the engine can tell.
 --]]
-local unpack_from, sub, band = struct.unpack, string.sub, bit.band
-local DECODE_TOKENS_AT, WORKER_ID_AT = 9, 59 -- of a packed row
-local ROW_DECODE_TOKENS_TO_CAPACITY_BLOCKS = ">i4i4xxxxI2I4xxxxI4I4xxxxI4"
-local FLAG_APPROXIMATE, FULL_SHARE = 16, 0.95
+local unpack_from, band, max, min, huge = struct.unpack, bit.band, math.max, math.min, math.huge
+local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT = 5, 51 -- of a packed row
+local ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS = ">i4i4i4xxxxI2I4xxxxI4I4xxxxI4"
+local ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">I4I4"
+local FLAG_APPROXIMATE, FULL_SHARE, LEAST_S, U32 = 16, 0.95, 1e-6, 2 ^ 32
 
-return function(s, limit_s, block_sizes, only_whether)
-  local sizes, names, capacity = {}, {}, { tokens = 0, count = 0 }
-  for i = 1, s.count do
-    local decode, flight, flags, scheme, foreign, foreign_decode, capacity_blocks =
-      unpack_from(ROW_DECODE_TOKENS_TO_CAPACITY_BLOCKS, s.rows[i], DECODE_TOKENS_AT)
-    local ahead, limit = s.wait[i], limit_s * s.speed[i]
+return function(s, limit_s, block_sizes)
+  local sizes = {}
+  return function(i)
+    local row, ahead, speed = s.rows[i], s.wait[i], s.speed[i]
+    local prefill, decode, flight, flags, scheme, foreign, foreign_decode, blocks =
+      unpack_from(ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS, row, PREFILL_TOKENS_AT)
+    if band(flags, FLAG_APPROXIMATE) ~= 0 or ahead + flight + foreign_decode == 0 then
+      return max(limit_s, LEAST_S), 0
+    end
     local size = sizes[scheme] or tonumber((("," .. block_sizes):match("," .. scheme .. "=(%d+)"))) or 0
-    local tokens, cache = limit - ahead, capacity_blocks * size * FULL_SHARE
     sizes[scheme] = size
-    if band(flags, FLAG_APPROXIMATE) ~= 0 then
-      tokens = limit
-    elseif ahead + flight + foreign_decode == 0 then
-      tokens = math.max(limit, 1)
-    elseif cache > 0 and decode + foreign + foreign_decode > cache then
-      tokens = ahead == 0 and 1 or 0
+    local cache = blocks * size * FULL_SHARE
+    if cache > 0 and decode + foreign + foreign_decode > cache then
+      return ahead == 0 and LEAST_S or 0, ahead == 0 and 0 or huge
     end
-    if tokens > 0 then
-      if only_whether then return true end
-      capacity.tokens, capacity.count = capacity.tokens + tokens, capacity.count + 1
-      names[capacity.count] = sub(s.rows[i], WORKER_ID_AT)
+    local done, left = 0, 0
+    if prefill > 0 then
+      local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, row, UNDER_WAY_TOKENS_AT)
+      done = min((s.now - since) % U32 / 1000 * speed, under_way)
+      left = under_way - done
     end
+    local room = limit_s - (ahead - done) / speed
+    return room, room > 0 and 0 or -room * speed < left and -room or huge
   end
-  if only_whether then return false end
-  function capacity.serves(barred)
-    if barred == "" then return true end
-    barred = "," .. barred .. ","
-    for k = 1, capacity.count do
-      if not barred:find("," .. names[k] .. ",", 1, true) then return true end
-    end
-    return false
-  end
-  return capacity
 end

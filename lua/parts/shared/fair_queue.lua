@@ -1,8 +1,11 @@
 --[[
 shared/fair_queue: the waiting requests of one model, in fair order, and whose turn it is.
 
-A request that waits has a ticket. A flow is one tenant in one priority class; its tickets wait in the order they came.
-Between flows the order is: priority class, then the flow's virtual time, then the arrival of its first ticket. Virtual
+A request that waits has a ticket. A flow is one tenant in one priority class. Within a flow the order is that of the
+tickets' places: a place is the time of arrival plus `patience` times the request's size, the time that an engine needs
+for what it does not hold of the prompt. So small work goes first, and nobody is overtaken by requests that come later
+than `patience` times its own size after it. Between flows the order is: priority class, then the flow's virtual time,
+then the place of its first ticket. Virtual
 time is work in tokens: it moves on when a ticket of the flow is served, by what the engine has to do for it. A flow
 that begins to wait begins where its class stands; the class moves on by each served work divided among the flows that
 wait. So every flow that waits gets the same work done, however much it asks for and whatever of that is given up.
@@ -13,15 +16,16 @@ A ticket of a client with limits counts as one of its requests in flight, and it
 with the ticket.
 Takes the key `queue`, the time in us, how long a ticket lives (ms), and the key prefix. Returns the functions below and
 DISPLACED, the record of a ticket whose place another request took.
-Keys: queue (lexical: flow, arrival, id), and under its name :tickets (id -> tokens, flow, arrival, ids of workers that
-cannot serve it; empty: displaced), :leases (id -> expiry ms), :flows (arrival of its first ticket, flow -> class *
-2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets), :served (flow -> as in :flows, of flows without
-tickets that are ahead of their class), :clock (class -> where it stands; `tokens` -> prompt tokens of all tickets).
+Keys: queue (lexical: flow, place, id), and under its name :tickets (id -> prices, flow, arrival, place, prices of named
+workers (decide/prices), ids of workers that cannot serve it; empty: displaced), :leases (id -> expiry ms), :flows
+(place of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets), :served
+(flow -> as in :flows, of flows without tickets that are ahead of their class), :clock (class -> where it stands;
+`tokens` -> prompt tokens of all tickets).
 --]]
 local call, sub, format, unpack_from = redis.call, string.sub, string.format, struct.unpack
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
-local FLOW_BYTES, ARRIVAL_BYTES, MEMBER_ID_AT = 9, 16, 26 -- of a member of `queue`: flow, arrival, id
-local TICKET_TOKENS, TICKET_FLOW_AT, TICKET_BARRED_AT = ">I4", 5, 30 -- of a ticket: tokens, flow, arrival, barred
+local FLOW_BYTES, PLACE_BYTES, MEMBER_ID_AT = 9, 16, 26 -- of a member of `queue`: flow, place, id
+local TICKET_TOKENS, TICKET_FLOW_AT, TICKET_ARRIVAL_AT, TICKET_PLACE_AT, TICKET_OWN_AT = ">I4", 18, 27, 43, 59
 local FIRST_CLASS, PAGE, CLIENT_AT = 65, 8, 26 -- the letter A; tickets of a flow that are read at once; of an id
 
 return function(queue_key, now_us, ticket_ms, prefix)
@@ -49,7 +53,7 @@ return function(queue_key, now_us, ticket_ms, prefix)
   -- The first ticket of a flow tells its place among flows of the same time.
   local function place_of(flow)
     local first = call("ZRANGEBYLEX", queue_key, "[" .. flow, "(" .. flow .. "\255", "LIMIT", 0, 1)[1]
-    return first and sub(first, FLOW_BYTES + 1, FLOW_BYTES + ARRIVAL_BYTES) .. flow
+    return first and sub(first, FLOW_BYTES + 1, FLOW_BYTES + PLACE_BYTES) .. flow
   end
   local function move(flow, before, time)
     local after = place_of(flow)
@@ -58,11 +62,18 @@ return function(queue_key, now_us, ticket_ms, prefix)
     return after
   end
 
-  function queue.enter(id, flow, tokens, barred, waited_ms, per_minute)
-    local before, member = place_of(flow), flow .. format("%016.0f", now_us - waited_ms * 1000) .. id
-    local time = before and call("ZSCORE", flows, before) or call("ZSCORE", served, flow) or 0
-    call("ZADD", queue_key, 0, member)
-    call("HSET", tickets, id, struct.pack(TICKET_TOKENS, tokens) .. sub(member, 1, MEMBER_ID_AT - 1) .. barred)
+  -- wish: of the request that waits, as decide/wait_turn makes it.
+  local function write(id, flow, arrival_us, wish)
+    local place = format("%016.0f", arrival_us + wish.patience * wish.size_us)
+    call("ZADD", queue_key, 0, flow .. place .. id)
+    local times = format("%016.0f", arrival_us) .. place
+    call("HSET", tickets, id, wish.prices .. flow .. times .. wish.named .. wish.barred)
+  end
+
+  function queue.enter(id, flow, wish)
+    local before = place_of(flow)
+    local time, tokens = before and call("ZSCORE", flows, before) or call("ZSCORE", served, flow) or 0, wish.tokens
+    write(id, flow, now_us - wish.waited_ms * 1000, wish)
     call("ZADD", leases, exact(now + ticket_ms), id)
     call("HINCRBY", clock, "tokens", tokens)
     if not before then
@@ -75,8 +86,19 @@ return function(queue_key, now_us, ticket_ms, prefix)
     local client = client_of(id)
     if client then
       client.hold(now + ticket_ms)
-      client.spend(tokens, per_minute)
+      client.spend(tokens, wish.per_minute)
     end
+  end
+
+  -- The ticket as the request is by now: more or less of its prompt may be held somewhere than when it was written.
+  function queue.review(id, ticket, wish)
+    local flow = sub(ticket, TICKET_FLOW_AT, TICKET_ARRIVAL_AT - 1)
+    local before = place_of(flow)
+    local time = before and call("ZSCORE", flows, before)
+    if #ticket < TICKET_OWN_AT - 1 or not time then return end -- a part of the queue is lost, and this ticket with it
+    call("ZREM", queue_key, flow .. sub(ticket, TICKET_PLACE_AT, TICKET_OWN_AT - 1) .. id)
+    write(id, flow, sub(ticket, TICKET_ARRIVAL_AT, TICKET_PLACE_AT - 1), wish)
+    move(flow, before, tonumber(time))
   end
 
   -- Take a ticket out. done: the work that it was served with, nil if it was not served.
@@ -90,7 +112,7 @@ return function(queue_key, now_us, ticket_ms, prefix)
       client.let_go()
       client.spend(-unpack_from(TICKET_TOKENS, ticket))
     end
-    local flow = sub(ticket, TICKET_FLOW_AT, TICKET_FLOW_AT + FLOW_BYTES - 1)
+    local flow = sub(ticket, TICKET_FLOW_AT, TICKET_ARRIVAL_AT - 1)
     local before, class = place_of(flow), class_of(flow)
     local time, stands = tonumber(before and call("ZSCORE", flows, before)) or class, floor_of(flow)
     if done then
@@ -100,7 +122,7 @@ return function(queue_key, now_us, ticket_ms, prefix)
       call("HSET", clock, sub(flow, 1, 1), exact(stands))
       call("ZREMRANGEBYSCORE", served, exact(class), exact(stands)) -- a flow begins at the time of its class anyway
     end
-    call("ZREM", queue_key, sub(ticket, TICKET_FLOW_AT, TICKET_BARRED_AT - 1) .. id)
+    call("ZREM", queue_key, flow .. sub(ticket, TICKET_PLACE_AT, TICKET_OWN_AT - 1) .. id)
     call("HINCRBY", clock, "tokens", -unpack_from(TICKET_TOKENS, ticket))
     call("ZINCRBY", lengths, -1, flow)
     if not move(flow, before, time) then
@@ -133,31 +155,30 @@ return function(queue_key, now_us, ticket_ms, prefix)
     return true
   end
 
-  -- Whose turn it is: as many tickets, in order, as the capacity (shared/capacity) has room for, each counted by the
-  -- tokens of its prompt. A ticket that none of the free workers can serve is passed over. `most` tickets are looked
-  -- at, of which each flow may use up an equal part on tickets that cannot be served. So a tenant whose worker is
-  -- busy delays no other tenant.
-  function queue.turns(capacity, most)
-    local turns, left, share = {}, capacity.tokens, capacity.tokens / math.max(capacity.count, 1)
-    local order, head, score, ahead, place, missed = {}, 1, {}, {}, {}, {}
-    if left <= 0 then return turns end
-    local found = call("ZRANGE", flows, 0, most - 1, "WITHSCORES")
+  -- Whose turn it is: the ids of tickets, in order, as long as workers have room (shared/room_left). A ticket whose
+  -- cheapest workers are all busy is passed over, as is one that none of the workers with room can serve. `most`
+  -- tickets are looked at, of which each flow may use up an equal part on tickets that are passed over. So a tenant
+  -- whose worker is busy delays no other tenant. last: stop at this id. Returns id -> candidate.
+  function queue.turns(left, most, last)
+    local turns, order, head, score, ahead, place, missed = {}, {}, 1, {}, {}, {}, {}
+    local found = left.any() and call("ZRANGE", flows, 0, most - 1, "WITHSCORES") or {}
     for k = 1, #found, 2 do order[#order + 1], score[found[k]] = found[k], tonumber(found[k + 1]) end
     local patience = most / #order
     for _ = 1, most do
       local flow = order[head]
-      if not flow or left <= 0 then break end
-      local k, name = place[flow] or 0, sub(flow, ARRIVAL_BYTES + 1)
+      if not flow or turns[last] or not left.any() then break end
+      local k, name = place[flow] or 0, sub(flow, PLACE_BYTES + 1)
       if k % PAGE == 0 then
-        ahead[flow] = call("ZRANGEBYLEX", queue_key, "[" .. name, "(" .. name .. "\255", "LIMIT", k, PAGE)
+        local members = call("ZRANGEBYLEX", queue_key, "[" .. name, "(" .. name .. "\255", "LIMIT", k, PAGE)
+        for m = 1, #members do members[m] = sub(members[m], MEMBER_ID_AT) end
+        ahead[flow] = { members, members[1] and call("HMGET", tickets, unpack(members)) }
       end
-      local member = ahead[flow][k % PAGE + 1]
-      local id = member and sub(member, MEMBER_ID_AT)
-      local ticket = id and queue.find(id)
-      local tokens = ticket and #ticket >= TICKET_BARRED_AT - 1 and unpack_from(TICKET_TOKENS, ticket)
+      local id = ahead[flow][1][k % PAGE + 1]
+      local ticket = id and ahead[flow][2][k % PAGE + 1]
+      local worker = ticket and #ticket >= TICKET_OWN_AT - 1 and left.take(ticket)
       place[flow] = k + 1
-      if tokens and capacity.serves(sub(ticket, TICKET_BARRED_AT)) then
-        turns[id], left, score[flow], head = true, left - math.min(tokens, share), score[flow] + tokens, head + 1
+      if worker then
+        turns[id], score[flow], head = worker, score[flow] + unpack_from(TICKET_TOKENS, ticket), head + 1
         -- The flow takes its new place among those that are left: they stay sorted.
         local low, high = head, #order + 1
         while low < high do
@@ -169,7 +190,7 @@ return function(queue_key, now_us, ticket_ms, prefix)
         table.insert(order, low, flow)
       else
         missed[flow] = (missed[flow] or 0) + 1
-        if not member or missed[flow] + 1 > patience then head = head + 1 end
+        if not id or missed[flow] + 1 > patience then head = head + 1 end
       end
     end
     return turns

@@ -1,0 +1,63 @@
+--[[
+shared/room_left: the room of all engines, as tickets take it one after another.
+
+A ticket is served by a worker with room that is as cheap for it as any other worker, busy ones included: a request
+waits for the engine that holds its prompt while that is cheaper than to compute it elsewhere. What a ticket costs at a
+worker is told by its prices (decide/prices), as they were when it was last decided, and by what is ahead there now.
+
+Guarantee: pure. Takes the state of shared/candidates, and room_of (shared/capacity).
+Returns any(), whether a worker has room; take(record of a ticket), which returns the candidate that serves it, or nil,
+and takes its room; room: seconds that are left, and slots, by candidate.
+--]]
+local unpack_from, sub, find, huge = struct.unpack, string.sub, string.find, math.huge
+local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
+local WORKER_ID_AT, US, NO_ROOM_S = 59, 1e6, 1e-9 -- of a packed row; in a second; what subtractions may leave over
+-- Seconds of waiting count half as much as seconds of computing: while requests wait, what an engine computes once more
+-- delays all of them.
+local WAIT_PRICE = 0.5
+
+return function(s, room_of)
+  local room, base, by_slot, left, least, first = {}, {}, {}, {}, nil, nil
+  local function look()
+    least, first = nil, nil
+    for i = 1, s.count do
+      if not least or base[i] < base[least] then least = i end
+      if room[i] > NO_ROOM_S and (not first or base[i] < base[first]) then first = i end
+    end
+  end
+  for i = 1, s.count do
+    room[i], base[i], by_slot[s.slots[i]] = room_of(i), WAIT_PRICE * s.base_s[i], i
+  end
+  look()
+  left.room, left.slots = room, s.slots
+
+  function left.any() return first ~= nil end
+
+  function left.take(ticket)
+    local _, size_us, tie_us, rest_us, count = unpack_from(TICKET_PRICES, ticket)
+    local barred = "," .. sub(ticket, TICKET_OWN_AT + OWN_BYTES * count) .. ","
+    local lowest, best, chosen = huge, huge, nil
+    local function consider(i, own_us)
+      if barred ~= ",," and find(barred, "," .. sub(s.rows[i], WORKER_ID_AT) .. ",", 1, true) then return end
+      local cost = base[i] + own_us / US
+      if cost < lowest then lowest = cost end
+      if room[i] > NO_ROOM_S and cost < best then best, chosen = cost, i end
+    end
+    if barred == ",," then
+      consider(least, rest_us)
+      if first then consider(first, rest_us) end
+    else
+      for i = 1, s.count do consider(i, rest_us) end
+    end
+    for k = 0, count - 1 do
+      local slot, own_us = unpack_from(TICKET_OWN, ticket, TICKET_OWN_AT + OWN_BYTES * k)
+      if by_slot[slot] then consider(by_slot[slot], own_us) end
+    end
+    if not chosen or best > lowest + tie_us / US then return nil end
+    room[chosen], base[chosen] = room[chosen] - size_us / US, base[chosen] + WAIT_PRICE * size_us / US
+    look()
+    return chosen
+  end
+
+  return left
+end
