@@ -50,9 +50,10 @@ format: $(DEV_STAMP) ## let ruff format the code and fix what it can
 	@$(VENV)/bin/ruff format $(SOURCES)
 	@$(VENV)/bin/ruff check --fix $(SOURCES)
 
-bench: $(DEV_STAMP) ## make -s bench NAME=decide (or apply, sync, identity ...): one JSON object as the last line
+# A wrong name is told at once, before minutes of installation.
+bench: $(if $(wildcard tests/bench/bench_$(NAME).py),$(DEV_STAMP)) ## make -s bench NAME=decide (or apply, sync, identity ...): one JSON object as the last line
 	@test -f "tests/bench/bench_$(NAME).py" || { echo "usage: make -s bench NAME=<name>, one of:" $(BENCHES) >&2; exit 2; }
-	@PYTHONPATH=app:worker_plugin:loadtest $(PY) -m tests.bench.bench_$(NAME) $(ARGS)
+	@TRANSFORMERS_NO_ADVISORY_WARNINGS=1 PYTHONPATH=app:worker_plugin:loadtest $(PY) -m tests.bench.bench_$(NAME) $(ARGS)
 
 loadtest: $(DEV_STAMP) ## drive a local fleet behind haproxy with Locust, leave a report (first time it installs: 2 minutes; ARGS=--help lists all)
 	@$(PYTHON) tests/os_tools.py haproxy
@@ -83,7 +84,7 @@ $(RUN_STAMP): loadtest/requirements.lock $(PROJECTS) | $(VENV)/bin/python
 	@touch $@
 
 $(DEV_STAMP): tests/requirements.lock $(RUN_STAMP)
-	@echo "installing what tests and checks need ..."
+	@echo "installing what tests, checks, benches and load tests need (2 minutes or more) ..."
 	@$(PY) -m pip install -qq --require-hashes -r tests/requirements.lock
 	@touch $@
 

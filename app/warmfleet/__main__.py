@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     complete(parser)
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command != "bridge":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if options.command == "bridge":
             become_bridge(rest)

@@ -71,7 +71,7 @@ from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.engine_tokenizer import EngineTokenizer
 from warmfleet.routing.identifier import Identifier
 from warmfleet.routing.router import Router
-from warmfleet.settings import Settings, policies, unknown_variables
+from warmfleet.settings import PREFIX, Settings, policies, unknown_variables
 from warmfleet.tracing.exporter import tracing_of
 from warmfleet.untrusted.template_approval import Templates
 from warmfleet.version import version
@@ -326,7 +326,7 @@ def _pool(tag: str, settings: Settings) -> Pool:
     try:
         client = connect(with_ca(settings.redis_url, settings.redis_ca), model_tag(tag))
     except RedisAddressError as error:
-        raise BadArgument(str(error)) from error
+        raise BadArgument(f"{PREFIX}REDIS_URL: {error}") from error
     except WireError as error:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))

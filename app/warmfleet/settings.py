@@ -12,6 +12,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -19,9 +20,10 @@ from urllib.parse import urlsplit
 from warmfleet.errors import BadArgument
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 PREFIX = "WARMFLEET_"
+LIKE = 0.85  # likeness from which on a name is probably a setting's with a slip in it; they share the prefix
 NUMBERS = {"int": "whole number", "float": "number"}  # by type, as messages name them
 #: The placement policies by name. The scripts implement them; lua/README.md says where each comes from.
 POLICIES = (
@@ -473,10 +475,15 @@ class Settings:
 def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Why each variable with our prefix has no effect, by its name: it is a constant now, or a typing error."""
     environment = os.environ if environment is None else environment
-    known = {PREFIX + item.name.upper() for item in fields(Settings)} | FOREIGN
+    known = {PREFIX + item.name.upper() for item in fields(Settings)}
     known |= {f"{PREFIX}{item.name.upper()}_FILE" for item in fields(Settings) if item.metadata.get("secret")}
-    names = sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
-    return {name: "it is a constant now" if name in CONSTANTS else "no setting has this name" for name in names}
+    names = sorted(name for name in environment if name.startswith(PREFIX) and name not in known | FOREIGN)
+    return {name: "it is a constant now" if name in CONSTANTS else _unknown(name, known) for name in names}
+
+
+def _unknown(name: str, known: Collection[str]) -> str:
+    meant = get_close_matches(name, known, 1, LIKE)
+    return "no setting has this name" + (f"; did you mean {meant[0]}?" if meant else "")
 
 
 def secret(name: str, environment: Mapping[str, str]) -> str | None:

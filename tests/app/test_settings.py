@@ -99,9 +99,11 @@ def test_errors_do_not_show_the_password_of_redis(url: str) -> None:
 
 
 def test_typing_errors_are_noticed() -> None:
-    given = {"WARMFLEET_PROT": "1", "WARMFLEET_PORT": "1", "WARMFLEET_MODEL": "m", "WARMFLEET_RENEW_INTERVAL_S": "1"}
+    given = dict.fromkeys(("WARMFLEET_PROT", "WARMFLEET_PORT", "WARMFLEET_REDIS_PASSWORD"), "1")
+    given |= {"WARMFLEET_MODEL": "m", "WARMFLEET_RENEW_INTERVAL_S": "1"}
     assert unknown_variables(given) == {
-        "WARMFLEET_PROT": "no setting has this name",
+        "WARMFLEET_PROT": "no setting has this name; did you mean WARMFLEET_PORT?",
+        "WARMFLEET_REDIS_PASSWORD": "no setting has this name",
         "WARMFLEET_RENEW_INTERVAL_S": "it is a constant now",
     }
 

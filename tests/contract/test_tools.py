@@ -242,6 +242,15 @@ def test_only_what_the_selected_tests_need_is_built(arguments: str, wanted: list
     assert needs.targets(arguments.split()) == wanted
 
 
+def test_a_wrong_name_of_a_bench_is_told_before_anything_is_installed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["make", "-f", str(ROOT / "Makefile"), "bench", "NAME=no"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: make -s bench NAME=<name>, one of:")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_target_that_tests_need_is_in_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert [target for target in needs.TARGETS.values() if f"\n{target}:" not in makefile] == []

@@ -83,6 +83,8 @@ class UnknownPath:
         nearest = max(self._paths, key=lambda known: _likeness(path, known), default="")
         if _likeness(path, nearest) >= LIKE:
             return f"Did you mean {nearest}?"
+        if path.startswith("/v1/") and "/v1/models" not in self._paths:
+            return "This port is for operators; clients ask WARMFLEET_PORT."
         return "The status page is /status." if "/status" in self._paths else ""
 
 

@@ -74,6 +74,8 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
         parts.append(
             f"{turn} would go to {answer['chosen']} ({answer.get('because', answer['why'])}). Nothing was booked."
         )
+    if not answer["blocks"] and answer["identity"] == "exact":
+        parts.append("It is shorter than one block of an engine's cache, and only full blocks are found there again.")
     return parts
 
 

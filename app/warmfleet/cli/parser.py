@@ -475,13 +475,15 @@ def _acl(parser: argparse.ArgumentParser) -> None:
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, short: str, text: str
 ) -> argparse.ArgumentParser:
-    return commands.add_parser(
+    parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=short,
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.set_defaults(parser=parser)  # its usage belongs to an error that only `main` notices
+    return parser
 
 
 def _seconds(text: str) -> float:

@@ -38,9 +38,10 @@ Warmfleet is ready: {address}   (Ctrl-C stops everything)
 Run this twice. x-warmfleet-matched-tokens says how many tokens of the prompt were in the engine's cache: 0 at first,
 and then most of them, because the second request goes to the engine that has computed them.
 
-  curl -s -D- {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{{"model": "{model}",
-    "max_tokens": 32, "messages": [{{"role": "system", "content": "{rules}"}},
-    {{"role": "user", "content": "When do you open?"}}]}}' | grep -iE 'x-warmfleet-(worker|matched|prompt)|content'
+  ask='{{"model": "{model}", "max_tokens": 32, "messages": [{{"role": "system", "content": "{rules}"}},
+    {{"role": "user", "content": "When do you open?"}}]}}'
+  curl -s -D- {address}/v1/chat/completions -H 'Content-Type: application/json' -d "$ask" |
+    grep -iE 'x-warmfleet-(worker|matched|prompt)|content'
 
 With Python and the openai package{openai_hint}:
 
@@ -54,7 +55,7 @@ With Python and the openai package{openai_hint}:
 See the fleet:  {command} workers
 Live:           {live}
 Its metrics:    {operators}/metrics   (each replica has a port of its own for operators)
-Why there:      {command} explain --message "What is a KV cache?"
+Why there:      echo "$ask" | {command} explain -   (what each engine holds of it and would cost)
 """
 
 

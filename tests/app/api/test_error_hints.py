@@ -50,6 +50,14 @@ async def test_the_port_for_operators_names_the_status_page() -> None:
         assert told == f"GET / is not served here.{hint} GET /openapi.json lists every path."
 
 
+def test_the_port_for_operators_sends_clients_to_theirs() -> None:
+    hint = "This port is for operators; clients ask WARMFLEET_PORT."
+    assert UnknownPath(["/status", "/metrics"])._hint("/v1/chat/completions") == hint
+    assert UnknownPath([*KNOWN, "/v1/models", "/status"])._hint("/v1/nothing") == "The status page is /status.", (
+        "one port for all"
+    )
+
+
 def test_paths_that_are_served_elsewhere() -> None:
     assert "WARMFLEET_ADMIN_PORT" in PATHS._hint("/metrics")
     for path in ("/sleep", "/v1/responses/resp_1/cancel"):

@@ -157,6 +157,14 @@ def test_unknown_words_end_with_status_2(line: str, capsys: pytest.CaptureFixtur
     assert "usage:" in capsys.readouterr().err
 
 
+def test_an_unknown_option_shows_the_options_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--model", "m"])
+    told = capsys.readouterr().err
+    assert told.startswith("usage: warmfleet serve ")
+    assert told.endswith("warmfleet serve: error: unrecognized arguments: --model m\n")
+
+
 def shown(*workers_: dict[str, Any], wide: bool = False, **more: Any) -> str:
     """What ``warmfleet workers`` prints of a model with these workers. more: other fields of the model."""
     return plain(workers.parts_of({"models": [MODEL | more | {"workers": list(workers_)}]}, wide=wide))
@@ -276,6 +284,12 @@ class TestExplain:
         with replica({"/explain": (200, EXPLAINED | {"waits": True})}) as (url, _):
             assert main(["explain", "--model", "demo", "--message", "Hi", "--url", url]) == 0
         assert "it would wait for its turn first. As things stand it would go to sim-1.0" in capsys.readouterr().out
+
+    def test_a_prompt_shorter_than_a_block_is_never_found_again(self) -> None:
+        said = "shorter than one block of an engine's cache"
+        assert said in plain(explain.parts_of(EXPLAINED | {"blocks": 0}))
+        assert said not in plain(explain.parts_of(EXPLAINED))
+        assert said not in plain(explain.parts_of(EXPLAINED | {"blocks": 0, "identity": "load"})), "nobody knows"
 
     def test_a_file_and_standard_input_are_sent_unchanged(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
