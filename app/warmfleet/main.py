@@ -361,7 +361,7 @@ async def _background(replica: _Replica, identities: Identities) -> AsyncIterato
     rounds += [("apply", 0.0, partial(upkeep.apply, pool, metrics)) for pool in pools.all]  # a step waits by itself
     rounds += [("alarm", ALARM_GAP_S, partial(_alarm, pool, reader, prober)) for pool in pools.all]
     if settings.static_workers:
-        rounds.append(("health", checks.HEALTH_INTERVAL_S, static.round))
+        rounds.append(("health", checks.HEALTH_INTERVAL_S, partial(_check, static, reader, prober)))
 
     contact = asyncio.Event()
     tasks = [_task(name, seconds, call, metrics, contact) for name, seconds, call in rounds]
@@ -402,6 +402,12 @@ async def _alarm(pool: Pool, reader: ViewReader, prober: Prober) -> None:
     await pool.fleet.suspected.wait()
     pool.fleet.suspected.clear()
     await _look(reader, prober)
+
+
+async def _check(static: StockEngines, reader: ViewReader, prober: Prober) -> None:
+    """Check engines without the plugin. One that was found takes requests at once, and not after the next reading."""
+    if await static.round():
+        await _look(reader, prober)
 
 
 async def _look(reader: ViewReader, prober: Prober, waiting: Waiting | None = None) -> None:

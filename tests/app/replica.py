@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+import uvicorn
+import uvicorn.server
 from tests.conftest import poll
 
 from warmfleet import main
-from warmfleet.api import http_connection
+from warmfleet.api import client_keys, http_connection
+from warmfleet.api.listening import tls
 from warmfleet.api.listening.server import Sockets
 from warmfleet.api.status_page import routes as status_page
 from warmfleet.background import hung_engines, outage_checks, probe, upkeep
@@ -33,9 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from types import ModuleType
 
-    import uvicorn
 
+STOP_LOOK_S = 0.005  # between two looks whether the connections of a replica that stops are closed
 ASK_S = 0.03  # between two questions to a replica: a page of metrics costs it as much as several requests
+ROUTABLE = ("proven", "identity", "approximate")  # states of workers
 #: One context for all replicas that trust the system's authorities: to read these takes 20 ms of CPU.
 shared_tls = cache(engine_tls)
 #: Tokenizers that replicas have loaded, and where their texts may be cut: half a second for the 5 MB of the simulator.
@@ -45,6 +49,9 @@ SHARED = {"load": staticmethod(lru_cache(maxsize=4)(Encoder.load)), "cuts": lru_
 CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
     "apply_interval_s": [(upkeep, "APPLY_INTERVAL_S")],
     "ask_timeout_s": [(engine_tokenizer, "ASK_TIMEOUT_S")],
+    "clear_interval_s": [(main, "CLEAR_INTERVAL_S")],
+    "truth_interval_s": [(main, "TRUTH_INTERVAL_S")],
+    "follow_interval_s": [(client_keys, "FOLLOW_INTERVAL_S"), (tls, "FOLLOW_INTERVAL_S")],
     "body_timeout_s": [(http_connection, "BODY_TIMEOUT_S")],
     "hung_after_s": [(hung_engines, "ASK_AFTER_S")],
     "hung_interval_s": [(hung_engines, "ASK_INTERVAL_S")],
@@ -59,6 +66,16 @@ CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
     "renew_interval_s": [(upkeep, "RENEW_INTERVAL_S")],
     "snapshot_s": [(status_page, "SNAPSHOT_S")],
 }
+
+
+class Prompt:
+    """asyncio as uvicorn's server sees it. A replica that stops would wait a tenth of a second, and often."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(min(seconds, STOP_LOOK_S))
 
 
 @dataclass
@@ -92,20 +109,14 @@ class Replica:
 
     async def metric(self, sample: str) -> float:
         """The sum of all samples with this name and at least these labels (``name{label="value"``); 0 without any."""
-        name, _, labels = sample.partition("{")
-        wanted = [f'{key}="{value}"' for key, value in re.findall(r'(\w+)="([^"]*)"', labels)]
-        _, page = await self.get("/metrics")
-        lines = [line for line in page.decode().splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in wanted))
+        return sample_of((await self.get("/metrics"))[1].decode(), sample)
 
     async def routable(self, count: int) -> None:
         """Return when the replica itself has seen ``count`` routable workers."""
 
         async def seen() -> bool:
-            states = [
-                await self.metric(f'warmfleet_workers{{state="{s}"}}') for s in ("proven", "identity", "approximate")
-            ]
-            return sum(states) == count
+            page = (await self.get("/metrics"))[1].decode()
+            return sum(sample_of(page, f'warmfleet_workers{{state="{state}"}}') for state in ROUTABLE) == count
 
         await poll(seen, 60, f"{count} routable workers", every_s=ASK_S)
 
@@ -131,6 +142,14 @@ class Replica:
         await poll(empty, 15, "the load is given back")
 
 
+def sample_of(page: str, sample: str) -> float:
+    """See ``Replica.metric``. page: of metrics."""
+    name, _, labels = sample.partition("{")
+    wanted = [f'{key}="{value}"' for key, value in re.findall(r'(\w+)="([^"]*)"', labels)]
+    lines = [line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in wanted))
+
+
 @asynccontextmanager
 async def replica(
     redis_url: str, model: str, *engines: str, look_url: str = "", **settings: Any
@@ -142,7 +161,8 @@ async def replica(
     The replica trusts the files that workers bring, unless told otherwise: trying their tokenizers takes time.
     """
     chosen: dict[str, Any] = {"view_interval_s": 0.1, "health_interval_s": 0.2, "decide_timeout_s": 1.0}
-    chosen |= {"shutdown_grace_s": 2.0, "trust_templates": True, "admin_port": 0} | settings
+    chosen |= {"shutdown_grace_s": 2.0, "trust_templates": True, "admin_port": 0}
+    chosen |= {"clear_interval_s": 0.5, "follow_interval_s": 0.1} | settings
     replaced = {name: chosen.pop(name) for name in CONSTANTS.keys() & chosen.keys()}
     made = Settings(redis_url=redis_url, models=(model,), static_workers=engines, **chosen)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -151,6 +171,7 @@ async def replica(
     for name, value in replaced.items():
         for module, constant in CONSTANTS[name]:
             constants.setattr(module, constant, value)
+    constants.setattr(uvicorn.server, "asyncio", Prompt())
     constants.setattr(main, "engine_tls", engine_tls if made.worker_ca else shared_tls)
     if (Encoder.__dict__["load"], Encoder.cuts) == (LOAD, CUTS):  # unless a test has put something in their place
         for name, shared in SHARED.items():

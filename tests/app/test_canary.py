@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import redis.asyncio as aioredis
@@ -27,17 +28,12 @@ if TYPE_CHECKING:
 CANARY = "Zq canary 7 Wv"
 SALT = "salt-canary-Xk"
 TEXT = f"{CANARY} sings. " * 40
-IDS = identity().completion_ids(TEXT)
-#: Ids as any program would print them; four in a row are nobody's chance.
-SECRETS = [CANARY, SALT, str(IDS[:4])[1:-1], ",".join(map(str, IDS[:4]))]
 
 COMPLETIONS: list[dict[str, Any]] = [
     {"prompt": TEXT},
     {"prompt": [TEXT, TEXT + "!"], "n": 2},
-    {"prompt": IDS, "stream": True},
     {"prompt": TEXT, "prompt_logprobs": 1},
     {"prompt": TEXT, "max_tokens": "1" + CANARY},
-    {"prompt": [*IDS, TEXT]},
     {"prompt": {"text": TEXT}},
     {"prompt": TEXT, "chat_template": TEXT},
     {"prompt": TEXT, "cache_salt": [SALT]},
@@ -54,6 +50,17 @@ CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": TEXT + "\ud800"}], "reasoning_effort": CANARY},
     {"messages": [{"role": "user", "content": TEXT}], "chat_template_kwargs": {"a": {"b": CANARY}}, "tools": [CANARY]},
 ]
+
+
+@cache
+def ids() -> list[int]:
+    return identity().completion_ids(TEXT)
+
+
+@cache
+def secrets() -> list[str]:
+    """Ids as any program would print them; four in a row are nobody's chance."""
+    return [CANARY, SALT, str(ids()[:4])[1:-1], ",".join(map(str, ids()[:4]))]
 
 
 @contextmanager
@@ -104,13 +111,14 @@ async def stored(redis_url: str, but: set[bytes]) -> list[str]:
 
 
 def clean(where: str, text: str) -> None:
-    assert [secret for secret in SECRETS if secret in text] == [], f"{where}: {text[:2000]}"
+    assert [secret for secret in secrets() if secret in text] == [], f"{where}: {text[:2000]}"
 
 
 async def ask_everything(router: Replica, model: str) -> set[int]:
     """Every request of the lists, and broken JSON; returns the statuses. Errors of the router's own are clean."""
     statuses = set()
-    for path, bodies in ("/v1/completions", COMPLETIONS), ("/v1/chat/completions", CHATS):
+    completions = [*COMPLETIONS, {"prompt": ids(), "stream": True}, {"prompt": [*ids(), TEXT]}]
+    for path, bodies in ("/v1/completions", completions), ("/v1/chat/completions", CHATS):
         sent = [json.dumps({"cache_salt": SALT, "max_tokens": 1, "model": model} | body).encode() for body in bodies]
         broken = [sent[0][:-9], sent[0] + b"}", b'"' + TEXT.encode() + b'"', sent[0].replace(b"Zq", b"Zq\xff")]
         for body in sent + broken:

@@ -103,3 +103,9 @@ async def test_a_wrong_password_is_told_in_one_sentence(valkey_url: str, model: 
     finally:
         await fleet.close()
     assert "wrong@" not in str(by_reading.value) + str(by_script.value)
+
+
+async def test_an_engine_that_is_found_is_used_at_once(valkey_url: str, model: str) -> None:
+    """And not only after the next reading of the fleet."""
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url, view_interval_s=600.0) as router:
+        assert (await router.post({"model": model, "prompt": "hello"}))[0] == 200

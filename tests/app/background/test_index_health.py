@@ -34,7 +34,7 @@ async def test_lag_divergence_resyncs_and_silence(
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     tracker = Tracker(limit=20_000)
     tracker.stored(hashes(500))
-    async with replica(redis_url, model, apply_interval_s=NEVER_S) as router:
+    async with replica(redis_url, model, apply_interval_s=NEVER_S, truth_interval_s=0.5) as router:
         metric = router.metric
 
         async def says(name: str, value: float) -> bool:
@@ -99,7 +99,7 @@ async def test_while_redis_is_away_nothing_is_claimed(model: str) -> None:
     with Servers() as servers:
         node = servers.start(free_ports(1)[0])
         until(node.client().ping, "the server answers")
-        async with replica(f"redis://127.0.0.1:{node.port}", model) as router:
+        async with replica(f"redis://127.0.0.1:{node.port}", model, truth_interval_s=0.5) as router:
             await poll(lambda: _fresh(router), what="the fleet is read")
             node.kill()
             await poll(

@@ -12,7 +12,6 @@ import pytest
 from tests.app import deepseek
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from warmfleet.metrics import Metrics
 from warmfleet.pools.identities import Identities
@@ -55,6 +54,8 @@ def identity(encoder: Encoder, executor: ThreadPoolExecutor, template: str, **fa
 
 def transformers(messages: list[dict[str, Any]], **more: Any) -> str:
     """The text that transformers renders with CHATML."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # slow: every process imports this file
+
     rendered: Any = render_jinja_template([messages], chat_template=CHATML, **more)
     return str(rendered[0][0])
 

@@ -65,7 +65,8 @@ def documented(routes: Sequence[Route], engine_paths: Iterable[EnginePath], sett
 
 def document(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settings: Settings) -> bytes:
     """The document of a port with these routes, which passes on requests to ``engine_paths``."""
-    paths = {path.path: _engine_path(path, settings) for path in engine_paths}
+    answers = _engine_answers()
+    paths = {path.path: _engine_path(path, answers, settings) for path in engine_paths}
     for route in routes:
         path = route.path.replace(":path}", "}")
         paths[path] = {
@@ -84,7 +85,7 @@ def document(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settin
             "components": {
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
                 "parameters": {one["name"]: one for one in PARAMETERS},
-                "responses": {f"engine-{status}": answer for status, answer in _engine_answers().items()},
+                "responses": {f"engine-{status}": answer for status, answer in answers.items()},
             },
         }
     )
@@ -93,7 +94,8 @@ def document(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settin
 # ---------------------------------------------------------------- paths of engines
 
 
-def _engine_path(path: EnginePath, settings: Settings) -> Json:
+def _engine_path(path: EnginePath, answers: Iterable[str], settings: Settings) -> Json:
+    """answers: their statuses."""
     needed = path.form in ("completions", "chat")
     content: Json = {"application/json": {"schema": body_schema(path, settings)}}
     if not needed:
@@ -102,7 +104,7 @@ def _engine_path(path: EnginePath, settings: Settings) -> Json:
     operation = {
         "summary": "Answered by an engine",
         "parameters": [below, *HINTS] if path.path.endswith("{path}") else HINTS,
-        "responses": {status: {"$ref": f"#/components/responses/engine-{status}"} for status in _engine_answers()},
+        "responses": {status: {"$ref": f"#/components/responses/engine-{status}"} for status in answers},
         **_security(key=bool(settings.client_keys_file)),
     }
     with_body = {**operation, "requestBody": {"required": needed, "content": content}}

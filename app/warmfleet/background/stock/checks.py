@@ -92,12 +92,13 @@ class StockEngines:
         if settings.worker_api_key:
             self._headers["Authorization"] = f"Bearer {settings.worker_api_key}"
 
-    async def round(self) -> None:
+    async def round(self) -> bool:
         """Check all listed engines, but only some of those whose last check failed, and those that leave.
 
-        Raises FleetUnavailable if Redis does not take the result, and BadArgument if a list cannot be read.
+        Returns whether one passed whose last check did not. Raises FleetUnavailable if Redis does not take the result,
+        and BadArgument if a list cannot be read.
         """
-        listed = await self._list.look()
+        listed, before = await self._list.look(), self._passing()
         urls = {engine.url for engine in listed}
         self._leaving = {url: self._leaving.get(url) for url in self._checked.keys() - urls}
         self._addresses.name([*urls, *self._leaving])
@@ -116,6 +117,10 @@ class StockEngines:
                 raise result
         for problem in self._list.problems:
             raise BadArgument(problem)
+        return not self._passing() <= before
+
+    def _passing(self) -> set[str]:
+        return {url for url, engine in self._checked.items() if engine.failing_since is None}
 
     async def _in_gate(self, work: Callable[[], Awaitable[None]]) -> None:
         async with self._gate:
