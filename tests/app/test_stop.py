@@ -8,8 +8,8 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -19,6 +19,7 @@ from tests.app.replica import replica
 from tests.conftest import poll
 
 from warmfleet.api.listening.server import Sockets
+from warmfleet.cli.local.ports import free_port
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import server
 from warmfleet.settings import Settings
@@ -79,8 +80,7 @@ class Process:
     """A replica as a process of its own, on the same port after every restart. ``ready``: by its last /readyz."""
 
     def __init__(self, redis_url: str, model: str, engine_url: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            self.port = found.getsockname()[1]
+        self.port = free_port()
         settings = {"REDIS_URL": redis_url, "MODELS": model, "STATIC_WORKERS": engine_url, "PORT": str(self.port)}
         settings |= {"ADMIN_PORT": "0"}
         settings |= {"DRAIN_S": "1.5", "DECIDE_TIMEOUT_S": "2", "VIEW_INTERVAL_S": "0.1"}
@@ -92,6 +92,12 @@ class Process:
     async def start(self) -> None:
         command = (sys.executable, "-m", "warmfleet", "serve")
         self._process = await asyncio.create_subprocess_exec(*command, env=self.environment)
+
+    async def kill(self) -> None:
+        """What a test that failed leaves."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
 
     async def stop(self) -> None:
         """SIGTERM; returns when the process has ended by itself."""
@@ -155,10 +161,11 @@ class Traffic:
 
 
 async def test_a_rolling_restart_fails_nobody_with_a_kept_connection(valkey_url: str, model: str) -> None:
-    async with engine(model) as upstream, asyncio.TaskGroup() as group:
+    async with engine(model) as upstream, AsyncExitStack() as stack, asyncio.TaskGroup() as group:
         processes = [Process(valkey_url, model, upstream.url) for _ in range(2)]
         for process in processes:
             await process.start()
+            stack.push_async_callback(process.kill)
         watches = [group.create_task(process.watch()) for process in processes]
         await poll(lambda: all(process.ready for process in processes), 60, "both are ready")
         traffic = Traffic(model, processes)

@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from tests.conftest import server, valkey_binary
 from tests.drills.toxic import Toxic
-from tests.vllm.engine import MODEL, ROOT, VENV, free_port
+from tests.vllm.engine import MODEL, ROOT, VENV
 from tests.vllm.trees import environment, tree
 
 from warmfleet.background.supervisor import stop
+from warmfleet.cli.local.ports import free_port
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ import aiohttp
 import httpx
 import pytest
 from tests.app.simulated import TEMPLATE, tokenizer_json
+
+from warmfleet.cli.local.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,8 +59,7 @@ def processes(redis_url: str, engines: Sequence[str], replicas: int = 2, **setti
         argv = [sys.executable, "-m", "warmfleet_loadtest.engine", *place, *engines]
         running.append(subprocess.Popen(argv, **quiet))
         for _ in range(replicas):
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
+            port = free_port()
             given = {"REDIS_URL": redis_url, "MODELS": MODEL, "PORT": port, "ADMIN_PORT": 0, "TRUST_TEMPLATES": "1"}
             given |= {"DECIDE_TIMEOUT_S": 2} | {name.upper(): value for name, value in settings.items()}
             environment = os.environ | {f"WARMFLEET_{name}": str(value) for name, value in given.items()}

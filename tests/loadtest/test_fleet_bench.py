@@ -32,6 +32,7 @@ KEYS = ("mean_ttft", "p50_ttft", "p90_ttft", "p99_ttft", "hit_ratio", "imbalance
 def generated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace is a generated one, and processes find the sources."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("WARMFLEET_DECIDE_TIMEOUT_S", "2")  # the default of 50 ms is too short beside other work
     monkeypatch.setattr("warmfleet_loadtest.traces.trace.SHARED", "nowhere")
     for name in ("TRACE", "POLICY", "REPLICAS", "FLEET", "SEEDS"):
         monkeypatch.delenv(name, raising=False)

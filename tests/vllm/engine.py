@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from warmfleet.cli.local.ports import free_port
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -27,12 +29,6 @@ SERVED_NAME = "tiny"
 TRUTH = Path(__file__).parent / "truth"
 START_SECONDS = 900.0  # 30 s on an idle machine, ten minutes beside much else; one that cannot start ends earlier
 BLOCK_TOKENS = 32  # the CPU kernels want a multiple of 32
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

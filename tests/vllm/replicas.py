@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import httpx
-from tests.vllm.engine import SERVED_NAME, free_port
+from tests.vllm.engine import SERVED_NAME
+
+from warmfleet.cli.local.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,9 @@ import pytest
 from tests.app.joined import proven
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
-from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine, free_port
+from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine
+
+from warmfleet.cli.local.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,8 +16,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from tests.app.tracing.collector import CLIENT, Span, collector
 from tests.conftest import poll
 from tests.vllm.conftest import TAG
-from tests.vllm.engine import ROOT, TRUTH, VENV, EngineOptions, free_port, running
+from tests.vllm.engine import ROOT, TRUTH, VENV, EngineOptions, running
 from tests.vllm.replicas import PATIENT_SECONDS, running_replicas
+
+from warmfleet.cli.local.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,6 +6,7 @@ import http.client
 import importlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -23,6 +24,8 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+#: Below the ports that operating systems give to outgoing connections: one of these could take the port meanwhile.
+PORTS = range(20_000, 32_768)
 READY_S = 90.0
 POLL_S = 0.05
 TAIL_LINES = 15
@@ -211,15 +214,15 @@ def replica_ready(url: str, workers: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now. Another process may take one meanwhile; the start of ours then fails."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for found in sockets:
-            found.bind(("127.0.0.1", 0))
-        return [int(found.getsockname()[1]) for found in sockets]
-    finally:
-        for found in sockets:
-            found.close()
+    """Ports that are free now. Another server may take one meanwhile; the start of ours then fails."""
+    free: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        if len(free) == count:
+            break
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            free.append(port)
+    return free
 
 
 def get_json(url: str) -> Any:

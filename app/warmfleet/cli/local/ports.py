@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
 from contextlib import suppress
 
@@ -11,16 +12,25 @@ from warmfleet.cli.command_error import CommandError
 #: How ``listen`` names the choice of the port for operators, for whoever starts a second replica on one machine.
 OWN_ADMIN_PORT = "WARMFLEET_ADMIN_PORT, as each replica on a machine needs its own (0: the clients' port is used)"
 
+#: Below the ports that operating systems give to outgoing connections: one of these could take the port meanwhile.
+PORTS = range(20_000, 32_768)
+TRIES = 100
+
 
 def free_port(host: str = "127.0.0.1", wanted: int = 0) -> int:
-    """A port that is free now, the wanted one if that is; another process may take it before it is used."""
+    """A port that is free now, the wanted one if that is; another server may take it before it is used.
+
+    Raises CommandError.
+    """
     if wanted:
         with suppress(CommandError):
             listen(host, wanted).close()
             return wanted
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for port in random.SystemRandom().sample(PORTS, TRIES):
+        with suppress(CommandError):
+            listen("127.0.0.1", port).close()
+            return port
+    raise CommandError("no free port was found on 127.0.0.1")
 
 
 def claim_shared(host: str, port: int) -> socket.socket:

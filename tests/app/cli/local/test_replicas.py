@@ -16,6 +16,7 @@ from tests.app.engine import STREAM_HEAD, engine, event, freezing
 from tests.app.test_stop import Traffic
 from tests.conftest import poll
 
+from warmfleet.cli.local.ports import free_port
 from warmfleet.fleet import Fleet, connect
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 def free_ports(count: int) -> int:
     """The first of so many ports in a row that are free now."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            begin = int(first.getsockname()[1])
+        begin = free_port()
         try:
             for port in range(begin, begin + count):
                 socket.create_server(("127.0.0.1", port)).close()
