@@ -18,7 +18,8 @@ import uvicorn.server
 from tests.conftest import poll
 
 from warmfleet import main
-from warmfleet.api import client_keys, http_connection
+from warmfleet.api import http_connection
+from warmfleet.api.access import client_keys
 from warmfleet.api.listening import tls
 from warmfleet.api.listening.server import Sockets
 from warmfleet.api.status_page import routes as status_page
