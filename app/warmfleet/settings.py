@@ -362,6 +362,10 @@ class Settings:
     queue_priority: bool = _setting(
         False, "order the queue by the request's `priority` (lower goes first), which every client can set"
     )
+    engine_priority: bool = _setting(
+        False,
+        "let engines with `--scheduling-policy priority` take waiting prompts by their uncached work, least first",
+    )
     token_handoff: bool = _setting(True, "send engines a prompt's token ids, so that they do not tokenise it again")
 
     def engine_wait_s(self, tag: str) -> float:

@@ -82,8 +82,10 @@ def running_replicas(
 
 
 @contextmanager
-def replicas(redis_url: str, count: int = 2, engines: int = 2, policy: str = "cost") -> Iterator[list[str]]:
+def replicas(
+    redis_url: str, count: int = 2, engines: int = 2, policy: str = "cost", **settings: str
+) -> Iterator[list[str]]:
     """``running_replicas`` for tests that kill none: their base URLs."""
     patient = {"WARMFLEET_DECIDE_TIMEOUT_S": PATIENT_SECONDS}
-    with running_replicas(redis_url, count, engines, policy, **patient) as started:
+    with running_replicas(redis_url, count, engines, policy, **{**patient, **settings}) as started:
         yield [one.url for one in started]

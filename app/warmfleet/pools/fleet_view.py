@@ -36,7 +36,8 @@ class View:
     workers, in tokens; limits: the context of each by worker_id, if they differ. urls, ranks: by worker_id; a rank is
     given only to the engine cores of a server that has several. models: the names that routable workers serve; names:
     those that proved workers serve, with how many do. streams: to which the workers and their API servers write.
-    unreported: of whose finished prefills nobody tells: a bridge reports them.
+    unreported: of whose finished prefills nobody tells: a bridge reports them. sorting: prefill tokens a second of the
+    workers whose engines take waiting prompts by priority, by worker_id.
     read_at: monotonic seconds.
     """
 
@@ -58,6 +59,7 @@ class View:
     ids: tuple[str, ...] = ()
     streams: tuple[str, ...] = ()
     unreported: frozenset[str] = frozenset()
+    sorting: Mapping[str, int] = field(default_factory=dict)
 
     def barred(self, model: str, tokens: int) -> tuple[str, ...]:
         """The workers that cannot serve a request of ``tokens`` for ``model``: no such adapter, or too short a context.
@@ -128,6 +130,7 @@ def view_of(
         },
         adapters=adapters,
         unreported=frozenset(one.worker_id for one in workers if _facts(one).get("reports_prefills") is False),
+        sorting={one.worker_id: one.load.speed_tps for one in workers if _facts(one).get("takes_priority")},
         names=Counter(name for worker in proved for name in set(served(worker))),
         models=tuple(dict.fromkeys(name for worker in workers if worker.routable for name in served(worker))),
         max_model_len=max(limits.values(), default=MAX_MODEL_LEN),

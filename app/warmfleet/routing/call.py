@@ -6,14 +6,16 @@ A named tuple cannot be changed, as a frozen dataclass, and is made in a quarter
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from warmfleet.engines.engine_priority import priority
 from warmfleet.protocol.wire import ENDED_MARK
 
 if TYPE_CHECKING:
     from warmfleet.engines.followed_stream import Continuable
-    from warmfleet.fleet import ClientLimits
+    from warmfleet.fleet import ClientLimits, Decision
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
@@ -150,6 +152,14 @@ class Job(NamedTuple):
     priority: int = 0
     logged: bool = False
     continuable: Continuable | None = None
+
+    def engine_priority(self, decision: Decision) -> int | None:
+        """The request's priority for the engine of the chosen worker; None if that does not go by priorities."""
+        speed_tps = self.pool.view.sorting.get(decision.worker_id)
+        if speed_tps is None:
+            return None
+        came_at_s = time.time() - (time.perf_counter() - self.call.received_at)
+        return priority(self.request.priority, came_at_s, decision.prefill_tokens, speed_tps)
 
     def admitted(self) -> Job:
         """The job for another attempt: the limits of its client have let it in, and do not refuse it half-way."""

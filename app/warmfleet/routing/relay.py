@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import orjson
 
+from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.engines.output_tokens import OutputTokens
 from warmfleet.engines.told_usage import AnswerTail
@@ -51,6 +52,7 @@ class Relay:
         self._answer_headers = settings.answer_headers
         self._cache_reports = CacheReports(metrics)
         self._handoff = Handoff(metrics, enabled=settings.token_handoff)
+        self._sends_priority = settings.engine_priority
 
     async def forward(
         self, job: Job, attempt: Attempt, decision: Decision, answer: ClientAnswer, tried_elsewhere: frozenset[int]
@@ -93,6 +95,8 @@ class Relay:
             headers += attempt.span.sent(request_id, ids=body is not job.body)
         if rank is not None:
             headers += f"X-data-parallel-rank: {rank}\r\n".encode()
+        if self._sends_priority and (number := job.engine_priority(decision)) is not None:
+            headers += f"{PRIORITY_HEADER}: {number}\r\n".encode()
         response = self._upstream.start(call.method, decision.url, call.target, body, headers)
         attempt.sent(decision.worker_id, response, call.received_at)
         return response

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.errors import CancelledReservation, KeyInUse, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.fleet import Flag, Renewal
@@ -66,6 +67,7 @@ class Router:
         self.tenancy = Tenancy(settings.tenant_key, settings.tenant_header)
         self._allowed_fields = settings.allowed_fields
         self._reads_priority = settings.queue_priority
+        self._sends_priority = settings.engine_priority
         self._metrics = metrics
         self._log = log or DecisionLog("", 0.0, metrics)
         self._identifier = identifier
@@ -184,6 +186,8 @@ class Router:
         rank = job.pool.view.ranks.get(decision.worker_id)
         if rank is not None:
             headers["X-data-parallel-rank"] = str(rank)
+        if self._sends_priority and (number := job.engine_priority(decision)) is not None:
+            headers[PRIORITY_HEADER] = str(number)
         return Placement(
             attempt.hand_over(),
             job.pool.name,

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 #: ``python -m``.
 SERVER_MODULES = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server", "__main__")
 
+#: The header in which routers send a request's priority, in lower case.
+ROUTERS_PRIORITY_HEADER = "x-vllm-priority"
+
 
 def hook_api_server(redis_url: str) -> None:
     """Announce this process's API server, if it is one, when its state has been made."""
@@ -198,8 +201,20 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
             getattr(state, "anthropic_serving_messages", None), "_disabled_thinking_effort", None
         ),
         "token_handoff": token_handoff(state, model_config),
+        "takes_priority": takes_priority(vllm_config),
         "ranks": ranks_of(vllm_config),
     }
+
+
+def takes_priority(vllm_config: Any) -> bool:
+    """Whether the scheduler goes by priorities, and this vLLM reads them from a header."""
+    if getattr(vllm_config.scheduler_config, "policy", "fcfs") != "priority":
+        return False
+    try:
+        from vllm.entrypoints.generate.base.serving import PRIORITY_HEADER
+    except ImportError:
+        return False
+    return bool(PRIORITY_HEADER.lower() == ROUTERS_PRIORITY_HEADER)
 
 
 def merges_inline_system(renderer: Any) -> bool | None:

@@ -108,6 +108,7 @@ FACTS: dict[str, Check] = {
     "renders": _object,
     "token_handoff": _list_of(_text),
     "reports_prefills": _flag,
+    "takes_priority": _flag,
     "loras": _object_of(_text),
     "ranks": _count,
 }

@@ -1,0 +1,107 @@
+"""Real engines that sort: prompts wait there in the order of their uncached work, and mixed load near saturation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+import uvloop
+from tests.conftest import server, valkey_binary
+from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, EngineOptions, running
+from tests.vllm.replicas import replicas
+
+from warmfleet_loadtest.replay import Target, replay, summary, table
+from warmfleet_loadtest.traces.workload import Mix, mixed
+
+if TYPE_CHECKING:
+    from warmfleet_loadtest.measuring.client import Reply
+
+pytestmark = pytest.mark.vllm
+SORTS = ("--scheduling-policy", "priority")
+SIZES = (1_500, 1_200, 900, 600, 300)  # of prompts, in tokens; the order in which they come
+#: Rules under comparison. ``engines``: the engines sort, and so many requests wait there that they can.
+RULES: dict[str, dict[str, str]] = {
+    "held_2s": {"WARMFLEET_MAX_ENGINE_WAIT_S": "2"},
+    "default": {},
+    "engines": {"WARMFLEET_MAX_ENGINE_WAIT_S": "2", "WARMFLEET_ENGINE_PRIORITY": "1"},
+}
+ROUNDS, SLICE_S, RATE = 3, 60.0, 2.2  # requests per second: nearly what two engines on two cores can do
+CACHE_TOKENS = 16_384
+
+
+async def sizes_as_they_end(url: str) -> list[int]:
+    """Ask for prompts of SIZES while another request keeps the engine busy; returns their sizes as they end."""
+    ended: list[int] = []
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+
+        async def ask(size: int, tokens: int) -> None:
+            ids = random.Random(size).choices(range(300, 500), k=size)
+            body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+            (await client.post("/v1/completions", json=body)).raise_for_status()
+            ended.append(size)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ask(40, 1_500))
+            await asyncio.sleep(0.5)
+            for size in SIZES:
+                group.create_task(ask(size, 1))
+                await asyncio.sleep(0.05)
+    return ended
+
+
+@pytest.mark.long(minutes=2, shows="a real engine takes waiting prompts by the priority that routers send")
+def test_prompts_wait_in_the_engine_by_their_uncached_work() -> None:
+    with server(valkey_binary()) as redis_url:
+        options = EngineOptions(redis_url=redis_url, arguments=(*SORTS, "--max-num-seqs", "1"))
+        with running(options):
+            found = {}
+            for wanted in ("1", "0"):
+                settings = {"WARMFLEET_ENGINE_PRIORITY": wanted, "WARMFLEET_MAX_ENGINE_WAIT_S": "0"}
+                with replicas(redis_url, count=1, engines=1, **settings) as urls:
+                    found[wanted] = uvloop.run(sizes_as_they_end(urls[0]))
+    assert found == {"1": [40, *sorted(SIZES)], "0": [40, *SIZES]}
+
+
+@pytest.mark.timeout(1_800)
+@pytest.mark.long(
+    minutes=15, shows="mixed load near saturation of two real engines: held back, by default, sorted by engines"
+)
+def test_mixed_load_near_saturation() -> None:
+    model = ROOT / "models" / "small"
+    if not model.exists():
+        pytest.fail("models/small is missing: run `make vllm`")
+    replies: dict[str, list[Reply]] = {rule: [] for rule in RULES}
+    spent_s = dict.fromkeys(RULES, 0.0)
+    with server(valkey_binary()) as redis_url:
+        blocks = CACHE_TOKENS // BLOCK_TOKENS
+        options = [
+            EngineOptions(redis_url=redis_url, worker_id=name, model=model, blocks=blocks, arguments=SORTS)
+            for name in ("vllm-a", "vllm-b")
+        ]
+        with running(*options) as engines:
+            for number in range(ROUNDS):
+                trace = mixed(Mix(rate=RATE, seconds=SLICE_S, seed=number, output_tokens=(2, 12)))
+                for rule, settings in RULES.items():
+                    for engine in engines:
+                        engine.reset_prefix_cache()
+                    with replicas(redis_url, 2, 2, "cost", **settings) as urls:
+                        time.sleep(1.0)  # one period of upkeep, after which the router knows that the caches are empty
+                        began = time.monotonic()
+                        got, client = uvloop.run(replay(trace, Target(tuple(urls), SERVED_NAME, seed=number)))
+                        spent_s[rule] += time.monotonic() - began
+                    replies[rule] += got
+                    print(f"slice {number} {rule}: {json.dumps(summary(got, skip=0.0))} client {client}", flush=True)
+    rows = {rule: summary(replies[rule], skip=0.0) for rule in RULES}
+    for rule, row in rows.items():
+        tokens = sum(one.prompt_tokens + one.output_tokens for one in replies[rule])
+        row["tokens_per_s"] = round(tokens / spent_s[rule], 1)
+    print(table(rows))
+    print(json.dumps(rows))
+    assert all(row["errors"] == 0 for row in rows.values())
+    assert rows["engines"]["tokens_per_s"] > 0.98 * rows["held_2s"]["tokens_per_s"]
+    assert rows["engines"]["ttft_mean_s"] < 1.05 * rows["held_2s"]["ttft_mean_s"]
