@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, NoReturn
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.parser import build_parser
 from warmfleet.cli.terminal.completion import complete
-from warmfleet.errors import WarmfleetError
+from warmfleet.errors import FleetUnavailable, WarmfleetError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BRIDGE = "warmfleet_worker.bridge"
 INSTALL_BRIDGE = "pip install './worker_plugin[bridge,hub]' in a checkout of Warmfleet"
+OTHER_REDIS = " (--redis or WARMFLEET_REDIS_URL names another Redis; `warmfleet doctor` says more)"
 BRIDGE_HELP = f"""\
 usage: warmfleet bridge --redis URL --engine URL [--engine URL ...]
 
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # imported here, because `workers` needs neither tokenizers nor a web server
         return int(importlib.import_module(f"warmfleet.cli.{options.command}").run(options))
     except (CommandError, WarmfleetError) as error:
-        print(f"warmfleet {options.command}: {error}", file=sys.stderr)
+        elsewhere = isinstance(error, FleetUnavailable) and "redis" in options
+        print(f"warmfleet {options.command}: {error}{OTHER_REDIS if elsewhere else ''}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.kv_events import KvEvents
 
 REPLAY_PORTS = 100  # from the port of an engine's KV events to that of their replays
+INSTALL_KV_EVENTS = "pip install './worker_plugin[bridge]' in a checkout of Warmfleet"  # for --kv-events
 STOP_SECONDS = 2.0  # that open requests get to end when the engine stops
 
 
@@ -113,7 +114,7 @@ class Engine:
 
         Returns the publisher, which knows its ports.
         """
-        # Imported here, because it needs pyzmq and msgpack, which only the development environment has.
+        # Imported here, because it needs pyzmq and msgpack, which `make run` does not install.
         from warmfleet_loadtest.simulator.kv_events import KvEvents
 
         self.kv_events = KvEvents(self.core.scheduler, ports)
@@ -168,7 +169,8 @@ async def serve(args: argparse.Namespace) -> None:
                 print(f"engine {index} publishes KV events on port {events.port}", flush=True)
                 print(f"engine {index} replays KV events on port {events.replay_port}", flush=True)
                 told = f"{url}=tcp://127.0.0.1:{events.port},replay=tcp://127.0.0.1:{events.replay_port}"
-                print(f"engine {index} is bridged by: warmfleet bridge --redis URL --engine {told}", flush=True)
+                told = f"--tokenizer {args.tokenizer or 'none'} --engine {told}"  # no hub knows the simulator's own
+                print(f"engine {index} is bridged by: warmfleet bridge --redis URL {told}", flush=True)
             print(f"engine {index} serves {args.model[0]} on {url}", flush=True)
         if args.chooser:
             core = ChosenCore([engine.core for engine in engines], args.chooser)
@@ -269,7 +271,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         engine_config(args)
         uvloop.run(serve(args))
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is not installed: {INSTALL_KV_EVENTS}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -116,3 +118,16 @@ def test_an_engine_tells_one_listener(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["--kv-events", "--redis", "redis://127.0.0.1:1"])
     assert "without --redis" in capsys.readouterr().err
+
+
+def test_packages_that_kv_events_miss_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make run` does not install them."""
+    monkeypatch.setitem(sys.modules, "msgpack", None)
+    monkeypatch.delitem(sys.modules, "warmfleet_loadtest.simulator.kv_events")
+    monkeypatch.setattr("warmfleet_loadtest.engine.uvloop.run", asyncio.run)
+    assert main(["--kv-events", "--port", "0"]) == 1
+    assert capsys.readouterr().err == (
+        "error: msgpack is not installed: pip install './worker_plugin[bridge]' in a checkout of Warmfleet\n"
+    )

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     for model in models:
         switched[model] = asyncio.run(_one(options.name, options.redis, model))
         if not options.json:
-            print(f"{model}: {switched[model] or 'as each replica is set (WARMFLEET_POLICY)'}", flush=True)
+            print(f"{model}: {switched[model] or 'as each replica is set (`warmfleet workers` shows how)'}", flush=True)
     if options.json:
         print(json.dumps(switched, indent=2))
     return 0

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     import pytest
 
 
-def pool(*states: str, contacted: bool = True, usable: bool = True) -> Any:
+def pool(*states: str, contacted: bool = True, usable: bool = True, announced: bool = True) -> Any:
+    server: dict[str, Any] = {"artifacts": {"tokenizer.json": {}} if announced else {}}
     workers = [
-        SimpleNamespace(worker_id=f"w{number}", state=state, routable=state == "proven")
+        SimpleNamespace(worker_id=f"w{number}", state=state, routable=state == "proven", server=server)
         for number, state in enumerate(states)
     ]
     return SimpleNamespace(tag="demo", contacted=contacted, usable=usable, view=SimpleNamespace(workers=workers))
@@ -29,6 +30,7 @@ def test_what_a_model_waits_for(caplog: pytest.LogCaptureFixture) -> None:
         pool(),
         pool("pending", "silent"),
         pool("proven", "silent", usable=False),
+        pool("proven", "silent", usable=False, announced=False),
         pool("proven", "silent"),
         pool("proven", "proven"),
         pool("silent", "silent"),
@@ -42,10 +44,12 @@ def test_what_a_model_waits_for(caplog: pytest.LogCaptureFixture) -> None:
         ("INFO", "demo waits for its first engine"),
         ("INFO", "demo waits for its engines"),
         ("INFO", "demo waits for the tokenizer of its engines"),
+        ("INFO", "demo is served by load alone, as no engine announces a tokenizer"),
         ("INFO", "demo is served"),
         ("INFO", "demo is served"),
         ("WARNING", "demo waits for its engines"),
     ]
     assert "`warmfleet doctor`" in caplog.messages[0]
     assert "none of 2 takes requests yet (w0: pending, w1: silent)" in caplog.messages[1]
-    assert caplog.messages[4].endswith("2 of 2 engines take requests")
+    assert "set WARMFLEET_TOKENIZER" in caplog.messages[3]
+    assert caplog.messages[5].endswith("2 of 2 engines take requests")

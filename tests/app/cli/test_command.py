@@ -165,6 +165,15 @@ def test_an_unknown_option_shows_the_options_of_its_command(capsys: pytest.Captu
     assert told.endswith("warmfleet serve: error: unrecognized arguments: --model m\n")
 
 
+def test_another_redis_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(ports.listen("127.0.0.1", 0)) as taken:  # it does not listen yet, so connections are refused
+        address = f"redis://127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["drain", "w", "--model", "m", "--redis", address]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("warmfleet drain: Redis is away or slow: ")
+    assert told.endswith("(--redis or WARMFLEET_REDIS_URL names another Redis; `warmfleet doctor` says more)\n")
+
+
 def shown(*workers_: dict[str, Any], wide: bool = False, **more: Any) -> str:
     """What ``warmfleet workers`` prints of a model with these workers. more: other fields of the model."""
     return plain(workers.parts_of({"models": [MODEL | more | {"workers": list(workers_)}]}, wide=wide))

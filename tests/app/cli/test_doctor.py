@@ -11,6 +11,7 @@ import socket
 import time
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,7 @@ from warmfleet.cli.acl import lines, rules_of
 from warmfleet.cli.doctor import fleet_checks, redis_checks
 from warmfleet.cli.doctor.command import Plan, examine, plan_of, secrets_of
 from warmfleet.cli.doctor.finding import Finding, Report, State
+from warmfleet.cli.doctor.parity_checks import Subject, handoff
 from warmfleet.cli.local.ports import free_port
 from warmfleet.cli.local.running_stack import RunningStack, announced
 from warmfleet.cli.local.store import SOCKET_NAME
@@ -775,3 +777,13 @@ async def test_a_dead_store_of_up_is_told_so(tmp_path: Path) -> None:
             if not (tmp_path / SOCKET_NAME).exists():
                 left.bind(str(tmp_path / SOCKET_NAME))
     await client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"), [({"kv_connector": True}, "it has a KV connector"), ({"x": 1}, "behind a bridge")]
+)
+def test_why_an_engine_tokenises_again(facts: dict[str, Any], why: str) -> None:
+    engine: Any = None  # it is not asked
+    worker: Any = SimpleNamespace(approximate=False, server={"facts": facts}, state=WorkerState.PROVEN)
+    (finding,) = handoff(Subject(engine, "m", None, worker), wanted=True)
+    assert finding.detail.endswith(why)

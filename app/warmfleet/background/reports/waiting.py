@@ -17,6 +17,10 @@ NO_ENGINE = (
 )
 NONE_ROUTABLE = "%s waits for its engines: none of %d takes requests yet (%s); `warmfleet doctor` says why"
 NO_TOKENIZER = "%s waits for the tokenizer of its engines: %d of %d engines take requests, which go by load until then"
+UNTOLD = (
+    "%s is served by load alone, as no engine announces a tokenizer: %d of %d engines take requests. To match prompts, "
+    "set WARMFLEET_TOKENIZER, or give `warmfleet bridge` a --tokenizer"
+)
 SERVED = "%s is served: %d of %d engines take requests"
 
 
@@ -47,7 +51,10 @@ def _text(pool: Pool, routable: int) -> str:
         return NO_ENGINE
     if not routable:
         return NONE_ROUTABLE
-    return SERVED if pool.usable else NO_TOKENIZER
+    if pool.usable:
+        return SERVED
+    announced = any(worker.server and worker.server.get("artifacts") for worker in pool.view.workers)
+    return NO_TOKENIZER if announced else UNTOLD
 
 
 def _figures(pool: Pool, text: str, routable: int) -> tuple[object, ...]:

@@ -317,10 +317,12 @@ def handoff(subject: Subject, *, wanted: bool) -> list[Finding]:
         ]
     if able is not None:
         return [ok("token hand-off", f"routers may send token ids for {' and '.join(sorted(able.endpoints))}")]
-    connector = subject.facts.get("kv_connector") is not False
+    connector = subject.facts.get("kv_connector")
     why = (
         "it has a KV connector"
         if connector
+        else "it does not tell whether it has a KV connector, as behind a bridge"
+        if connector is None
         else f"it is {worker.state}"
         if not worker.state.matched
         else "its vLLM takes none"
