@@ -1,0 +1,33 @@
+"""The bench ``latency`` in small: it reports every figure, of requests that are all there."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.bench.bench_latency import PARTS, Load, main
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def sizes(requests: Sequence[bytes]) -> Counter[str]:
+    return Counter("200b" if len(one) < 1_000 else "500t" if len(one) < 10_000 else "10kt" for one in requests)
+
+
+def test_the_mix_has_each_size_in_its_share_and_every_round_has_other_requests() -> None:
+    load = Load(100.0, 0.5, 4, 2)
+    first, second = load.requests("mix", 0), load.requests("mix", 1)
+    assert sizes(first) == {"200b": 20, "500t": 20, "10kt": 10}
+    assert len(set(first) | set(second)) == 100
+
+
+@pytest.mark.long(minutes=1, shows="the bench of added latency reports every figure")
+def test_a_small_run_reports_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--quick"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {"added_p50_ms", "added_p99_ms", "decision_ms", "cpu_ms", *PARTS} <= told.keys()
+    assert all(told[part]["cpu_ms"] > 0 and told[part]["decision_ms"] > 0 for part in PARTS)
+    assert 0 < told["added_p50_ms"] < told["added_p99_ms"]
