@@ -4,6 +4,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest
 
 from warmfleet import metrics
+from warmfleet.api.status_page.words import FALLBACK
 from warmfleet.metrics import Metrics
 
 
@@ -34,3 +35,13 @@ def test_a_scrape_shows_what_the_library_would_show() -> None:
 def test_every_metric_is_one_of_ours() -> None:
     kinds = {type(one) for name, one in vars(Metrics()).items() if name != "registry"}
     assert kinds == {metrics.Counter, metrics.Gauge, metrics.Histogram}
+
+
+def test_a_rate_sees_the_first_refusal_fallback_and_retry() -> None:
+    """A sample that appears with its first event has no rate before the second: alerts and dashboards would miss it."""
+    page = Metrics(("m",)).render().decode().splitlines()
+    wanted = {f'warmfleet_queue_rejections_total{{model="m",reason="{word}"}} 0.0' for word in metrics.REJECTIONS}
+    wanted |= {f'warmfleet_fallback_requests_total{{model="m",reason="{word}"}} 0.0' for word in metrics.FALLBACKS}
+    wanted |= {f'warmfleet_retries_total{{where="{word}"}} 0.0' for word in ("same", "another")}
+    assert wanted - set(page) == set()
+    assert set(metrics.FALLBACKS) == set(FALLBACK)
