@@ -326,6 +326,8 @@ def _pool(tag: str, settings: Settings) -> Pool:
     try:
         client = connect(with_ca(settings.redis_url, settings.redis_ca), model_tag(tag))
     except RedisAddressError as error:
+        raise BadArgument(str(error)) from error
+    except BadArgument as error:
         raise BadArgument(f"{PREFIX}REDIS_URL: {error}") from error
     except WireError as error:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error

@@ -85,7 +85,7 @@ def decision(number: int, *, fallback: bool = False, explained: bool = True, wor
     ]
     why = rng.choice(
         (
-            ("lowest", "the lowest predicted cost, or the lowest load under a policy that goes by load"),
+            ("lowest", "it has the lowest predicted cost"),
             ("prefix", "tie within 5 ms of 2 engines: it holds more of the prompt than the others"),
             ("flight", "tie within 5 ms of 3 engines: it has the fewest requests in flight"),
         )

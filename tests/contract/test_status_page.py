@@ -11,7 +11,7 @@ from tests.browser import fleets
 
 from warmfleet.api.status_page.routes import FILES, FOLDER
 from warmfleet.api.status_page.snapshot import RUNGS
-from warmfleet.api.status_page.words import WHY
+from warmfleet.pools.reasons import REASONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "app/docs"
@@ -70,7 +70,7 @@ def test_every_word_of_a_decision_has_its_sentence() -> None:
     table = (DOCS / "operate.md").read_text().partition("| why | rule |")[2].partition("\n\n")[0]
     words = {word for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for word in re.findall(r"`(\w+)`", cell)}
     assert len(words) > 10
-    assert words - WHY.keys() == set()
+    assert words - REASONS.keys() == set()
 
 
 def test_every_rung_is_drawn() -> None:

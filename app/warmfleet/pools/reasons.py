@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 #: What decided, by the word of the scripts, which is also the label ``why`` of ``warmfleet_decisions_total``.
 REASONS = {
-    "lowest": "the lowest predicted cost, or the lowest load under a policy that goes by load",
+    "lowest": "it has the lowest predicted cost",
     "home": "the home of the request's session",
     "prefix": "it holds more of the prompt than the others",
     "pressure": "its cache has the most room: it evicts least, or is the least full",
@@ -24,13 +24,19 @@ REASONS = {
     "room": "it has the lowest cost of the engines with room",
     "known": "the same reservation was decided before",
 }
+LOWEST_LOAD = "it has the lowest load"  # what "lowest" means under every policy but `cost`
 #: The words for the steps by which the policy ``cost`` chooses among workers that cost the same.
 OF_A_TIE = frozenset({"home", "prefix", "pressure", "flight", "seed"})
 
 
+def reason_of(policy: str, why: str) -> str:
+    """The rule that decided, in words; the scripts' word itself if it is a new one."""
+    return LOWEST_LOAD if why == "lowest" and policy != "cost" else REASONS.get(why, why)
+
+
 def in_words(policy: str, why: str, seen: Seen) -> str:
     """Why the worker was chosen, as the end of a sentence: ``tie within 5 ms of 3 engines: it holds more of ...``."""
-    reason = REASONS.get(why, why)
+    reason = reason_of(policy, why)
     if policy != "cost" or why not in OF_A_TIE:
         return reason
     costs = [candidate.cost_s for candidate in seen.candidates]

@@ -99,7 +99,7 @@ async def test_who_has_no_certificate_stays_out(secured: Secured, model: str) ->
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_start(url: str, ca: str, why: str) -> None:
-    with pytest.raises(BadArgument, match=why):
+    with pytest.raises(BadArgument, match=f"WARMFLEET_REDIS_URL.* {why}"):
         create_app(Settings(models=("m",), redis_url=url, redis_ca=ca))
     with pytest.raises(RedisAddressError, match=why):
         publisher(with_ca(url, ca), "m", Tracker())

@@ -33,5 +33,6 @@ def test_the_docs_have_the_same_words() -> None:
 
 def test_a_word_that_is_not_of_a_tie_stands_alone() -> None:
     assert in_words("cost", "lowest", NOTHING_SEEN) == REASONS["lowest"]
+    assert in_words("least_loaded", "lowest", NOTHING_SEEN) == "it has the lowest load"
     assert in_words("random", "seed", NOTHING_SEEN) == REASONS["seed"]
     assert in_words("cost", "a word of a later version", NOTHING_SEEN) == "a word of a later version"

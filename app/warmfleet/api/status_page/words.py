@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from warmfleet.pools.reasons import OF_A_TIE, REASONS, in_words
+from warmfleet.pools.reasons import OF_A_TIE, in_words, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from warmfleet.fleet import Decision
 
-#: By the word that a decision returns; ``in_words`` says more of one that told what it saw.
-WHY: Mapping[str, str] = {
-    word: f"tie: {text}" if word in OF_A_TIE and word != "seed" else text for word, text in REASONS.items()
-}
 #: By the reason that warmfleet_fallback_requests_total counts; other reasons are codes of errors, as REFUSED tells.
 FALLBACK: Mapping[str, str] = {
     "away": "Redis did not answer in time",
@@ -31,4 +27,5 @@ def why_in_words(policy: str, decision: Decision, fallback: str) -> str:
         return f"{reason}: by a hash of the prompt among the workers known last"
     if decision.seen is not None:
         return in_words(policy, decision.why, decision.seen)
-    return WHY.get(decision.why, decision.why)
+    tie = decision.why in OF_A_TIE and decision.why != "seed"  # ``in_words`` says more of one that told what it saw
+    return f"{'tie: ' if tie else ''}{reason_of(policy, decision.why)}"
