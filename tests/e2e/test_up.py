@@ -89,7 +89,7 @@ def up(*options: str) -> Iterator[Up]:
 def test_what_it_prints_works_as_printed_and_ctrl_c_stops_everything() -> None:
     with up() as command:
         command.wait_ready()
-        curl = re.search(r"^  ask=.*?content'$", command.output, re.MULTILINE | re.DOTALL)
+        curl = re.search(r"^  ask=.*?error\)\"'$", command.output, re.MULTILINE | re.DOTALL)
         assert curl is not None
         asked = [subprocess.run(["bash", "-c", curl[0]], capture_output=True, text=True, timeout=60) for _ in range(2)]
         first, second = (dict(re.findall(r"^x-warmfleet-(\w+)\S*: (\S+)", one.stdout, re.MULTILINE)) for one in asked)
@@ -97,6 +97,10 @@ def test_what_it_prints_works_as_printed_and_ctrl_c_stops_everything() -> None:
         assert int(second["matched"]) > int(second["prompt"]) / 2
         assert second["worker"] == first["worker"]
         assert '"finish_reason":' in asked[1].stdout, asked
+        wrong = curl[0].replace('"model": "demo"', '"model": "no"')
+        told = subprocess.run(["bash", "-c", wrong], capture_output=True, text=True, timeout=60).stdout
+        assert told.startswith("HTTP/1.1 404 ")
+        assert '"model_not_found"' in told, "the filter hides no error"
         explain = re.search(r"^Why there: +(echo .*?) {3}\(", command.output, re.MULTILINE)
         setting = re.search(r"^  ask='.*?'$", command.output, re.MULTILINE | re.DOTALL)
         assert explain is not None

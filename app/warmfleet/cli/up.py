@@ -40,8 +40,8 @@ and then most of them, because the second request goes to the engine that has co
 
   ask='{{"model": "{model}", "max_tokens": 32, "messages": [{{"role": "system", "content": "{rules}"}},
     {{"role": "user", "content": "When do you open?"}}]}}'
-  curl -s -D- {address}/v1/chat/completions -H 'Content-Type: application/json' -d "$ask" |
-    grep -iE 'x-warmfleet-(worker|matched|prompt)|content'
+  curl -sS -D- {address}/v1/chat/completions -H 'Content-Type: application/json' -d "$ask" |
+    grep -E '^HTTP|x-warmfleet-(worker|matched|prompt)|"(choices|error)"'
 
 With Python and the openai package{openai_hint}:
 
