@@ -171,7 +171,8 @@ async def bring(fleet: Fleet, server: str, files: dict[str, tuple[dict[str, Any]
 async def _brought(store: aioredis.Redis, fleet: Fleet, seed: int, cases: int) -> None:
     """One worker brings damaged files and facts, and two bring none: those two go on in every case."""
     world, damage = World(store, fleet), Damage(seed)
-    await world.workers(3, scheme=SCHEME.scheme_id)
+    names = await world.workers(3, scheme=SCHEME.scheme_id)
+    await store.zadd(fleet.keys.alive, dict.fromkeys(names, 2**41))  # however long the cases take
     async with one_replica(fleet) as replica:
         for number in range(cases):
             which = damage.rng.randrange(3)

@@ -21,6 +21,7 @@ from warmfleet import main
 from warmfleet.api.http_connection import HttpConnection
 from warmfleet.api.http_request import HttpRequest
 from warmfleet.api.listening.server import Sockets
+from warmfleet.engines import engine_connection
 from warmfleet.engines.engine_connection import Connection, EngineResponse
 from warmfleet.routing.attempt import Attempt
 from warmfleet.routing.call import Call, Job
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from tests.app.replica import Replica
 
 KINDS = (HttpConnection, HttpRequest, ClientAnswer, Call, Job, Attempt, EngineResponse, Connection)
-ALL_DONE_S = 10.0  # an engine's connection is kept for 4 s
+ALL_DONE_S = 10.0
+LOOK_S = 0.1  # between two looks at all objects of the process, which take long
 
 
 async def plain(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
@@ -61,7 +63,8 @@ async def refused(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
 
 
 @pytest.fixture
-def no_collector() -> Iterator[None]:
+def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(engine_connection, "KEEPALIVE_S", 0.2)  # for so long a connection to an engine is kept
     gc.collect()
     gc.disable()
     yield
@@ -100,7 +103,7 @@ async def test_what_a_request_held_is_free_when_it_has_ended(
     async with engine(model, answer) as upstream, replica(valkey_url, model, upstream.url) as router:
         for _ in range(3):
             await sent(router, request, until)
-        await poll(lambda: not left(), ALL_DONE_S, f"{left()} are free")
+        await poll(lambda: not left(), ALL_DONE_S, f"{left()} are free", every_s=LOOK_S)
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -108,7 +111,7 @@ async def test_a_connection_that_was_refused_is_free(valkey_url: str, model: str
     async with engine(model, plain) as upstream, replica(valkey_url, model, upstream.url) as router:
         for raw in (b"nonsense\r\n\r\n", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1, 2\r\n\r\n"):
             await sent(router, raw, b"bad_request")
-        await poll(lambda: not left(), ALL_DONE_S, f"{left()} are free")
+        await poll(lambda: not left(), ALL_DONE_S, f"{left()} are free", every_s=LOOK_S)
 
 
 async def test_full_collections_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
