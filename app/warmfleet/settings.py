@@ -345,7 +345,9 @@ class Settings:
         False, "run every worker's chat template in this process, and load every worker's tokenizer untried"
     )
     max_engine_wait_s: float = _setting(
-        2.0, "requests wait in the queue while this much prefill is booked on their engine; 0 = there is no queue"
+        0.05,
+        "requests wait in the queue while their engine has this much prefill before it. With 2 s hardly any request "
+        "waits, with less than 0.02 engines may idle until the next request is there; 0 = there is no queue",
     )
     queue_patience: float = _setting(
         1.0,

@@ -85,10 +85,13 @@ CASES = {
 }
 PUBLIC = tuple(name for name in CASES if name != "generated")
 DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(Settings)}
-NEW: Mapping[str, float] = {"max_engine_wait_s": DEFAULTS["max_engine_wait_s"]}
+NEW: Mapping[str, float] = {
+    "max_engine_wait_s": DEFAULTS["max_engine_wait_s"],
+    "patience": DEFAULTS["queue_patience"],
+}
 #: What the routers' fleets have in place of the defaults of ``Weights`` and ``QueueLimits``.
 RULES: Mapping[str, Mapping[str, float]] = {
-    "today": {"max_engine_wait_s": 2.0},
+    "today": {"max_engine_wait_s": 2.0, "patience": 0.0},
     "new": NEW,
 }
 FLEETS = (*RULES, *RIVALS)

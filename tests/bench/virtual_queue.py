@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet import POLL_AT_ONCE, Decision, Place, Standing
-from warmfleet.routing.tickets import MIN_PAUSE_S, POLL_S
+from warmfleet.routing.tickets import MIN_PAUSE_S, POLL_S, REVIEW_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +28,7 @@ class VirtualTickets:
         self._virtual = virtual
         self._booked = booked
         self._waiting: dict[str, tuple[Request, Ask, float]] = {}  # by ticket; with the time of arrival
+        self._decided: dict[str, float] = {}  # when each ticket was decided last, the first of them first
         self._polled = 0.0
         self._next: float | None = None  # time of the next poll
 
@@ -39,6 +40,7 @@ class VirtualTickets:
         if answer.outcome != "queued":
             raise RuntimeError(f"the queue is {answer.outcome}: {answer.waiting} wait")
         self._waiting[ask.reservation] = request, ask, now
+        self._decided[ask.reservation] = now
         self.most = max(self.most, len(self._waiting))
         self._poll_at(now + MIN_PAUSE_S)
         return None
@@ -57,17 +59,23 @@ class VirtualTickets:
         if self._next is None or now < self._next:
             return  # another event has polled instead
         self._polled, self._next = now, None
-        ids = list(self._waiting)
+        ids, room_in_s = list(self._waiting), POLL_S
         for start in range(0, len(ids), POLL_AT_ONCE):
             line = await self._fleet.poll(ids[start : start + POLL_AT_ONCE])
+            room_in_s = line.room_in_s
             for ticket in [name for name, standing in line.standings.items() if standing is not Standing.WAITS]:
                 await self._ask_again(ticket, now)
+        if self._decided and now - self._decided[first := next(iter(self._decided))] >= REVIEW_S:
+            await self._ask_again(first, now)
         if self._waiting:
-            self._poll_at(now + POLL_S)
+            self._poll_at(now + max(MIN_PAUSE_S, min(room_in_s, POLL_S)))
 
     async def _ask_again(self, ticket: str, now: float) -> None:
         request, ask, came = self._waiting[ticket]
+        del self._decided[ticket]
         answer = await self._fleet.decide_in_turn(ask, Place(TENANT, waited_ms=round(1_000 * (now - came))))
         if isinstance(answer, Decision):
             del self._waiting[ticket]
             self._virtual.send(request, self._booked(self._fleet, request, answer, now), now)
+        else:
+            self._decided[ticket] = now

@@ -328,3 +328,14 @@ async def test_a_prompt_that_becomes_cached_goes_ahead(q: Queueing) -> None:
     await q.world.change(1, prefill_tokens=999)
     line = await q.world.fleet.poll([asks.reservation, small.reservation])
     assert [name for name, one in line.standings.items() if one is Standing.TURN] == [asks.reservation]
+
+
+async def test_a_poll_foretells_when_an_engine_has_room(q: Queueing) -> None:
+    """1,500 tokens at 10,000 a second are 50 ms too many; of them 900 are under way, or only 100."""
+    await booked(q, waiting := ticket("a"))
+    seconds, us = await q.world.store.time()
+    for under_way, foretold in ((900, True), (100, False)):
+        now_ms = (1_000 * seconds + us // 1_000) % 2**32
+        await q.world.change(1, prefill_tokens=1_500, under_way_tokens=under_way, since_ms=now_ms)
+        line = await q.world.fleet.poll([waiting.reservation])
+        assert (0.0 < line.room_in_s <= 0.051) == foretold, "else only the engine's report can tell"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -34,13 +35,15 @@ class Line:
     """The queue as a poll finds it.
 
     waiting: tickets of all replicas. tokens: of the tickets' prompts. work_s: seconds that the whole fleet needs for
-    these. standings: by id, what has become of each ticket that the poll named.
+    these. standings: by id, what has become of each ticket that the poll named. room_in_s: until an engine that is full
+    has room, if it goes on at its speed; infinite if none can be foretold.
     """
 
     waiting: int
     tokens: int
     work_s: float
     standings: Mapping[str, Standing]
+    room_in_s: float = math.inf
 
 
 class Queue(Reservations):
@@ -80,5 +83,6 @@ class Queue(Reservations):
             "queue", [*leaving, *waiting], prefix=self._prefix, constants=self.constants(), leaving=len(leaving)
         )
         answer = await self.call("queue", self.packed["queue"].call(args), self.timeouts.request_s)
-        count, tokens, work_ms, *standings = answer
-        return Line(count, tokens, work_ms / 1000, dict(zip(waiting, map(Standing, standings), strict=True)))
+        count, tokens, work_ms, room_in_ms, *standings = answer
+        by_id = dict(zip(waiting, map(Standing, standings), strict=True))
+        return Line(count, tokens, work_ms / 1000, by_id, math.inf if room_in_ms < 0 else room_in_ms / 1000)

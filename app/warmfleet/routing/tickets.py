@@ -2,14 +2,18 @@
 
 Redis keeps the order of the tickets (lua/parts/shared/fair_queue.lua).
 
-While a model has tickets in this replica, one task asks about all of them: every 50 ms, and as soon as a request of
-this replica ends. While the model has none, no task runs. A ticket that is not asked about expires, so a replica that
-dies leaves no ticket behind.
+While a model has tickets in this replica, one task asks about all of them: when an engine is about to have room, as
+Redis foretells, as soon as a request of this replica has its first token or ends, and every 50 ms. While the model has
+none, no task runs. A ticket that is not asked about expires, so a replica that dies leaves no ticket behind.
+
+Each poll also sends one request to be decided again, if it was last decided a while ago: by now an engine may hold more
+of its prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05  # a ticket lives for 1 s after it was asked about
 MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
+REVIEW_S = 0.25  # between two decisions for a ticket; a decision costs Redis as much as some polls
 PAUSES = 4  # a pause lasts at least so many times as long as the poll took: a long queue must not keep Redis busy
 
 
@@ -33,7 +38,9 @@ class Tickets:
         self._polls: dict[str, TicketPolls] = {}
 
     async def wait(self, pool: Pool, ticket: str) -> Standing:
-        """Return when the ticket waits no longer: its turn has come, it was displaced, or Redis does not know it."""
+        """Return when a decision should be asked for: the ticket's turn has come, it was displaced, Redis does not know
+        it, or it waits (WAITS) and was last decided a while ago.
+        """
         return await self._of(pool).wait(ticket)
 
     def work_s(self, pool: Pool) -> float:
@@ -68,18 +75,22 @@ class TicketPolls:
         self.work_s = 0.0
         self._pool = pool
         self._soon = asyncio.Event()
-        self._waiting: dict[str, asyncio.Future[Standing]] = {}
+        self._room_in_s = math.inf
+        self._waiting: dict[str, asyncio.Future[Standing]] = {}  # the one that was decided first, first
+        self._decided_at: dict[str, float] = {}
         self._leaving: list[str] = []
 
     async def wait(self, ticket: str) -> Standing:
-        """Return the ticket's standing as soon as it is another than WAITS."""
+        """Return the ticket's standing as soon as it is another than WAITS, or it is to be decided again."""
         future: asyncio.Future[Standing]
         future = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        self._decided_at[ticket] = time.perf_counter()
         self._run()
         try:
             return await future
         finally:
             self._waiting.pop(ticket, None)
+            self._decided_at.pop(ticket, None)
 
     def leave(self, ticket: str) -> None:
         """Give up a ticket at the next poll."""
@@ -107,7 +118,7 @@ class TicketPolls:
                     return
                 pause_s = min(max(MIN_PAUSE_S, PAUSES * (time.perf_counter() - began)), POLL_S)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S - pause_s):
+                    async with asyncio.timeout(min(self._room_in_s, POLL_S) - pause_s):
                         await self._soon.wait()
         finally:
             self.task = None
@@ -128,9 +139,16 @@ class TicketPolls:
                 self._end_all_waits()
         else:
             self._pool.degraded.succeeded()
+            self._review()
+
+    def _review(self) -> None:
+        """End the wait of the request that was decided first, if that is REVIEW_S ago."""
+        ticket = next((ticket for ticket, future in self._waiting.items() if not future.done()), None)
+        if ticket is not None and time.perf_counter() - self._decided_at[ticket] >= REVIEW_S:
+            self._waiting[ticket].set_result(Standing.WAITS)
 
     def _take_answer(self, line: Line) -> None:
-        self.work_s = line.work_s
+        self.work_s, self._room_in_s = line.work_s, line.room_in_s
         for ticket, standing in line.standings.items():
             future = self._waiting.get(ticket)
             if standing is not Standing.WAITS and future is not None and not future.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -20,15 +21,13 @@ from tests.conftest import poll, server, valkey_binary
 
 from warmfleet.api.client_hints import patience_s
 from warmfleet.errors import BadRequest
-from warmfleet.fleet import Ask, Fleet, Spans, connect
+from warmfleet.fleet import Ask, Fleet, Line, Spans, Standing, connect
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool
 from warmfleet.routing.tickets import PAUSES, TicketPolls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    from warmfleet.fleet import Line
 
 PROMPT_TOKENS = 300  # a quarter of a second of the engine's time
 SETTINGS: dict[str, Any] = {"max_engine_wait_s": 0.05, "queue_max": 6}  # at a speed not yet known: 500 tokens
@@ -202,6 +201,31 @@ async def test_a_poll_that_takes_long_is_not_made_at_once_again(
     await poll(lambda: polls.task is None, 5, "nobody waits, nothing runs")
     await client.aclose()
     assert 2 <= asked <= took_s / (0.01 * (1 + PAUSES)) + 2
+
+
+async def test_a_replica_asks_when_an_engine_has_room_and_has_old_tickets_decided_again(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warmfleet.routing.tickets.POLL_S", 30.0)
+    monkeypatch.setattr("warmfleet.routing.tickets.REVIEW_S", 0.1)
+    client = connect(valkey_url)
+    pool = Pool(model, Fleet(client, model), DegradedMode(1.0))
+    asked: list[float] = []
+
+    async def foretold(waiting: Any = (), leaving: Any = ()) -> Line:
+        asked.append(time.monotonic())
+        return Line(2, 0, 0.0, dict.fromkeys(waiting, Standing.WAITS), 0.06)
+
+    monkeypatch.setattr(pool.fleet, "poll", foretold)
+    polls = TicketPolls(pool)
+    first, second = [asyncio.create_task(polls.wait(name)) for name in ("wf-first", "wf-second")]
+    assert await first is Standing.WAITS, "it is decided again"
+    assert not second.done(), "one at a time"
+    assert len(asked) >= 2, "not only after 30 s"
+    assert min(later - sooner for sooner, later in itertools.pairwise(asked)) >= 0.05, "not before there is room"
+    assert await second is Standing.WAITS
+    await poll(lambda: polls.task is None, 5, "nobody waits, nothing runs")
+    await client.aclose()
 
 
 @pytest.mark.long(minutes=1, shows="requests that wait when Redis dies go to the last known workers")
