@@ -22,10 +22,10 @@ local PREFIX, WORKER_ID, MAX_BLOCKS = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local FIELD, SHADOW = "events:" .. WORKER_ID, "~" .. WORKER_ID
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER_ID
 local PROBE = PREFIX .. "probe:" .. WORKER_ID
-local ROW, ROW_FIELDS, FLAG_PARTIAL, FLAG_PAUSED = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 15, 64, 2048
+local ROW, ROW_FIELDS, FLAG_PARTIAL, FLAG_PAUSED = ">I4i4i4i4I4I2I4I4I4I4I4I4I2I2I4I4", 16, 64, 2048
 local FLAG_LEARNED = 4096
 local FLAGS_FIELD, SPEED_TPS_FIELD, FOREIGN_PREFILL_TOKENS_FIELD, FOREIGN_DECODE_TOKENS_FIELD = 6, 8, 9, 10
-local BLOCKS_FIELD, CAPACITY_BLOCKS_FIELD, EVICTED_FIELD = 11, 12, 13 -- of an unpacked row
+local BLOCKS_FIELD, CAPACITY_BLOCKS_FIELD, EVICTED_FIELD, MAX_EVICTED = 11, 12, 14, 65535 -- of an unpacked row
 local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- the largest cache that is believed: in medians of the fleet; in all
 local DIGEST_SUMS, DIGEST_BYTES = ">I4I4I4", 12
 local NEXT_NOTHING, NEXT_APPLY, NEXT_CONTROL = 0, 1, 2
@@ -94,7 +94,8 @@ function operation.heartbeat(data, time)
   local flags = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_PAUSED))
   row[FLAGS_FIELD] = paused and flags + FLAG_PAUSED or flags
   row[FOREIGN_PREFILL_TOKENS_FIELD], row[FOREIGN_DECODE_TOKENS_FIELD] = foreign_prefill, foreign_decode
-  row[BLOCKS_FIELD], row[EVICTED_FIELD] = math.max(blocks, live[1]), evicted -- what it reported stored, it holds
+  row[BLOCKS_FIELD] = math.max(blocks, live[1]) -- what it reported stored, it holds
+  row[EVICTED_FIELD] = math.min(evicted, MAX_EVICTED)
   if speed > 0 then
     row[SPEED_TPS_FIELD], row[FLAGS_FIELD] = speed, bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_LEARNED))
   end

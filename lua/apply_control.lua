@@ -19,7 +19,7 @@ local DIGEST, NEXT_SLOT, RESYNC, RETIRED, COUNTS = KEYS[7], KEYS[8], KEYS[9], KE
 local PREFIX, WORKER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local FIELD = "events:" .. WORKER_ID
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER_ID
-local ROW, ROW_FIELDS, SLOT_FIELD, FLAGS_FIELD = ">I4i4i4i4I4I2I4I4I4I4I4I4I4I4I4", 15, 5, 6
+local ROW, ROW_FIELDS, SLOT_FIELD, FLAGS_FIELD = ">I4i4i4i4I4I2I4I4I4I4I4I4I2I2I4I4", 16, 5, 6
 local FLAG_SERVER, FLAG_DRAINING, FLAG_CLOSED, FLAG_HOSTILE, FLAG_UNHEARD = 1, 8, 32, 128, 256
 local NEXT_NOTHING, NEXT_APPLY, JSON_BYTES = 0, 1, 4096
 
@@ -74,7 +74,8 @@ local function join(data, time, nonce, batch, id)
   local flags = (heard(server_score, now, TTL_MS) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
   if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends it
   local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- a new epoch: leases booked before have another
-  row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0, 0, 0 }
+  row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0, 0, 0,
+    0 }
   record, command, last = fresh, { joined = id }, batch -- a process that reads a later join than its own was replaced
   record.nonce, truth.cause = nonce, truth.cause or "join"
   new_slot()

@@ -24,8 +24,8 @@ local replica, since_ms, ttl_ms = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7])
 
 local FLAG_SERVER, FLAG_URL, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_CLOSED = 1, 2, 8, 16, 32
 local FLAGS = FLAG_SERVER + FLAG_URL + FLAG_APPROXIMATE + FLAG_CLOSED
-local ROW_EPOCH_TO_SPEED_TPS, ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED = ">I4i4i4i4I4I2I4I4", ">I4I4I4I4I4"
-local ROW_BLOCKS_TO_EVICTED, BLOCKS_AT, HEARTBEAT_MS = ">I4I4I4", 39, 5000 -- of a packed row; of the plugin
+local ROW_EPOCH_TO_SPEED_TPS, ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED = ">I4i4i4i4I4I2I4I4", ">I4I4I4I4I2I2"
+local ROW_BLOCKS_TO_EVICTED, BLOCKS_AT, HEARTBEAT_MS = ">I4I4I2I2", 39, 5000 -- of a packed row; of the plugin
 local UNDER_WAY_TOKENS_AT, WORKER_ID_AT, MAX_CAPACITY = 51, 59, 4294967295 -- of a packed row
 local call, band = redis.call, bit.band
 
@@ -38,13 +38,13 @@ local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local row, before = call("HGET", load_key, worker_id), nil
 local epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed, blocks = nil, 0, 0, 0, nil, FLAGS, nil, 0, 0
-local _, evicted = nil, 0
+local _, busy_share, evicted = nil, 0, 0
 if row then
   epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed = struct.unpack(ROW_EPOCH_TO_SPEED_TPS, row)
   if band(flags, FLAG_APPROXIMATE) == 0 then
     return redis.error_reply("BAD_ARGUMENT " .. worker_id .. " has a plugin and joins by its own stream")
   end
-  blocks, _, evicted = struct.unpack(ROW_BLOCKS_TO_EVICTED, row, BLOCKS_AT)
+  blocks, _, busy_share, evicted = struct.unpack(ROW_BLOCKS_TO_EVICTED, row, BLOCKS_AT)
   before = cjson.decode(call("HGET", workers_key, worker_id) or "{}")
 elseif found ~= "PASSED" then
   return { 0, 0, found == "LEAVING" and "GONE" or "OUT" }
@@ -90,7 +90,7 @@ epoch = epoch or call("INCR", next_slot_key)
 -- `settle` adds what the mirror evicts. So faded it is about what is evicted between two heartbeats of a plugin.
 evicted = math.floor(evicted * math.exp(-math.max(0, now - (tonumber(before.passed) or now)) / HEARTBEAT_MS))
 local head = struct.pack(ROW_EPOCH_TO_SPEED_TPS, epoch, prefill, decode, in_flight, slot, flags, scheme, speed)
-local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, 0, 0, blocks, capacity_blocks, evicted)
+local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, 0, 0, blocks, capacity_blocks, busy_share, evicted)
 local under_way = row and row:sub(UNDER_WAY_TOKENS_AT, WORKER_ID_AT - 1)
   or ("\0"):rep(WORKER_ID_AT - UNDER_WAY_TOKENS_AT)
 call("HSET", load_key, worker_id, head .. middle .. under_way .. worker_id)

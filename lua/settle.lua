@@ -24,10 +24,11 @@ local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
 local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 
 local LEASE, ROW_SLOT_TO_FLAGS, SLOT_AT = ">I4I4I4I4I4I4BB", ">I4I2", 17
-local ROW_BLOCKS_TO_EVICTED, BLOCKS_AT, UNDER_WAY_TOKENS_AT = ">I4I4I4", 39, 51 -- of a packed row
+local ROW_BLOCKS_TO_EVICTED, BLOCKS_AT, UNDER_WAY_TOKENS_AT = ">I4I4I2I2", 39, 51 -- of a packed row
 local ROW_FLAGS_TO_SPEED_TPS, FLAGS_AT, FOREIGN_PREFILL_TOKENS_AT = ">I2I4I4", 21, 31
 local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING, STAGE_TOMBSTONE = 0, 1, 2, 3
 local FLAG_APPROXIMATE, FLAG_LEARNED, MAX_REAPED, CLIENT_TOKENS, HELD_BLOCKS, AGE_MS = 16, 4096, 8, 6, 7, 8
+local MAX_EVICTED = 65535 -- as the row can hold
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then
@@ -86,11 +87,11 @@ local function mirrors()
   local row_slot, flags = struct.unpack(ROW_SLOT_TO_FLAGS, row, SLOT_AT)
   if row_slot ~= slot or bit.band(flags, FLAG_APPROXIMATE) == 0 then return false end
   local now_us, held = time[1] * 1000000 + time[2], tonumber(ARGV[HELD_BLOCKS])
-  local blocks, capacity, evicted = struct.unpack(ROW_BLOCKS_TO_EVICTED, row, BLOCKS_AT)
+  local blocks, capacity, busy_share, evicted = struct.unpack(ROW_BLOCKS_TO_EVICTED, row, BLOCKS_AT)
   local kept, full = (include "settle/mirror")(prefix, id, { slot = slot, blocks = blocks, capacity = capacity,
     now_us = now_us, lacks = held and held + 1, asked_us = now_us - 1000 * (tonumber(ARGV[AGE_MS]) or 0) })
   if kept ~= blocks or full > 0 then
-    local packed = struct.pack(ROW_BLOCKS_TO_EVICTED, kept, capacity, evicted + full)
+    local packed = struct.pack(ROW_BLOCKS_TO_EVICTED, kept, capacity, busy_share, math.min(evicted + full, MAX_EVICTED))
     change(worker, BLOCKS_AT, packed, UNDER_WAY_TOKENS_AT)
   end
   return true

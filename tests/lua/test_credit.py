@@ -50,7 +50,7 @@ async def test_kappa_is_not_charged_for_what_a_stock_engine_merely_holds(world: 
     await world.done(world.ask(chain))
     await world.fleet.register("b", RECORD, 20_000)
     _, rows = await world.fleet.explain(world.ask(chain))
-    assert {row.worker_id: row.cost_s for row in rows}["b"] == pytest.approx(0.32, rel=0.01)
+    assert {row.worker_id: row.cost_s for row in rows}["b"] == pytest.approx(0.32 * world.fleet.weights.stay, rel=0.01)
 
 
 async def test_an_open_request_does_not_hide_what_another_was_sent(world: World) -> None:

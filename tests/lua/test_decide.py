@@ -127,7 +127,7 @@ async def test_what_is_booked(world: World) -> None:
     assert (decision.matched_tokens, decision.prefill_tokens, decision.wait_tokens) == (1120, 2085, 0)
     row = await world.row(1)
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (2085, 2880, 1)  # neither counts the match
-    made = [1, 128, 200]  # block 1, and the checkpoints beyond the 70 blocks it has
+    made = [1, 64, 128, 200]  # block 1, the checkpoints beyond the 70 blocks it has, and the one before
     hashes = tuple(chain[8 * block - 8 : 8 * block] for block in made)
     lease = (await world.leases())[decision.reservation]
     assert lease == Lease(1, 1, 2085, 2_880, 1120, 3205, Stage.BOOKED, "w1.0", hashes)

@@ -185,12 +185,12 @@ async def test_cost_is_priced_wait_and_uncached_tokens_over_speed(world: World) 
     await world.change(4, foreign_decode_tokens=300_000)  # needs 2.5 caches of 10,000 blocks of 16 tokens
     await world.change(5, speed_tps=4_000_000_000)  # counts as four times the median
     _, rows = await world.fleet.explain(world.ask(extra_tokens=1_000))
-    cost = {row.worker_id: row.cost_s for row in rows}
+    cost, price = {row.worker_id: row.cost_s for row in rows}, world.fleet.weights.pressure_price
     assert cost["w1.0"] == pytest.approx((1.5 * 800 + 1000) / 10_000 + 1.5 * 0.01, abs=1e-5)
     assert cost["w2.0"] == pytest.approx(1000 / 1_250 + 1.5 * 0.01, abs=1e-5)
     assert cost["w3.0"] == pytest.approx((1.5 * 100_000 + 1000) / 10_000 + 1.5 * 0.01, abs=1e-5)
     assert cost["w5.0"] == pytest.approx(1000 / 40_000 + 1.5 * 0.01, abs=1e-5)
-    assert cost["w4.0"] == pytest.approx((1.0 + 1.5) * 1000 / 10_000 + 1.5 * 0.04, abs=1e-5)
+    assert cost["w4.0"] == pytest.approx((1.0 + price * 1.5) * 1000 / 10_000 + 1.5 * 0.04, abs=1e-5)
 
 
 async def test_chains_that_part_between_checkpoints_are_each_known_to_their_last_block(world: World) -> None:

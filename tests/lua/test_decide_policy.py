@@ -138,9 +138,9 @@ async def test_an_idle_fleet_duplicates_where_costs_tie(world: World) -> None:
 
 
 async def test_of_equal_costs_the_worker_that_holds_the_prefix_wins(world: World) -> None:
-    """A short prompt again and again: 4.8 ms of work are no reason to compute it on a second, emptier engine."""
+    """A short prompt again and again: 3.2 ms of work are no reason to compute it on a second, emptier engine."""
     await world.workers(4)
-    chain = world.chain(3)
+    chain = world.chain(1)
     await world.hold(2, chain)
     await world.change(2, blocks=30, evicted=1, in_flight=2)
     for _ in range(6):
@@ -200,7 +200,7 @@ async def test_cold_prefixes_on_an_idle_fleet_spread_evenly(world: World) -> Non
 
 async def test_ties_go_to_the_least_evicting_then_the_least_filled_then_the_least_in_flight(world: World) -> None:
     await world.workers(4)
-    for number, row in enumerate([{"evicted": 1}, {"blocks": 500}, {"in_flight": 2}, {"in_flight": 1}], 1):
+    for number, row in enumerate([{"evicted": 1}, {"blocks": 200}, {"in_flight": 2}, {"in_flight": 1}], 1):
         await world.change(number, **row)
     order: list[str] = []
     for _ in range(4):
@@ -213,8 +213,9 @@ async def test_a_busy_holder_is_left_when_waiting_costs_more_than_computing(worl
     await world.workers(2)
     chain = world.chain(256)
     await world.hold(1, chain)
-    cases = ((0, 2_700, "w1.0"), (0, 2_900, "w2.0"), (16, 5_400, "w1.0"), (16, 5_700, "w2.0"))
-    for other, wait, wanted in cases:  # a token ahead counts 1.5; while nobody is idle, one to be computed 2
+    cases = ((0, 5_400, "w1.0"), (0, 5_700, "w2.0"), (16, 8_100, "w1.0"), (16, 8_400, "w2.0"))
+    # A token ahead counts 1.5; one to be computed 1, while nobody is idle 2; one that only w1 holds 1 more.
+    for other, wait, wanted in cases:
         await world.change(1, prefill_tokens=wait)
         await world.change(2, prefill_tokens=other)
         assert (await world.fleet.explain(world.ask(chain)))[0] == wanted
@@ -225,5 +226,5 @@ async def test_a_fuller_cache_has_its_price(store: aioredis.Redis, world: World)
     chain = world.chain(100)
     await world.hold(1, chain, 20)
     assert (await world.fleet.explain(world.ask(chain)))[0] == "w1.0"
-    await world.change(1, blocks=5_000)  # a quarter of a cache over the mean: more than a fifth of the prompt
+    await world.change(1, blocks=6_000)  # 0.3 caches over the mean: 80 blocks count as 128; at w2, 100 as 120
     assert (await world.fleet.explain(world.ask(chain)))[0] == "w2.0"

@@ -35,6 +35,7 @@ LUA = Path(__file__).parents[2] / "lua"
 FILES = {path.relative_to(LUA).as_posix(): path.read_text() for path in sorted(LUA.rglob("*.lua"))}
 
 ROW_FIELDS = [field.name.upper() for field in fields(LoadRow)]
+TWO_BYTES = {"flags", "busy_share", "evicted"}
 LEASE_FIELDS = [field.name.upper() for field in fields(Lease)]
 #: Positions that are none of a row or a lease: of a ticket, a chunk, a reservation's id.
 OTHER_POSITIONS = {"MEMBER_ID_AT", "CHUNK_HASHES_AT", "MARK_AT", "CLIENT_AT"}
@@ -53,7 +54,7 @@ ENUMS: dict[str, type[Enum]] = {
 def probe(one: str) -> tuple[int, int, bool]:
     """Where a field is in a packed row: its first byte (from 1), its size, and whether it is signed."""
     zero, name = LoadRow(), one.lower()
-    changed = LoadRow(**{name: 0x0101 if name == "flags" else 0x01010101})
+    changed = LoadRow(**{name: 0x0101 if name in TWO_BYTES else 0x01010101})
     touched = [at for at, (a, b) in enumerate(zip(zero.pack(""), changed.pack(""), strict=True), 1) if a != b]
     try:
         LoadRow(**{name: -1}).pack("")
@@ -261,7 +262,7 @@ def test_no_number_is_a_riddle(name: str) -> None:
 
 async def test_the_constants_of_a_replica_arrive_under_their_names(store: aioredis.Redis) -> None:
     """Each with a value of its own: two that change places, in Python or in Lua, arrive under each other's name."""
-    weights = constants.Weights(2.5, 3.5, 4.5, 5.5, 6.5, 77, 88)
+    weights = constants.Weights(2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 77, 88)
     spans = constants.Spans(lease_ms=101, worker_ttl_ms=102, tombstone_ms=103, ticket_ms=104, linger_ms=105)
     record = constants.packed(weights, spans, constants.QueueLimits(9.5, 106, 10.5), {7: 16, 8: 32})
     names = [*constants.FIELDS, "block_sizes"]
@@ -281,6 +282,8 @@ async def test_the_constants_of_a_replica_arrive_under_their_names(store: aiored
         "pressure_price": "4.5",
         "decode_s_per_token": "5.5",
         "wait_price": "6.5",
+        "stay": "7.5",
+        "place": "8.5",
         "min_match_tokens": "88",
         "queue_max": "106",
         "max_engine_wait_s": "9.5",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 #: Version of the packed record, raised when a field changes. lua/parts/shared/constants.lua refuses every other
 #: version.
-VERSION = 2
+VERSION = 3
 #: The packed fields in order, as the scripts name them. A test compares the order with lua/parts/shared/constants.lua.
 FIELDS = (
     "lease_ms",
@@ -23,12 +23,14 @@ FIELDS = (
     "pressure_price",
     "decode_s_per_token",
     "wait_price",
+    "stay",
+    "place",
     "min_match_tokens",
     "queue_max",
     "max_engine_wait_s",
     "patience",
 )
-_RECORD = struct.Struct(">B4I6dI2d")
+_RECORD = struct.Struct(">B4I8dI2d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,11 @@ class Weights:
 
     lambda_: float = 2.0  # weight of an uncached token while no worker is idle: its prefill then delays other requests
     kappa: float = 2.5  # the smallest weight that, at this wait_price, keeps a new prefix on at most two workers
-    pressure_price: float = 1.0
+    pressure_price: float = 2.0
     decode_s_per_token: float = 1e-7
     wait_price: float = 1.5  # weight of a prefill token ahead: a request that joins a line delays those that come after
+    stay: float = 2.0  # weight of a token that another worker holds: a session that moves leaves its blocks behind
+    place: float = 5.0  # weight of a token of the prompt at a worker in prefill all the time: sessions come back
     max_probes: int = 64  # Redis calls at most to find how much confirmed prefix the workers hold, in one decision
     min_match_tokens: int = 0  # a worker's lead over the shortest match counts from so many tokens on
 
@@ -77,6 +81,8 @@ def packed(weights: Weights, spans: Spans, limits: QueueLimits, block_tokens: Ma
         weights.pressure_price,
         weights.decode_s_per_token,
         weights.wait_price,
+        weights.stay,
+        weights.place,
         weights.min_match_tokens,
         limits.tickets,
         limits.max_engine_wait_s,

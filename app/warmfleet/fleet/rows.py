@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
-_ROW = struct.Struct(">IiiiIHIIIIIIIII")
+_ROW = struct.Struct(">IiiiIHIIIIIIHHII")
 _LEASE = struct.Struct(">6I2B")
 JUDGED = 2**31  # added to the matched_tokens of a packed lease whose match was compared; no prompt is as long
 
@@ -61,6 +61,7 @@ class LoadRow:
     foreign_decode_tokens: int = 0
     blocks: int = 0
     capacity_blocks: int = 0
+    busy_share: int = 0  # 65,535ths of its time that were spent in prefill until since_ms, older time counting less
     evicted: int = 0
     under_way_tokens: int = 0  # prompt tokens that the prefill under way has at most
     since_ms: int = 0  # Redis' clock in ms modulo 2**32 when a prefill last began or ended

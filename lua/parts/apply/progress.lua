@@ -11,11 +11,12 @@ local LEASE_HEAD, LEASE_BYTES = ">I4I4I4I4I4I4BB", 26
 local LEASE_WORKER_ID_AT, JUDGED = 27, 2147483648 -- of a packed lease; added to its matched_tokens: lua/README.md
 local NO_LEASE = ("\0"):rep(LEASE_BYTES)
 local EPOCH_FIELD, PREFILL_TOKENS_FIELD, SLOT_FIELD, FLAGS_FIELD = 1, 2, 5, 6
-local UNDER_WAY_TOKENS_FIELD, SINCE_MS_FIELD = 14, 15 -- of an unpacked row
+local BUSY_SHARE_FIELD, UNDER_WAY_TOKENS_FIELD, SINCE_MS_FIELD = 13, 15, 16 -- of an unpacked row
 local FLAG_PROVEN, FLAG_PARTIAL = 4, 64
 local STAGE_BOOKED, STAGE_STARTED, STAGE_TOMBSTONE = 0, 1, 3
 local MARK_SEVERAL_PROMPTS, MARK_ESTIMATED, MARK_AT = "-", "_", 4 -- of a reservation's id, behind wf-
 local PROGRESS_ITEMS, STRIKES, U32 = 64, 2, 2 ^ 32
+local busy_share = include "shared/busy_share"
 
 return function(state, operation, LEASE, count, parse_list, integers)
   local PREFIX, WORKER, HELD = state.prefix, state.worker, state.prefix .. "s:"
@@ -66,8 +67,10 @@ return function(state, operation, LEASE, count, parse_list, integers)
     local share = several and prompt > 0 and math.ceil((prompt - matched) * prompt_tokens / prompt) or prefill
     local kept = math.max(0, prefill - share)
     if epoch == row[EPOCH_FIELD] then
-      local row_prefill = row[PREFILL_TOKENS_FIELD] - prefill + kept
+      local before, since = row[PREFILL_TOKENS_FIELD], row[SINCE_MS_FIELD]
+      local row_prefill = before - prefill + kept
       row[PREFILL_TOKENS_FIELD], changed.row = row_prefill, true
+      row[BUSY_SHARE_FIELD] = select(2, busy_share(row[BUSY_SHARE_FIELD], before > 0, since, time))
       row[UNDER_WAY_TOKENS_FIELD], row[SINCE_MS_FIELD] = math.max(0, math.min(prefill, row_prefill)), time % U32
     end
     local new_stage = kept == 0 and STAGE_STARTED or STAGE_BOOKED

@@ -3,14 +3,19 @@ decide/cost_rule: which candidate a request goes to. The policy `cost` is this f
 decide/baseline_policies.
 
 `cost` takes the candidate with the lowest predicted seconds to first token:
-  (wait_price * wait + lambda * uncached + kappa * again + pressure_price * overfill * prompt) / speed
+  (wait_price * wait + lambda * uncached + kappa * again + (stay - 1) * lost
+    + pressure_price * (overfill * uncached + crowd * prompt) + place * busy_share * prompt) / speed
     + wait_price * decode_s_per_token * decode tokens
   wait      prefill tokens that are ahead on this worker, less what it has computed by now of the prefill under way
   uncached  tokens of the prompt that this worker must compute
   lambda    the weight of an uncached token; 1 while some worker has nothing to do
   again     tokens of the prompt that another worker is making at this moment and this worker would make once more
-  overfill  how much fuller the worker's cache is than the mean, and how many caches more the contexts that are booked
-            there would need (20 samples of an answer soon do)
+  lost      tokens of the prompt that one other worker alone holds: what a session leaves behind when it moves. A system
+            prompt that two workers hold costs nothing
+  overfill  how much fuller the worker's cache is than the mean: what it computes evicts that much more
+  crowd     how many caches more the contexts that are booked there would need (20 samples of an answer soon do)
+  busy_share  share of its time that the worker spent in prefill lately: a session that is placed comes back, so what
+            counts is the work that will come, for which the latest is a good guess
 Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal. Among equals the session's home wins,
 then the worker that holds more of the prompt, in steps of 2 % of it: what is less is not worth that prompts with the
 same short beginning all go to one worker. Then a worker whose blocks may be matched, the least evicting, the least
@@ -21,17 +26,17 @@ objective is met without it.
 
 Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this very text on the states of a decision
 log.
-Takes the state: from shared/candidates (rows, wait, base_s, speed, fill, cost, count, least_wait, total_fill), from
-decide/prefix_match (matched, speculated, block), and the request: policy, prompt, seed, prefix_tokens, order,
-objective_s, constants (shared/constants), turn (decisions that round_robin has made).
+Takes the state: from shared/candidates (rows, wait, base_s, speed, busy_share, fill, crowd, cost, count, least_wait,
+total_fill), from decide/prefix_match (matched, speculated, block), and the request: policy, prompt, seed,
+prefix_tokens, order, objective_s, constants (shared/constants), turn (decisions that round_robin has made).
 Returns the candidate and one word why it was chosen. The word names what decided: lowest (cost or load), home, prefix,
 pressure, flight, seed, objective; the other policies say match, smallest, imbalance, bound or turn besides.
 Sets, whatever the policy, s.cost (predicted seconds to first token by candidate) and s.tie_s (costs of so many seconds
 more than the lowest count as equal to it).
 --]]
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
-local IN_FLIGHT_AT, SLOT_AT, EVICTED_AT, WORKER_ID_AT = 13, 17, 47, 59 -- of a packed row
-local ROW_IN_FLIGHT, ROW_SLOT, ROW_EVICTED = ">i4", ">I4", ">I4"
+local IN_FLIGHT_AT, SLOT_AT, EVICTED_AT, WORKER_ID_AT = 13, 17, 49, 59 -- of a packed row
+local ROW_IN_FLIGHT, ROW_SLOT, ROW_EVICTED = ">i4", ">I4", ">I2"
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- costs this close are equal: share of the prompt's tokens, seconds
 local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
@@ -124,16 +129,26 @@ local function lowest_cost(s, own, home)
   local prompt, count, speed, fill, base_s, constants = s.prompt, s.count, s.speed, s.fill, s.base_s, s.constants
   local making, lowest, tie, cost, slack = 0, huge, 0, s.cost, max(EQUAL_SHARE * prompt, s.block)
   for i in pairs(s.speculated) do making = max(making, own[i]) end
-  local mean_fill, pressure = s.total_fill / count, constants.pressure_price * prompt
+  local mean_fill, pressure, crowd = s.total_fill / count, constants.pressure_price, s.crowd
   local lambda, kappa = s.least_wait > 0 and constants.lambda or 1, constants.kappa
   local wait_price, cheapest, fewest = constants.wait_price, nil, prompt
+  local stay, place, busy_share, most, second = constants.stay - 1, constants.place * prompt, s.busy_share, 0, 0
+  for _, tokens in pairs(own) do
+    if tokens > most then
+      most, second = tokens, most
+    elseif tokens > second then
+      second = tokens
+    end
+  end
   for i = 1, count do
     local tokens, overfill = prompt - (own[i] or 0), fill[i] - mean_fill
-    local again = making - prompt + tokens
+    local uncached, again = tokens, making - prompt + tokens
     if tokens < fewest then fewest = tokens end
     tokens = lambda * tokens
     if again > 0 then tokens = tokens + kappa * again end
-    if overfill > 0 then tokens = tokens + pressure * overfill end
+    tokens = tokens + stay * (most - max(prompt - uncached, second)) + place * busy_share[i]
+    if overfill > 0 then tokens = tokens + pressure * overfill * uncached end
+    if crowd[i] then tokens = tokens + pressure * crowd[i] * prompt end
     local seconds = wait_price * base_s[i] + tokens / speed[i]
     cost[i] = seconds
     if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / speed[i], EQUAL_S), i end

@@ -2,14 +2,15 @@
 decide/reserve: makes a choice a reservation: the worker's load, the lease, and the checkpoints of blocks to be made.
 
 Guarantee: the first write frees memory; a Redis that is at its limit then takes the other writes, too. The checkpoints
-are those beyond what the worker is confirmed to hold, and always block 1: it tells whether anything of a chain is being
+are those beyond what the worker is confirmed to hold, the next one before that, where a prompt that goes on from this
+one looks for it while its blocks are being reported, and always block 1: it tells whether anything of a chain is being
 made at all. Takes the state, the candidate, the keys of load, leases and lease, the key prefix, the reservation's id,
 decode_tokens, and when the lease expires (ms). Returns the tokens that are booked, for prefill and for decoding. The
 latter are booked from now on, as the engine will need room for them, and without the match: that is there already.
 --]]
 local call, unpack_from, sub, format, max = redis.call, struct.unpack, string.sub, string.format, math.max
-local SLOT_AT, UNDER_WAY_TOKENS_AT, WORKER_ID_AT = 17, 51, 59 -- of a packed row
-local ROW_EPOCH_TO_IN_FLIGHT, ROW_SLOT_TO_SCHEME, ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">I4i4i4i4", ">I4I2I4", ">I4I4"
+local SLOT_AT, BUSY_SHARE_AT, WORKER_ID_AT = 17, 47, 59 -- of a packed row
+local ROW_EPOCH_TO_IN_FLIGHT, ROW_SLOT_TO_SCHEME, ROW_BUSY_SHARE_TO_SINCE_MS = ">I4i4i4i4", ">I4I2I4", ">I2I2I4I4"
 local LEASE, STAGE_BOOKED, MARK_MAKER, U32 = ">I4I4I4I4I4I4BB", 0, "+", 2 ^ 32
 local checkpoints = include "decide/checkpoints"
 
@@ -19,7 +20,8 @@ return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens
   local c = s.usable[flags] == "match" and s.chain_of[scheme]
   call("ZREM", leases_key, id)
   local made, hashes, field = {}, c and ARGV[c + 2] or "", format("%d", slot)
-  local blocks = checkpoints(#hashes / 8, s.confirmed[w] or 0, s.node[w])
+  local blocks, before = checkpoints(#hashes / 8, s.confirmed[w] or 0, s.node[w])
+  if before > 1 and blocks[#blocks] ~= before then blocks[#blocks + 1] = before end
   if c and blocks[#blocks] ~= 1 then blocks[#blocks + 1] = 1 end
   for k = #blocks, 1, -1 do
     local hash = sub(hashes, blocks[k] * 8 - 7, blocks[k] * 8)
@@ -32,10 +34,14 @@ return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens
   end
   local epoch, prefill, decode, flight = unpack_from(ROW_EPOCH_TO_IN_FLIGHT, row)
   local uncached, context = s.prompt - own, max(0, decode_tokens - own)
-  local under_way = prefill > 0 and sub(row, UNDER_WAY_TOKENS_AT, WORKER_ID_AT - 1)
-    or struct.pack(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, uncached, s.now % U32)
+  local work = sub(row, BUSY_SHARE_AT, WORKER_ID_AT - 1)
+  if prefill <= 0 then
+    local share, evicted, _, since = unpack_from(ROW_BUSY_SHARE_TO_SINCE_MS, row, BUSY_SHARE_AT)
+    local _, now_share = (include "shared/busy_share")(share, false, since, s.now)
+    work = struct.pack(ROW_BUSY_SHARE_TO_SINCE_MS, now_share, evicted, uncached, s.now % U32)
+  end
   local head = struct.pack(ROW_EPOCH_TO_IN_FLIGHT, epoch, prefill + uncached, decode + context, flight + 1)
-  call("HSET", load_key, worker, head .. sub(row, SLOT_AT, UNDER_WAY_TOKENS_AT - 1) .. under_way .. worker)
+  call("HSET", load_key, worker, head .. sub(row, SLOT_AT, BUSY_SHARE_AT - 1) .. work .. worker)
   local lease = struct.pack(LEASE, epoch, slot, uncached, context, own, s.prompt, STAGE_BOOKED, #worker)
   call("HSET", lease_key, id, lease .. worker .. table.concat(made))
   if c then call("SET", prefix .. "c:" .. field .. ":" .. id, hashes) end

@@ -9,34 +9,36 @@ Takes every load row, what shared/alive_workers says of the ids, the fleet's med
 as slower than 1/8 of it or faster than 4 times, whatever it claims), decode_s_per_token, the time in ms, and the tokens
 of a block (1: not known).
 Returns the state of a decision. By candidate: rows, wait (prefill tokens ahead), base_s (seconds until its turn),
-speed (tokens/s), fill (share of its cache that is held, and how many caches more the booked contexts need; 1 at least
-if its blocks may not be matched: what it computes is of no use to later prompts, as in a full cache), slots, schemes
-(-1: its blocks may not be matched), cost (to be set by decide/cost_rule); entries beyond count mean nothing. For all:
-count, least_wait, total_fill (of what is held), median, now; usable: flags -> "match", "load" or "no".
+speed (tokens/s), busy_share (of its time, what it spent in prefill lately), fill (share of its cache that is held; 1 if
+its blocks may not be matched: what it computes is of no use to later prompts, as in a full cache), crowd (how many
+caches more the booked contexts need; nil: they fit), slots, schemes (-1: its blocks may not be matched), cost (to be
+set by decide/cost_rule); entries beyond count mean nothing. For all: count, least_wait, total_fill, median, now;
+usable: flags -> "match", "load" or "no".
 --]]
 local unpack_from, sub, band, min = struct.unpack, string.sub, bit.band, math.min
-local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT, WORKER_ID_AT = 5, 51, 59 -- of a packed row
-local ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS = ">i4i4xxxxI4I2I4I4I4I4I4I4"
-local ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">I4I4"
+local PREFILL_TOKENS_AT, WORKER_ID_AT = 5, 59 -- of a packed row
+local ROW_PREFILL_TOKENS_TO_SINCE_MS = ">i4i4xxxxI4I2I4I4I4I4I4I4I2xxI4I4"
 local FLAG_SERVER, FLAG_URL, FLAG_PROVEN, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_HOSTILE = 1, 2, 4, 8, 16, 128
 local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED = 256, 512, 1024, 2048
 local IN_FLIGHT_AT, ROW_IN_FLIGHT = 13, ">i4"
 local ROUTABLE, MATCHABLE = FLAG_SERVER + FLAG_URL, FLAG_PROVEN + FLAG_APPROXIMATE
 local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_EJECTED + FLAG_PAUSED
-local U32, MAX_PREFILLED = 2 ^ 32, 4096 -- unpack takes no more
+local U32, ALWAYS, MAX_PREFILLED = 2 ^ 32, 65535, 4096 -- unpack takes no more
 local VLLM_BLOCK_TOKENS = 16 -- as vLLM does by default
+local busy_now = include "shared/busy_share"
 
 return function(all, alive, median, decode_s_per_token, now, block_tokens)
   local block = block_tokens > 1 and block_tokens or VLLM_BLOCK_TOKENS
   local slowest, fastest, count, least_wait, total_fill = median / 8, median * 4, 0, math.huge, 0
   -- Lua rehashes a growing table at each power of two: copying `all` gives the tables their final size at once.
-  local some, usable = #all <= MAX_PREFILLED and all or {}, {}
+  local some, usable, crowd = #all <= MAX_PREFILLED and all or {}, {}, {}
   local rows, wait, base_s, slots = { unpack(some) }, { unpack(some) }, { unpack(some) }, { unpack(some) }
   local speed, fill, cost, schemes = { unpack(some) }, { unpack(some) }, { unpack(some) }, { unpack(some) }
+  local busy_share = { unpack(some) }
   for k = 1, #all do
     local row = all[k]
-    local prefill, decode, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity =
-      unpack_from(ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS, row, PREFILL_TOKENS_AT)
+    local prefill, decode, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity, busy, going, since =
+      unpack_from(ROW_PREFILL_TOKENS_TO_SINCE_MS, row, PREFILL_TOKENS_AT)
     local use = usable[flags]
     if not use then
       use = band(flags, ROUTABLE_MASK) ~= ROUTABLE and "no" or band(flags, MATCHABLE) ~= 0 and "match" or "load"
@@ -53,22 +55,21 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
       local context, most = decode + foreign_decode, capacity * block
       -- An engine decodes at a time no more than fits into its cache: all beyond that waits or is computed again.
       count, total_fill = count + 1, total_fill + share
-      if context > most and most > 0 then share = share + context / most - 1 end
+      if context > most and most > 0 then crowd[count] = context / most - 1 end
       if ahead < least_wait then least_wait = ahead end
       rows[count], wait[count], speed[count], fill[count] = row, ahead, tps, share
       slots[count], schemes[count] = slot, use == "match" and scheme or -1
       -- Tokens computed of the prefill under way, by time and speed. An engine may stand still: at most that prefill.
-      local done = 0
-      if prefill > 0 then
-        local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, row, UNDER_WAY_TOKENS_AT)
-        done = min((now - since) % U32 / 1000 * tps, under_way)
-      end
+      local done = prefill > 0 and min((now - since) % U32 / 1000 * tps, going) or 0
+      if busy > 0 or prefill > 0 then busy = busy_now(busy, prefill > 0, since, now) / ALWAYS end
+      busy_share[count] = busy
       base_s[count] = (ahead - done) / tps + decode_s_per_token * context
     end
   end
   -- All fields that a state will ever have are named here, so that its table gets its final size at once, too.
-  return { rows = rows, wait = wait, base_s = base_s, speed = speed, fill = fill, slots = slots, schemes = schemes,
-    count = count, usable = usable, cost = cost, least_wait = least_wait, total_fill = total_fill, median = median,
+  return { rows = rows, wait = wait, base_s = base_s, speed = speed, fill = fill, crowd = crowd,
+    busy_share = busy_share, slots = slots, schemes = schemes, count = count,
+    usable = usable, cost = cost, least_wait = least_wait, total_fill = total_fill, median = median,
     now = now, waits = nil, constants = nil, policy = nil, prompt = nil, seed = nil, prefix_tokens = nil, order = nil,
     objective_s = nil, turn = nil, flagged = nil, block = nil, matched = nil, speculated = nil, confirmed = nil,
     chain_of = nil, counted = nil, node = nil, replace = nil, tie_s = nil }

@@ -7,17 +7,19 @@ Takes the record as app/warmfleet/fleet/constants.py packs it: version (1 byte),
 assignment below, then block_sizes as text (scheme=tokens, joined by commas).
 Returns the fields by name; or nil and the error to answer with (BAD_ARGUMENT).
 --]]
-local VERSION, CONSTANTS, CONSTANTS_BYTES = 2, ">BI4I4I4I4ddddddI4dd", 85
+local VERSION, CONSTANTS, CONSTANTS_BYTES = 3, ">BI4I4I4I4ddddddddI4dd", 101
 
 return function(record)
   if not record or #record < CONSTANTS_BYTES or record:byte() ~= VERSION then
     return nil, redis.error_reply("BAD_ARGUMENT the constants of this replica are not of version " .. VERSION)
   end
-  local _, lease_ms, ttl_ms, ticket_ms, max_probes, lambda, kappa, pressure_price, decode_s_per_token, wait_price,
-    min_match_tokens, queue_max, max_engine_wait_s, patience, block_sizes_at = struct.unpack(CONSTANTS, record)
+  local _, lease_ms, ttl_ms, ticket_ms, max_probes, lambda, kappa, pressure_price, decode_s_per_token,
+    wait_price, stay, place, min_match_tokens,
+    queue_max, max_engine_wait_s, patience, block_sizes_at = struct.unpack(CONSTANTS, record)
   return {
     lease_ms = lease_ms, ttl_ms = ttl_ms, ticket_ms = ticket_ms, max_probes = max_probes, lambda = lambda,
     kappa = kappa, pressure_price = pressure_price, decode_s_per_token = decode_s_per_token, wait_price = wait_price,
+    stay = stay, place = place,
     min_match_tokens = min_match_tokens, queue_max = queue_max, max_engine_wait_s = max_engine_wait_s,
     patience = patience,
     block_sizes = record:sub(block_sizes_at),

@@ -6,12 +6,13 @@ to the row and returns the epoch and the slot of the row, and the row as it was.
 the worker is gone or has joined anew, which shows in another epoch (epoch nil: any will do). It never makes a row.
 When no request is in flight any more, nothing is booked: whatever an older script left on the row ends then.
 The row also says since when a prefill may be under way, and of how many tokens at most: of what is booked on an idle
-worker; later of no more than the prefill that ended last, nor than what is left.
+worker; later of no more than the prefill that ended last, nor than what is left. At the same moments the share of time
+in prefill is brought up to date (shared/busy_share).
 --]]
 local call = redis.call
 local ROW_EPOCH_TO_IN_FLIGHT, ROW_EPOCH_TO_SLOT = ">I4i4i4i4", ">I4i4i4i4I4"
-local ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">I4I4"
-local SLOT_AT, UNDER_WAY_TOKENS_AT, WORKER_ID_AT, U32 = 17, 51, 59, 2 ^ 32 -- of a packed row
+local ROW_BUSY_SHARE_TO_SINCE_MS = ">I2I2I4I4"
+local SLOT_AT, BUSY_SHARE_AT, WORKER_ID_AT, U32 = 17, 47, 59, 2 ^ 32 -- of a packed row
 
 return function(load_key, now)
   return function(worker, epoch, prefill, decode, count)
@@ -19,15 +20,17 @@ return function(load_key, now)
     if not row then return end
     local row_epoch, row_prefill, row_decode, row_count, slot = struct.unpack(ROW_EPOCH_TO_SLOT, row)
     if epoch and epoch ~= row_epoch then return end
-    local left, under_way = row_prefill + prefill, row:sub(UNDER_WAY_TOKENS_AT, WORKER_ID_AT - 1)
+    local left, work = row_prefill + prefill, row:sub(BUSY_SHARE_AT, WORKER_ID_AT - 1)
     decode, count = row_decode + decode, row_count + count
     if count == 0 then left, decode = 0, 0 end
     local head = struct.pack(ROW_EPOCH_TO_IN_FLIGHT, row_epoch, left, decode, count)
     if prefill < 0 or row_prefill <= 0 then
       local tokens = math.max(0, math.min(math.abs(prefill), left))
-      under_way = struct.pack(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, tokens, now % U32)
+      local share, evicted, _, since = struct.unpack(ROW_BUSY_SHARE_TO_SINCE_MS, row, BUSY_SHARE_AT)
+      local _, now_share = (include "shared/busy_share")(share, row_prefill > 0, since, now)
+      work = struct.pack(ROW_BUSY_SHARE_TO_SINCE_MS, now_share, evicted, tokens, now % U32)
     end
-    call("HSET", load_key, worker, head .. row:sub(SLOT_AT, UNDER_WAY_TOKENS_AT - 1) .. under_way .. worker)
+    call("HSET", load_key, worker, head .. row:sub(SLOT_AT, BUSY_SHARE_AT - 1) .. work .. worker)
     return row_epoch, slot, row
   end
 end
