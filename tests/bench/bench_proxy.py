@@ -397,10 +397,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Exit codes: 0 measured, 1 a process broke or a router answered wrongly, 2 wrong arguments."""
-    options = parser().parse_args()
+    return report(measure, parser().parse_args())
+
+
+def report(measured: Callable[[argparse.Namespace], dict[str, Any]], options: argparse.Namespace) -> int:
+    """Print what is measured as one JSON object, or why it is not. Returns the exit code: see ``main``."""
     end_on_signals()
     try:
-        found = measure(options)
+        found = measured(options)
     except (StackError, AnswerError) as error:
         say(f"error: {error}")
         return 1

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import uvloop
-from tests.bench.bench_proxy import ENGINES, SATURATING, fleet_of, quantile, say
+from tests.bench.bench_proxy import ENGINES, SATURATING, fleet_of, quantile, report, say
 from tests.bench.proxy_client import AnswerError, at_rate, request
 from tests.bench.proxy_requests import body, small
 from tests.bench.proxy_routers import Cores, cpu_s
 from tests.bench.streams_client import LATE_S, opened
 
-from warmfleet_loadtest.stacks.processes import StackError, end_on_signals
+from warmfleet_loadtest.stacks.processes import StackError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -310,15 +310,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Exit codes: 0 measured, 1 a process broke or a request failed, 2 wrong arguments."""
-    options = parser().parse_args()
-    end_on_signals()
-    try:
-        found = measure(options)
-    except (StackError, AnswerError) as error:
-        say(f"error: {error}")
-        return 1
-    print(json.dumps(found))
-    return 0
+    return report(measure, parser().parse_args())
 
 
 if __name__ == "__main__":
