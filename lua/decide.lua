@@ -26,7 +26,7 @@ Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0
       with limits, last of all {requests of the client in flight, tokens that it has used};
       {QUEUED, FULL or DISPLACED, tickets that wait, ms of work in them}: nothing is booked; QUEUED: it has a ticket;
       {LIMITED, CONCURRENCY or TOKENS, what is used of it, ms until the request may pass}: nothing is booked;
-      {DRY, worker_id, why, {median speed, block_tokens, turn, ms, waits 0/1, tie_s}, {worker_id, matched_tokens,
+      {DRY, worker_id, why, {median speed, block_tokens, turn, ms, waits 0/1, tie_s, room}, {worker_id, matched_tokens,
       speculative_tokens, load row, cost_s}...}: all that the choice saw
 Cost: O(workers + max_probes + checkpoints), while tickets wait 256 of them more; at most 8 leases reaped
 Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>

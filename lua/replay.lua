@@ -5,7 +5,8 @@ Guarantee: pure: touches no key and no clock. The text that chooses is decide's 
 
 KEYS: -
 ARGV: constants (packed: shared/constants; of them the weights count), policy, prompt_tokens, seed, prefix_tokens, order
-      (ids joined by commas), objective_s, median_tps (speed, tokens/s), block_tokens, turn, now_ms,
+      (ids joined by commas), objective_s, median_tps (speed, tokens/s), block_tokens, turn, now_ms, room (numbers of
+      the candidates that had room, joined by commas; empty: none was left out),
       then per candidate: load row, matched_tokens, speculative_tokens
 Returns: {worker_id, why, cost_s, matched_tokens}
 Cost: O(candidates)
@@ -13,8 +14,8 @@ Cost: O(candidates)
 local constants, policy, prompt_tokens, seed = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local prefix_tokens, order, objective_s = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local median_tps, block_tokens, turn = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
-local now_ms = tonumber(ARGV[11])
-local FIRST_CANDIDATE, WORKER_ID_AT = 12, 59
+local now_ms, room = tonumber(ARGV[11]), ARGV[12]
+local FIRST_CANDIDATE, WORKER_ID_AT = 13, 59
 local replica, refusal = (include "shared/constants")(constants)
 if not replica then return refusal end
 local candidates, choose = include "shared/candidates", include "decide/cost_rule"
@@ -32,4 +33,10 @@ s.constants, s.policy, s.prompt, s.seed, s.prefix_tokens = replica, policy, prom
 s.order, s.objective_s, s.block, s.turn = order, objective_s, block_tokens, turn
 s.matched, s.speculated = matched, speculated
 local w, why = choose(s)
+if room ~= "" then
+  local of = {}
+  for i = 1, s.count do of[i] = ("," .. room .. ","):find("," .. i .. ",", 1, true) and 1 or 0 end
+  local chosen = (include "decide/with_room")(s, w, of)
+  if chosen ~= w then w, why = chosen or w, "room" end
+end
 return { string.sub(s.rows[w], WORKER_ID_AT), why, string.format("%.6f", s.cost[w]), matched[w] }

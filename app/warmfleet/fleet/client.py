@@ -81,7 +81,7 @@ SCRIPT_ARGS: Mapping[str, tuple[str, ...]] = {
         "lag": "prefix start max_streams",
         "rights": "commands",
         "replay": "constants policy prompt_tokens seed prefix_tokens order objective_s median_tps block_tokens turn "
-        "now_ms",
+        "now_ms room",
         "audit": "prefix max_blocks period_ms min_gap_ms",
     }.items()
 }

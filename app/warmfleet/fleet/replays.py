@@ -90,13 +90,14 @@ def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
         order = record["order"] if own else record["rings"].get(policy, [])
         candidates = [(bytes.fromhex(row), matched, speculative) for row, matched, speculative in record["candidates"]]
         texts: dict[str, Any] = {"policy": policy or record["policy"], "order": ",".join(order)}
+        texts["room"] = record.get("room", "")  # logs from before 2026-11-23 have none
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadRequest(f"this is no record of a decision log: {type(error).__name__} {error}") from error
     matches = [number for _, *two in candidates for number in two]
     if not all(type(number) in (int, float) for number in [*weights.values(), *numbers.values(), *matches]):
         raise BadRequest("this is no record of a decision log: a number is of another type")
-    if type(texts["policy"]) is not str:
-        raise BadRequest("this is no record of a decision log: its policy is no text")
+    if type(texts["policy"]) is not str or type(texts["room"]) is not str:
+        raise BadRequest("this is no record of a decision log: its policy or its room is no text")
     try:
         constants = packed(Weights(**weights), Spans(), QueueLimits(), {})
     except (struct.error, OverflowError) as error:

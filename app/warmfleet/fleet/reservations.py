@@ -153,19 +153,22 @@ class Seen:
 
     context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: for each candidate worker_id, matched_tokens,
     speculative_tokens, load row, cost_s. waits: the request would have to wait its turn first. tie_s: costs of so many
-    seconds more than the lowest counted as equal to it.
+    seconds more than the lowest counted as equal to it. room: if it was not to wait, the numbers of the rows (from 1)
+    whose workers had room, joined by commas.
     """
 
     context: tuple[int, int, int, int]
     rows: list[Any]
     waits: bool
     tie_s: float
+    room: str = ""
 
     @classmethod
     def of(cls, answer: list[Any]) -> Seen:
         """From the part of an answer of ``decide`` that follows its ``why``."""
-        median, block_tokens, turn, now_ms, waits = map(int, answer[0][:-1])
-        return cls((median, block_tokens, turn, now_ms), answer[1:], bool(waits), float(answer[0][-1]))
+        *numbers, waits, tie_s, room = answer[0]
+        median, block_tokens, turn, now_ms = map(int, numbers)
+        return cls((median, block_tokens, turn, now_ms), answer[1:], waits == b"1", float(tie_s), room.decode())
 
     @property
     def candidates(self) -> list[Candidate]:

@@ -59,6 +59,7 @@ def record(
         "block_tokens": block_tokens,
         "turn": turn,
         "now_ms": now_ms,
+        "room": seen.room,
         "candidates": [[row.hex(), matched, making] for _, matched, making, row, _ in seen.rows],
         "worker_id": decision.worker_id,
         "why": decision.why,

@@ -4,16 +4,20 @@ decide/dump_state: adds to an answer all that the choice saw: for /explain, and 
 Guarantee: pure. Takes the state, the answer, the candidate that was chosen, and its match as the choice saw it (a
 verification may have shortened it afterwards). Returns the answer with, at its end, {median speed, block_tokens, turn,
 time in ms modulo 2^32, 1 if the request would wait its turn first, seconds by which costs may differ and count as
-equal}, then for each candidate {worker_id, matched_tokens,
-speculative_tokens, load row, cost_s}.
+equal, and for a request that was not to wait any longer the numbers of the candidates with room, joined by commas},
+then for each candidate {worker_id, matched_tokens, speculative_tokens, load row, cost_s}.
 --]]
 local U32, SCHEME_AT, WORKER_ID_AT, ROW_SCHEME = 2 ^ 32, 23, 59, ">I4"
+local NO_ROOM_S = 1e-9 -- what subtractions may leave over
 
 return function(s, answer, chosen, match_seen)
-  local format = string.format
+  local format, with_room = string.format, {}
+  for i = 1, s.room and s.count or 0 do
+    if s.room[i] > NO_ROOM_S then with_room[#with_room + 1] = format("%d", i) end
+  end
   answer[#answer + 1] =
     { format("%d", s.median), format("%d", s.block), format("%d", s.turn), format("%d", s.now % U32),
-      s.waits and "1" or "0", format("%.6f", s.tie_s) }
+      s.waits and "1" or "0", format("%.6f", s.tie_s), table.concat(with_room, ",") }
   for i = 1, s.count do
     local row, blocks, tokens = s.rows[i], s.speculated[i], 0
     if blocks then

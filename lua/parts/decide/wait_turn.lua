@@ -10,12 +10,14 @@ candidates of any request; the keys of queue and leases; the reservation's id; t
 replica; and the request: priority, tenant, tokens, barred (ids of workers that cannot serve it, joined by commas),
 waited_ms, queue_max (tickets that the queue may have when this one enters; 0: this request gets no ticket and takes
 nobody's place), prefix of the keys, per_minute (tokens, if its client has such a limit).
+Sets s.room (seconds of room by candidate) if the request is not to wait.
 Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them}; or nil, the candidate (another than the
 choice if that has no room), and a function to call when the request is booked, with the tokens of work that it makes.
 --]]
 local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
 local room_left, prices = include "shared/room_left", include "decide/prices"
-local MAX_TURNS, MAX_REAPED, MAX_BARRED_BYTES, NO_ROOM_S = 256, 8, 8192, 1e-9
+local with_room = include "decide/with_room"
+local MAX_TURNS, MAX_REAPED, MAX_BARRED_BYTES = 256, 8, 8192
 
 return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, request)
   local limit_s, block_sizes = constants.max_engine_wait_s, constants.block_sizes
@@ -34,15 +36,6 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
       for i = 1, s.count do own[i] = left.room[slots[s.slots[i]]] or 0 end
       return own
     end
-  end
-  -- Of the candidates with room the choice, or else the cheapest; nil if none has room. Policies that do not choose by
-  -- cost keep their choice, if only some candidate has room.
-  local function with_room(own)
-    local best
-    for i = 1, s.count do
-      if own[i] > NO_ROOM_S and (i == w or best ~= w and (not best or s.cost[i] < s.cost[best])) then best = i end
-    end
-    return best and s.policy ~= "cost" and w or best
   end
 
   call("ZREM", leases_key, id) -- the first write frees memory: a full Redis then allows the writes after it
@@ -64,21 +57,23 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
       -- It cannot wait. It takes what room is left when all who wait have taken theirs, dearer or not.
       local left, own = room()
       queue.turns(left, MAX_TURNS)
-      local free = with_room(own())
+      s.room = own()
+      local free = with_room(s, w, s.room)
       if not free then return answer("FULL") end
       return nil, free, function() end
     end
     queue.enter(id, flow, request)
   end
   local left, own = room()
-  if not with_room(own()) then return answer("QUEUED") end
+  if not with_room(s, w, own()) then return answer("QUEUED") end
   local mine = queue.turns(left, MAX_TURNS, id)[id]
   if not mine then return answer("QUEUED") end
   local free = own()
+  s.room = free
   for i = 1, s.count do
     if s.slots[i] == left.slots[mine] then free[i] = 1 end -- room that its own ticket has taken
   end
-  local chosen = with_room(free)
+  local chosen = with_room(s, w, free)
   if not chosen then return answer("QUEUED") end
   return nil, chosen, function(work) queue.leave(id, math.max(work, 1)) end
 end

@@ -19,7 +19,7 @@ from warmfleet.__main__ import main
 from warmfleet.api import client_hints as hints
 from warmfleet.cli.replay import read
 from warmfleet.errors import BadArgument, Unauthorized
-from warmfleet.fleet import Flag, Fleet, Weights, connect
+from warmfleet.fleet import Ask, Decision, Flag, Fleet, Place, QueueLimits, Weights, connect
 from warmfleet.fleet.replays import Choice, Replays
 from warmfleet.metrics import Metrics
 from warmfleet.routing.decision_log import DecisionLog, record
@@ -87,10 +87,17 @@ async def logged(world: World, count: int, seed: int = 1) -> list[dict[str, Any]
             exclude=tuple(rng.sample(names, rng.choice((0, 0, 2)))),
             objective_s=objective_s,
         )
-        decision = await world.fleet.decide(ask, tell=True)
+        decision = await decided(world, ask, in_turn=number % 3 == 0 or ask.policy == "cost")
         rings = {"chwbl": rng.sample(names, len(names))}
         found.append(record("m", ask, world.fleet.weights, decision, rings))
     return found
+
+
+async def decided(world: World, ask: Ask, *, in_turn: bool) -> Decision:
+    """in_turn: only workers with room are chosen, if there are any."""
+    world.fleet.limits = QueueLimits(0.001)
+    answer = await world.fleet.decide_in_turn(ask, Place(may_wait=False), tell=True) if in_turn else None
+    return answer if isinstance(answer, Decision) else await world.fleet.decide(ask, tell=True)
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:
@@ -121,6 +128,7 @@ async def test_random_decisions_of_all_policies_come_out_as_they_were(world: Wor
     records = await logged(world, 200)
     await check(redis_url, records)
     assert len({one["why"] for one in records}) >= 9
+    assert sum(one["why"] == "room" for one in records) >= 3
     assert len({one["worker_id"] for one in records}) == WORKERS
     for weight in ("pressure_price", "decode_s_per_token", "lambda_", "wait_price"):
         changed = json.loads(json.dumps(records))
