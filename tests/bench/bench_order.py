@@ -5,12 +5,12 @@
     make -s bench NAME=order ARGS="--case agents-tight --loads 0.6 --fleets today,oracle,sticky --seeds 1"
     make -s bench NAME=order ARGS="--case generated --rows 600"  # needs no trace
 
-Every fleet gets the same arrivals and the same eight engines. `today` and `new` are four replicas with the real
-scripts: with the rule before the changes of 2026-11-23, and with the one in force. `oracle`, `sticky` and `central` are
-choosers that read the engines' block pools and queues (`warmfleet_loadtest.simulator.choosers.perfect_knowledge`);
-no router
-runs. A load is the share of time that engines compute under the oracle: the trace is played as fast as that takes. Each
-seed begins the trace at another place.
+Every fleet gets the same arrivals and the same eight engines. `today`, `new` and `engines` are four replicas with the
+real scripts: with the weights and limits before the changes of 2026-11-23, with the defaults in force, and with engines
+that sort their waiting prompts themselves (`WARMFLEET_ENGINE_PRIORITY`). `oracle`, `sticky` and `central` are choosers
+that read the engines' block pools and queues (`warmfleet_loadtest.simulator.choosers`); no router runs. A load is the
+share of time that engines compute under the oracle: the trace is played as fast as that takes. Each seed begins the
+trace at another place.
 
 Tables go to standard error. The last line of standard output is one JSON object: `rows` has the figures of every case,
 load and fleet (means over seeds, trace seconds). Its bounds are `hot_mean_over_oracle` and `hot_p99_over_oracle`
@@ -85,14 +85,22 @@ CASES = {
 }
 PUBLIC = tuple(name for name in CASES if name != "generated")
 DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(Settings)}
-NEW: Mapping[str, float] = {
-    "max_engine_wait_s": DEFAULTS["max_engine_wait_s"],
-    "patience": DEFAULTS["queue_patience"],
-}
-#: What the routers' fleets have in place of the defaults of ``Weights`` and ``QueueLimits``.
+NEW: Mapping[str, float] = {"max_engine_wait_s": DEFAULTS["max_engine_wait_s"], "patience": DEFAULTS["queue_patience"]}
+#: What the routers' fleets have in place of the defaults of ``Weights`` and ``QueueLimits``; names that these do not
+#: have are left out. ``sorting``: requests wait in the engines, which take them by the priority that routers send.
 RULES: Mapping[str, Mapping[str, float]] = {
-    "today": {"max_engine_wait_s": 2.0, "patience": 0.0},
+    "today": {
+        "lambda_": 2.0,
+        "kappa": 2.5,
+        "pressure_price": 1.0,
+        "wait_price": 1.5,
+        "stay": 1.0,
+        "place": 0.0,
+        "max_engine_wait_s": 2.0,
+        "patience": 0.0,
+    },
     "new": NEW,
+    "engines": {"max_engine_wait_s": 2.0, "patience": 0.0, "sorting": 1.0},
 }
 FLEETS = (*RULES, *RIVALS)
 
@@ -137,11 +145,15 @@ class Job:
 
     def run(self) -> dict[str, float]:
         trace, engines = self.trace(), self.engines(self.speed)
+        if self.rule.get("sorting"):
+            engines = tuple(replace(one, limits=replace(one.limits, sorts=True)) for one in engines)
         if self.fleet in RIVALS:
             told = uvloop.run(play_rival(self.fleet, trace, engines, self.speed, self.seed))
             return figures(told.served, [one.busy_s for one in told.engines], self.speed)
         plan = Plan(engines, weights=_with(Weights(), self.rule), queue=_with(QueueLimits(), self.rule))
-        plan = replace(plan, replicas=REPLICAS, speed=self.speed, seed=self.seed)
+        plan = replace(
+            plan, replicas=REPLICAS, speed=self.speed, seed=self.seed, sorting=bool(self.rule.get("sorting"))
+        )
         with private_server() as url:
             played = uvloop.run(play(url, trace, plan))
         return figures(played.served, [worker.engine.busy_s for worker in played.cluster.workers], self.speed)

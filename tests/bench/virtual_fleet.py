@@ -19,6 +19,7 @@ from tests.bench.virtual_store import VirtualStore
 from tests.bench.virtual_workers import MODEL, StockWorker, VirtualWorker
 
 from warmfleet.background import upkeep
+from warmfleet.engines.engine_priority import priority
 from warmfleet.fleet import RENEW_AT_ONCE, Ask, Fleet, QueueLimits, Renewal, Shortfall, Weights
 from warmfleet.fleet.codes import Mark
 from warmfleet.pools.cache_reports import TOLERATED_SHARE
@@ -50,6 +51,7 @@ class Plan:
     claims: speeds (tokens/s) and capacities (blocks) that engines of these numbers claim to have.
     stock: numbers of the engines that have no plugin, of which the fleet knows what it sent and what their answers say.
     queue: limits of the fleet's queue; by default requests never wait.
+    sorting: each request gets the priority that routers send to engines that sort.
     watch: called every watch_s virtual seconds, with the cluster and the time.
     """
 
@@ -65,6 +67,7 @@ class Plan:
     claims: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     stock: frozenset[int] = frozenset()
     queue: QueueLimits = field(default_factory=QueueLimits)
+    sorting: bool = False
     watch: Watch | None = None
     watch_s: float = 1.0
 
@@ -188,6 +191,9 @@ class Cluster:
         if decision.approximate and not decision.speculative:
             self._believed[request] = now, decision.matched_tokens
         self.routed.append((now, number, request))
+        if self.plan.sorting:
+            speed_tps = self.workers[number].engine.meter.speed_tps
+            request.priority = priority(None, now, decision.prefill_tokens, speed_tps)
         return number
 
     def _ask(self, reservation: str, request: Request, session: int) -> Ask:

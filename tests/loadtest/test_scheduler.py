@@ -54,6 +54,19 @@ def test_a_second_turn_computes_what_is_new_and_hits_what_was_said() -> None:
     assert engine.pool.free == engine.pool.blocks - 1
 
 
+def test_an_engine_that_sorts_takes_the_lowest_priority_first_and_equal_ones_as_they_came() -> None:
+    limits = Limits(1_024, 1, 1_024, 16, sorts=True)
+    for engine in (Scheduler(BlockPool(65), SCHEME, limits), FcfsScheduler(BlockPool(65), SCHEME, limits)):
+        for index, priority in enumerate((5, 7, -2, 5, 0)):
+            one = request(f"{priority}.{index}", [index] * 20)
+            one.priority = priority
+            engine.add(one)
+        ended = []
+        while engine.busy:
+            ended += [output.request.request_id for output in step(engine)[1] + engine.collect(9.0)]
+        assert ended == ["-2.2", "0.4", "5.0", "5.3", "7.1"]
+
+
 def test_the_last_token_is_always_computed() -> None:
     engine = scheduler()
     for name in ("a", "b"):

@@ -26,23 +26,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one engine; vLLM's max_num_batched_tokens, max_num_seqs, max_model_len and block_size."""
+    """The limits of one engine; vLLM's max_num_batched_tokens, max_num_seqs, max_model_len and block_size.
+
+    sorts: waiting requests go by their priority, as with ``--scheduling-policy priority``.
+    """
 
     step_tokens: int = 2_048
     max_requests: int = 256
     max_model_len: int = 32_768
     block_tokens: int = 16
+    sorts: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. hashes: of its full blocks, prompt and answer alike."""
+    """One sequence. hashes: of its full blocks, prompt and answer alike. priority: the lowest is computed first."""
 
     request_id: str
     prompt: Sequence[int]
     max_tokens: int
     answer: Sequence[int]  # the tokens that it will have: at least max_tokens ids
     salt: str | None = None
+    priority: int = 0
     skip_cache: bool = False
     output_tokens: int = 0
     computed: int = 0
@@ -134,7 +139,10 @@ class Scheduler:
         """Queue a request; raises ValueError if it can never run."""
         self.check(request)
         hash_blocks(self.scheme, request)
-        self.waiting.append(request)
+        place = len(self.waiting)
+        while self.limits.sorts and place and self.waiting[place - 1].priority > request.priority:
+            place -= 1
+        self.waiting.insert(place, request)
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the request can never run."""
