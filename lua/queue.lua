@@ -8,8 +8,10 @@ KEYS: alive load tick queue
 ARGV: prefix, constants (packed, see shared/constants), leaving (count of the first ids, which give up their tickets),
       then ids (<= 512)
 Returns: {tickets in the queue, tokens of their prompts, ms in which the fleet computes these, ms until an engine that
-      is full has room if it goes on at its speed (-1: none can be foretold), then the standing of each id that stays};
-      standings: 0 WAITS, 1 TURN (it is its turn), 2 DISPLACED (another took its place), 3 UNKNOWN
+      is full has room if it goes on at its speed (-1: none can be foretold), ids whose turn it is, the first ticket,
+      then the standing of each id that stays}; the first ticket: empty if ids are given or none waits, else {id, prompt
+      tokens, size in us, ms that it has waited, flows that wait, the worker that is cheapest for it, whether that has
+      room (0/1)}; standings: 0 WAITS, 1 TURN (it is its turn), 2 DISPLACED (another took its place), 3 UNKNOWN
 Cost: O(workers + ids * log tickets + turns); at most 64 tickets reaped, 256 looked at
 Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
@@ -38,18 +40,22 @@ queue.reap(MAX_REAPED)
 local waiting = queue.waiting()
 local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, "")
 local s, speed, turns, due_s = candidates(all, alive, median, replica.decode_s_per_token, now, 1), 0, {}, math.huge
+local first, ids = {}, {}
 for i = 1, s.count do speed = speed + s.speed[i] end
 if waiting > 0 and s.count > 0 then
   local room_of = capacity_of(s, replica.max_engine_wait_s, replica.block_sizes)
-  turns = queue.turns(room_left(s, room_of), MAX_TURNS)
+  local left = room_left(s, room_of)
+  if #ARGV < FIRST_ID then first = queue.first(left) end
+  turns = queue.turns(left, MAX_TURNS)
   for i = 1, s.count do
     local room, room_in_s = room_of(i)
     if room <= 0 and room_in_s < due_s then due_s = room_in_s end
   end
 end
 
+for id in pairs(turns) do ids[#ids + 1] = id end
 local answer = { waiting, queue.tokens(), speed > 0 and math.ceil(queue.tokens() * 1000 / speed) or 0,
-  due_s < math.huge and math.ceil(due_s * 1000) or -1 }
+  due_s < math.huge and math.ceil(due_s * 1000) or -1, ids, first }
 for i = FIRST_ID + leaving, #ARGV do
   local id, standing = ARGV[i], STANDING_WAITS
   local ticket = queue.find(id)

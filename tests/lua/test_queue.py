@@ -12,6 +12,7 @@ from tests.lua.world import READY, World
 
 from warmfleet.errors import BadArgument, CancelledReservation
 from warmfleet.fleet import Ask, Decision, Flag, Place, Queued, QueueLimits, Standing
+from warmfleet.pools.reasons import queue_in_words
 
 pytestmark = pytest.mark.in_turn
 
@@ -339,3 +340,26 @@ async def test_a_poll_foretells_when_an_engine_has_room(q: Queueing) -> None:
         await q.world.change(1, prefill_tokens=1_500, under_way_tokens=under_way, since_ms=now_ms)
         line = await q.world.fleet.poll([waiting.reservation])
         assert (0.0 < line.room_in_s <= 0.051) == foretold, "else only the engine's report can tell"
+
+
+async def test_a_look_at_the_queue_tells_who_is_first_and_what_for(q: Queueing) -> None:
+    await q.world.worker(2)
+    asks = await holding(q, 1, blocks=600)
+    await q.world.fleet.decide_in_turn(asks, Place())
+    first = (await q.world.fleet.poll()).next
+    assert first is not None
+    assert (first.reservation, first.prompt_tokens, first.tenants) == (asks.reservation, asks.prompt_tokens, 1)
+    assert (first.worker_id, first.has_room) == ("w1.0", False)
+    assert first.to_compute_s == pytest.approx(0.0001)
+    assert 0.0 <= first.waited_s < 1.0
+    told = queue_in_words(await q.world.fleet.poll())
+    assert "busy" in told["next"]["because"]
+    assert "reservation" not in told["next"], "a client's own"
+    line = await q.world.fleet.poll([asks.reservation])
+    assert line.next is None
+    await q.world.change(1, prefill_tokens=0, in_flight=0)
+    line = await q.world.fleet.poll()
+    assert line.turns == {asks.reservation}, "also of those that the poll does not name"
+    assert "turn" in queue_in_words(line)["next"]["because"]
+    await q.world.fleet.poll((), [asks.reservation])
+    assert queue_in_words(await q.world.fleet.poll())["next"] is None

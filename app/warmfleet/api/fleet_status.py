@@ -10,7 +10,7 @@ from warmfleet.background.reports.worker_gauges import set_worker_gauges
 from warmfleet.background.reports.worker_words import remedy, why
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
-from warmfleet.pools.reasons import in_words
+from warmfleet.pools.reasons import in_words, queue_in_words
 from warmfleet.pools.ttft_window import SHOWN
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ async def workers(pool: Pool) -> dict[str, Any]:
         "identity": identity.kind if identity else "text" if pool.view.text else "none",
         "template": identity.template if identity else "none",
         "tokenizer": identity.tokenizer if identity else "none",
-        "queue": {"waiting": line.waiting, "prompt_tokens": line.tokens, "work_s": line.work_s},
+        "queue": queue_in_words(line),
         "ttft": pool.ttft.figures(),
         "index": {
             "entries": truth.entries,

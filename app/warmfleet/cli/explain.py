@@ -70,7 +70,11 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
     chosen_s = next((float(row["cost_s"]) for row in rows if row["chosen"]), float(rows[0]["cost_s"]))
     parts: list[Part] = [(head, about), Table(HEADER, [_row(row, prompt, chosen_s) for row in rows]), LEGEND]
     if answer["chosen"]:
-        turn = "All workers are busy: it would wait for its turn first. As things stand it" if answer["waits"] else "It"
+        turn = (
+            "Others wait or its worker is busy: it would wait for its turn first. As things stand it"
+            if answer["waits"]
+            else "It"
+        )
         parts.append(
             f"{turn} would go to {answer['chosen']} ({answer.get('because', answer['why'])}). Nothing was booked."
         )

@@ -79,6 +79,11 @@ def _title(model: dict[str, Any], *, wide: bool) -> Iterator[Part]:
     if waiting := model.get("queue", {}).get("waiting"):
         told += f"; {waiting} requests wait for a worker"
     yield Toned(model["model"], Tone.HEAD), told
+    if first := model.get("queue", {}).get("next"):
+        yield (
+            f"first in the queue: {first['prompt_tokens']} tokens, {first['to_compute_s']:.2f} s to compute on "
+            f"{first['worker_id']}, has waited {first['waited_s']:.2f} s: {first['because']}"
+        )
     yield (
         f"prompts identified: {model['identity']}; tokenizer: {model['tokenizer']}; chat template: {model['template']}"
     )

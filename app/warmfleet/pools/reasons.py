@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from warmfleet.fleet import Seen
+    from warmfleet.fleet import Line, Seen
 
 #: What decided, by the word of the scripts, which is also the label ``why`` of ``warmfleet_decisions_total``.
 REASONS = {
@@ -25,6 +26,8 @@ REASONS = {
     "known": "the same reservation was decided before",
 }
 LOWEST_LOAD = "it has the lowest load"  # what "lowest" means under every policy but `cost`
+ITS_TURN = "its engine has room: it is its turn"
+ITS_WORKER_IS_BUSY = "its engine is busy, and to wait for it is cheaper than to compute the prompt on another"
 #: The words for the steps by which the policy ``cost`` chooses among workers that cost the same.
 OF_A_TIE = frozenset({"home", "prefix", "pressure", "flight", "seed"})
 
@@ -43,3 +46,12 @@ def in_words(policy: str, why: str, seen: Seen) -> str:
     lowest = min(costs)
     tied = sum(cost <= lowest + seen.tie_s for cost in costs)
     return f"tie within {max(1, round(1_000 * seen.tie_s))} ms of {tied} engines: {reason}"
+
+
+def queue_in_words(line: Line) -> dict[str, Any]:
+    """The fleet's queue for people who look: how long it is, and of the request that is first in order why it waits."""
+    told: dict[str, Any] = {"waiting": line.waiting, "prompt_tokens": line.tokens, "work_s": line.work_s, "next": None}
+    if line.next is not None:
+        told["next"] = {name: value for name, value in asdict(line.next).items() if name != "reservation"}
+        told["next"]["because"] = ITS_TURN if line.next.has_room else ITS_WORKER_IS_BUSY
+    return told

@@ -25,6 +25,7 @@ workers (decide/prices), ids of workers that cannot serve it; empty: displaced),
 local call, sub, format, unpack_from = redis.call, string.sub, string.format, struct.unpack
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
 local FLOW_BYTES, PLACE_BYTES, MEMBER_ID_AT = 9, 16, 26 -- of a member of `queue`: flow, place, id
+local TICKET_SIZE = ">I4I4" -- its prompt's tokens, and us that an engine needs
 local TICKET_TOKENS, TICKET_FLOW_AT, TICKET_ARRIVAL_AT, TICKET_PLACE_AT, TICKET_OWN_AT = ">I4", 18, 27, 43, 59
 local FIRST_CLASS, PAGE, CLIENT_AT = 65, 8, 26 -- the letter A; tickets of a flow that are read at once; of an id
 
@@ -153,6 +154,19 @@ return function(queue_key, now_us, ticket_ms, prefix)
     call("HSET", tickets, id, queue.DISPLACED) -- its replica is told when it asks
     call("ZADD", leases, exact(now + ticket_ms), id)
     return true
+  end
+
+  -- The ticket that is first in order, as lua/queue.lua tells it. left: shared/room_left.
+  function queue.first(left)
+    local flow = sub(call("ZRANGE", flows, 0, 0)[1] or "", PLACE_BYTES + 1)
+    local member = call("ZRANGEBYLEX", queue_key, "[" .. flow, "(" .. flow .. "\255", "LIMIT", 0, 1)[1]
+    local id = member and sub(member, MEMBER_ID_AT)
+    local ticket = id and queue.find(id)
+    if not ticket or #ticket < TICKET_OWN_AT - 1 then return {} end
+    local tokens, size_us = unpack_from(TICKET_SIZE, ticket)
+    local waited_ms = math.floor(now - sub(ticket, TICKET_ARRIVAL_AT, TICKET_PLACE_AT - 1) / 1000)
+    local worker, has_room = left.cheapest(ticket)
+    return { id, tokens, size_us, waited_ms, call("ZCARD", flows), worker, has_room and 1 or 0 }
   end
 
   -- Whose turn it is: the ids of tickets, in order, as long as workers have room (shared/room_left). A ticket whose

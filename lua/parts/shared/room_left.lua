@@ -6,8 +6,9 @@ waits for the engine that holds its prompt while that is cheaper than to compute
 worker is told by its prices (decide/prices), as they were when it was last decided, and by what is ahead there now.
 
 Guarantee: pure. Takes the state of shared/candidates, and room_of (shared/capacity).
-Returns any(), whether a worker has room; take(record of a ticket), which returns the candidate that serves it, or nil,
-and takes its room; room: seconds that are left, and slots, by candidate.
+Returns any(), whether a worker has room; cheapest(record of a ticket), the worker that is cheapest for it, and whether
+that has room; take(record of a ticket), which returns the candidate that serves it, or nil, and takes its room; room:
+seconds that are left, and slots, by candidate.
 --]]
 local unpack_from, sub, find, huge = struct.unpack, string.sub, string.find, math.huge
 local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
@@ -33,14 +34,15 @@ return function(s, room_of)
 
   function left.any() return first ~= nil end
 
-  function left.take(ticket)
+  -- A ticket's size, its tie, its lowest cost and whose that is, and its lowest cost with room and whose that is.
+  local function costs_of(ticket)
     local _, size_us, tie_us, rest_us, count = unpack_from(TICKET_PRICES, ticket)
     local barred = "," .. sub(ticket, TICKET_OWN_AT + OWN_BYTES * count) .. ","
-    local lowest, best, chosen = huge, huge, nil
+    local lowest, nearest, best, chosen = huge, nil, huge, nil
     local function consider(i, own_us)
       if barred ~= ",," and find(barred, "," .. sub(s.rows[i], WORKER_ID_AT) .. ",", 1, true) then return end
       local cost = base[i] + own_us / US
-      if cost < lowest then lowest = cost end
+      if cost < lowest then lowest, nearest = cost, i end
       if room[i] > NO_ROOM_S and cost < best then best, chosen = cost, i end
     end
     if barred == ",," then
@@ -53,6 +55,16 @@ return function(s, room_of)
       local slot, own_us = unpack_from(TICKET_OWN, ticket, TICKET_OWN_AT + OWN_BYTES * k)
       if by_slot[slot] then consider(by_slot[slot], own_us) end
     end
+    return size_us, tie_us, lowest, nearest, best, chosen
+  end
+
+  function left.cheapest(ticket)
+    local _, _, _, nearest = costs_of(ticket)
+    return nearest and sub(s.rows[nearest], WORKER_ID_AT) or "", nearest and room[nearest] > NO_ROOM_S
+  end
+
+  function left.take(ticket)
+    local size_us, tie_us, lowest, _, best, chosen = costs_of(ticket)
     if not chosen or best > lowest + tie_us / US then return nil end
     room[chosen], base[chosen] = room[chosen] - size_us / US, base[chosen] + WAIT_PRICE * size_us / US
     look()

@@ -228,6 +228,30 @@ async def test_a_replica_asks_when_an_engine_has_room_and_has_old_tickets_decide
     await client.aclose()
 
 
+async def test_a_long_line_is_named_by_and_by_and_every_turn_is_told(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect(valkey_url)
+    pool = Pool(model, Fleet(client, model), DegradedMode(1.0))
+    names = [f"wf-{number}" for number in range(300)]
+    asked: list[tuple[str, ...]] = []
+
+    async def told(waiting: Any = (), leaving: Any = ()) -> Line:
+        asked.append(tuple(waiting))
+        turns = frozenset([names[-1]]) if len(asked) == 1 else frozenset(names if len(asked) == 10 else ())
+        return Line(300, 0, 0.0, dict.fromkeys(waiting, Standing.WAITS), 0.0, turns)
+
+    monkeypatch.setattr(pool.fleet, "poll", told)
+    polls = TicketPolls(pool)
+    waits = [asyncio.create_task(polls.wait(name)) for name in names]
+    assert await waits[-1] is Standing.TURN, "though it was not named"
+    assert names[-1] not in asked[0]
+    assert {await one for one in waits} == {Standing.TURN}
+    assert set(names[:-1]) == {name for poll_of in asked for name in poll_of} - {names[-1]}
+    assert max(map(len, asked)) <= 300 / 8
+    await client.aclose()
+
+
 @pytest.mark.long(minutes=1, shows="requests that wait when Redis dies go to the last known workers")
 async def test_waiting_requests_are_served_without_redis_when_it_dies(model: str) -> None:
     with server(valkey_binary()) as url:

@@ -11,6 +11,7 @@ from warmfleet.background.reports.worker_words import remedy, why
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Line, Memory, Truth
 from warmfleet.fleet.worker.state import WorkerState
+from warmfleet.pools.reasons import queue_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -54,7 +55,7 @@ def figures(pool: Pool, found: Reading) -> dict[str, Any]:
     workers = pool.last_known.workers if rung == "last_known" else pool.view.workers
     avoided, truths = pool.avoided(), found.truth.workers
     line, memory = found.line, found.memory
-    queue = {"waiting": line.waiting, "prompt_tokens": line.tokens, "work_s": line.work_s}
+    queue = queue_in_words(line)
     index = {
         "entries": found.truth.entries,
         "memory_used_bytes": memory.used,

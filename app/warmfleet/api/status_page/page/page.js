@@ -206,6 +206,11 @@ function showHead(model) {
   showTiles(model);
 }
 
+function nextInLine(queue) {
+  const first = queue.next;
+  return first ? `; the first waits for ${first.worker_id}, ${seconds(first.waited_s)} so far` : "";
+}
+
 function showTiles(model) {
   const { lately, ttft, queue, index } = model;
   const away = "not known while Redis is away";
@@ -214,7 +219,7 @@ function showTiles(model) {
     ["Hit ratio", percent(lately.hit_ratio), "of prompt tokens", `${REPLICA}, last minute`],
     ["First token, P50", seconds(ttft.p50_s || null), `of streams; P90 ${seconds(ttft.p90_s || null)}`, `${REPLICA}, last minute`],
     ["Decisions", `${number(lately.decisions_per_s)}/s`, `${number(lately.fallbacks_per_s)}/s without Redis`, REPLICA],
-    ["In the queue", count(queue?.waiting), queue ? `${seconds(queue.work_s)} of work` : away, FLEET],
+    ["In the queue", count(queue?.waiting), queue ? `${seconds(queue.work_s)} of work${nextInLine(queue)}` : away, FLEET],
     ["Redis memory", index ? bytes(index.memory_used_bytes) : "–", index ? memoryLimit(index) : away, FLEET],
   ];
   $("tiles").replaceChildren(...tiles.map(([name, value, more, scope]) =>
