@@ -44,7 +44,7 @@ def test_what_a_model_waits_for(caplog: pytest.LogCaptureFixture) -> None:
         ("INFO", "demo waits for its first engine"),
         ("INFO", "demo waits for its engines"),
         ("INFO", "demo waits for the tokenizer of its engines"),
-        ("INFO", "demo is served by load alone, as no engine announces a tokenizer"),
+        ("INFO", "demo is served, but texts go by load, as no engine announces a tokenizer"),
         ("INFO", "demo is served"),
         ("INFO", "demo is served"),
         ("WARNING", "demo waits for its engines"),

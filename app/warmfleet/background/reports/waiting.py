@@ -18,8 +18,8 @@ NO_ENGINE = (
 NONE_ROUTABLE = "%s waits for its engines: none of %d takes requests yet (%s); `warmfleet doctor` says why"
 NO_TOKENIZER = "%s waits for the tokenizer of its engines: %d of %d engines take requests, which go by load until then"
 UNTOLD = (
-    "%s is served by load alone, as no engine announces a tokenizer: %d of %d engines take requests. To match prompts, "
-    "set WARMFLEET_TOKENIZER, or give `warmfleet bridge` a --tokenizer"
+    "%s is served, but texts go by load, as no engine announces a tokenizer: %d of %d engines take requests. To match "
+    "texts, set WARMFLEET_TOKENIZER, or give `warmfleet bridge` a --tokenizer"
 )
 SERVED = "%s is served: %d of %d engines take requests"
 
