@@ -103,6 +103,7 @@ RULES: Mapping[str, Mapping[str, float]] = {
     "engines": {"max_engine_wait_s": 2.0, "patience": 0.0, "sorting": 1.0},
 }
 FLEETS = (*RULES, *RIVALS)
+USUAL = tuple(name for name in FLEETS if name != "engines")
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +303,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--case", type=_names(CASES), help=f"joined by commas (default: {','.join(PUBLIC)})")
     made.add_argument("--loads", type=_loads, help="shares of time, joined by commas (default: each case's own)")
-    made.add_argument("--fleets", type=_names(FLEETS), default=list(FLEETS), help=f"of {','.join(FLEETS)} (all)")
+    made.add_argument(
+        "--fleets", type=_names(FLEETS), default=list(USUAL), help=f"of {','.join(FLEETS)} (all but engines)"
+    )
     made.add_argument(
         "--rule", type=_rule, action="append", default=[], metavar="NAME:SETTING=VALUE,...",
         help="one more fleet of routers: the new rule with other weights or limits; may be repeated",
