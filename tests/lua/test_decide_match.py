@@ -186,7 +186,8 @@ async def test_cost_is_priced_wait_and_uncached_tokens_over_speed(world: World) 
     await world.change(5, speed_tps=4_000_000_000)  # counts as four times the median
     _, rows = await world.fleet.explain(world.ask(extra_tokens=1_000))
     cost, price = {row.worker_id: row.cost_s for row in rows}, world.fleet.weights.pressure_price
-    assert cost["w1.0"] == pytest.approx((1.5 * 800 + 1000) / 10_000 + 1.5 * 0.01, abs=1e-5)
+    lately = world.fleet.weights.place * 0.03 * 1000  # a second of foreign prefill counts as no idle time
+    assert cost["w1.0"] == pytest.approx((1.5 * 800 + 1000 + lately) / 10_000 + 1.5 * 0.01, abs=1e-5)
     assert cost["w2.0"] == pytest.approx(1000 / 1_250 + 1.5 * 0.01, abs=1e-5)
     assert cost["w3.0"] == pytest.approx((1.5 * 100_000 + 1000) / 10_000 + 1.5 * 0.01, abs=1e-5)
     assert cost["w5.0"] == pytest.approx(1000 / 40_000 + 1.5 * 0.01, abs=1e-5)

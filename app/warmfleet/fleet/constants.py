@@ -43,7 +43,7 @@ class Weights:
     decode_s_per_token: float = 1e-7
     wait_price: float = 1.5  # weight of a prefill token ahead: a request that joins a line delays those that come after
     stay: float = 2.0  # weight of a token that another worker holds: a session that moves leaves its blocks behind
-    place: float = 5.0  # weight of a token of the prompt at a worker in prefill all the time: sessions come back
+    place: float = 3.0  # weight of a token of the prompt at a worker in prefill all the time: sessions come back
     max_probes: int = 64  # Redis calls at most to find how much confirmed prefix the workers hold, in one decision
     min_match_tokens: int = 0  # a worker's lead over the shortest match counts from so many tokens on
 

@@ -4,8 +4,8 @@ decide/baseline_policies.
 
 `cost` takes the candidate with the lowest predicted seconds to first token:
   (wait_price * wait + lambda * uncached + kappa * again + (stay - 1) * lost
-    + pressure_price * (overfill * uncached + crowd * prompt) + place * busy_share * prompt) / speed
-    + wait_price * decode_s_per_token * decode tokens
+    + pressure_price * (overfill * uncached + crowd * prompt)) / speed
+    + place * busy_share * prompt / median speed + wait_price * decode_s_per_token * decode tokens
   wait      prefill tokens that are ahead on this worker, less what it has computed by now of the prefill under way
   uncached  tokens of the prompt that this worker must compute
   lambda    the weight of an uncached token; 1 while some worker has nothing to do
@@ -15,7 +15,8 @@ decide/baseline_policies.
   overfill  how much fuller the worker's cache is than the mean: what it computes evicts that much more
   crowd     how many caches more the contexts that are booked there would need (20 samples of an answer soon do)
   busy_share  share of its time that the worker spent in prefill lately: a session that is placed comes back, so what
-            counts is the work that will come, for which the latest is a good guess
+            counts is the work that will come, for which the latest is a good guess. It is a share of time, so a fast
+            worker that is as busy as a slow one pays as much
 Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal. Among equals the session's home wins,
 then the worker that holds more of the prompt, in steps of 2 % of it: what is less is not worth that prompts with the
 same short beginning all go to one worker. Then a worker whose blocks may be matched, the least evicting, the least
@@ -132,7 +133,8 @@ local function lowest_cost(s, own, home)
   local mean_fill, pressure, crowd = s.total_fill / count, constants.pressure_price, s.crowd
   local lambda, kappa = s.least_wait > 0 and constants.lambda or 1, constants.kappa
   local wait_price, cheapest, fewest = constants.wait_price, nil, prompt
-  local stay, place, busy_share, most, second = constants.stay - 1, constants.place * prompt, s.busy_share, 0, 0
+  local stay, place, busy_share = constants.stay - 1, constants.place * prompt / s.median, s.busy_share
+  local most, second = 0, 0
   for _, tokens in pairs(own) do
     if tokens > most then
       most, second = tokens, most
@@ -146,10 +148,10 @@ local function lowest_cost(s, own, home)
     if tokens < fewest then fewest = tokens end
     tokens = lambda * tokens
     if again > 0 then tokens = tokens + kappa * again end
-    tokens = tokens + stay * (most - max(prompt - uncached, second)) + place * busy_share[i]
+    tokens = tokens + stay * (most - max(prompt - uncached, second))
     if overfill > 0 then tokens = tokens + pressure * overfill * uncached end
     if crowd[i] then tokens = tokens + pressure * crowd[i] * prompt end
-    local seconds = wait_price * base_s[i] + tokens / speed[i]
+    local seconds = wait_price * base_s[i] + tokens / speed[i] + place * busy_share[i]
     cost[i] = seconds
     if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / speed[i], EQUAL_S), i end
   end

@@ -9,7 +9,7 @@ Takes every load row, what shared/alive_workers says of the ids, the fleet's med
 as slower than 1/8 of it or faster than 4 times, whatever it claims), decode_s_per_token, the time in ms, and the tokens
 of a block (1: not known).
 Returns the state of a decision. By candidate: rows, wait (prefill tokens ahead), base_s (seconds until its turn),
-speed (tokens/s), busy_share (of its time, what it spent in prefill lately), fill (share of its cache that is held; 1 if
+speed (tokens/s), busy_share (of its time, what was prefill lately), fill (share of its cache that is held; 1 if
 its blocks may not be matched: what it computes is of no use to later prompts, as in a full cache), crowd (how many
 caches more the booked contexts need; nil: they fit), slots, schemes (-1: its blocks may not be matched), cost (to be
 set by decide/cost_rule); entries beyond count mean nothing. For all: count, least_wait, total_fill, median, now;
@@ -62,7 +62,8 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
       -- Tokens computed of the prefill under way, by time and speed. An engine may stand still: at most that prefill.
       local done = prefill > 0 and min((now - since) % U32 / 1000 * tps, going) or 0
       if busy > 0 or prefill > 0 then busy = busy_now(busy, prefill > 0, since, now) / ALWAYS end
-      busy_share[count] = busy
+      -- Of requests that came past the routers only what waits is known: a second of it counts as no idle time at all.
+      busy_share[count] = foreign > 0 and min(1, busy + foreign / tps) or busy
       base_s[count] = (ahead - done) / tps + decode_s_per_token * context
     end
   end
