@@ -10,6 +10,7 @@ from tests.app.replica import replica
 from tests.conftest import PATIENT, poll
 from tests.lua.stream import Core, blocks, digest_of, held
 
+from warmfleet import main
 from warmfleet.background import upkeep
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import AWAITED_STREAMS, Pace
@@ -132,7 +133,8 @@ async def test_a_replica_at_rest_asks_redis_little(
     cores = [Core(store, fleet, f"w{number}") for number in range(WORKERS)]
     for core in cores:
         await core.join()
-    async with replica(redis_url, model, view_interval_s=1.0) as router:
+    usual = {"view_interval_s": 1.0, "clear_interval_s": main.CLEAR_INTERVAL_S}
+    async with replica(redis_url, model, **usual) as router:
         await poll(lambda: _workers(router), what="the replica knows the workers")
         async with store.monitor() as monitor:
             count = 0
