@@ -133,8 +133,8 @@ async def test_a_replica_at_rest_asks_redis_little(
     cores = [Core(store, fleet, f"w{number}") for number in range(WORKERS)]
     for core in cores:
         await core.join()
-    usual = {"view_interval_s": 1.0, "clear_interval_s": main.CLEAR_INTERVAL_S}
-    async with replica(redis_url, model, **usual) as router:
+    clear_s = main.CLEAR_INTERVAL_S
+    async with replica(redis_url, model, view_interval_s=1.0, clear_interval_s=clear_s) as router:
         await poll(lambda: _workers(router), what="the replica knows the workers")
         async with store.monitor() as monitor:
             count = 0
