@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from warmfleet.api import fleet_status
+from warmfleet.api.access.operators import without_requests
 from warmfleet.api.client_hints import operators_hints
 from warmfleet.errors import BadRequest
 from warmfleet.prompt import request as requests
@@ -113,7 +114,10 @@ class ServiceRoutes:
     async def workers(self, request: HTTPRequest) -> Response:
         """Every worker of every model."""
         self._operators.may_read_sums(request)
-        return JSONResponse({"models": [await fleet_status.workers(pool) for pool in self._pools.all]})
+        models = [await fleet_status.workers(pool) for pool in self._pools.all]
+        if not self._operators.sees_requests(request):
+            models = [without_requests(model) for model in models]
+        return JSONResponse({"models": models})
 
     async def explain(self, request: HTTPRequest) -> Response:
         """Where a request would go now, and why.

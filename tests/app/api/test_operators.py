@@ -13,6 +13,8 @@ from tests.app.replica import replica
 from warmfleet.api.access.operators import Operators, is_loopback
 from warmfleet.api.http_connection import HttpConnection
 from warmfleet.errors import Forbidden, Unauthorized
+from warmfleet.fleet import Fleet, Line
+from warmfleet.fleet.queueing import Next
 from warmfleet.prompt.engine_paths import OPERATORS, OWN_HOST
 from warmfleet.settings import Settings
 
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
 
 TENANTS = {"tenant_key": "k" * 32}
 HOME = "127.0.0.1"
+FIRST = Next("wf-1", 4_000, 0.1, 0.2, 3, "w", has_room=False)
 
 
-def request(host: str, **headers: str) -> Request:
+def request(client: str, **headers: str) -> Request:
+    """Sent to a port of the own host, unless ``headers`` name another."""
+    headers = {"host": f"{HOME}:9090"} | headers
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return Request({"type": "http", "method": "GET", "path": "/", "headers": raw, "client": (host, 0)})
+    return Request({"type": "http", "method": "GET", "path": "/", "headers": raw, "client": (client, 0)})
 
 
 @pytest.mark.parametrize(
@@ -39,6 +44,15 @@ def request(host: str, **headers: str) -> Request:
         (TENANTS, request(HOME, x_forwarded_for="10.0.0.9"), Forbidden),
         (TENANTS, request(HOME, forwarded="for=10.0.0.9"), Forbidden),
         (TENANTS, request(HOME, x_real_ip="10.0.0.9"), Forbidden),
+        (TENANTS, request(HOME, x_forwarded_proto="http"), Forbidden),
+        (TENANTS, request(HOME, via="1.1 proxy"), Forbidden),
+        (TENANTS, request("127.0.0.6"), Forbidden),
+        (TENANTS, request(HOME, origin="https://page.example"), Forbidden),
+        (TENANTS, request(HOME, host="page.example:9090"), Forbidden),
+        (TENANTS, request(HOME, host="[::1"), Forbidden),
+        (TENANTS, request(HOME, host=""), Forbidden),
+        (TENANTS, request("::1", host="[::1]:9090"), None),
+        (TENANTS, request(HOME, host="localhost:9090"), None),
         (TENANTS | {"admin_port": 0}, request(HOME), Forbidden),
         ({"client_keys_file": "f"}, request("10.0.0.9"), Forbidden),
         ({"answer_headers": "request_id"}, request("10.0.0.9"), Forbidden),
@@ -65,6 +79,10 @@ def test_loopback_has_several_spellings(host: str) -> None:
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "unknown", "")))
 
 
+async def line_of_one(_fleet: Fleet) -> Line:
+    return Line(1, FIRST.prompt_tokens, 0.1, {}, next=FIRST)
+
+
 async def asked(router: Replica, path: str, **headers: str) -> tuple[int, dict[str, Any]]:
     method = "POST" if path in OWN_HOST else "GET"
     async with router.client.request(method, router.operators + path, headers=headers, data=b"{") as answer:
@@ -73,11 +91,15 @@ async def asked(router: Replica, path: str, **headers: str) -> tuple[int, dict[s
 
 
 async def test_other_hosts_read_sums_only(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fleet, "poll", line_of_one)
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url, admin_port=1, **TENANTS) as router:
         assert (await router.post({"model": model, "prompt": "Hi"}))[0] == 200
         at_home = (await asked(router, "/status.json"))[1]
         assert at_home["models"][0]["decisions"]
         assert not at_home["hidden"]
+        for path in "/workers", "/status.json":
+            queue = (await asked(router, path))[1]["models"][0]["queue"]
+            assert queue["next"]["to_compute_s"] == FIRST.to_compute_s, "the rest of that prompt is cached"
         for path in OWN_HOST:
             assert (await asked(router, path))[0] == 400, "the own host is heard"
 
@@ -88,6 +110,9 @@ async def test_other_hosts_read_sums_only(valkey_url: str, model: str, monkeypat
             assert page["models"][0]["decisions"] == []
             assert page["models"][0]["decided"] == 1
             assert "WARMFLEET_ADMIN_KEY" in page["hidden"]
+            for path in "/workers", "/status.json":
+                queue = (await asked(router, path, **headers))[1]["models"][0]["queue"]
+                assert (queue["waiting"], queue["next"]) == (1, None), path
             for path in OWN_HOST:
                 status, told = await asked(router, path, **headers)
                 error = told["error"]

@@ -2,14 +2,16 @@
 
 With ``WARMFLEET_ADMIN_KEY`` all of them need that key. Without it they are open, unless clients are kept apart (by
 keys, tenants or hidden headers). Then sums stay open, so that Prometheus and the status page work; whatever tells about
-single requests, or changes something, is answered to the replica's own host alone.
+single requests, or changes something, is answered to the replica's own host alone: to a process there, but through no
+proxy, and to no page of somebody else in a browser there.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from warmfleet.errors import Forbidden, Unauthorized
 
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
 
     from warmfleet.settings import Settings
 
-#: Headers by which a proxy tells that it passes a request on: then its address is not the client's.
-PASSED_ON = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip"))
+#: Addresses of a process of the own host. Others of 127.0.0.0/8 are used by sidecars: Istio's asks from 127.0.0.6.
+OWN_ADDRESSES = frozenset(("127.0.0.1", "::1", "::ffff:127.0.0.1"))
+#: Beginnings of headers by which a proxy tells that it passes a request on, or a browser that a page elsewhere asks.
+PASSED_ON = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"x-envoy-", b"l5d-", b"via", b"cf-connecting-ip", b"origin")
 OWN_HOST_ONLY = (
     "Without WARMFLEET_ADMIN_KEY only the replica's own host is answered here (http://127.0.0.1), because this fleet "
     "keeps clients apart: set that key and send it as bearer token, or ask from there."
@@ -59,11 +63,31 @@ class Operators:
 
 
 def _from_own_host(request: HTTPRequest) -> bool:
-    return request.client is not None and _direct(request.headers.raw) and is_loopback(request.client.host)
+    client = request.client
+    near = client is not None and client.host in OWN_ADDRESSES and _direct(request.headers.raw)
+    return near and _asked_as_own(request.headers.raw)
 
 
 def _direct(raw: Sequence[tuple[bytes, bytes]]) -> bool:
-    return PASSED_ON.isdisjoint(name for name, _ in raw)
+    return not any(name.startswith(PASSED_ON) for name, _ in raw)
+
+
+def _asked_as_own(raw: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Whether Host names the own host: by another name any page could lead a browser there here."""
+    host = next((value for name, value in raw if name == b"host"), b"")
+    try:
+        name = urlsplit(f"//{host.decode('latin-1')}").hostname or ""
+    except ValueError:
+        return False
+    return name == "localhost" or is_loopback(name)
+
+
+def without_requests(model: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a model, of ``/workers`` or the status page, without those that tell about single requests."""
+    shown = {name: [] if name == "decisions" else value for name, value in model.items()}
+    if model["queue"] is not None:
+        shown["queue"] = model["queue"] | {"next": None}
+    return shown
 
 
 def is_loopback(host: str) -> bool:

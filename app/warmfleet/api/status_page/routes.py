@@ -17,7 +17,7 @@ import orjson
 from starlette.responses import Response
 from starlette.routing import Route
 
-from warmfleet.api.access.operators import NOT_SHOWN
+from warmfleet.api.access.operators import NOT_SHOWN, without_requests
 from warmfleet.api.status_page import snapshot
 from warmfleet.api.status_page.snapshot import RUNGS
 from warmfleet.background.supervisor import stop
@@ -114,7 +114,7 @@ class StatusPage:
         told = {"at": time.time(), "replica": replica, "rungs": RUNGS, "models": models, "hidden": ""}
         self._snapshot = orjson.dumps(told)
         if self._operators.hides:
-            sums = [model | {"decisions": []} for model in models]
+            sums = [without_requests(model) for model in models]
             self._sums = orjson.dumps(told | {"models": sums, "hidden": NOT_SHOWN})
         self._made_at = self._clock()
 
