@@ -11,7 +11,7 @@ The steps, each a part (lua/README.md says how a part is included):
 5. decide/reserve: the choice is booked.
 Before step 2 decide/client_limits may refuse a request whose client has limits (limits, and a tag in its id).
 
-KEYS: alive load workers servers leases lease tick counts queue
+KEYS: alive load workers servers leases lease tick counts queue2
 ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy, prompt_tokens, decode_tokens, mode (0
       BOOK; 1 DRY: books nothing; 2 TELL: books, and answers all that the choice saw), exclude (ids of workers not to
       choose, joined by commas), seed (integer), prefix_tokens (of a match no more counts; 0: all does), order (ids
@@ -32,7 +32,7 @@ Cost: O(workers + max_probes + checkpoints), while tickets wait 256 of them more
 Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
 --]]
 local alive_key, load_key, workers_key, servers_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local leases_key, lease_key, tick_key, counts_key, queue_key = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local leases_key, lease_key, tick_key, counts_key, queue2_key = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local prefix, id, constants, policy = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local prompt_tokens, decode_tokens, mode = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local exclude, seed, prefix_tokens, order = ARGV[8], tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11]
@@ -121,7 +121,7 @@ local function has_room()
   end
   return false
 end
-s.waits = max_engine_wait_s > 0 and (call("ZCARD", queue_key) > 0 or not has_room())
+s.waits = max_engine_wait_s > 0 and (call("ZCARD", queue2_key) > 0 or not has_room())
 if s.waits and mode ~= MODE_DRY then
   local function everybody()
     if exclude == "" then return s end
@@ -130,7 +130,7 @@ if s.waits and mode ~= MODE_DRY then
   end
   local wait_turn, now_us = include "decide/wait_turn", time[1] * 1000000 + time[2]
   local waits, chosen
-  waits, chosen, served = wait_turn(s, w, everybody, queue_key, leases_key, id, now_us, replica, {
+  waits, chosen, served = wait_turn(s, w, everybody, queue2_key, leases_key, id, now_us, replica, {
     priority = priority, tenant = tenant, tokens = prompt_tokens, barred = barred, waited_ms = waited_ms,
     prefix = prefix, per_minute = per_minute,
     queue_max = may_wait == "1" and replica.queue_max or 0,

@@ -4,7 +4,7 @@ queue: keeps the tickets of one replica's waiting requests, gives up those that 
 Guarantee: renews tickets that are there and makes none; a ticket that leaves is gone in the same step. Whose turn it is
 follows from the queue alone, whichever replica asks. Reaps expired tickets, also those of replicas that died.
 
-KEYS: alive load tick queue
+KEYS: alive load tick queue2
 ARGV: prefix, constants (packed, see shared/constants), leaving (count of the first ids, which give up their tickets),
       then ids (<= 512)
 Returns: {tickets in the queue, tokens of their prompts, ms in which the fleet computes these, ms until an engine that
@@ -15,7 +15,7 @@ Returns: {tickets in the queue, tokens of their prompts, ms in which the fleet c
 Cost: O(workers + ids * log tickets + turns); at most 64 tickets reaped, 256 looked at
 Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
-local alive_key, load_key, tick_key, queue_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local alive_key, load_key, tick_key, queue2_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local prefix, constants, leaving = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local FIRST_ID, MAX_IDS, MAX_TURNS, MAX_REAPED = 4, 512, 256, 64
 local STANDING_WAITS, STANDING_TURN, STANDING_DISPLACED, STANDING_UNKNOWN = 0, 1, 2, 3
@@ -32,8 +32,8 @@ local room_left = include "shared/room_left"
 
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local queue = fair_queue(queue_key, time[1] * 1000000 + time[2], replica.ticket_ms, prefix)
-call("ZREM", queue_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+local queue = fair_queue(queue2_key, time[1] * 1000000 + time[2], replica.ticket_ms, prefix)
+call("ZREM", queue2_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 for i = FIRST_ID, FIRST_ID - 1 + leaving do queue.leave(ARGV[i]) end
 queue.reap(MAX_REAPED)
 
@@ -43,8 +43,8 @@ local s, speed, turns, due_s = candidates(all, alive, median, replica.decode_s_p
 local first, ids = {}, {}
 for i = 1, s.count do speed = speed + s.speed[i] end
 if waiting > 0 and s.count > 0 then
-  local room_of = capacity_of(s, replica.max_engine_wait_s, replica.block_sizes)
-  local left = room_left(s, room_of)
+  local room_of, overdue_s = capacity_of(s, replica.max_engine_wait_s, replica.block_sizes)
+  local left = room_left(s, room_of, overdue_s)
   if #ARGV < FIRST_ID then first = queue.first(left) end
   turns = queue.turns(left, MAX_TURNS)
   for i = 1, s.count do

@@ -65,7 +65,7 @@ async def measured(fleet: Fleet) -> bool:
 async def most_tickets(fleet: Fleet, seconds: float) -> int:
     most, until = 0, time.monotonic() + seconds
     while time.monotonic() < until:
-        most = max(most, int(await fleet.redis.zcard(fleet.keys.queue)))
+        most = max(most, int(await fleet.redis.zcard(fleet.keys.queue2)))
         await asyncio.sleep(0.02)
     return most
 
@@ -145,7 +145,7 @@ async def test_a_replica_that_is_killed_leaves_nothing(own_store: str, fleet: Fl
 
 
 async def waits(fleet: Fleet, count: int) -> bool:
-    return int(await fleet.redis.zcard(fleet.keys.queue)) >= count
+    return int(await fleet.redis.zcard(fleet.keys.queue2)) >= count
 
 
 async def unloaded(fleet: Fleet) -> bool:

@@ -142,7 +142,7 @@ class Queueing:
             ask, Place(bytes([65 + tenant]) * 8, level - 8, waited_ms, ticket.barred)
         )
         if not ticket.arrival_us:
-            record = await cast("Any", self.world.store.hget(self.world.keys.queue + ":tickets", ticket.reservation))
+            record = await cast("Any", self.world.store.hget(self.world.keys.queue2 + ":tickets", ticket.reservation))
             ticket.arrival_us = int(record[TICKET_ARRIVAL]) if record else 1_000_000 * seconds + us
         return answer
 
@@ -152,7 +152,7 @@ class Queueing:
 
     async def check(self) -> None:
         """Assert that Redis holds exactly what the model holds."""
-        store, queue, model = self.world.store, self.world.keys.queue, self.model
+        store, queue, model = self.world.store, self.world.keys.queue2, self.model
         members = await self.zset("")
         assert len(members) <= self.world.fleet.limits.tickets
         tickets = await cast("Any", store.hgetall(f"{queue}:tickets"))
@@ -170,12 +170,12 @@ class Queueing:
         assert int(clock.get(b"tokens", 0)) == sum(one.tokens for one in model.tickets)
 
     async def zset(self, suffix: str) -> dict[bytes, int]:
-        found = await cast("Any", self.world.store.zrange(self.world.keys.queue + suffix, 0, -1, withscores=True))
+        found = await cast("Any", self.world.store.zrange(self.world.keys.queue2 + suffix, 0, -1, withscores=True))
         return {member: round(score) for member, score in found}
 
     async def gone(self) -> None:
         """Assert that no key of the queue is left."""
-        left = [suffix for suffix in SUFFIXES if await self.world.store.exists(self.world.keys.queue + suffix)]
+        left = [suffix for suffix in SUFFIXES if await self.world.store.exists(self.world.keys.queue2 + suffix)]
         assert left == []
 
 

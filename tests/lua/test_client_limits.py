@@ -341,7 +341,7 @@ async def test_a_ticket_that_expires_or_is_displaced_gives_its_place_back(world:
         await world.fleet.decide_in_turn(ask, Place(b"tenant-a"))
     await world.fleet.decide_in_turn(world.ask(), Place(b"tenant-b"))  # the newest of the longest flow gives way
     assert await in_flight(world, limits) == {asks[0].reservation}
-    await world.store.zadd(world.keys.queue + ":leases", {asks[0].reservation: 1})
+    await world.store.zadd(world.keys.queue2 + ":leases", {asks[0].reservation: 1})
     await world.fleet.poll()
     assert await in_flight(world, limits) == set()
     assert await used(world, limits) == 0, "what waited in vain costs nothing"
@@ -411,7 +411,7 @@ class History:
         await self.world.fleet.poll()
 
     async def _let_expire(self, name: str) -> None:
-        for key in (self.world.keys.leases, self.world.keys.queue + ":leases"):
+        for key in (self.world.keys.leases, self.world.keys.queue2 + ":leases"):
             await self.world.store.zadd(key, {name: 1}, xx=True)
 
     async def _again(self, name: str) -> None:
@@ -447,7 +447,7 @@ class History:
     async def open(self, tag: str) -> set[str]:
         """The open leases and the tickets of a client."""
         leases = {name for name, lease in (await self.world.leases()).items() if lease.stage <= Stage.STARTED}
-        tickets = await cast("Any", self.world.store.hgetall(self.world.keys.queue + ":tickets"))
+        tickets = await cast("Any", self.world.store.hgetall(self.world.keys.queue2 + ":tickets"))
         waiting = {name.decode() for name, record in tickets.items() if record}
         return {name for name in leases | waiting if name[25:] == tag}
 

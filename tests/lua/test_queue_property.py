@@ -91,7 +91,7 @@ async def step(q: Queueing, action: str, *what: Any) -> None:
         model.leave(ticket)
     elif action == "kill":
         for ticket in [one for one in model.tickets if one.replica == what[0]]:
-            await q.world.store.zadd(q.world.keys.queue + ":leases", {ticket.reservation: 1})
+            await q.world.store.zadd(q.world.keys.queue2 + ":leases", {ticket.reservation: 1})
             await fleet.poll()
             model.leave(ticket)
     elif action == "lose":
@@ -101,7 +101,7 @@ async def step(q: Queueing, action: str, *what: Any) -> None:
 async def lost(q: Queueing) -> None:
     """Redis comes back without the queue: requests that waited ask again, in the order in which they came."""
     keys = [
-        key async for key in q.world.store.scan_iter(match=q.world.keys.queue.replace("{", "\\{") + "*", count=1_000)
+        key async for key in q.world.store.scan_iter(match=q.world.keys.queue2.replace("{", "\\{") + "*", count=1_000)
     ]
     if keys:
         await q.world.store.delete(*keys)
@@ -122,7 +122,7 @@ async def run(url: str, steps: list[Any], patience: float) -> None:
             await step(q, *one)
             await q.check()
         for name in q.displaced | {one.reservation for one in q.model.tickets}:
-            await client.zadd(world.keys.queue + ":leases", {name: 1}, xx=True)
+            await client.zadd(world.keys.queue2 + ":leases", {name: 1}, xx=True)
         await world.fleet.poll()
         await q.gone()
         for name in await world.leases():

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
     name: tuple(keys.split())
     for name, keys in {
-        "decide": "alive load workers servers leases lease tick counts queue",
-        "queue": "alive load tick queue",
+        "decide": "alive load workers servers leases lease tick counts queue2",
+        "queue": "alive load tick queue2",
         "settle": "load leases lease",
         "renew": "load leases lease",
         "tick": "tick hello cursor alive alive_servers servers load resync retired counts workers ejections",

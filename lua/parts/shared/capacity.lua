@@ -7,18 +7,26 @@ than limit_s. It has none while its booked context fills 95 % of its cache and s
 worker without any work, and an approximate worker, of which neither the speed nor the end of a prefill is known.
 
 Guarantee: pure. Takes the state of shared/candidates, limit_s, block_sizes (scheme=tokens, joined by commas).
-Returns room_of(candidate): seconds of prefill that it may be given more, 0 or less if it has no room; and the seconds
-until it will have room, if it goes on at its speed: math.huge if only a report of the engine can tell.
+Returns two functions. room_of(candidate): seconds of prefill that it may be given more, 0 or less if it has no room,
+and the seconds until it will have room, if it goes on at its speed: math.huge if only a report of the engine can tell.
+overdue_s(candidate): how long ago its booked prefill should have ended by its speed, 0 if it is not overdue. An overdue
+engine stands still, or nothing gets into its cache.
 --]]
 local unpack_from, band, max, min, huge = struct.unpack, bit.band, math.max, math.min, math.huge
 local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT = 5, 51 -- of a packed row
 local ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS = ">i4i4i4xxxxI2I4xxxxI4I4xxxxI4"
-local ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">I4I4"
+local ROW_PREFILL_TOKENS, ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">i4", ">I4I4"
 local FLAG_APPROXIMATE, FULL_SHARE, LEAST_S, U32 = 16, 0.95, 1e-6, 2 ^ 32
 
 return function(s, limit_s, block_sizes)
   local sizes = {}
-  return function(i)
+  local function overdue_s(i)
+    local prefill = unpack_from(ROW_PREFILL_TOKENS, s.rows[i], PREFILL_TOKENS_AT)
+    local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, s.rows[i], UNDER_WAY_TOKENS_AT)
+    if prefill <= 0 or under_way == 0 then return 0 end
+    return max(0, (s.now - since) % U32 / 1000 - prefill / s.speed[i])
+  end
+  local function room_of(i)
     local row, ahead, speed = s.rows[i], s.wait[i], s.speed[i]
     local prefill, decode, flight, flags, scheme, foreign, foreign_decode, blocks =
       unpack_from(ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS, row, PREFILL_TOKENS_AT)
@@ -40,4 +48,5 @@ return function(s, limit_s, block_sizes)
     local room = limit_s - (ahead - done) / speed
     return room, room > 0 and 0 or -room * speed < left and -room or huge
   end
+  return room_of, overdue_s
 end

@@ -14,17 +14,17 @@ Guarantee: a ticket is a lease: a replica that does not renew it loses it. An em
 of displaced tickets, which are leases, too. If one of the keys is lost, its tickets are lost and nothing fails.
 A ticket of a client with limits counts as one of its requests in flight, and its prompt as used; both are given back
 with the ticket.
-Takes the key `queue`, the time in us, how long a ticket lives (ms), and the key prefix. Returns the functions below and
-DISPLACED, the record of a ticket whose place another request took.
-Keys: queue (lexical: flow, place, id), and under its name :tickets (id -> prices, flow, arrival, place, prices of named
-workers (decide/prices), ids of workers that cannot serve it; empty: displaced), :leases (id -> expiry ms), :flows
+Takes the key `queue2`, the time in us, how long a ticket lives (ms), and the key prefix. Returns the functions below
+and DISPLACED, the record of a ticket whose place another request took.
+Keys: queue2 (lexical: flow, place, id), and under its name :tickets (id -> prices, flow, arrival, place, prices of
+named workers (decide/prices), ids of workers that cannot serve it; empty: displaced), :leases (id -> expiry ms), :flows
 (place of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets), :served
 (flow -> as in :flows, of flows without tickets that are ahead of their class), :clock (class -> where it stands;
 `tokens` -> prompt tokens of all tickets).
 --]]
 local call, sub, format, unpack_from = redis.call, string.sub, string.format, struct.unpack
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
-local FLOW_BYTES, PLACE_BYTES, MEMBER_ID_AT = 9, 16, 26 -- of a member of `queue`: flow, place, id
+local FLOW_BYTES, PLACE_BYTES, MEMBER_ID_AT = 9, 16, 26 -- of a member of `queue2`: flow, place, id
 local TICKET_SIZE = ">I4I4" -- its prompt's tokens, and us that an engine needs
 local TICKET_TOKENS, TICKET_FLOW_AT, TICKET_ARRIVAL_AT, TICKET_PLACE_AT, TICKET_OWN_AT = ">I4", 18, 27, 43, 59
 local FIRST_CLASS, PAGE, CLIENT_AT = 65, 8, 26 -- the letter A; tickets of a flow that are read at once; of an id

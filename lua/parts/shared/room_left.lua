@@ -3,9 +3,11 @@ shared/room_left: the room of all engines, as tickets take it one after another.
 
 A ticket is served by a worker with room that is as cheap for it as any other worker, busy ones included: a request
 waits for the engine that holds its prompt while that is cheaper than to compute it elsewhere. What a ticket costs at a
-worker is told by its prices (decide/prices), as they were when it was last decided, and by what is ahead there now.
+worker is told by its prices (decide/prices), as they were when it was last decided, and by what is ahead there now:
+also by the tickets before it that wait for that worker. So a long line for one engine spreads to engines that are free.
+An engine that should have ended its prefill long ago is as much dearer: nobody knows when it will go on.
 
-Guarantee: pure. Takes the state of shared/candidates, and room_of (shared/capacity).
+Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
 Returns any(), whether a worker has room; cheapest(record of a ticket), the worker that is cheapest for it, and whether
 that has room; take(record of a ticket), which returns the candidate that serves it, or nil, and takes its room; room:
 seconds that are left, and slots, by candidate.
@@ -17,8 +19,8 @@ local WORKER_ID_AT, US, NO_ROOM_S = 59, 1e6, 1e-9 -- of a packed row; in a secon
 -- delays all of them.
 local WAIT_PRICE = 0.5
 
-return function(s, room_of)
-  local room, base, by_slot, left, least, first = {}, {}, {}, {}, nil, nil
+return function(s, room_of, overdue_s)
+  local room, base, by_slot, allowed, left, least, first = {}, {}, {}, {}, {}, nil, nil
   local function look()
     least, first = nil, nil
     for i = 1, s.count do
@@ -27,29 +29,45 @@ return function(s, room_of)
     end
   end
   for i = 1, s.count do
-    room[i], base[i], by_slot[s.slots[i]] = room_of(i), WAIT_PRICE * s.base_s[i], i
+    room[i], base[i], by_slot[s.slots[i]] = room_of(i), WAIT_PRICE * s.base_s[i] + overdue_s(i), i
   end
   look()
   left.room, left.slots = room, s.slots
 
   function left.any() return first ~= nil end
 
+  -- The candidates that may serve a ticket, as a list and by candidate. Tickets for one adapter bar the same workers.
+  local function allowed_by(barred)
+    local found = allowed[barred]
+    if not found then
+      found = { list = {}, may = {} }
+      allowed[barred] = found
+      for i = 1, s.count do
+        if not find("," .. barred .. ",", "," .. sub(s.rows[i], WORKER_ID_AT) .. ",", 1, true) then
+          found.may[i], found.list[#found.list + 1] = true, i
+        end
+      end
+    end
+    return found
+  end
+
   -- A ticket's size, its tie, its lowest cost and whose that is, and its lowest cost with room and whose that is.
   local function costs_of(ticket)
     local _, size_us, tie_us, rest_us, count = unpack_from(TICKET_PRICES, ticket)
-    local barred = "," .. sub(ticket, TICKET_OWN_AT + OWN_BYTES * count) .. ","
+    local barred = sub(ticket, TICKET_OWN_AT + OWN_BYTES * count)
+    local those = barred ~= "" and allowed_by(barred)
     local lowest, nearest, best, chosen = huge, nil, huge, nil
     local function consider(i, own_us)
-      if barred ~= ",," and find(barred, "," .. sub(s.rows[i], WORKER_ID_AT) .. ",", 1, true) then return end
+      if those and not those.may[i] then return end
       local cost = base[i] + own_us / US
       if cost < lowest then lowest, nearest = cost, i end
       if room[i] > NO_ROOM_S and cost < best then best, chosen = cost, i end
     end
-    if barred == ",," then
+    if those then
+      for k = 1, #those.list do consider(those.list[k], rest_us) end
+    else
       consider(least, rest_us)
       if first then consider(first, rest_us) end
-    else
-      for i = 1, s.count do consider(i, rest_us) end
     end
     for k = 0, count - 1 do
       local slot, own_us = unpack_from(TICKET_OWN, ticket, TICKET_OWN_AT + OWN_BYTES * k)
@@ -64,8 +82,12 @@ return function(s, room_of)
   end
 
   function left.take(ticket)
-    local size_us, tie_us, lowest, _, best, chosen = costs_of(ticket)
-    if not chosen or best > lowest + tie_us / US then return nil end
+    local size_us, tie_us, lowest, nearest, best, chosen = costs_of(ticket)
+    if not chosen or best > lowest + tie_us / US then
+      if nearest then base[nearest] = base[nearest] + WAIT_PRICE * size_us / US end
+      if nearest == least then look() end
+      return nil
+    end
     room[chosen], base[chosen] = room[chosen] - size_us / US, base[chosen] + WAIT_PRICE * size_us / US
     look()
     return chosen

@@ -57,7 +57,7 @@ async def crowded(redis_url: str, model: str, workers: int = 1, **settings: Any)
 
 
 async def tickets(router: Replica) -> int:
-    return int(await router.fleet.redis.zcard(router.fleet.keys.queue))
+    return int(await router.fleet.redis.zcard(router.fleet.keys.queue2))
 
 
 async def nothing_left(router: Replica) -> None:

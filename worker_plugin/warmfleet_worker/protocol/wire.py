@@ -107,7 +107,7 @@ SINGLE_KEYS = frozenset(
     {
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
         *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
-        *("queue", "ejections", "operator_approved", "operator_policy"),
+        *("queue2", "ejections", "operator_approved", "operator_policy"),
     }
 )
 
