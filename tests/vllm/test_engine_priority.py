@@ -30,7 +30,7 @@ RULES: dict[str, dict[str, str]] = {
     "default": {},
     "engines": {"WARMFLEET_MAX_ENGINE_WAIT_S": "2", "WARMFLEET_ENGINE_PRIORITY": "1"},
 }
-ROUNDS, SLICE_S, RATE = 3, 60.0, 2.2  # requests per second: nearly what two engines on two cores can do
+ROUNDS, SLICE_S, RATE = 3, 60.0, 8.0  # requests per second: nearly what two engines on two cores can do
 CACHE_TOKENS = 16_384
 
 
@@ -69,7 +69,7 @@ def test_prompts_wait_in_the_engine_by_their_uncached_work() -> None:
 
 @pytest.mark.timeout(1_800)
 @pytest.mark.long(
-    minutes=15, shows="mixed load near saturation of two real engines: held back, by default, sorted by engines"
+    minutes=11, shows="mixed load near saturation of two real engines: held back, by default, sorted by engines"
 )
 def test_mixed_load_near_saturation() -> None:
     model = ROOT / "models" / "small"
