@@ -108,6 +108,7 @@ SINGLE_KEYS = frozenset(
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
         *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
         *("queue2", "ejections", "operator_approved", "operator_policy"),
+        *("pools", "placement"),  # of the served model as a whole: see protocol/pools.py
     }
 )
 

@@ -1,0 +1,75 @@
+"""The registry of a served model's pools: which there are and which of them are drained, as ``warmfleet pools`` wrote.
+
+Its two keys are described in ``warmfleet.protocol.pools``. They have the hash tag of the model's name without ``#``, so
+they need a client of their own: ``connect(url, model_tag(name))``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from warmfleet.fleet.client import redis_errors
+from warmfleet.protocol.pools import PoolEntry, read_placement, read_registry, served_model
+from warmfleet.protocol.wire import Keys
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Iterable
+
+    import redis.asyncio as aioredis
+
+    from warmfleet.protocol.pools import Placement
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["PoolEntry", "PoolRegistry", "served_model"]
+
+
+class PoolRegistry:
+    """The pools of one served model. Routers ``read`` it once a second; the other calls are the operator's."""
+
+    def __init__(self, redis: aioredis.Redis, name: str) -> None:
+        """name: of the served model, without ``#``. Raises WireError if it is none."""
+        self.name = name
+        self._redis = redis
+        keys = Keys(served_model(name))
+        self._pools, self._placement = keys.pools, keys.placement
+        self._known: dict[bytes, bytes] = {}
+
+    async def read(self) -> tuple[PoolEntry, ...]:
+        """All its pools; () if there is no registry: then the model has the pools that this replica's settings name.
+
+        A registry that was there and is gone was lost with the memory of Redis, for the last pool cannot be removed: it
+        is written back as it was read last. Raises FleetUnavailable.
+        """
+        with redis_errors():
+            found = await cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(self._pools))
+            if not found and self._known:
+                logger.warning("the registry of pools of %s was lost in Redis: written back", self.name)
+                for tag, state in self._known.items():  # HSETNX: the operator may be writing, too
+                    await cast("Awaitable[bool]", self._redis.hsetnx(self._pools, tag.decode(), state.decode()))
+                found = await cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(self._pools))
+        self._known = found
+        return read_registry(self.name, found)
+
+    async def write(self, entries: Iterable[PoolEntry]) -> None:
+        """Enter pools, or change their state, all at once and from now on. Raises FleetUnavailable."""
+        now_ms = int(time.time() * 1000)
+        fields: dict[Any, Any] = {entry.tag: replace(entry, since_ms=now_ms).encode() for entry in entries}
+        if fields:
+            with redis_errors():
+                await self._redis.hset(self._pools, mapping=fields)
+
+    async def remove(self, tag: str) -> None:
+        """Strike a pool out. Raises FleetUnavailable."""
+        with redis_errors():
+            await self._redis.hdel(self._pools, tag)
+
+    async def placements(self) -> dict[str, Placement]:
+        """Where each server is, by its name. Raises FleetUnavailable."""
+        with redis_errors():
+            found = await cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(self._placement))
+        read = {name.decode("utf-8", "replace"): read_placement(packed) for name, packed in found.items()}
+        return {name: place for name, place in sorted(read.items()) if place is not None}

@@ -1,0 +1,119 @@
+"""The pools of a served model, and where its servers are: two hashes in Redis, which routers and workers share.
+
+A served model ``llama`` has one pool ``llama``, or several: ``llama``, ``llama#1``, ``llama#2``. Each pool has all keys
+of a fleet for itself. The two hashes here are the only keys that belong to the served model as a whole, and have its
+name without ``#`` in their braces:
+
+- ``pools``, the registry: a pool's tag -> its state. Only ``warmfleet pools`` writes it. Without it the model has the
+  pools that each router's WARMFLEET_MODELS names.
+- ``placement``: a server's name -> its pool and its capacity. Each server writes its own field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from . import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SERVING, DRAINING = "serving", "draining"
+MAX_POOLS = 256  # of one served model; each has a round of upkeep of its own at every replica
+KEPT_MS = 24 * 3_600_000  # a server that was away for so long has lost its place
+
+
+def served_model(tag: str) -> str:
+    """The name of the served model that a pool belongs to."""
+    return tag.partition("#")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEntry:
+    """One pool in the registry. since_ms: when it got its state.
+
+    draining: it gets no new request unless no other pool can serve it, and no new server. moving: besides, its servers
+    move to other pools now; else they do when they are started again.
+    """
+
+    tag: str
+    draining: bool = False
+    moving: bool = False
+    since_ms: int = 0
+
+    def encode(self) -> str:
+        state = {"state": DRAINING if self.draining else SERVING, "since_ms": self.since_ms}
+        return wire.dumps(state | ({"move": 1} if self.moving else {}))
+
+
+def read_pool(tag: str, packed: bytes | str | None) -> PoolEntry | None:
+    """A pool's field of the registry; None if it is not there, or is none."""
+    value = _object(packed)
+    state = value.get("state")
+    if state not in (SERVING, DRAINING):
+        return None
+    draining, since = state == DRAINING, value.get("since_ms")
+    return PoolEntry(tag, draining, draining and bool(value.get("move")), since if isinstance(since, int) else 0)
+
+
+def read_registry(name: str, fields: Mapping[bytes, bytes]) -> tuple[PoolEntry, ...]:
+    """The pools of the served model ``name`` in a fixed order; a field that is none of its pools is left out."""
+    found = []
+    for packed_tag, packed in fields.items():
+        tag = packed_tag.decode("utf-8", "replace")
+        entry = read_pool(tag, packed)
+        if entry is not None and served_model(tag) == name and _is_tag(tag):
+            found.append(entry)
+    return tuple(sorted(found, key=lambda entry: (len(entry.tag), entry.tag))[:MAX_POOLS])
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a server is. seen_ms: when one of its halves wrote this last. blocks: the capacity of each rank."""
+
+    pool: str
+    host: str = ""
+    seen_ms: int = 0
+    blocks: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Of all its ranks; 0 while none has told."""
+        return sum(self.blocks.values())
+
+    def encode(self) -> str:
+        return wire.dumps({"pool": self.pool, "host": self.host, "seen_ms": self.seen_ms, "blocks": dict(self.blocks)})
+
+
+def read_placement(packed: bytes | str | None) -> Placement | None:
+    """A server's field of ``placement``; None if it is not there, or is none."""
+    value = _object(packed)
+    pool, host, seen, blocks = (value.get(name) for name in ("pool", "host", "seen_ms", "blocks"))
+    if not (isinstance(pool, str) and _is_tag(pool) and isinstance(host, str) and isinstance(seen, int)):
+        return None
+    told = blocks.items() if isinstance(blocks, dict) else ()
+    return Placement(pool, host[:64], seen, {rank: size for rank, size in told if isinstance(size, int) and size > 0})
+
+
+def weight(pool: str, key: str) -> int:
+    """The weight of ``pool`` for ``key`` in rendezvous hashing: the pool with the greatest weight is the first."""
+    return int.from_bytes(hashlib.blake2b(f"{pool}\0{key}".encode(), digest_size=8).digest(), "big")
+
+
+def _is_tag(tag: str) -> bool:
+    try:
+        wire.model_tag(tag)
+    except wire.WireError:
+        return False
+    return True
+
+
+def _object(packed: bytes | str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(packed) if packed else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
