@@ -27,7 +27,7 @@ Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0
       {QUEUED, FULL or DISPLACED, tickets that wait, ms of work in them}: nothing is booked; QUEUED: it has a ticket;
       {LIMITED, CONCURRENCY or TOKENS, what is used of it, ms until the request may pass}: nothing is booked;
       {DRY, worker_id, why, {median speed, block_tokens, turn, ms, waits 0/1, tie_s, room}, {worker_id, matched_tokens,
-      speculative_tokens, load row, cost_s}...}: all that the choice saw
+      speculative_tokens, load row, cost_s, terms of the cost}...}: all that the choice saw
 Cost: O(workers + max_probes + checkpoints), while tickets wait 256 of them more; at most 8 leases reaped
 Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
 --]]
@@ -103,7 +103,7 @@ if limits ~= "" and mode ~= MODE_DRY then
 end
 
 s.constants, s.policy, s.prompt, s.seed, s.prefix_tokens = replica, policy, prompt_tokens, seed, prefix_tokens
-s.order, s.objective_s = order, objective_s
+s.order, s.objective_s, s.terms = order, objective_s, mode >= MODE_DRY and {} or nil
 s.turn = policy == "round_robin" and tonumber(call("HGET", counts_key, "round_robin") or 0) or 0
 local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAIN, lease_key)
 if malformed then return malformed end

@@ -10,7 +10,7 @@ from warmfleet.background.reports.worker_gauges import set_worker_gauges
 from warmfleet.background.reports.worker_words import remedy, why
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
-from warmfleet.pools.reasons import in_words, queue_in_words
+from warmfleet.pools.reasons import in_words, moved_in_words, queue_in_words
 from warmfleet.pools.ttft_window import SHOWN
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings
         "policy": pool.policy.name,
         "why": why,
         "because": in_words(pool.policy.name, why, seen),
+        "moved": moved_in_words(pool.policy.name, chosen, seen),
         "identity": prompt.kind,
         "reason": prompt.reason,
         "prompt_tokens": prompt.prompt_tokens,

@@ -23,13 +23,27 @@ HEADER = (
     "PREFILL AHEAD",
     "DECODING",
     "IN FLIGHT",
-    "FIRST TOKEN",
+    "COST",
     "COMPARED",
 )
 LEGEND = """\
 CACHED, SOON, TO COMPUTE: tokens of this prompt that are in the engine's cache (SOON: of these, those that a
 running request has yet to compute), and the rest. PREFILL AHEAD, DECODING: tokens of requests that it has.
-FIRST TOKEN: predicted time to the first token, which is the cost; COMPARED: with that of the chosen engine.
+COST: the predicted time to the first token, with what the choice costs others; COMPARED: with the chosen engine's.
+"""
+#: By name in an answer of /explain: the columns that add up to the cost.
+TERMS = {
+    "wait_s": "WAIT",
+    "compute_s": "COMPUTE",
+    "again_s": "AGAIN",
+    "leave_s": "LEAVE",
+    "evict_s": "EVICT",
+    "busy_s": "BUSY",
+}
+TERMS_LEGEND = """\
+These add up to COST, in ms. WAIT: what is ahead; COMPUTE: the rest of the prompt; AGAIN: of that, what another
+engine is making already; LEAVE: what another engine alone holds, as a session's past; EVICT: what has to make room in
+the cache; BUSY: how busy the engine was lately, for the whole prompt, as sessions come back.
 """
 
 
@@ -69,6 +83,8 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
         return [(head, about), "no worker takes requests: `warmfleet workers` says why"]
     chosen_s = next((float(row["cost_s"]) for row in rows if row["chosen"]), float(rows[0]["cost_s"]))
     parts: list[Part] = [(head, about), Table(HEADER, [_row(row, prompt, chosen_s) for row in rows]), LEGEND]
+    if answer["policy"] == "cost":
+        parts += [Table(("", "WORKER", *TERMS.values(), "COST"), [_terms(row) for row in rows]), TERMS_LEGEND]
     if answer["chosen"]:
         turn = (
             "Others wait or its worker is busy: it would wait for its turn first. As things stand it"
@@ -78,6 +94,8 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
         parts.append(
             f"{turn} would go to {answer['chosen']} ({answer.get('because', answer['why'])}). Nothing was booked."
         )
+    if answer["moved"]:
+        parts.append(f"It moves: {answer['moved']}.")
     if not answer["blocks"] and answer["identity"] == "exact":
         parts.append("It is shorter than one block of an engine's cache, and only full blocks are found there again.")
     return parts
@@ -99,6 +117,13 @@ def _row(candidate: dict[str, Any], prompt_tokens: int, chosen_s: float) -> tupl
     if candidate["chosen"]:
         return Toned("->", Tone.GOOD), Toned(cells[0], Tone.GOOD), *cells[1:], Toned("chosen", Tone.GOOD)
     return "", *cells, f"{1_000 * (cost - chosen_s):+.1f} ms"
+
+
+def _terms(candidate: dict[str, Any]) -> tuple[object, ...]:
+    cells = [f"{1_000 * seconds:.1f}" for seconds in (*map(candidate["terms"].get, TERMS), candidate["cost_s"])]
+    if candidate["chosen"]:
+        return Toned("->", Tone.GOOD), Toned(candidate["worker_id"], Tone.GOOD), *cells
+    return "", candidate["worker_id"], *cells
 
 
 def _read(name: str) -> bytes:

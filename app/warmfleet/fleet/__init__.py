@@ -23,6 +23,7 @@ from warmfleet.fleet.reservations import (
     Reservations,
     Seen,
     Shortfall,
+    Terms,
     new_reservation,
 )
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
@@ -71,6 +72,7 @@ __all__ = [
     "Spans",
     "Stage",
     "Standing",
+    "Terms",
     "Tick",
     "Timeouts",
     "Truth",

@@ -152,9 +152,9 @@ class Seen:
     """All that a choice saw besides its ``Ask``.
 
     context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: for each candidate worker_id, matched_tokens,
-    speculative_tokens, load row, cost_s. waits: the request would have to wait its turn first. tie_s: costs of so many
-    seconds more than the lowest counted as equal to it. room: if it was not to wait, the numbers of the rows (from 1)
-    whose workers had room, joined by commas.
+    speculative_tokens, load row, cost_s, terms. waits: the request would have to wait its turn first. tie_s: costs of
+    so many seconds more than the lowest counted as equal to it. room: if it was not to wait, the numbers of the rows
+    (from 1) whose workers had room, joined by commas.
     """
 
     context: tuple[int, int, int, int]
@@ -176,6 +176,27 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms of a cost in seconds, weights and all: their sum is the cost (lua/parts/decide/cost_rule.lua).
+
+    wait_s: what is ahead at the worker. compute_s: what the prompt lacks there. again_s: of that, what another worker
+    is making already. leave_s: what one other worker alone holds of the prompt. evict_s: what has to make room in a
+    cache that is fuller than others, or crowded. busy_s: the worker's share of time in prefill lately.
+    """
+
+    wait_s: float
+    compute_s: float
+    again_s: float
+    leave_s: float
+    evict_s: float
+    busy_s: float
+
+    @classmethod
+    def of(cls, told: bytes) -> Terms:
+        return cls(*map(float, told.split(b",")))
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One worker as a decision sees it. matched_tokens: the deeper of the confirmed and the speculative match."""
 
@@ -191,6 +212,7 @@ class Candidate:
     capacity_blocks: int
     flags: int
     cost_s: float
+    terms: Terms
 
 
 class Shortfall(NamedTuple):
@@ -391,9 +413,10 @@ class Reservations(ScriptClient):
         return b"".join(pieces)
 
 
-def _candidate(worker_id: bytes, matched: int, speculative: int, packed: bytes, cost_s: bytes) -> Candidate:
+def _candidate(
+    worker_id: bytes, matched: int, speculative: int, packed: bytes, cost_s: bytes, terms: bytes
+) -> Candidate:
     row = LoadRow.unpack(packed)
     load = (row.prefill_tokens, row.decode_tokens, row.in_flight, row.foreign_prefill_tokens, row.speed_tps)
-    return Candidate(
-        worker_id.decode(), matched, speculative, *load, row.blocks, row.capacity_blocks, row.flags, float(cost_s)
-    )
+    cache = (row.blocks, row.capacity_blocks, row.flags)
+    return Candidate(worker_id.decode(), matched, speculative, *load, *cache, float(cost_s), Terms.of(terms))

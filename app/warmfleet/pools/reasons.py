@@ -28,6 +28,16 @@ REASONS = {
 LOWEST_LOAD = "it has the lowest load"  # what "lowest" means under every policy but `cost`
 ITS_TURN = "its engine has room: it is its turn"
 ITS_WORKER_IS_BUSY = "its engine is busy, and to wait for it is cheaper than to compute the prompt on another"
+#: A term of a cost by its name, as the reason for which a worker costs more than another.
+TERMS = {
+    "wait_s": "for what is ahead there",
+    "compute_s": "to compute the prompt",
+    "again_s": "to compute what another engine is making",
+    "leave_s": "for what the session leaves behind",
+    "evict_s": "for what its cache must evict",
+    "busy_s": "because it was busy lately",
+}
+MATTERS_S = 0.0005  # what is told as 0 ms is no reason
 #: The words for the steps by which the policy ``cost`` chooses among workers that cost the same.
 OF_A_TIE = frozenset({"home", "prefix", "pressure", "flight", "seed"})
 
@@ -46,6 +56,24 @@ def in_words(policy: str, why: str, seen: Seen) -> str:
     lowest = min(costs)
     tied = sum(cost <= lowest + seen.tie_s for cost in costs)
     return f"tie within {max(1, round(1_000 * seen.tie_s))} ms of {tied} engines: {reason}"
+
+
+def moved_in_words(policy: str, chosen: str, seen: Seen) -> str:
+    """Why not the worker that holds most of the prompt, as a sentence; "" if the chosen one holds about as much."""
+    rows = {row.worker_id: row for row in seen.candidates}
+    if policy != "cost" or chosen not in rows:
+        return ""
+    own = rows[chosen]
+    most = max(rows.values(), key=lambda row: (row.matched_tokens, -row.cost_s))
+    more_s = most.cost_s - own.cost_s
+    if most.matched_tokens - own.matched_tokens < seen.context[1] or more_s <= 0:
+        return ""
+    held, terms = asdict(own.terms), asdict(most.terms)
+    worse = sorted(((terms[name] - held[name], words) for name, words in TERMS.items()), reverse=True)
+    mainly = " and ".join(f"{1_000 * seconds:.0f} ms {words}" for seconds, words in worse[:2] if seconds >= MATTERS_S)
+    of_these = f", above all {mainly}" if mainly else ""
+    tokens = most.matched_tokens - own.matched_tokens
+    return f"{most.worker_id} holds {tokens} tokens more of it but costs {1_000 * more_s:.0f} ms more{of_these}"
 
 
 def queue_in_words(line: Line) -> dict[str, Any]:

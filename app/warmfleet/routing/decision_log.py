@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from warmfleet.errors import BadArgument
+from warmfleet.routing.explain_header import cheapest, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ def record(
 ) -> dict[str, Any]:
     """One line of the log: the arguments with which lua/replay.lua makes the decision again, and the decision itself.
 
+    ``costs`` is for people: the chosen worker and the cheapest others, each with the terms of its cost in seconds.
     rings: the order of the hash ring, by policy. Raises ValueError if the decision was not asked for its explanation.
     """
     seen = decision.seen
@@ -60,10 +62,11 @@ def record(
         "turn": turn,
         "now_ms": now_ms,
         "room": seen.room,
-        "candidates": [[row.hex(), matched, making] for _, matched, making, row, _ in seen.rows],
+        "candidates": [[row.hex(), matched, making] for _, matched, making, row, *_ in seen.rows],
         "worker_id": decision.worker_id,
         "why": decision.why,
         "cost_s": f"{decision.cost_s:.6f}",
+        "costs": {row.worker_id: {"cost": row.cost_s} | terms_of(row) for row in cheapest(decision)},
     }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 if TYPE_CHECKING:
-    from warmfleet.fleet import Ask, Decision, Weights
+    from warmfleet.fleet import Ask, Candidate, Decision, Weights
     from warmfleet.routing.attempt import Attempt
 
 EXPLAINED = 16  # the cheapest candidates: balancers accept 8 kB of headers in all
@@ -35,10 +35,9 @@ def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which:
 def explanation(ask: Ask, weights: Weights, decision: Decision) -> bytes:
     """Compact JSON: the policy, the rule that chose, the weights, and the candidates with the figures of the choice.
 
-    The chosen worker is the first candidate; the other candidates follow by cost.
+    ``terms`` are those of the cost that are not 0, in seconds.
     """
-    seen = decision.seen.candidates if decision.seen is not None else []
-    rows = sorted(seen, key=lambda row: (row.worker_id != decision.worker_id, row.cost_s))
+    rows = cheapest(decision)
     candidates = [
         {
             "worker": row.worker_id,
@@ -47,8 +46,20 @@ def explanation(ask: Ask, weights: Weights, decision: Decision) -> bytes:
             "in_flight": row.in_flight,
             "speed": row.speed_tps,
             "cost": row.cost_s,
+            "terms": terms_of(row),
         }
-        for row in rows[:EXPLAINED]
+        for row in rows
     ]
     head = {"policy": ask.policy, "why": decision.why, "prompt": ask.prompt_tokens, "weights": asdict(weights)}
-    return orjson.dumps(head | {"of": len(rows), "candidates": candidates})
+    return orjson.dumps(head | {"of": len(decision.seen.rows) if decision.seen else 0, "candidates": candidates})
+
+
+def cheapest(decision: Decision) -> list[Candidate]:
+    """The chosen worker, then the others by cost, EXPLAINED at most; none if the decision told nothing."""
+    seen = decision.seen.candidates if decision.seen is not None else []
+    return sorted(seen, key=lambda row: (row.worker_id != decision.worker_id, row.cost_s))[:EXPLAINED]
+
+
+def terms_of(row: Candidate) -> dict[str, float]:
+    """The terms of a cost that are not 0, by name."""
+    return {name.removesuffix("_s"): seconds for name, seconds in asdict(row.terms).items() if seconds}

@@ -32,8 +32,9 @@ total_fill), from decide/prefix_match (matched, speculated, block), and the requ
 prefix_tokens, order, objective_s, constants (shared/constants), turn (decisions that round_robin has made).
 Returns the candidate and one word why it was chosen. The word names what decided: lowest (cost or load), home, prefix,
 pressure, flight, seed, objective; the other policies say match, smallest, imbalance, bound or turn besides.
-Sets, whatever the policy, s.cost (predicted seconds to first token by candidate) and s.tie_s (costs of so many seconds
-more than the lowest count as equal to it).
+Sets, whatever the policy, s.cost (predicted seconds to first token by candidate), s.tie_s (costs of so many seconds
+more than the lowest count as equal to it), and where s.terms is a table by candidate what the cost is made of, in
+seconds: wait, uncached, again, lost, overfill and crowd, busy_share, each with its weight.
 --]]
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
 local IN_FLIGHT_AT, SLOT_AT, EVICTED_AT, WORKER_ID_AT = 13, 17, 49, 59 -- of a packed row
@@ -134,6 +135,7 @@ local function lowest_cost(s, own, home)
   local lambda, kappa = s.least_wait > 0 and constants.lambda or 1, constants.kappa
   local wait_price, cheapest, fewest = constants.wait_price, nil, prompt
   local stay, place, busy_share = constants.stay - 1, constants.place * prompt / s.median, s.busy_share
+  local terms = s.terms
   local most, second = 0, 0
   for _, tokens in pairs(own) do
     if tokens > most then
@@ -143,17 +145,17 @@ local function lowest_cost(s, own, home)
     end
   end
   for i = 1, count do
-    local tokens, overfill = prompt - (own[i] or 0), fill[i] - mean_fill
-    local uncached, again = tokens, making - prompt + tokens
-    if tokens < fewest then fewest = tokens end
-    tokens = lambda * tokens
-    if again > 0 then tokens = tokens + kappa * again end
-    tokens = tokens + stay * (most - max(prompt - uncached, second))
-    if overfill > 0 then tokens = tokens + pressure * overfill * uncached end
-    if crowd[i] then tokens = tokens + pressure * crowd[i] * prompt end
-    local seconds = wait_price * base_s[i] + tokens / speed[i] + place * busy_share[i]
+    local uncached, overfill, tps = prompt - (own[i] or 0), fill[i] - mean_fill, speed[i]
+    local again, lost, evicts = making - prompt + uncached, stay * (most - max(prompt - uncached, second)), 0
+    if uncached < fewest then fewest = uncached end
+    again = again > 0 and kappa * again or 0
+    if overfill > 0 then evicts = pressure * overfill * uncached end
+    if crowd[i] then evicts = evicts + pressure * crowd[i] * prompt end
+    local wait_s, busy_s = wait_price * base_s[i], place * busy_share[i]
+    local seconds = wait_s + (lambda * uncached + again + lost + evicts) / tps + busy_s
     cost[i] = seconds
-    if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / speed[i], EQUAL_S), i end
+    if terms then terms[i] = { wait_s, lambda * uncached / tps, again / tps, lost / tps, evicts / tps, busy_s } end
+    if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / tps, EQUAL_S), i end
   end
   local among = s.objective_s > 0 and meeting_objective(s, slack) or nil
   local objective_decides = among and not among[cheapest]

@@ -5,10 +5,12 @@ Guarantee: pure. Takes the state, the answer, the candidate that was chosen, and
 verification may have shortened it afterwards). Returns the answer with, at its end, {median speed, block_tokens, turn,
 time in ms modulo 2^32, 1 if the request would wait its turn first, seconds by which costs may differ and count as
 equal, and for a request that was not to wait any longer the numbers of the candidates with room, joined by commas},
-then for each candidate {worker_id, matched_tokens, speculative_tokens, load row, cost_s}.
+then for each candidate {worker_id, matched_tokens, speculative_tokens, load row, cost_s, the six terms of the cost in
+seconds, joined by commas (decide/cost_rule)}.
 --]]
 local U32, SCHEME_AT, WORKER_ID_AT, ROW_SCHEME = 2 ^ 32, 23, 59, ">I4"
 local NO_ROOM_S = 1e-9 -- what subtractions may leave over
+local TERMS = "%.6f,%.6f,%.6f,%.6f,%.6f,%.6f"
 
 return function(s, answer, chosen, match_seen)
   local format, with_room = string.format, {}
@@ -25,7 +27,8 @@ return function(s, answer, chosen, match_seen)
       tokens = math.min(blocks * ARGV[chain + 1], s.prompt)
     end
     local match = i == chosen and match_seen or s.matched[i] or 0
-    answer[#answer + 1] = { row:sub(WORKER_ID_AT), match, tokens, row, format("%.6f", s.cost[i]) }
+    local terms = format(TERMS, unpack(s.terms[i]))
+    answer[#answer + 1] = { row:sub(WORKER_ID_AT), match, tokens, row, format("%.6f", s.cost[i]), terms }
   end
   return answer
 end

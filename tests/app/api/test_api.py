@@ -103,6 +103,8 @@ async def test_explain_books_nothing(well: tuple[Replica, Engine], model: str) -
     assert row["chosen"]
     assert shown["chosen"] == row["worker_id"]
     assert row["matched_tokens"] == 16 * row["matched_blocks"] > 0
+    assert sum(row["terms"].values()) == pytest.approx(row["cost_s"], abs=1e-5)
+    assert shown["moved"] == ""
     assert len(upstream.seen) == 1
     assert await router.load() == 0
     said = {

@@ -97,6 +97,7 @@ CANDIDATE = {
     "decode_tokens": 3,
     "in_flight": 1,
     "cost_s": 0.0125,
+    "terms": {"wait_s": 0.002, "compute_s": 0.001, "again_s": 0.0, "leave_s": 0.004, "evict_s": 0.0, "busy_s": 0.0055},
     "chosen": True,
 }
 EXPLAINED = {
@@ -104,6 +105,7 @@ EXPLAINED = {
     "policy": "cost",
     "why": "lowest",
     "because": "the lowest predicted cost",
+    "moved": "",
     "identity": "exact",
     "reason": "",
     "prompt_tokens": 40,
@@ -284,10 +286,18 @@ class TestExplain:
         told = plain(explain.parts_of(EXPLAINED | {"candidates": [third, CANDIDATE, other]})).splitlines()
         assert told[1].split()[:4] == ["WORKER", "CACHED", "SOON", "TO"]
         assert told[2].split()[0] == "sim-2.0", "the cheapest first"
-        assert told[2].endswith("16           8             15         3          1      10.5 ms  -2.0 ms")
+        assert told[2].endswith("16           8             15         3          1   10.5 ms  -2.0 ms")
         assert told[3].split()[0] == "->"
         assert told[4].endswith("500.0 ms  +487.5 ms")
         assert "CACHED, SOON, TO COMPUTE: tokens of this prompt" in told[5]
+
+    def test_the_terms_of_a_cost_add_up_to_it(self) -> None:
+        told = plain(explain.parts_of(EXPLAINED | {"moved": "sim-2.0 holds 16 tokens more"})).splitlines()
+        at = next(number for number, line in enumerate(told) if "LEAVE" in line)
+        assert told[at].split() == ["WORKER", *explain.TERMS.values(), "COST"]
+        assert told[at + 1].split() == ["->", "sim-1.0", "2.0", "1.0", "0.0", "4.0", "0.0", "5.5", "12.5"]
+        assert told[-1] == "It moves: sim-2.0 holds 16 tokens more."
+        assert "LEAVE" not in plain(explain.parts_of(EXPLAINED | {"policy": "sticky"})), "other policies ask no price"
 
     def test_explain_says_that_a_request_would_wait(self, capsys: pytest.CaptureFixture[str]) -> None:
         with replica({"/explain": (200, EXPLAINED | {"waits": True})}) as (url, _):

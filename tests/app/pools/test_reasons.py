@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
-from warmfleet.fleet import Seen
-from warmfleet.pools.reasons import OF_A_TIE, REASONS, in_words
+from warmfleet.fleet import Seen, Terms
+from warmfleet.fleet.rows import LoadRow
+from warmfleet.pools import reasons
+from warmfleet.pools.reasons import OF_A_TIE, REASONS, in_words, moved_in_words
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = (ROOT / "lua/parts/decide/cost_rule.lua", ROOT / "lua/parts/decide/baseline_policies.lua")
@@ -36,3 +39,23 @@ def test_a_word_that_is_not_of_a_tie_stands_alone() -> None:
     assert in_words("least_loaded", "lowest", NOTHING_SEEN) == "it has the lowest load"
     assert in_words("random", "seed", NOTHING_SEEN) == REASONS["seed"]
     assert in_words("cost", "a word of a later version", NOTHING_SEEN) == "a word of a later version"
+
+
+def test_every_term_of_a_cost_has_its_words() -> None:
+    assert list(reasons.TERMS) == [field.name for field in fields(Terms)]
+
+
+def candidate(name: str, matched: int, **terms: float) -> list[object]:
+    told = [terms.get(field.name, 0.0) for field in fields(Terms)]
+    return [name.encode(), matched, 0, LoadRow().pack(name), b"%f" % sum(told), b",".join(b"%f" % one for one in told)]
+
+
+def test_a_session_that_moves_is_told_why() -> None:
+    home = candidate("w1", 1_600, wait_s=0.3, busy_s=0.12)
+    away = candidate("w2", 320, compute_s=0.15, leave_s=0.13)
+    seen = Seen((10_000, 16, 0, 0), [home, away], waits=False, tie_s=0.005)
+    said = moved_in_words("cost", "w2", seen)
+    assert said.startswith("w1 holds 1280 tokens more of it but costs 140 ms more, above all 300 ms for what is ahead")
+    assert said.endswith("and 120 ms because it was busy lately")
+    assert moved_in_words("cost", "w1", seen) == "", "it stays"
+    assert moved_in_words("sticky", "w2", seen) == "", "no other policy asks what a worker costs"

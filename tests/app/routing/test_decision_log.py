@@ -127,6 +127,10 @@ async def choices(url: str, records: list[dict[str, Any]]) -> list[Choice]:
 async def test_random_decisions_of_all_policies_come_out_as_they_were(world: World, redis_url: str) -> None:
     records = await logged(world, 200, seed=3)
     await check(redis_url, records)
+    for one in records:
+        assert one["costs"][one["worker_id"]]["cost"] == float(one["cost_s"])
+        for told in one["costs"].values():
+            assert sum(told.values()) == pytest.approx(2 * told["cost"], abs=1e-5)
     assert len({one["why"] for one in records}) >= 9
     assert sum(one["why"] == "room" for one in records) >= 3
     assert len({one["worker_id"] for one in records}) == WORKERS
@@ -229,6 +233,8 @@ async def test_a_replica_logs_and_explains_its_decisions(valkey_url: str, model:
                 assert shown["candidates"][0]["worker"] == headers["x-warmfleet-worker"]
                 assert shown["why"] in ("home", "lowest")
                 assert shown["weights"] == asdict(Weights())
+                for row in shown["candidates"]:
+                    assert sum(row["terms"].values()) == pytest.approx(row["cost"], abs=1e-5)
         assert all("x-warmfleet-explain" not in seen.headers for seen in one.seen + two.seen)
         await poll(lambda: path.exists() and path.read_bytes().count(b"\n") == 3, 5, "three records")
     text = path.read_text()
