@@ -237,6 +237,12 @@ def parser() -> argparse.ArgumentParser:
         help="one more port, which is printed: it sends requests to the engine that is best now, or keeps them back "
         "until one is free and takes the shortest first",
     )
+    _add_machine(made)
+    return made
+
+
+def _add_machine(made: argparse.ArgumentParser) -> None:
+    """Add the options of the machine that is simulated: its cache, its scheduler and its speed."""
     cache = made.add_argument_group("cache and scheduler, in vLLM's words")
     cache.add_argument("--blocks", type=int, default=4_096, help="--num-gpu-blocks-override (default %(default)s)")
     cache.add_argument("--block-size", type=int, default=16, help="tokens in a block (default %(default)s)")
@@ -257,7 +263,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="a model's tokenizer.json and chat_template.jinja"
     )
-    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:

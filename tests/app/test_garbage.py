@@ -1,4 +1,4 @@
-"""What requests and their connections hold is free when they have ended, without Python's garbage collector.
+"""The memory of requests and their connections is free when they have ended, without Python's garbage collector.
 
 A full collection looks at every object of a replica and takes a third of a second with 5,000 streams, so ``main`` makes
 it rare.

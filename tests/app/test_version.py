@@ -1,4 +1,4 @@
-"""One place tells the version."""
+"""The version is told in a single place."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ import uvloop
 from tests.bench.virtual_figures import figures, together
 from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_plans import WORKLOADS, arrivals, engine
-from tests.bench.virtual_plots import draw_lines, draw_rows
+from tests.bench.virtual_plots import draw_lines, draw_rows, drawn
 from tests.bench.virtual_scenarios import ONE, SCENARIOS
 from tests.bench.virtual_store import private_server
 
@@ -222,20 +223,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(table(rows))
     print(json.dumps({"workload": args.workload, "mode": args.mode, "rows": rows}), flush=True)
-    return _draw(args, rows) if args.plot else 0
+    return drawn(partial(_draw, args, rows)) if args.plot else 0
 
 
-def _draw(args: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]]) -> int:
-    """Draw the picture, after the figures are printed, because drawing may fail."""
-    try:
-        if args.scenario:
-            draw_lines(args.plot, args.scenario, rows)
-        else:
-            draw_rows(args.plot, f"{args.workload}, {args.mode} mode", rows)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+def _draw(args: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises OSError, ValueError."""
+    if args.scenario:
+        draw_lines(args.plot, args.scenario, rows)
+    else:
+        draw_rows(args.plot, f"{args.workload}, {args.mode} mode", rows)
 
 
 if __name__ == "__main__":

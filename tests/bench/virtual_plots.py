@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from warmfleet_loadtest.measuring.plots import save_figure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 PANELS = ("ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "hit_ratio", "work_max_over_mean", "evicted_max_over_mean")
+
+
+def drawn(draw: Callable[[], None]) -> int:
+    """Return the exit code after this picture. Figures are printed before it, because drawing may fail."""
+    try:
+        draw()
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def draw_rows(path: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:

@@ -174,7 +174,7 @@ def scaling(objects: list[Manifest], program: Program) -> list[str]:
 
 
 def edges(objects: list[Manifest], _: Program) -> list[str]:
-    """What leads clients here ends at a port of a Service, has TLS, and takes its certificate from a known Secret."""
+    """Every way for clients ends at a port of a Service, has TLS, and takes its certificate from a known Secret."""
     problems: list[str] = []
     services = {item["metadata"]["name"]: item["spec"]["ports"] for item in of_kind(objects, "Service")}
     open_ports = {

@@ -155,7 +155,7 @@ async def test_of_equal_costs_the_worker_that_holds_the_prefix_wins(world: World
 
 
 async def test_a_hot_short_prefix_spreads_under_load(world: World) -> None:
-    """What its holder has to do already is in the cost, so a burst leaves it for others."""
+    """The work that its holder has already is in the cost, so a burst leaves it for others."""
     await world.workers(8, speed_tps=10_000)
     head = world.chain(2)
     await world.hold(5, head)

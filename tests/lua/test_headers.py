@@ -122,7 +122,7 @@ def test_no_include_leaves_the_parts() -> None:
 
 @pytest.mark.parametrize("name", sorted(PARTS))
 def test_a_part_is_a_function_on_its_own(name: str) -> None:
-    """What it needs it is given: no KEYS, no locals of the script; it says what it is."""
+    """A part is given all that it needs: no KEYS, no locals of the script; it says what it is."""
     text = PARTS[name]
     assert text.startswith(f"--[[\n{name}: ")
     assert "\nreturn function(" in text
@@ -196,7 +196,7 @@ def test_data_dependent_keys_are_in_the_header(name: str) -> None:
 
 
 def test_code_that_three_scripts_share_is_the_same_text() -> None:
-    """What scripts repeat must not drift."""
+    """Lines that scripts repeat must not drift."""
     row = re.compile(r'">I4i4i4i4I4I2I4I4I4I4I4I4I2I2I4I4"')
     lease = re.compile(r'">I4I4I4I4I4I4BB"')
     for name in ("apply", "settle", "decide", "renew"):

@@ -292,7 +292,7 @@ async def test_prompts_that_are_computed_together_count_as_one(world: World) -> 
 
 
 async def test_a_worker_whose_heartbeats_tell_a_speed_learns_none(world: World) -> None:
-    """One behind a bridge tells none; one with the plugin tells it from its first prefill on."""
+    """An engine behind a bridge tells none; an engine with the plugin tells it from its first prefill on."""
     await world.workers(2, speed_tps=0)
     for number, told in ((1, 0), (2, 9_000)):
         await world.change(number, speed_tps=told)

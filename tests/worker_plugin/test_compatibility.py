@@ -1,4 +1,4 @@
-"""What this vLLM lacks is found before anything is hooked, and told in one line."""
+"""Parts that this vLLM lacks are found before anything is hooked, and told in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One URL says where Redis is. A URL that cannot be read is refused, and the error shows no password."""
+"""A single URL says where Redis is. A URL that cannot be read is refused, and the error shows no password."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ class KeptConnections:
 
 
 class MalformedError(Exception):
-    """What the engine sends is no answer that can be passed on."""
+    """The engine sends no answer that can be passed on."""
 
 
 class Connection(asyncio.Protocol):

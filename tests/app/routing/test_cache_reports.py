@@ -1,4 +1,4 @@
-"""What the answers of engines without the plugin say of their caches corrects what the fleet believes of them."""
+"""Answers of engines without the plugin tell of their caches, which corrects what the fleet believes of them."""
 
 from __future__ import annotations
 
