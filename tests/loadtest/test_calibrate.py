@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tests.loadtest.engines import running
 
 from warmfleet_loadtest import calibrate
 from warmfleet_loadtest.engine import EngineConfig
-from warmfleet_loadtest.measuring.client import Client
+from warmfleet_loadtest.measuring.client import Client, Reply
 from warmfleet_loadtest.simulator.scheduler import Limits
 from warmfleet_loadtest.simulator.step_costs import PRESETS, StepCosts, StepWork, load_costs
 from warmfleet_loadtest.traces.workload import Mix
@@ -19,6 +20,8 @@ from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from warmfleet_loadtest.simulator.engine_core import EngineCore
 
 LIMITS = Limits(2_048, 64, 8_192, 32)
 TRUTH = StepCosts(0.008, 3e-4, 0.0, 2e-8, 6e-4, 2e-7, 0.004, 1e-6)
@@ -58,11 +61,26 @@ def test_samples_that_cannot_be_times_are_refused() -> None:
         calibrate.fit(samples, LIMITS)
 
 
+class EngineTimed(Client):
+    """Answers take as long as the engine computes meanwhile, however busy this machine is."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__("demo")
+        self._core = core
+
+    async def complete(
+        self, url: str, prompt: list[int] | str, output_tokens: int, late_s: float = 0.0, session: str = ""
+    ) -> Reply:
+        before = self._core.busy_s
+        reply = await super().complete(url, prompt, output_tokens, late_s, session)
+        return replace(reply, total_s=self._core.busy_s - before)
+
+
 async def test_intervals_are_right_however_chunks_arrive() -> None:
     """The simulated engine takes 4 ms for a step, for any number of streams."""
     scheme = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 32)
     config = EngineConfig(scheme, LIMITS, 1_024, StepCosts(0.004, 0.0))
-    async with running(config) as up, Client("demo") as client:
+    async with running(config) as up, EngineTimed(up.engine.core) as client:
         bench = calibrate.Measurements(client, up.url, 0)
         assert [await bench.decode(streams, 64) for streams in (1, 4)] == pytest.approx([0.004, 0.004], rel=0.25)
 
