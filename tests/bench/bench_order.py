@@ -1,6 +1,7 @@
 """The fleet beside choosers that look into its engines, on the virtual clock: how far is it from the best there is?
 
-    make -s bench NAME=order                                     # all of it: 12 minutes of two cores
+    make -s bench NAME=order                                     # all of it: 14 minutes of two cores
+    make -s bench NAME=order ARGS="--case starve"                # no starvation, and tenants: one minute
     make -s bench NAME=order ARGS="--quick"                      # a first look: one minute
     make -s bench NAME=order ARGS="--case agents-tight --loads 0.6 --fleets today,oracle,sticky --seeds 1"
     make -s bench NAME=order ARGS="--case generated --rows 600"  # needs no trace
@@ -12,11 +13,17 @@ that read the engines' block pools and queues (`warmfleet_loadtest.simulator.cho
 share of time that engines compute under the oracle: the trace is played as fast as that takes. Each seed begins the
 trace at another place.
 
+The case `starve` is another load, of the fleet `new` alone (`virtual_starve`): prompts of 100,000 tokens beside short
+ones for ten minutes at .9 busy, and two tenants of which one wants ten times as much as the other.
+
 Tables go to standard error. The last line of standard output is one JSON object: `rows` has the figures of every case,
 load and fleet (means over seeds, trace seconds). Its bounds are `hot_mean_over_oracle` and `hot_p99_over_oracle`
 (conversation, worst of the loads from .8 on), `mid_mean_over_oracle` (worst of those from .4 to .6),
-`agents_mean_over_best` and `agents_p99_over_best` (over the better of oracle and sticky, worst of all agents' loads). A
-bound whose loads were not played is missing.
+`agents_mean_over_best` and `agents_p99_over_best` (over the better of oracle and sticky, worst of all agents' loads),
+`starved_worst_over_bound` (the worst wait over its bound) and `tenants_work_ratio`. A bound whose loads were not played
+is missing. `idle_while_waiting` of a row is the share of time in which engines have nothing to do while a request waits
+that they could serve. A request is on its way to its engine for DISPATCH_S, which the TTFT leaves out: the rivals ask
+over no network.
 """
 
 from __future__ import annotations
@@ -27,14 +34,17 @@ import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 from tests.bench.virtual_fleet import Plan, play
+from tests.bench.virtual_idle import SAMPLE_S, IdleGaps
 from tests.bench.virtual_plans import arrivals, engine
-from tests.bench.virtual_plots import draw_panels
+from tests.bench.virtual_plots import draw_panels, drawn
 from tests.bench.virtual_rivals import RIVALS, opened, play_rival, rotated
+from tests.bench.virtual_starve import starve, tenants
 from tests.bench.virtual_store import private_server
 
 from warmfleet.errors import WarmfleetError
@@ -56,6 +66,7 @@ ENGINES, REPLICAS = 8, 4
 SKIP = 0.1  # share of the requests that warm up
 TRIES = 3  # runs of the oracle until its engines are as busy as wanted
 NEAR = 0.01  # of the wanted share of time: near enough
+DISPATCH_S = 0.003  # HTTP to the engine and vLLM's own work before the scheduler sees the prompt
 LOADS = (0.3, 0.5, 0.7, 0.83, 0.95)
 
 
@@ -84,6 +95,7 @@ CASES = {
     "generated": Case("generated", "trace", 1_024, 5.0, 1_200, loads=LOADS),
 }
 PUBLIC = tuple(name for name in CASES if name != "generated")
+STARVE = "starve"
 DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(Settings)}
 NEW: Mapping[str, float] = {"max_engine_wait_s": DEFAULTS["max_engine_wait_s"], "patience": DEFAULTS["queue_patience"]}
 #: What the routers' fleets have in place of the defaults of ``Weights`` and ``QueueLimits``; names that these do not
@@ -155,9 +167,15 @@ class Job:
         plan = replace(
             plan, replicas=REPLICAS, speed=self.speed, seed=self.seed, sorting=bool(self.rule.get("sorting"))
         )
+        gaps = IdleGaps()
+        plan = replace(plan, dispatch_s=DISPATCH_S, watch=gaps, watch_s=SAMPLE_S)
         with private_server() as url:
             played = uvloop.run(play(url, trace, plan))
-        return figures(played.served, [worker.engine.busy_s for worker in played.cluster.workers], self.speed)
+        if len(played.served) < len(trace.arrivals):
+            raise RuntimeError(f"{self.case} at {self.load}: {self.fleet} refused requests, its queue was full")
+        served = [replace(one, ttft_s=one.ttft_s - DISPATCH_S) for one in played.served]
+        busy_s = [worker.engine.busy_s for worker in played.cluster.workers]
+        return figures(served, busy_s, self.speed) | gaps.figures()
 
 
 def _with(defaults: Any, rule: Mapping[str, float]) -> Any:
@@ -181,6 +199,13 @@ def figures(served: Sequence[Answered], busy_s: Sequence[float], speed: float) -
 
 
 # ---------------------------------------------------------------- all runs
+
+
+def fairness(seed: int) -> dict[str, float]:
+    """Return the figures of the case ``starve``."""
+    queue = _with(QueueLimits(), NEW)
+    with private_server() as url:
+        return uvloop.run(starve(url, queue, seed=seed)) | uvloop.run(tenants(url, queue, seed=seed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,11 +283,11 @@ def bounds(rows: Sequence[Row], fleet: str = "new") -> dict[str, float]:
 
 def table(rows: Iterable[Row]) -> str:
     """Return a Markdown table with a row for each case, load and fleet."""
-    names = ("mean", "p50", "p90", "p99", "hit_ratio", "busy")
-    cells = [
-        (row.case, f"{row.load:g}", f"{row.speed:.2f}x", row.fleet, *(f"{row.figures[name]:.3f}" for name in names))
-        for row in rows
-    ]
+    names = ("mean", "p50", "p90", "p99", "hit_ratio", "busy", "idle_while_waiting")
+    cells = []
+    for row in rows:
+        told = (f"{row.figures[name]:.3f}" if name in row.figures else "" for name in names)
+        cells.append((row.case, f"{row.load:g}", f"{row.speed:.2f}x", row.fleet, *told))
     return markdown(("case", "load", "speed", "fleet", *names), cells)
 
 
@@ -301,7 +326,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="make -s bench NAME=order", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--case", type=_names(CASES), help=f"joined by commas (default: {','.join(PUBLIC)})")
+    made.add_argument(
+        "--case", type=_names((*CASES, STARVE)), help=f"joined by commas (default: {','.join((*PUBLIC, STARVE))})"
+    )
     made.add_argument("--loads", type=_loads, help="shares of time, joined by commas (default: each case's own)")
     made.add_argument(
         "--fleets", type=_names(FLEETS), default=list(USUAL), help=f"of {','.join(FLEETS)} (all but engines)"
@@ -325,7 +352,7 @@ def every(args: argparse.Namespace) -> list[Job]:
     rows = args.rows or (600 if args.quick else None)
     rules = {**{name: RULES.get(name, {}) for name in args.fleets}, **dict(args.rule)}
     jobs = []
-    for name in args.case or PUBLIC:
+    for name in [name for name in args.case or PUBLIC if name != STARVE]:
         quick = (0.6,) if name.startswith("agents") else (0.5, 0.83)
         for load in args.loads or (quick if args.quick else CASES[name].loads):
             for fleet, rule in rules.items():
@@ -343,28 +370,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         for job in wanted:
             arrivals(CASES[job.case].workload, job.rows or CASES[job.case].rows)
         rows = measured(wanted, args.jobs)
+        told_of_fairness = fairness(0) if STARVE in (args.case or ([] if args.quick else [STARVE])) else {}
     except (OSError, ValueError, WarmfleetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(table(rows), file=sys.stderr)
     told = [{"case": row.case, "load": row.load, "fleet": row.fleet, "speed": row.speed, **row.figures} for row in rows]
-    print(json.dumps({"mode": args.mode, **bounds(rows), "rows": told}), flush=True)
-    return _draw(args.plot, rows) if args.plot else 0
+    fair = {name: round(value, 4) for name, value in told_of_fairness.items()}
+    print(json.dumps({"mode": args.mode, **bounds(rows), **fair, "rows": told}), flush=True)
+    return drawn(partial(_draw, args.plot, rows)) if args.plot else 0
 
 
-def _draw(path: Path, rows: Sequence[Row]) -> int:
-    """Draw the ratios to the oracle over the load, after the figures are printed, because drawing may fail."""
+def _draw(path: Path, rows: Sequence[Row]) -> None:
+    """Draw the ratios to the oracle over the load. Raises OSError, ValueError."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for figure in ("mean", "p99"):
         for fleet in dict.fromkeys(row.fleet for row in rows):
             for (case, load), ratio in over(rows, figure, fleet, ["oracle"]).items():
                 panels.setdefault(f"{case}: {figure}", {}).setdefault(fleet, []).append((load, ratio))
-    try:
-        draw_panels(path, "TTFT over the oracle's", panels)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    draw_panels(path, "TTFT over the oracle's", panels)
 
 
 if __name__ == "__main__":

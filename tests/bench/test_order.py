@@ -7,11 +7,14 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.bench.bench_order import Row, bounds, main, over
+from tests.bench.bench_order import NEW, Row, bounds, main, over
 from tests.bench.virtual_fleet import Plan, play
+from tests.bench.virtual_idle import IdleGaps
 from tests.bench.virtual_plans import WORKLOADS, engine
 from tests.bench.virtual_rivals import opened, play_rival, rotated
+from tests.bench.virtual_starve import bounds_s, starve, tenants
 
+from warmfleet.fleet import QueueLimits
 from warmfleet_loadtest.simulator.choosers.perfect_knowledge import Backlog, Outlook
 from warmfleet_loadtest.traces.trace import Arrival, Trace, generate
 
@@ -107,6 +110,34 @@ def test_a_bound_is_the_worst_of_its_loads() -> None:
     }
     assert over(rows, "mean", "new", ["sticky"]) == {("agents-tight", 0.6): 1.5}
     assert bounds(rows[:1]) == {}
+
+
+async def test_nobody_starves_and_tenants_get_the_same(url: str) -> None:
+    """More work than the engines can do: without ageing the long prompts would wait until the short ones end."""
+    queue = QueueLimits(NEW["max_engine_wait_s"], 4_096, NEW["patience"])
+    fair = await starve(url, queue, long=20_000, busy=1.8, seconds=15.0)
+    assert fair["starved_worst_over_bound"] < 1
+    assert 0.9 < (await tenants(url, queue, seconds=12.0))["tenants_work_ratio"] < 1.1
+
+
+def test_a_bound_follows_from_those_who_may_overtake() -> None:
+    """One engine, patience 1: the second request comes before the first one has waited for its own size."""
+    came = [(0.0, 10.0), (1.0, 4.0), (2.0, 1.0), (7.0, 3.0)]
+    first_come, bound = bounds_s(came, 1.0, 1)
+    assert first_come == [0.0, 9.0, 12.0, 8.0]
+    assert bound == [10.0 + 0.0, 4.0 + 6.0, 1.0 + 11.0, 3.0 + 5.0]
+
+
+async def test_an_engine_that_gets_its_requests_late_is_found_idle(url: str) -> None:
+    trace, told = generate(100, 1), {}
+    queue = QueueLimits(NEW["max_engine_wait_s"], 1_024, NEW["patience"])
+    for dispatch_s in (0.0, 0.4):
+        gaps = IdleGaps()
+        plan = Plan(FOUR, speed=1.5 * HOT, queue=queue, dispatch_s=dispatch_s, watch=gaps, watch_s=0.01)
+        await play(url, trace, plan)
+        told[dispatch_s] = gaps.figures()["idle_while_waiting"]
+    assert told[0.0] < 0.01
+    assert told[0.4] > 0.05
 
 
 def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:

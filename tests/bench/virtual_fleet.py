@@ -2,7 +2,7 @@
 
 Replicas use ``Fleet`` as in production: decide and settle for each request, a step of upkeep every
 ``APPLY_INTERVAL_S``, renewals, and the polls of the queue where the plan has one (``virtual_queue``). There is no
-HTTP, no text and no probe (workers are proven when they join), and a decision takes no time.
+text and no probe (workers are proven when they join), and a decision takes no time.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 IDLE_S = 0.4  # less than a second, after which the scripts would take all routers for away
 WORDS = string.ascii_letters + string.digits
+TENANT = b"one     "
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class Plan:
     ``reported`` by heartbeats, ``booked`` at once as if it had sent them, or ``no``.
     claims: speeds (tokens/s) and capacities (blocks) that engines of these numbers claim to have.
     stock: numbers of the engines that have no plugin, of which the fleet knows what it sent and what their answers say.
-    queue: limits of the fleet's queue; by default requests never wait.
+    queue: limits of the fleet's queue; by default requests never wait. tenants: 8 bytes for sessions that are not of
+    the same tenant as all others. dispatch_s: from a decision until its request is at the engine.
     sorting: each request gets the priority that routers send to engines that sort.
     watch: called every watch_s virtual seconds, with the cluster and the time.
     """
@@ -67,6 +69,8 @@ class Plan:
     claims: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     stock: frozenset[int] = frozenset()
     queue: QueueLimits = field(default_factory=QueueLimits)
+    tenants: Mapping[int, bytes] = field(default_factory=dict)
+    dispatch_s: float = 0.0
     sorting: bool = False
     watch: Watch | None = None
     watch_s: float = 1.0
@@ -105,10 +109,11 @@ class Cluster:
         self._balancer = random.Random(plan.seed)
         self._ids = random.Random(plan.seed)
         self._open: dict[Request, tuple[Fleet, Renewal]] = {}
+        self.on_way = [0] * len(self.workers)  # requests that are sent and not yet at their engine, by its number
         self.tickets: dict[Fleet, VirtualTickets] = {}
         for fleet in self.fleets if plan.queue.max_engine_wait_s else ():
             fleet.limits = plan.queue
-            self.tickets[fleet] = VirtualTickets(fleet, self.virtual, self._booked)
+            self.tickets[fleet] = VirtualTickets(fleet, self.virtual, self._booked, self._send)
 
     # ------------------------------------------------ the run
 
@@ -178,8 +183,26 @@ class Cluster:
         fleet = self._balancer.choice(self.fleets)
         ask = self._ask(self._reservation(), request, arrival.session)
         if tickets := self.tickets.get(fleet):
-            return await tickets.choose(request, ask, now)
-        return self._booked(fleet, request, await fleet.decide(ask), now)
+            number = await tickets.choose(request, ask, self.plan.tenants.get(arrival.session, TENANT), now)
+        else:
+            number = self._booked(fleet, request, await fleet.decide(ask), now)
+        if number is None or not self.plan.dispatch_s:
+            return number
+        self._send(request, number, now)
+        return None
+
+    def _send(self, request: Request, number: int, now: float) -> None:
+        """Send a request that was kept back, which takes dispatch_s."""
+
+        async def arrive(at: float) -> None:
+            self.on_way[number] -= 1
+            self.virtual.send(request, number, at)
+
+        if self.plan.dispatch_s:
+            self.on_way[number] += 1
+            self.virtual.at(now + self.plan.dispatch_s, arrive, duty=True)
+        else:
+            self.virtual.send(request, number, now)
 
     def _booked(self, fleet: Fleet, request: Request, decision: Decision, now: float) -> int:
         """Note a decision; returns the number of the engine."""

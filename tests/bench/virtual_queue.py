@@ -15,31 +15,39 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
 
     Booked = Callable[[Fleet, Request, Decision, float], int]
-
-TENANT = b"one     "  # all requests are of one tenant
+    Send = Callable[[Request, int, float], None]
 
 
 class VirtualTickets:
-    """Requests of one replica that wait. booked: notes a decision and returns the number of its engine."""
+    """Requests of one replica that wait. booked: notes a decision and returns the number of its engine. send: sends a
+    request there.
+    """
 
-    def __init__(self, fleet: Fleet, virtual: VirtualFleet, booked: Booked) -> None:
+    def __init__(self, fleet: Fleet, virtual: VirtualFleet, booked: Booked, send: Send) -> None:
         self.most = 0  # tickets that waited in this replica at a time
+        self.refused = 0  # requests for which the queue had no place
         self._fleet = fleet
         self._virtual = virtual
         self._booked = booked
-        self._waiting: dict[str, tuple[Request, Ask, float]] = {}  # by ticket; with the time of arrival
+        self._send = send
+        self._waiting: dict[str, tuple[Request, Ask, bytes, float]] = {}  # by ticket; with tenant and time of arrival
         self._decided: dict[str, float] = {}  # when each ticket was decided last, the first of them first
         self._polled = 0.0
         self._next: float | None = None  # time of the next poll
 
-    async def choose(self, request: Request, ask: Ask, now: float) -> int | None:
-        """As ``Router.choose``; a request that must wait is sent by a later poll. Raises if the queue is full."""
-        answer = await self._fleet.decide_in_turn(ask, Place(TENANT))
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def choose(self, request: Request, ask: Ask, tenant: bytes, now: float) -> int | None:
+        """As ``Router.choose``; a request that must wait is sent by a later poll."""
+        answer = await self._fleet.decide_in_turn(ask, Place(tenant))
         if isinstance(answer, Decision):
             return self._booked(self._fleet, request, answer, now)
         if answer.outcome != "queued":
-            raise RuntimeError(f"the queue is {answer.outcome}: {answer.waiting} wait")
-        self._waiting[ask.reservation] = request, ask, now
+            self._refuse(request)
+            return None
+        self._waiting[ask.reservation] = request, ask, tenant, now
         self._decided[ask.reservation] = now
         self.most = max(self.most, len(self._waiting))
         self._poll_at(now + MIN_PAUSE_S)
@@ -71,11 +79,18 @@ class VirtualTickets:
             self._poll_at(now + max(MIN_PAUSE_S, min(room_in_s, POLL_S)))
 
     async def _ask_again(self, ticket: str, now: float) -> None:
-        request, ask, came = self._waiting[ticket]
+        request, ask, tenant, came = self._waiting[ticket]
         del self._decided[ticket]
-        answer = await self._fleet.decide_in_turn(ask, Place(TENANT, waited_ms=round(1_000 * (now - came))))
-        if isinstance(answer, Decision):
-            del self._waiting[ticket]
-            self._virtual.send(request, self._booked(self._fleet, request, answer, now), now)
-        else:
+        answer = await self._fleet.decide_in_turn(ask, Place(tenant, waited_ms=round(1_000 * (now - came))))
+        if not isinstance(answer, Decision) and answer.outcome == "queued":
             self._decided[ticket] = now
+            return
+        del self._waiting[ticket]
+        if isinstance(answer, Decision):
+            self._send(request, self._booked(self._fleet, request, answer, now), now)
+        else:
+            self._refuse(request)
+
+    def _refuse(self, request: Request) -> None:
+        self.refused += 1
+        self._virtual.refuse(request)

@@ -47,7 +47,8 @@ class Answered:
 class Router(Protocol):
     """The router under test. Its methods are called in order of time, with virtual seconds.
 
-    choose: the engine's number, or None for a request that the router keeps back: it calls ``VirtualFleet.send`` later.
+    choose: the engine's number, or None for a request that the router keeps back: it calls ``VirtualFleet.send`` or
+    ``refuse`` later.
     """
 
     async def choose(self, request: Request, arrival: Arrival, now: float) -> int | None: ...
@@ -153,6 +154,11 @@ class VirtualFleet:
         """Send a request that the router has kept back to the engine of this number."""
         self._left -= 1
         self._hand_over(request, number, now)
+
+    def refuse(self, request: Request) -> None:
+        """Answer a request that the router has kept back with an error. In a closed loop its session ends with it."""
+        self._left -= 1
+        del self._kept_back[request]
 
     def _hand_over(self, request: Request, number: int, now: float) -> None:
         at, session = self._kept_back.pop(request)

@@ -1,0 +1,145 @@
+"""Whom the queue lets wait: prompts of 100,000 tokens beside short ones, and two tenants of unequal demand.
+
+No prompt shares anything with another, so all engines are the same to a request, and its size is known.
+
+The bound on a wait: nobody is overtaken by requests that come later than patience times its own prefill after it. So a
+request waits no longer than that, and then as long as in a line of first come, first served in which it had come so
+much later. Engines do not interrupt a prefill: with n of them both lines may be late by (n - 1) / n of the longest one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tests.bench.virtual_fleet import Plan, play
+from tests.bench.virtual_plans import SCHEME, merged
+
+from warmfleet_loadtest.engine import EngineConfig
+from warmfleet_loadtest.measuring.figures import quantile
+from warmfleet_loadtest.simulator.scheduler import Limits
+from warmfleet_loadtest.simulator.step_costs import StepCosts
+from warmfleet_loadtest.traces.trace import Arrival, Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet.fleet import QueueLimits
+
+ENGINES, REPLICAS = 4, 4
+SPEED_TPS = 5_000  # of each engine
+LONG, SHORT = 100_000, 1_000  # tokens; of SHORT the mean
+LONG_SHARE = 0.5  # of the work
+LITTLE, MUCH = 1.3, 13.0  # demand of two tenants over the half of what the engines can do
+TENANT_TOKENS = 2_000  # of each of their prompts
+PLACES = 64  # in the queue of these tenants
+
+
+def _engines() -> tuple[EngineConfig, ...]:
+    limits = Limits(max_model_len=131_072)
+    return (EngineConfig(SCHEME, limits, 16_384, StepCosts(0.0, 1 / SPEED_TPS), "fcfs", 0.01),) * ENGINES
+
+
+def _arrivals(rate: float, seconds: float, seed: int, first: int, sizes: tuple[int, float]) -> Trace:
+    """Return Poisson arrivals. sizes: mean tokens of a prompt, and sigma of the lognormal distribution."""
+    generator, made = random.Random(seed), list[Arrival]()
+    mean, sigma = sizes
+    now = generator.expovariate(rate)
+    while now < seconds:
+        session = first + len(made)
+        size = round(mean * generator.lognormvariate(-sigma * sigma / 2, sigma)) if sigma else mean
+        prompt = [256 + session // 4_096, 256 + session % 4_096] + [300] * max(30, size)
+        made.append(Arrival(now, session, prompt, 8))
+        now += generator.expovariate(rate)
+    return Trace("steady", tuple(made))
+
+
+# ---------------------------------------------------------------- long prompts beside short ones
+
+
+@dataclass(slots=True)
+class FirstCome:
+    """One line of first come, first served before engines that are all the same."""
+
+    free: list[float]  # when each engine will be free, as a heap
+
+    def wait(self, at: float) -> float:
+        return max(0.0, self.free[0] - at)
+
+    def take(self, at: float, seconds: float) -> None:
+        heapq.heapreplace(self.free, max(at, self.free[0]) + seconds)
+
+
+def bounds_s(came: Sequence[tuple[float, float]], patience: float, engines: int) -> tuple[list[float], list[float]]:
+    """Return for each request (arrival, seconds of its prefill) its wait in a line of first come, first served, and the
+    bound on its wait in the fleet's queue.
+    """
+    line, waits, told = FirstCome([0.0] * engines), [], []
+    late_s = 2 * (engines - 1) / engines * max(seconds for _, seconds in came)
+    for number, (at, seconds) in enumerate(came):
+        waits.append(line.wait(at))
+        later, until = FirstCome(list(line.free)), at + patience * seconds
+        for other_at, other_s in came[number + 1 :]:
+            if other_at > until:
+                break
+            later.take(other_at, other_s)
+        told.append(patience * seconds + later.wait(until) + late_s)
+        line.take(at, seconds)
+    return waits, told
+
+
+async def starve(
+    url: str, queue: QueueLimits, *, long: int = LONG, busy: float = 0.9, seconds: float = 600.0, seed: int = 0
+) -> dict[str, float]:
+    """Return figures of requests that all belong to one tenant, half of their work in prompts of ``long`` tokens.
+
+    ``starved_worst_over_bound`` is of all requests; the others are of the long prompts: their times to first token over
+    those of first come, first served, and the longest of them.
+    """
+    rate = busy * ENGINES * SPEED_TPS
+    large = _arrivals(LONG_SHARE * rate / long, seconds, seed, 0, (long, 0.0))
+    small = _arrivals((1 - LONG_SHARE) * rate / SHORT, seconds, seed + 1, len(large.arrivals), (SHORT, 0.8))
+    trace = merged(large, small)
+    played = await play(url, trace, Plan(_engines(), replicas=REPLICAS, speed=1.0, seed=seed, queue=queue))
+    came = [(one.at_s, len(one.prompt) / SPEED_TPS) for one in trace.arrivals]
+    first_come, bound = bounds_s(came, queue.patience, ENGINES)
+    place = {one.session: number for number, one in enumerate(trace.arrivals)}
+    ttft = {place[one.session]: one.ttft_s for one in played.served}
+    if len(ttft) < len(came):
+        raise RuntimeError(f"{len(came) - len(ttft)} of {len(came)} requests were refused")
+    of_long = [number for number, one in enumerate(trace.arrivals) if len(one.prompt) > long]
+    mine = sorted(ttft[number] for number in of_long)
+    theirs = sorted(first_come[number] + came[number][1] for number in of_long)
+    return {
+        "starved_worst_over_bound": max((ttft[number] - came[number][1]) / bound[number] for number in ttft),
+        "long_mean_over_first_come": sum(mine) / sum(theirs),
+        "long_worst_over_first_come": mine[-1] / theirs[-1],
+        "long_worst_s": mine[-1],
+        "all_mean_over_first_come": sum(ttft.values()) / sum(first_come[n] + came[n][1] for n in ttft),
+        "short_p99_s": quantile(sorted(ttft[number] for number in ttft if number not in set(of_long)), 0.99),
+        "requests": len(came),
+    }
+
+
+# ---------------------------------------------------------------- two tenants
+
+
+async def tenants(url: str, queue: QueueLimits, *, seconds: float = 120.0, seed: int = 0) -> dict[str, float]:
+    """Return ``tenants_work_ratio``: the work done for a tenant with ten times the other's demand, over the other's.
+
+    Either of them alone has more than half of what the engines can do. The first sixth of the time is not counted.
+    """
+    half = ENGINES * SPEED_TPS / 2 / TENANT_TOKENS
+    little = _arrivals(LITTLE * half, seconds, seed, 0, (TENANT_TOKENS, 0.0))
+    much = _arrivals(MUCH * half, seconds, seed + 1, len(little.arrivals), (TENANT_TOKENS, 0.0))
+    of_much = {one.session for one in much.arrivals}
+    plan = Plan(_engines(), replicas=REPLICAS, speed=1.0, seed=seed, queue=replace(queue, tickets=PLACES))
+    plan = replace(plan, tenants=dict.fromkeys(of_much, b"another "))
+    played = await play(url, merged(little, much), plan)
+    done = {True: 0, False: 0}
+    for one in played.served:
+        if seconds / 6 <= one.at_s + one.ttft_s < seconds:
+            done[one.session in of_much] += one.prompt_tokens
+    return {"tenants_work_ratio": done[True] / done[False]}
