@@ -131,8 +131,8 @@ if s.waits and mode ~= MODE_DRY then
   local wait_turn, now_us = include "decide/wait_turn", time[1] * 1000000 + time[2]
   local waits, chosen
   waits, chosen, served = wait_turn(s, w, everybody, queue2_key, leases_key, id, now_us, replica, {
-    priority = priority, tenant = tenant, tokens = prompt_tokens, barred = barred, waited_ms = waited_ms,
-    prefix = prefix, per_minute = per_minute,
+    priority = priority, tenant = tenant, tokens = prompt_tokens, barred = barred, rows = all,
+    waited_ms = waited_ms, prefix = prefix, per_minute = per_minute,
     queue_max = may_wait == "1" and replica.queue_max or 0,
   })
   if waits then return waits end

@@ -34,6 +34,7 @@ local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local queue = fair_queue(queue2_key, time[1] * 1000000 + time[2], replica.ticket_ms, prefix)
 call("ZREM", queue2_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+queue.begin_anew_if_a_part_is_lost()
 for i = FIRST_ID, FIRST_ID - 1 + leaving do queue.leave(ARGV[i]) end
 queue.reap(MAX_REAPED)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from tests.conftest import poll
 from tests.lua.line import SUFFIXES, Queueing, Ticket
 from tests.lua.world import READY, World
 
@@ -151,6 +152,35 @@ async def test_a_line_whose_worker_is_busy_holds_up_no_other_tenant(q: Queueing)
     assert await booked(q, other)
 
 
+async def test_a_line_whose_worker_is_busy_hides_nobody_of_its_own_tenant(q: Queueing) -> None:
+    """A look takes 256 tickets at most: half at the front, and half at a place that moves, or before who is decided."""
+    q.world.fleet.limits = QueueLimits(0.1, 600)
+    await q.world.worker(2, **FULL)
+    for number in range(400):
+        await booked(q, ticket(f"b{number}", barred=("w2.0",)))
+    await booked(q, waits := ticket("waits"))
+    await booked(q, comes := ticket("comes"))
+    await q.world.change(2, prefill_tokens=999)
+
+    async def told() -> bool:
+        return waits.reservation in (await q.world.fleet.poll()).turns
+
+    await poll(told, 5, "by one of some polls")
+    assert not await booked(q, comes), "there is room for one, and not for the last"
+    assert await booked(q, waits)
+
+
+async def test_who_cannot_be_served_by_very_many_workers_keeps_no_turn(q: Queueing) -> None:
+    """As with an adapter that two of some hundred workers serve: the list of the others is long."""
+    q.world.fleet.limits = QueueLimits(0.1, 300)
+    others = [f"an-engine-of-a-large-fleet-with-a-long-name-{number:03}.0" for number in range(200)]
+    await q.world.worker(2, **FULL)
+    await booked(q, ticket("barred", tokens=5_000, barred=(*others, "w2.0")))
+    await booked(q, other := ticket("other"))
+    await q.world.change(2, prefill_tokens=950)
+    assert await turns(q, other) == ["other"]
+
+
 async def test_a_full_queue_takes_from_the_longest_line(q: Queueing) -> None:
     q.world.fleet.limits = QueueLimits(0.1, 7)
     much = [ticket(f"m{number}") for number in range(7)]
@@ -243,6 +273,18 @@ async def test_a_part_that_is_lost_alone_costs_its_tickets_and_no_error(q: Queue
     await q.world.fleet.poll((), [f"wf-{name}" for name in "abcdeu"])
     await q.world.store.delete(q.world.keys.queue2)
     assert await booked(q, ticket("later"))
+
+
+@pytest.mark.parametrize("suffix", ["", ":tickets", ":leases", ":flows", ":lengths"])
+async def test_after_a_part_is_lost_the_queue_begins_anew(q: Queueing, suffix: str) -> None:
+    """Else tickets of dead replicas would stay for ever, and hold the room of engines or a place in the queue."""
+    waiting = [ticket("a"), ticket("b", OTHER)]
+    for one in waiting:
+        await booked(q, one)
+    await q.world.store.delete(q.world.keys.queue2 + suffix)
+    line = await q.world.fleet.poll([one.reservation for one in waiting])
+    assert set(line.standings.values()) == {Standing.UNKNOWN}
+    await q.gone()
 
 
 async def test_who_was_cancelled_gets_no_ticket(q: Queueing) -> None:

@@ -37,7 +37,7 @@ class AttemptState(Enum):
 
     ========  ==========================================================================================
     NEW       Nothing: Redis was not asked yet, or refused the request.
-    ASKED     In doubt: a decision was asked for and Redis has not answered; it may hold a lease or a ticket.
+    ASKED     In doubt: a decision was asked for and Redis did not answer yet; it may hold a lease or a ticket.
     QUEUED    No lease; perhaps a ticket in the queue.
     BOOKED    A lease.
     RELEASED  Nothing that is still this attempt's: all of it was given back, or Redis is being told.
@@ -46,7 +46,8 @@ class AttemptState(Enum):
     =================  =================================  ====================================================
     method             from → to                          when
     =================  =================================  ====================================================
-    ``asks``           NEW, QUEUED → ASKED                a decision is asked for, first or when its turn came
+    ``asks``           NEW, QUEUED, ASKED → ASKED         a decision is asked for, first or when its turn came, or
+                                                          once more after Redis did not answer one that waits
     ``booked``         ASKED → BOOKED                     a worker was chosen and its load was booked
     ``queued``         ASKED → QUEUED                     all workers are saturated; the request got a ticket
     ``refused``        ASKED → NEW                        the queue is full
@@ -187,6 +188,11 @@ class Attempt:
     def asks(self) -> None:
         """A decision is asked for: until Redis answers, it may have booked the request or given it a ticket."""
         self._before, self.state = self.state, AttemptState.ASKED
+
+    @property
+    def waits(self) -> bool:
+        """Whether the decision that was asked for last is about a request that waited already."""
+        return self._before in (AttemptState.QUEUED, AttemptState.ASKED)
 
     def queued(self) -> None:
         """Redis' answer to the decision was a ticket: all workers are saturated, and the request waits."""

@@ -32,6 +32,8 @@ NONE_ROUTABLE = (
     "None of the {} engines of `{}` takes requests at this moment: ask again. For the operator: `warmfleet workers` "
     "tells the state of each, and `warmfleet doctor` what to do."
 )
+#: A request that waits keeps its ticket when Redis is slow once: it asks again, and learns if it was booked meanwhile.
+STILL_QUEUED = Queued("queued", 0, 0.0)
 
 
 class _OfModel(NamedTuple):
@@ -59,6 +61,8 @@ class Decider:
 
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:
         """Choose a worker, or take a ticket if all are saturated. may_wait: the queue has room for the body.
+
+        A request that waits goes on waiting if Redis does not answer once, and is decided without Redis after that.
 
         Raises NoWorker, CancelledReservation, RateLimited, and FleetUnavailable if the fleet was never read.
         """
@@ -90,6 +94,8 @@ class Decider:
             raise
         except WarmfleetError as error:  # Redis is away or slow, or a script refuses: no reason to fail a request
             pool.degraded.failed(f"{error.code}: {error}")
+            if attempt.waits and isinstance(error, FleetUnavailable) and pool.degraded.asks_redis:
+                return STILL_QUEUED
             attempt.unanswered()
             reason = "away" if isinstance(error, FleetUnavailable) else error.code
             return await self._without_redis(job, attempt, exclude, reason)

@@ -7,9 +7,9 @@ takes room of which one before it could make use; while none waits, a request wa
 for it than all that have room.
 Takes the candidates of this request after the choice (decide/cost_rule), and the choice; a function that gives the
 candidates of any request; the keys of queue and leases; the reservation's id; the time in us; the constants of the
-replica; and the request: priority, tenant, tokens, barred (ids of workers that cannot serve it, joined by commas),
-waited_ms, queue_max (tickets that the queue may have when this one enters; 0: this request gets no ticket and takes
-nobody's place), prefix of the keys, per_minute (tokens, if its client has such a limit).
+replica; and the request: priority, tenant, tokens, barred (ids of workers that cannot serve it, joined by commas), rows
+(of all workers), waited_ms, queue_max (tickets that the queue may have when this one enters; 0: this request gets no
+ticket and takes nobody's place), prefix of the keys, per_minute (tokens, if its client has such a limit).
 Sets s.room (seconds of room by candidate) if the request is not to wait.
 Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them}; or nil, the candidate (another than the
 choice if that has no room), and a function to call when the request is booked, with the tokens of work that it makes.
@@ -17,7 +17,17 @@ choice if that has no room), and a function to call when the request is booked, 
 local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
 local room_left, prices = include "shared/room_left", include "decide/prices"
 local with_room = include "decide/with_room"
-local MAX_TURNS, MAX_REAPED, MAX_BARRED_BYTES = 256, 8, 8192
+local MAX_TURNS, MAX_REAPED, SLOT_AT, SLOT_BYTES, WORKER_ID_AT = 256, 8, 17, 4, 59 -- of a packed row
+
+-- The slots of the workers of these ids, as a ticket keeps them: shorter than ids, however many workers there are.
+local function slots_of(ids, rows)
+  local wanted, slots = {}, {}
+  for id in ids:gmatch("[^,]+") do wanted[id] = true end
+  for k = 1, next(wanted) and #rows or 0 do
+    if wanted[rows[k]:sub(WORKER_ID_AT)] then slots[#slots + 1] = rows[k]:sub(SLOT_AT, SLOT_AT + SLOT_BYTES - 1) end
+  end
+  return table.concat(slots)
+end
 
 return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, request)
   local limit_s, block_sizes = constants.max_engine_wait_s, constants.block_sizes
@@ -46,8 +56,7 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
     return answer("DISPLACED")
   end
   request.prices, request.named, request.size_us = prices(s)
-  request.barred = #request.barred <= MAX_BARRED_BYTES and request.barred or ""
-  request.patience = constants.patience
+  request.barred, request.patience = slots_of(request.barred, request.rows), constants.patience
   if ticket then
     queue.renew(id)
     queue.review(id, ticket, request)

@@ -11,16 +11,17 @@ that begins to wait begins where its class stands; the class moves on by each se
 wait. So every flow that waits gets the same work done, however much it asks for and whatever of that is given up.
 
 Guarantee: a ticket is a lease: a replica that does not renew it loses it. An empty queue leaves nothing but the marks
-of displaced tickets, which are leases, too. If one of the keys is lost, its tickets are lost and nothing fails.
+of displaced tickets, which are leases, too. If one of the keys is lost, the queue begins anew: every request that waits
+takes a new ticket, at its old place.
 A ticket of a client with limits counts as one of its requests in flight, and its prompt as used; both are given back
 with the ticket.
 Takes the key `queue2`, the time in us, how long a ticket lives (ms), and the key prefix. Returns the functions below
 and DISPLACED, the record of a ticket whose place another request took.
 Keys: queue2 (lexical: flow, place, id), and under its name :tickets (id -> prices, flow, arrival, place, prices of
-named workers (decide/prices), ids of workers that cannot serve it; empty: displaced), :leases (id -> expiry ms), :flows
-(place of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets), :served
-(flow -> as in :flows, of flows without tickets that are ahead of their class), :clock (class -> where it stands;
-`tokens` -> prompt tokens of all tickets).
+named workers (decide/prices), slots of workers that cannot serve it; empty: displaced), :leases (id -> expiry ms),
+:flows (place of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets),
+:served (flow -> as in :flows, of flows without tickets that are ahead of their class), :clock (class -> where it
+stands; `tokens` -> prompt tokens of all tickets).
 --]]
 local call, sub, format, unpack_from = redis.call, string.sub, string.format, struct.unpack
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
@@ -28,6 +29,7 @@ local FLOW_BYTES, PLACE_BYTES, MEMBER_ID_AT = 9, 16, 26 -- of a member of `queue
 local TICKET_SIZE = ">I4I4" -- its prompt's tokens, and us that an engine needs
 local TICKET_TOKENS, TICKET_FLOW_AT, TICKET_ARRIVAL_AT, TICKET_PLACE_AT, TICKET_OWN_AT = ">I4", 18, 27, 43, 59
 local FIRST_CLASS, PAGE, CLIENT_AT = 65, 8, 26 -- the letter A; tickets of a flow that are read at once; of an id
+local GOLDEN_RATIO = 0.6180339887 -- its multiples spread evenly between whole numbers
 
 return function(queue_key, now_us, ticket_ms, prefix)
   local tickets, leases, flows = queue_key .. ":tickets", queue_key .. ":leases", queue_key .. ":flows"
@@ -51,6 +53,10 @@ return function(queue_key, now_us, ticket_ms, prefix)
     if client then client.hold(now + ticket_ms) end
   end
 
+  -- A ticket's member of the queue.
+  local function member_of(id, ticket)
+    return sub(ticket, TICKET_FLOW_AT, TICKET_ARRIVAL_AT - 1) .. sub(ticket, TICKET_PLACE_AT, TICKET_OWN_AT - 1) .. id
+  end
   -- The first ticket of a flow tells its place among flows of the same time.
   local function place_of(flow)
     local first = call("ZRANGEBYLEX", queue_key, "[" .. flow, "(" .. flow .. "\255", "LIMIT", 0, 1)[1]
@@ -97,7 +103,7 @@ return function(queue_key, now_us, ticket_ms, prefix)
     local before = place_of(flow)
     local time = before and call("ZSCORE", flows, before)
     if #ticket < TICKET_OWN_AT - 1 or not time then return end -- a part of the queue is lost, and this ticket with it
-    call("ZREM", queue_key, flow .. sub(ticket, TICKET_PLACE_AT, TICKET_OWN_AT - 1) .. id)
+    call("ZREM", queue_key, member_of(id, ticket))
     write(id, flow, sub(ticket, TICKET_ARRIVAL_AT, TICKET_PLACE_AT - 1), wish)
     move(flow, before, tonumber(time))
   end
@@ -123,7 +129,7 @@ return function(queue_key, now_us, ticket_ms, prefix)
       call("HSET", clock, sub(flow, 1, 1), exact(stands))
       call("ZREMRANGEBYSCORE", served, exact(class), exact(stands)) -- a flow begins at the time of its class anyway
     end
-    call("ZREM", queue_key, flow .. sub(ticket, TICKET_PLACE_AT, TICKET_OWN_AT - 1) .. id)
+    call("ZREM", queue_key, member_of(id, ticket))
     call("HINCRBY", clock, "tokens", -unpack_from(TICKET_TOKENS, ticket))
     call("ZINCRBY", lengths, -1, flow)
     if not move(flow, before, time) then
@@ -131,6 +137,15 @@ return function(queue_key, now_us, ticket_ms, prefix)
       if time > stands then call("ZADD", served, exact(time), flow) end
     end
     if queue.waiting() == 0 then call("UNLINK", served, clock) end
+  end
+
+  -- A Redis that evicts keys may take one of these alone. Then nobody can tell whose turn it is, or who is dead.
+  function queue.begin_anew_if_a_part_is_lost()
+    local members, records, lines = queue.waiting(), call("HLEN", tickets), call("ZCARD", flows)
+    if records ~= call("ZCARD", leases) or members > records or lines ~= call("ZCARD", lengths)
+        or (members == 0) ~= (lines == 0) then
+      call("UNLINK", queue_key, tickets, leases, flows, lengths, served, clock)
+    end
   end
 
   function queue.reap(most)
@@ -169,26 +184,45 @@ return function(queue_key, now_us, ticket_ms, prefix)
     return { id, tokens, size_us, waited_ms, call("ZCARD", flows), worker, has_room and 1 or 0 }
   end
 
+  -- Up to PAGE tickets of a flow from the k-th on, counted from 0: their ids and records.
+  local function page_of(flow, k)
+    local first = call("ZLEXCOUNT", queue_key, "-", "(" .. flow) + k
+    local ids = call("ZRANGE", queue_key, first, first + PAGE - 1)
+    for m = 1, #ids do ids[m] = sub(ids[m], 1, FLOW_BYTES) == flow and sub(ids[m], MEMBER_ID_AT) or nil end
+    return { at = k, ids = ids, records = ids[1] and call("HMGET", tickets, unpack(ids)) }
+  end
+  -- Where to go on with a flow whose first k tickets were looked at in vain: at a place that moves with the clock, so
+  -- that all are looked at by and by; for the ticket `last` so far behind that it is the last of `most`.
+  local function further(flow, k, most, last)
+    local ticket = last and queue.find(last)
+    local rank = ticket and sub(ticket, TICKET_FLOW_AT, TICKET_ARRIVAL_AT - 1) == flow
+      and call("ZRANK", queue_key, member_of(last, ticket))
+    if rank then return math.max(k, rank - call("ZLEXCOUNT", queue_key, "-", "(" .. flow) + 1 - most) end
+    local behind = call("ZLEXCOUNT", queue_key, "[" .. flow, "(" .. flow .. "\255") - k
+    local part = math.floor(math.ceil(behind / most) * (math.floor(now) * GOLDEN_RATIO % 1))
+    return k + math.max(0, math.min(part * most, behind - most))
+  end
+
   -- Whose turn it is: the ids of tickets, in order, as long as workers have room (shared/room_left). A ticket whose
   -- cheapest workers are all busy is passed over, as is one that none of the workers with room can serve. `most`
-  -- tickets are looked at, of which each flow may use up an equal part on tickets that are passed over. So a tenant
-  -- whose worker is busy delays no other tenant. last: stop at this id. Returns id -> candidate.
+  -- tickets are looked at, of which each flow may use up an equal part on tickets that are passed over, half of it at
+  -- its front and half further back. So a tenant whose worker is busy delays no other tenant, nor all of its own
+  -- requests for other workers. last: stop at this id. Returns id -> candidate.
   function queue.turns(left, most, last)
-    local turns, order, head, score, ahead, place, missed = {}, {}, 1, {}, {}, {}, {}
+    local turns, order, head, score, pages, place, missed = {}, {}, 1, {}, {}, {}, {}
     local found = left.any() and call("ZRANGE", flows, 0, most - 1, "WITHSCORES") or {}
     for k = 1, #found, 2 do order[#order + 1], score[found[k]] = found[k], tonumber(found[k + 1]) end
-    local patience = most / #order
-    for _ = 1, most do
+    local patience = math.floor(most / #order)
+    for looked = 1, most do
       local flow = order[head]
       if not flow or turns[last] or not left.any() then break end
-      local k, name = place[flow] or 0, sub(flow, PLACE_BYTES + 1)
-      if k % PAGE == 0 then
-        local members = call("ZRANGEBYLEX", queue_key, "[" .. name, "(" .. name .. "\255", "LIMIT", k, PAGE)
-        for m = 1, #members do members[m] = sub(members[m], MEMBER_ID_AT) end
-        ahead[flow] = { members, members[1] and call("HMGET", tickets, unpack(members)) }
+      local k, name, page = place[flow] or 0, sub(flow, PLACE_BYTES + 1), pages[flow]
+      if not page or k < page.at or k >= page.at + PAGE then
+        page = page_of(name, k)
+        pages[flow] = page
       end
-      local id = ahead[flow][1][k % PAGE + 1]
-      local ticket = id and ahead[flow][2][k % PAGE + 1]
+      local id = page.ids[k - page.at + 1]
+      local ticket = id and page.records[k - page.at + 1]
       local worker = ticket and #ticket >= TICKET_OWN_AT - 1 and left.take(ticket)
       place[flow] = k + 1
       if worker then
@@ -203,8 +237,13 @@ return function(queue_key, now_us, ticket_ms, prefix)
         end
         table.insert(order, low, flow)
       else
-        missed[flow] = (missed[flow] or 0) + 1
-        if not id or missed[flow] + 1 > patience then head = head + 1 end
+        local misses = (missed[flow] or 0) + 1
+        missed[flow] = misses
+        if not id or misses >= patience then
+          head = head + 1
+        elseif misses == math.floor(patience / 2) then
+          place[flow] = further(name, k + 1, math.min(patience - misses, most - looked), last)
+        end
       end
     end
     return turns

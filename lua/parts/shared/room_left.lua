@@ -12,8 +12,9 @@ Returns any(), whether a worker has room; cheapest(record of a ticket), the work
 that has room; take(record of a ticket), which returns the candidate that serves it, or nil, and takes its room; room:
 seconds that are left, and slots, by candidate.
 --]]
-local unpack_from, sub, find, huge = struct.unpack, string.sub, string.find, math.huge
+local unpack_from, sub, huge = struct.unpack, string.sub, math.huge
 local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
+local BARRED_SLOT, SLOT_BYTES = ">I4", 4 -- at the end of a ticket's record
 local WORKER_ID_AT, US, NO_ROOM_S = 59, 1e6, 1e-9 -- of a packed row; in a second; what subtractions may leave over
 -- Seconds of waiting count half as much as seconds of computing: while requests wait, what an engine computes once more
 -- delays all of them.
@@ -36,17 +37,16 @@ return function(s, room_of, overdue_s)
 
   function left.any() return first ~= nil end
 
-  -- The candidates that may serve a ticket, as a list and by candidate. Tickets for one adapter bar the same workers.
+  -- The candidates that may serve a ticket. Tickets for one adapter bar the same workers.
   local function allowed_by(barred)
-    local found = allowed[barred]
+    local found, is_barred = allowed[barred], {}
     if not found then
-      found = { list = {}, may = {} }
-      allowed[barred] = found
+      found = {}
+      for at = 1, #barred, SLOT_BYTES do is_barred[unpack_from(BARRED_SLOT, barred, at)] = true end
       for i = 1, s.count do
-        if not find("," .. barred .. ",", "," .. sub(s.rows[i], WORKER_ID_AT) .. ",", 1, true) then
-          found.may[i], found.list[#found.list + 1] = true, i
-        end
+        if not is_barred[s.slots[i]] then found[#found + 1] = i end
       end
+      allowed[barred] = found
     end
     return found
   end
@@ -58,18 +58,17 @@ return function(s, room_of, overdue_s)
     local those = barred ~= "" and allowed_by(barred)
     local lowest, nearest, best, chosen = huge, nil, huge, nil
     local function consider(i, own_us)
-      if those and not those.may[i] then return end
       local cost = base[i] + own_us / US
       if cost < lowest then lowest, nearest = cost, i end
       if room[i] > NO_ROOM_S and cost < best then best, chosen = cost, i end
     end
     if those then
-      for k = 1, #those.list do consider(those.list[k], rest_us) end
+      for k = 1, #those do consider(those[k], rest_us) end
     else
       consider(least, rest_us)
       if first then consider(first, rest_us) end
     end
-    for k = 0, count - 1 do
+    for k = 0, count - 1 do -- decide named none that may not serve it
       local slot, own_us = unpack_from(TICKET_OWN, ticket, TICKET_OWN_AT + OWN_BYTES * k)
       if by_slot[slot] then consider(by_slot[slot], own_us) end
     end

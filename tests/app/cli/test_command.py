@@ -232,6 +232,10 @@ class TestWorkers:
         assert said in shown(WORKER)
         assert "no stream in the last minute" in shown(WORKER, ttft=TTFT | {"requests": 0})
         assert "; 3 requests wait for a worker\n" in shown(WORKER, queue={"waiting": 3})
+        first = {"prompt_tokens": 812, "to_compute_s": 0.071, "worker_id": "sim-1.0", "waited_s": 1.23, "because": "so"}
+        said = "first in the queue: 812 tokens, 0.07 s to compute on sim-1.0, has waited 1.23 s: so\n"
+        assert said in shown(WORKER, queue={"waiting": 3, "next": first})
+        assert "first in the queue" not in shown(WORKER, queue={"waiting": 0, "next": None})
         assert "index: 1234 entries, 2 retired slots; memory 3 MiB of 8" in shown(WORKER, wide=True, fresh=True)
         at_rest = TRUTH | {"found": 0, "healed": 0, "cause": "", "resyncs": {}}
         for truth, end in ((None, "- +- +- +-$"), (at_rest, "0 of 0 +-$")):

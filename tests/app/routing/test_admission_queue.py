@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,8 @@ from tests.app.simulated import simulated
 from tests.conftest import poll, server, valkey_binary
 
 from warmfleet.api.client_hints import patience_s
-from warmfleet.errors import BadRequest
-from warmfleet.fleet import Ask, Fleet, Line, Spans, Standing, connect
+from warmfleet.errors import BadRequest, FleetUnavailable
+from warmfleet.fleet import Ask, Decision, Fleet, Line, Spans, Standing, connect
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool
 from warmfleet.routing.tickets import PAUSES, TicketPolls
@@ -172,6 +173,32 @@ async def test_a_refused_request_did_not_wait(valkey_url: str, model: str) -> No
         codes = [answer[0] for answer in await asyncio.gather(*[router.post(body(number)) for number in range(6)])]
         assert max(codes) == 429
         assert await router.metric("warmfleet_queue_seconds_count") == 0
+
+
+async def test_a_request_that_waits_keeps_its_ticket_when_redis_is_slow_once(
+    valkey_url: str, model: str, lasting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its turn came and it was booked, but the answer came too late. It asks again and is told."""
+    decide_in_turn, asked = Fleet.decide_in_turn, Counter[str]()
+    late: list[str] = []
+
+    async def decide(fleet: Fleet, ask: Ask, *place: Any, **more: Any) -> Any:
+        answer = await decide_in_turn(fleet, ask, *place, **more)
+        asked[ask.reservation] += 1
+        if not late and asked[ask.reservation] > 1 and isinstance(answer, Decision):
+            late.append(ask.reservation)
+            raise FleetUnavailable("the answer came too late")
+        return answer
+
+    monkeypatch.setattr(Fleet, "decide_in_turn", decide)
+    async with crowded(valkey_url, model) as router:
+        answers = await asyncio.gather(*(router.post(body(number)) for number in range(4)))
+        assert [status for status, _, _ in answers] == [200] * 4
+        words = Counter(headers["x-warmfleet-reservation"] for _, headers, _ in answers)
+        assert words == {"booked": 3, "known": 1}
+        assert len(late) == 1
+        assert await router.metric("warmfleet_fallback_requests_total") == 0
+        await nothing_left(router)
 
 
 async def test_a_poll_that_takes_long_is_not_made_at_once_again(

@@ -93,6 +93,13 @@ def booked(attempt: Attempt) -> None:
     attempt.booked(DECISION)
 
 
+def asked_again(attempt: Attempt) -> None:
+    queued(attempt)
+    attempt.asks()
+    assert attempt.waits
+    attempt.asks()
+
+
 def unanswered(attempt: Attempt) -> None:
     attempt.asks()
     attempt.unanswered()
@@ -119,6 +126,7 @@ def never_asked(attempt: Attempt) -> None:
         (limited, AttemptState.NEW, [], False),
         (limited_at_its_turn, AttemptState.QUEUED, [], True),
         (booked, AttemptState.BOOKED, ["finished"], False),
+        (asked_again, AttemptState.ASKED, ["finished"], True),
         (unanswered, AttemptState.QUEUED, ["cancelled"], True),
         (not_booked, AttemptState.QUEUED, [], True),
         (never_asked, AttemptState.NEW, [], False),

@@ -1,0 +1,154 @@
+"""What the fleet's queue costs the Redis server: ``make -s bench NAME=queue`` prints one JSON object as last line.
+
+For each number of workers and tickets the CPU of one call, in µs (the server's own counters, calls back to back):
+
+- ``enter``: a decision that ends with a ticket, and ``leave``: a poll that gives one ticket up.
+- ``poll_busy``: a poll while no engine has room; it names no ticket, so each ticket that it names comes on top
+  (``named``).
+- ``poll_passed_over``: the most that a poll may do: all engines but one are idle, all tickets wait for that one, and
+  the 256 that are looked at are passed over.
+- ``review``: a ticket in the middle of the line is decided again, in the same state.
+- ``turn``: the first ticket is decided when its engine has room, and leaves the queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import redis
+from tests.bench.bench_decide import BLOCK_TOKENS, SCHEME, Bench, say
+from tests.conftest import server, valkey_binary
+from tests.packed import arguments_of
+
+from warmfleet.fleet import Ask, LoadRow, Place, QueueLimits
+from warmfleet.fleet.client import argv, script_text
+from warmfleet.fleet.rows import Flag
+from warmfleet.prompt.block_hashes import Chain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LIMIT_S, SPEED_TPS = 0.05, 10_000
+FULL_TOKENS = 501  # more than LIMIT_S of prefill
+BLOCKS = 1_250  # of the common beginning: 2 s of prefill, so to wait for its holder stays cheaper
+OWN_TOKENS = 5  # of each prompt: 256 of them delay those behind by less than that
+CALLS = 100  # of each kind in a round; their own prompts together fit into LIMIT_S
+LIFE_MS = 3_600_000  # of tickets, so that none expires while the line is made
+FLAGS = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
+
+
+class Line(Bench):
+    """A model with a line of tickets that all want the first worker, which holds the beginning of their prompts."""
+
+    def __init__(self, url: str, workers: int, tickets: int) -> None:
+        super().__init__(url, workers)
+        fleet = self.reservations
+        fleet.limits = QueueLimits(LIMIT_S, tickets + CALLS, 1.0)
+        fleet.spans = type(fleet.spans)(lease_ms=LIFE_MS, ticket_ms=LIFE_MS, linger_ms=0)
+        self.shas["queue"] = str(self.client.script_load(script_text("queue")))
+        self.client.flushall()
+        self.fleet(random.Random(11))
+        self.chain = random.Random(7).randbytes(8 * BLOCKS)
+        for at in range(0, len(self.chain), 8):
+            self.client.sadd(self.keys.block(self.chain[at : at + 8]), 1)
+        self.client.sadd(self.keys.prefix + "s:1", *(self.chain[at : at + 8] for at in range(0, len(self.chain), 8)))
+        self.names: list[str] = []
+
+    def booked(self, first: int, others: int) -> None:
+        """Book so many tokens at the first worker, and at each of the others."""
+        for slot in range(1, self.workers + 1):
+            name, tokens = f"worker-{slot:03d}.0", first if slot == 1 else others
+            row = LoadRow(
+                epoch=1, slot=slot, flags=FLAGS, scheme=SCHEME, speed_tps=SPEED_TPS, blocks=15_000,
+                capacity_blocks=20_000, prefill_tokens=tokens, in_flight=int(tokens > 0),
+            )  # fmt: skip
+            self.client.hset(self.keys.load, name, row.pack(name))
+
+    def wish(self, name: str) -> list[Any]:
+        prompt = BLOCKS * BLOCK_TOKENS + OWN_TOKENS
+        ask = Ask(name, (Chain(SCHEME, BLOCK_TOKENS, self.chain),), prompt, prompt)
+        return self.call("decide", *arguments_of(self.reservations.decide_command(ask, place=Place())))
+
+    def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> list[Any]:
+        prefix, constants = self.keys.prefix, self.reservations.constants()
+        ids = [*leaving, *waiting]
+        return self.call("queue", *argv("queue", ids, prefix=prefix, constants=constants, leaving=len(leaving)))
+
+    def new_names(self, count: int) -> list[str]:
+        self.serial += count
+        return [f"wf-{number:022d}" for number in range(self.serial - count, self.serial)]
+
+    def enter(self, count: int) -> tuple[list[str], float]:
+        """Let so many requests enter while all engines are busy; return their ids and the µs of one."""
+        names = self.new_names(count)
+        return names, self.burn([self.wish(name) for name in names])
+
+    def waiting(self) -> int:
+        return int(self.client.zcard(self.keys.queue2))
+
+    def round(self, tickets: int) -> dict[str, float]:
+        """Measure each kind of call CALLS times, and leave the line as it was."""
+        self.booked(FULL_TOKENS, FULL_TOKENS)
+        late, enter = self.enter(CALLS)
+        leave = self.burn([self.poll((), [name]) for name in late])
+        busy = self.burn([self.poll()] * CALLS)
+        some = random.Random(3).sample(self.names, min(100, tickets))
+        named = (self.burn([self.poll(some)] * CALLS) - busy) / len(some)
+        self.booked(FULL_TOKENS, 0)
+        passed_over = self.burn([self.poll()] * CALLS)
+        middle = self.names[tickets // 2 : tickets // 2 + CALLS]
+        review = self.burn([self.wish(name) for name in middle]) * CALLS / len(middle)
+        assert self.waiting() == tickets, "everybody waits for the first engine"
+        self.booked(0, 0)
+        turn = self.burn([self.wish(name) for name in self.names[:CALLS]])
+        assert self.waiting() == tickets - CALLS, "the first were served"
+        self.burn([self.settle_args(name) for name in self.names[:CALLS]])
+        del self.names[:CALLS]
+        self.booked(FULL_TOKENS, FULL_TOKENS)
+        self.names += self.enter(CALLS)[0]
+        told = {"enter": enter, "leave": leave, "poll_busy": busy, "named": named}
+        return told | {"poll_passed_over": passed_over, "review": review, "turn": turn}
+
+
+def measured(url: str, workers: int, tickets: int, rounds: int) -> dict[str, float]:
+    """Return the least µs of each kind over the rounds."""
+    line = Line(url, workers, tickets)
+    line.booked(FULL_TOKENS, FULL_TOKENS)
+    line.names = line.enter(tickets)[0]
+    found = [line.round(tickets) for _ in range(rounds)]
+    return {name: round(min(one[name] for one in found), 1) for name in found[0]}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=numbers, default=[8, 64], help="joined by commas (default: 8,64)")
+    parser.add_argument("--tickets", type=numbers, default=[100, 1_000, 10_000], help="joined by commas, 100 at least")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--server", default=os.environ.get("WARMFLEET_BENCH_SERVER"), help="path of redis or valkey")
+    options = parser.parse_args()
+    if min(options.tickets) < CALLS:
+        parser.error(f"--tickets from {CALLS} on")
+    rows = []
+    with server(options.server or shutil.which("redis-server") or valkey_binary()) as url:
+        for workers in options.workers:
+            for tickets in options.tickets:
+                row = measured(url, workers, tickets, options.rounds)
+                say(f"{workers} workers, {tickets} tickets:", row)
+                rows.append({"workers": workers, "tickets": tickets, **row})
+        with redis.Redis.from_url(url) as client:
+            info: Any = client.info("server")
+    told = f"{info.get('server_name', 'redis')} {info.get('valkey_version') or info['redis_version']}"
+    print(json.dumps({"rows": rows, "server": told}))
+
+
+if __name__ == "__main__":
+    main()
