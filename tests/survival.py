@@ -13,7 +13,7 @@ from tests.conftest import poll
 
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import FleetUnavailable, WarmfleetError
-from warmfleet.fleet import Ask, Fleet, Renewal, Spans, Timeouts, connect, new_reservation
+from warmfleet.fleet import Ask, Fleet, RedisConnections, Renewal, Spans, Timeouts, connect, new_reservation
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
@@ -32,11 +32,15 @@ SPANS = Spans(lease_ms=6_000)  # short: if only the old master got a settle, tha
 
 @dataclass
 class Survival:
-    """One running fleet. url: the address of Redis. failures: time and reason of each decision that failed."""
+    """One running fleet. url: the address of Redis. failures: time and reason of each decision that failed.
+
+    connections: of a replica that has other pools, too; they are closed with those.
+    """
 
     url: str
     model: str
     worker_url: str = ""  # only where workers have a Redis user of their own
+    connections: RedisConnections | None = None
     tracker: Tracker = field(default_factory=Tracker)
     answered: list[float] = field(default_factory=list)
     failures: list[tuple[float, str]] = field(default_factory=list)
@@ -46,7 +50,8 @@ class Survival:
     async def __aenter__(self) -> Self:
         url, model = self.url, self.model
         self.tracker.stored([os.urandom(8) for _ in range(2_000)])
-        client, timeouts = connect(url, wire.model_tag(model)), Timeouts(request_s=0.25, upkeep_s=2.0)
+        tag, timeouts = wire.model_tag(model), Timeouts(request_s=0.25, upkeep_s=2.0)
+        client = self.connections.of(tag) if self.connections else connect(url, tag)
         self.fleet = Fleet(client, model, timeouts, spans=SPANS)
         url = self.worker_url or url
         config = PublisherConfig(url, model, WORKER, "w1", 0, SCHEME, 99_999, 32_768, "test")

@@ -23,7 +23,9 @@ from tests.conftest import POLL_S, redis7_binary
 from tests.tools import require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from warmfleet.protocol.redis_address import SlotRange
 
 QUIET = ("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction", "--bind", "127.0.0.1")
 PORTS = range(10_000, 20_000)  # below those of outgoing connections, and so are the ports of a bus
@@ -285,23 +287,96 @@ class Clustered:
 @contextmanager
 def cluster(tag: str) -> Iterator[Clustered]:
     with Servers() as servers:
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0")
-        nodes = [servers.start(port, *options, "--cluster-replica-validity-factor", "0") for port in free_ports(4)]
+        nodes = _nodes(servers, 4)
         *masters, replica = nodes
-        for node in nodes:
-            until(node.client().ping, "a node answers")
-        share = -(-SLOTS // len(masters))
-        for number, node in enumerate(masters):
-            node.client().cluster("ADDSLOTSRANGE", number * share, min((number + 1) * share, SLOTS) - 1)
-            node.client().cluster("SET-CONFIG-EPOCH", number + 1)
-        for node in nodes[1:]:
-            nodes[0].client().cluster("MEET", "127.0.0.1", node.port)
-        owner = masters[key_slot(tag.encode()) // share]
-        name = owner.client().cluster("MYID")
-        for node in nodes:
-            until(lambda node=node: len(node.client().cluster("NODES")) == len(nodes), "the nodes know each other")  # type: ignore[misc]
-        replica.client().cluster("REPLICATE", name)
-        until(lambda: replica.client().info("replication")["master_link_status"] == "up", "the replica follows")
-        for node in nodes:
-            until(lambda node=node: node.client().cluster("INFO")["cluster_state"] == "ok", "the Cluster is up")  # type: ignore[misc]
+        owner = masters[key_slot(tag.encode()) // _share(masters)]
+        _join(nodes, masters, {replica.port: owner})
         yield Clustered(owner, replica, masters)
+
+
+@dataclass
+class WholeCluster:
+    """Three masters, and a replica of each, which takes over 1 s after its master is lost."""
+
+    servers: Servers
+    masters: list[Node]
+    replicas: list[Node]
+
+    @property
+    def url(self) -> str:
+        nodes = [*self.masters, *self.replicas]
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
+
+    @property
+    def ranges(self) -> tuple[SlotRange, ...]:
+        """Which master owned which slots at the start."""
+        share = _share(self.masters)
+        return tuple(
+            (number * share, min((number + 1) * share, SLOTS) - 1, ("127.0.0.1", node.port))
+            for number, node in enumerate(self.masters)
+        )
+
+    def number_of(self, tag: str) -> int:
+        """The number of the master that owns this tag's slot."""
+        return key_slot(tag.encode()) // _share(self.masters)
+
+    def promoted(self, number: int) -> bool:
+        """Whether the replica of this master is a master now."""
+        return bool(self.replicas[number].client().info("replication")["role"] == "master")
+
+    def move(self, tag: str, number: int, *, end: bool = True) -> None:
+        """Move the slot of this tag, which has keys, to another master, as redis-cli does. end: all of its keys."""
+        slot = key_slot(tag.encode())
+        source, target = self.masters[self.number_of(tag)], self.masters[number]
+        here, there = source.client(), target.client()
+        names = {node.port: node.client().cluster("MYID") for node in (source, target)}
+        there.cluster("SETSLOT", slot, "IMPORTING", names[source.port])
+        here.cluster("SETSLOT", slot, "MIGRATING", names[target.port])
+        with redis.Redis(port=source.port) as plain:  # names of keys hold block hashes, which are no text
+            while keys := plain.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):  # type: ignore[no-untyped-call]
+                plain.migrate("127.0.0.1", target.port, keys, 0, 5_000)
+                if not end:
+                    return
+        for node in (target, source, *self.masters):
+            node.client().cluster("SETSLOT", slot, "NODE", names[target.port])
+
+
+@contextmanager
+def whole_cluster() -> Iterator[WholeCluster]:
+    """The slots of the other masters are served while one is away, as app/docs/redis.md wants it."""
+    with Servers() as servers:
+        nodes = _nodes(servers, 6, "--cluster-require-full-coverage", "no")
+        masters, replicas = nodes[:3], nodes[3:]
+        _join(nodes, masters, {replica.port: master for master, replica in zip(masters, replicas, strict=True)})
+        yield WholeCluster(servers, masters, replicas)
+
+
+def _share(masters: Sequence[Node]) -> int:
+    return -(-SLOTS // len(masters))
+
+
+def _nodes(servers: Servers, count: int, *more: str) -> list[Node]:
+    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0", *more)
+    nodes = [servers.start(port, *options, "--cluster-replica-validity-factor", "0") for port in free_ports(count)]
+    for node in nodes:
+        until(node.client().ping, "a node answers")
+    return nodes
+
+
+def _join(nodes: list[Node], masters: list[Node], replicas: dict[int, Node]) -> None:
+    """Make a Cluster of these servers. replicas: by their ports, with their masters."""
+    share = _share(masters)
+    for number, node in enumerate(masters):
+        node.client().cluster("ADDSLOTSRANGE", number * share, min((number + 1) * share, SLOTS) - 1)
+        node.client().cluster("SET-CONFIG-EPOCH", number + 1)
+    for node in nodes[1:]:
+        nodes[0].client().cluster("MEET", "127.0.0.1", node.port)
+    for node in nodes:
+        until(lambda node=node: len(node.client().cluster("NODES")) == len(nodes), "the nodes know each other")  # type: ignore[misc]
+    followers = [node for node in nodes if node.port in replicas]
+    for node in followers:
+        node.client().cluster("REPLICATE", replicas[node.port].client().cluster("MYID"))
+    for node in followers:
+        until(lambda node=node: node.client().info("replication")["master_link_status"] == "up", "a replica follows")  # type: ignore[misc]
+    for node in nodes:
+        until(lambda node=node: node.client().cluster("INFO")["cluster_state"] == "ok", "the Cluster is up")  # type: ignore[misc]

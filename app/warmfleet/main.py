@@ -55,7 +55,7 @@ from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
-from warmfleet.fleet import Fleet, QueueLimits, Timeouts, connect
+from warmfleet.fleet import Fleet, QueueLimits, RedisConnections, Timeouts
 from warmfleet.fleet.first_contact import first_contact, in_words
 from warmfleet.logs.output import LogOutput
 from warmfleet.metrics import Metrics
@@ -109,6 +109,7 @@ class _Replica:
     tracing: Tracing | None
     certificates: ServerTls | None
     keys: ClientKeys
+    redis: RedisConnections
     pools: Pools
     engines: EngineList
     addresses: Addresses
@@ -141,7 +142,8 @@ def _replica_of(settings: Settings) -> _Replica:
     tracing = tracing_of(os.environ, metrics)
     certificates = ServerTls(settings, metrics) if settings.tls_cert else None
     keys = ClientKeys(settings.client_keys_file, metrics)
-    pools = Pools([_pool(tag, settings) for tag in settings.models])
+    redis = _redis(settings)
+    pools = Pools([_pool(tag, settings, redis) for tag in settings.models])
     engines = EngineList(settings.static_workers)
     addresses = Addresses(settings.worker_addresses, engines.urls)
     trusted = engine_tls(settings.worker_ca)
@@ -157,6 +159,7 @@ def _replica_of(settings: Settings) -> _Replica:
         tracing=tracing,
         certificates=certificates,
         keys=keys,
+        redis=redis,
         pools=pools,
         engines=engines,
         addresses=addresses,
@@ -175,6 +178,7 @@ async def _running(replica: _Replica) -> AsyncIterator[None]:
     """Open what the replica needs, run its background tasks, and close everything at the end."""
     settings, metrics, keys, certificates = replica.settings, replica.metrics, replica.keys, replica.certificates
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(replica.redis.aclose)
         for pool in replica.pools.all:
             stack.push_async_callback(pool.fleet.close)
         if replica.tracing is not None:
@@ -322,13 +326,18 @@ def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None) -
     return Server(config, doors, settings.drain_s, sockets)
 
 
-def _pool(tag: str, settings: Settings) -> Pool:
+def _redis(settings: Settings) -> RedisConnections:
     try:
-        client = connect(with_ca(settings.redis_url, settings.redis_ca), model_tag(tag))
+        return RedisConnections(with_ca(settings.redis_url, settings.redis_ca))
     except RedisAddressError as error:
         raise BadArgument(str(error)) from error
     except BadArgument as error:
         raise BadArgument(f"{PREFIX}REDIS_URL: {error}") from error
+
+
+def _pool(tag: str, settings: Settings, redis: RedisConnections) -> Pool:
+    try:
+        client = redis.of(model_tag(tag))
     except WireError as error:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
@@ -367,7 +376,7 @@ async def _background(replica: _Replica, identities: Identities) -> AsyncIterato
 
     contact = asyncio.Event()
     tasks = [_task(name, seconds, call, metrics, contact) for name, seconds, call in rounds]
-    tasks.append(asyncio.create_task(_meet(pools.all[0], settings.redis_url, contact)))
+    tasks.append(asyncio.create_task(_meet(pools, settings.redis_url, contact)))
     try:
         yield
     finally:
@@ -391,10 +400,10 @@ def _task(
     return asyncio.create_task(supervised(), name=name)
 
 
-async def _meet(pool: Pool, url: str, contact: asyncio.Event) -> None:
+async def _meet(pools: Pools, url: str, contact: asyncio.Event) -> None:
     """Wait for Redis before any round begins: else each of them would tell that it is away, every one in its words."""
     try:
-        await first_contact(pool.fleet.redis, url)
+        await first_contact([pool.fleet.redis for pool in pools.all], url)
     finally:
         contact.set()
 

@@ -94,10 +94,10 @@ class Data:
 class Bench:
     """One server, one model; counts the CPU time of the server's main thread."""
 
-    def __init__(self, url: str, workers: int) -> None:
+    def __init__(self, url: str, workers: int, model: str = "bench") -> None:
         self.client: Any = redis.Redis.from_url(url)
         self.pid = int(self.client.info("server")["process_id"])
-        self.reservations = Queue(connect(url), "bench", weights=Weights())
+        self.reservations = Queue(connect(url), model, weights=Weights())
         self.reservations.limits = QueueLimits(2.0)  # the limits that a replica has by default
         self.reservations.block_tokens = {SCHEME: BLOCK_TOKENS}
         self.keys = self.reservations.keys

@@ -18,8 +18,8 @@ from tests.conftest import server, valkey_binary
 from tests.packed import words_of
 
 from warmfleet.fleet import Fleet, Timeouts, Weights
-from warmfleet.fleet.client import RouterRedis
 from warmfleet.fleet.connection.multiplexed import Multiplexed
+from warmfleet.fleet.connection.redis_connections import RouterRedis
 from warmfleet.fleet.connection.reply_errors import refusal
 from warmfleet_loadtest.simulator.virtual_clock import Clock
 

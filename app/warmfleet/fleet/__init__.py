@@ -8,6 +8,7 @@ from __future__ import annotations
 from warmfleet.fleet.client import SCRIPT_ARGS, SCRIPT_KEYS, Timeouts, connect
 from warmfleet.fleet.client_limits import MAX_LIMIT, ClientLimits, ClientUse
 from warmfleet.fleet.codes import Standing
+from warmfleet.fleet.connection.redis_connections import RedisConnections
 from warmfleet.fleet.constants import QueueLimits, Spans, Weights
 from warmfleet.fleet.index_health import Truth, Truths, WorkerTruth
 from warmfleet.fleet.operator import OperatorKeys
@@ -64,6 +65,7 @@ __all__ = [
     "Queue",
     "QueueLimits",
     "Queued",
+    "RedisConnections",
     "Registered",
     "Renewal",
     "Reservations",

@@ -1,4 +1,4 @@
-"""The connection to Redis, and its scripts: one script is one round trip, and errors of redis-py become ours here."""
+"""The scripts of one pool of workers: one script is one round trip, and errors of redis-py become ours here."""
 
 from __future__ import annotations
 
@@ -10,23 +10,17 @@ from functools import cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-import redis.asyncio as aioredis
-from redis.asyncio.connection import ConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from warmfleet.errors import BadArgument
-from warmfleet.fleet.connection.cancellable import connection_options
-from warmfleet.fleet.connection.failover import master_pool
-from warmfleet.fleet.connection.multiplexed import BLOCKED_STEP_S, Multiplexed
 from warmfleet.fleet.connection.packing import Argument, PackedScript, pack_command
+from warmfleet.fleet.connection.redis_connections import CONNECT_S, UPKEEP_S, RedisConnections, RouterRedis
 from warmfleet.fleet.connection.reply_errors import failure
-from warmfleet.protocol.redis_address import RedisAddressError, parse
 from warmfleet.protocol.wire import Keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    import redis.asyncio as aioredis
 
     from warmfleet.errors import WarmfleetError
     from warmfleet.fleet.connection.multiplexed import OnAnswer
@@ -86,53 +80,21 @@ SCRIPT_ARGS: Mapping[str, tuple[str, ...]] = {
     }.items()
 }
 
-CONNECT_S = 1.0  # seconds; a request never waits that long: its script calls have shorter limits (Timeouts)
-
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """Seconds until a call is given up. A request then falls back to a degraded choice; upkeep is tried again."""
 
     request_s: float = 0.25
-    upkeep_s: float = 2.0
+    upkeep_s: float = UPKEEP_S
 
 
 def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connections: int = 256) -> aioredis.Redis:
-    """A client for ``url`` (see ``warmfleet.protocol.redis_address``); connects on first use. Raises BadArgument.
-
-    redis-py does not retry by itself: after a time-out the caller of a script decides whether to ask again. timeout_s:
-    the limit for opening a connection; each script call has a limit of its own (``Timeouts``). tag: the hash tag of all
-    keys, for a Cluster.
-    """
-    try:
-        where = parse(url)
-    except RedisAddressError as error:
-        raise BadArgument(str(error)) from error
-    options: dict[str, Any] = {
-        "socket_connect_timeout": timeout_s,
-        "socket_timeout": max(timeout_s, Timeouts().upkeep_s),
-        "retry": Retry(NoBackoff(), 0),
-        "max_connections": max_connections,
-        "decode_responses": False,
-    }
-    if where.kind != "single":
-        return RouterRedis.from_pool(master_pool(where, tag, **options))
-    return RouterRedis.from_pool(ConnectionPool(**options | connection_options(url)))
-
-
-class RouterRedis(aioredis.Redis):
-    """A client of redis-py, and beside its pool the one connection for scripts and another one for calls that block."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.multiplexed = Multiplexed(self.connection_pool)
-        silent_s = self.connection_pool.connection_kwargs.get("socket_timeout") or Timeouts().upkeep_s
-        self.blocking = Multiplexed(self.connection_pool, BLOCKED_STEP_S, silent_s)
-
-    async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        await self.blocking.aclose()
-        await self.multiplexed.aclose()
-        await super().aclose(close_connection_pool)
+    """A client for ``url`` that shares nothing; arguments as in ``RedisConnections``. tag: the hash tag of all keys."""
+    made = RedisConnections(url, timeout_s=timeout_s, max_connections=max_connections)
+    client = made.of(tag)
+    client.owned = made
+    return client
 
 
 #: A part is named by its folder and its file, in words of a-z and _: an include cannot leave ``lua/parts``.

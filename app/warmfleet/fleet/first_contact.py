@@ -17,6 +17,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from warmfleet.protocol.redis_address import parse
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import redis.asyncio as aioredis
 
     from warmfleet.protocol.redis_address import RedisAddress
@@ -30,15 +32,17 @@ _CONNECTING = re.compile(r"Error (-?\d+) connecting to \S+\. ")  # redis-py name
 THEN = "No request can be served before it does; trying again at least every 2 s."
 
 
-async def first_contact(redis: aioredis.Redis, url: str) -> None:
+async def first_contact(clients: Sequence[aioredis.Redis], url: str) -> None:
     """Return when Redis has answered, and is new enough. Until then one line in LOG_EVERY_S says what is wrong.
 
-    The line also comes whenever the reason changes.
+    The line also comes whenever the reason changes. clients: of all pools. One master of a Cluster that answers is
+    enough, because its pools can be served while another master is away.
     """
     where, pause_s, told, told_at = parse(url), FIRST_PAUSE_S, "", 0.0
     name = in_words(where, url)
-    while trouble := await trouble_with(redis, where):
-        why = trouble.text
+    asked = clients if where.kind == "cluster" else clients[:1]  # the others have the same server
+    while all(troubles := await asyncio.gather(*[trouble_with(redis, where) for redis in asked])):
+        why = troubles[0].text if troubles[0] else ""
         if why != told or time.monotonic() - told_at >= LOG_EVERY_S:
             told, told_at = why, time.monotonic()
             logger.error("%s %s. %s", name, why, THEN)

@@ -38,7 +38,7 @@ async def said(url: str, caplog: pytest.LogCaptureFixture) -> str:
     """The one line that is logged of this Redis."""
     caplog.clear()
     client = connect(url, timeout_s=0.5)
-    trying = asyncio.create_task(first_contact(client, url))
+    trying = asyncio.create_task(first_contact([client], url))
     await poll(lambda: caplog.messages or trying.done(), 30, "something is said")
     trying.cancel()
     await asyncio.wait([trying])

@@ -14,11 +14,15 @@ import binascii
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Kind = Literal["single", "sentinel", "cluster"]
 HostPort = tuple[str, int]
+SlotRange = tuple[int, int, HostPort]  # the first and the last slot of a range, and the master that owns it
 
 MAX_NODES = 16
 CLUSTER_SLOTS = 16_384
@@ -72,11 +76,26 @@ class RedisAddress:
         """
         if self.kind == "sentinel":
             return (_text(answer[0]), int(answer[1])) if answer else None
-        slot = binascii.crc_hqx(tag.encode(), 0) % CLUSTER_SLOTS
-        for first, last, (host, port, *_), *_replicas in answer or ():
-            if first <= slot <= last:
-                return (_text(host) or asked, int(port)) if port else None
-        return None
+        return owner_of(slot_of(tag), slot_ranges(answer, asked))
+
+
+def slot_of(tag: str) -> int:
+    """The slot of a Cluster in which all keys with this hash tag are."""
+    return binascii.crc_hqx(tag.encode(), 0) % CLUSTER_SLOTS
+
+
+def slot_ranges(answer: Any, asked: str) -> tuple[SlotRange, ...]:
+    """The ranges of slots in a node's raw answer to ``CLUSTER SLOTS``. asked: see ``RedisAddress.master_in``."""
+    return tuple(
+        (int(first), int(last), (_text(host) or asked, int(port)))
+        for first, last, (host, port, *_), *_replicas in answer or ()
+        if port
+    )
+
+
+def owner_of(slot: int, ranges: Iterable[SlotRange]) -> HostPort | None:
+    """The master that owns ``slot``; None if none does."""
+    return next((owner for first, last, owner in ranges if first <= slot <= last), None)
 
 
 def parse(url: str) -> RedisAddress:

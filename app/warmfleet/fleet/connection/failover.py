@@ -1,10 +1,10 @@
 """A plain Redis client whose connections go to the server that is master now, as Sentinels or Cluster nodes say.
 
 redis-py's own Sentinel pool does the work: a connection asks for the master when it connects, and ends when its server
-is no master any more. All keys of a model are in one slot, so a Cluster has one server for them, too: the same pool is
-used, and it asks a node ``CLUSTER SLOTS``. So scripts, pipelines, TIME and INFO work as with a single server.
-With a single server this module is not used. The plugin has the same without asyncio:
-``warmfleet_worker/master_client.py``.
+is no master any more. All keys of a pool of workers are in one slot, so a Cluster has one server for them, too: the
+same pool is used, and it asks a node ``CLUSTER SLOTS``. So pipelines, TIME and INFO work as with a single server.
+With a single server this module is not used; the scripts of a Cluster go by ``masters``. The plugin
+has the same without asyncio: ``warmfleet_worker/master_client.py``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import redis.asyncio as aioredis
@@ -27,37 +28,50 @@ from warmfleet.protocol.redis_address import ASK_AGAIN_SECONDS, LOOK_SECONDS, Ho
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from redis.asyncio.connection import AbstractConnection
+
 
 class Locator:
     """Asks the Sentinels or Cluster nodes in turn where the master is, beginning with the node that answered last.
 
-    It asks one question at a time, however many connections wait. redis-py's pool calls ``discover_master``.
+    All pools of a replica share it: it asks one question at a time, and a Cluster node's answer names the masters of
+    all hash tags. redis-py's pool calls ``discover_master``.
     """
 
-    def __init__(self, address: RedisAddress, tag: str, nodes: Sequence[tuple[HostPort, aioredis.Redis]]) -> None:
+    def __init__(self, address: RedisAddress, nodes: Sequence[tuple[HostPort, aioredis.Redis]]) -> None:
         self._address = address
-        self._tag = tag
         self._nodes = list(nodes)
-        self._known: tuple[float, HostPort] | None = None  # (good until, the master)
+        self._answered: tuple[float, Any, str] | None = None  # when, a node's raw answer, the host of that node
+        self._masters: dict[str, HostPort] = {}  # by hash tag, as last named
+        self._silent_until: dict[str, float] = {}  # by hash tag: no node names a master, and none is asked again before
         self._asking = asyncio.Lock()
 
-    async def discover_master(self, _service: str) -> HostPort:
-        """The address of the master. Each silent node delays it by twice ``node_timeout_s``.
+    async def discover_master(self, tag: str, max_age_s: float = ASK_AGAIN_SECONDS) -> HostPort:
+        """The address of the master for keys with this hash tag, by an answer that is not older than ``max_age_s``.
 
-        Raises ConnectionError if no node has ever known one.
+        Each silent node delays it by twice ``node_timeout_s``. While no node names a master, the one that was named
+        last stays valid. Raises ConnectionError if none was ever named.
         """
         async with self._asking:
-            if self._known and time.monotonic() < self._known[0]:
-                return self._known[1]
+            now, known = time.monotonic(), self._masters.get(tag)
+            if known is not None and now < self._silent_until.get(tag, 0.0):
+                return known
+            found = self._in_last_answer(tag, now - max_age_s)
             try:
-                self._known = (time.monotonic() + ASK_AGAIN_SECONDS, await self._ask())
+                self._masters[tag] = found or await self._ask(tag)
             except RedisConnectionError:
-                if self._known is None:
+                if known is None:
                     raise
-                self._known = (time.monotonic() + LOOK_SECONDS, self._known[1])  # no node names another master
-            return self._known[1]
+                self._silent_until[tag] = time.monotonic() + LOOK_SECONDS
+            return self._masters[tag]
 
-    async def _ask(self) -> HostPort:
+    def _in_last_answer(self, tag: str, since: float) -> HostPort | None:
+        if self._answered is None or self._answered[0] < since:
+            return None
+        _, answer, asked = self._answered
+        return self._address.master_in(answer, tag, asked)
+
+    async def _ask(self, tag: str) -> HostPort:
         why = "no node knows it"
         for node in list(self._nodes):
             (host, port), client = node
@@ -65,11 +79,12 @@ class Locator:
             self._nodes.append(node)
             try:
                 answer = await client.execute_command(*self._address.question)  # type: ignore[no-untyped-call]  # redis-py
-                found = self._address.master_in(answer, self._tag, host)
+                found = self._address.master_in(answer, tag, host)
             except (RedisError, OSError, ValueError, TypeError) as error:
                 why = f"{host}:{port}: {error}"
                 continue
             if found:
+                self._answered = time.monotonic(), answer, host
                 self._nodes.remove(node)
                 self._nodes.insert(0, node)
                 return found
@@ -117,14 +132,21 @@ class MasterPool(SentinelConnectionPool):
 
     async def _look(self) -> None:
         with suppress(RedisError, OSError):  # the master that was last named stays valid
-            await self.get_master_address()  # type: ignore[no-untyped-call]  # redis-py
+            await self.get_master_address(LOOK_SECONDS / 2)  # another pool may have asked just now
+
+    async def get_master_address(self, max_age_s: float = ASK_AGAIN_SECONDS) -> HostPort:
+        """The address of the master, as ``Locator`` says; idle connections to a former master end."""
+        address: HostPort = await self.sentinel_manager.discover_master(self.service_name, max_age_s)
+        if address != self.master_address:
+            self.master_address = address
+            await self.disconnect(inuse_connections=False)
+        return address
 
     async def aclose(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.wait([self._looking])
         await super().aclose()
-        await self.sentinel_manager.close()  # the clients of the Sentinels or Cluster nodes
 
 
 class MasterConnection(Cancellable, SentinelManagedConnection):
@@ -146,20 +168,42 @@ class MasterTLSConnection(MasterConnection, SSLConnection):
     pass
 
 
-def master_pool(address: RedisAddress, tag: str, **options: Any) -> MasterPool:
-    """Connections to the master for keys with this hash tag. options: of its connections; those in the URL win."""
-    options |= connection_options(address.url)
-    asking_class = options.pop("connection_class")
-    for name in ("host", "port"):
-        options.pop(name, None)
-    asking = options | dict.fromkeys(("socket_timeout", "socket_connect_timeout"), address.node_timeout_s)
-    if address.kind == "sentinel":
-        asking.pop("db", None)
-        asking |= {"username": address.sentinel_username, "password": address.sentinel_password}
-    asking["connection_class"] = asking_class
-    nodes = [
-        (node, aioredis.Redis.from_pool(ConnectionPool(host=node[0], port=node[1], **asking))) for node in address.nodes
-    ]
-    kind = MasterTLSConnection if issubclass(asking_class, SSLConnection) else MasterConnection
-    locator = Locator(address, tag, nodes)
-    return MasterPool(address.service, locator, connection_class=kind, **options)  # type: ignore[no-untyped-call]  # redis-py
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """How connections to the masters of one URL are opened. options: of redis-py, without host and port.
+
+    connection_class: for a given host and port, with or without TLS.
+    """
+
+    address: RedisAddress
+    locator: Locator
+    connection_class: type[AbstractConnection]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, address: RedisAddress, **options: Any) -> Nodes:
+        """Options in the URL win over these."""
+        options |= connection_options(address.url)
+        connection_class = options.pop("connection_class")
+        for name in ("host", "port"):
+            options.pop(name, None)
+        asking = options | dict.fromkeys(("socket_timeout", "socket_connect_timeout"), address.node_timeout_s)
+        if address.kind == "sentinel":
+            asking.pop("db", None)
+            asking |= {"username": address.sentinel_username, "password": address.sentinel_password}
+        asking["connection_class"] = connection_class
+        nodes = [
+            (node, aioredis.Redis.from_pool(ConnectionPool(host=node[0], port=node[1], **asking)))
+            for node in address.nodes
+        ]
+        return cls(address, Locator(address, nodes), connection_class, options)
+
+    def master_pool(self, tag: str) -> MasterPool:
+        """Connections to the present master for keys with this hash tag; with Sentinels there is one for all tags."""
+        kind = MasterTLSConnection if issubclass(self.connection_class, SSLConnection) else MasterConnection
+        return MasterPool(tag, self.locator, connection_class=kind, **self.options)  # type: ignore[no-untyped-call]  # redis-py
+
+    def node_pool(self, place: HostPort) -> ConnectionPool:
+        """Connections to this server, whichever slots it owns."""
+        host, port = place
+        return ConnectionPool(host=host, port=port, connection_class=self.connection_class, **self.options)

@@ -58,7 +58,7 @@ class Call:
     due: when its time is up, by the clock of ``Multiplexed``; last: the same by the monotonic clock, MOST_S later.
     """
 
-    __slots__ = ("again", "command", "due", "last", "on_answer", "script")
+    __slots__ = ("again", "command", "due", "last", "moved", "on_answer", "script")
 
     def __init__(
         self, script: PackedScript | None, command: bytes, on_answer: OnAnswer, due: float, last: float
@@ -69,6 +69,7 @@ class Call:
         self.due = due
         self.last = last
         self.again = False  # it was sent once more, behind its script
+        self.moved = False  # it was sent once more, to the master that a reply MOVED named
 
 
 class Channel(asyncio.Protocol):
@@ -153,6 +154,8 @@ class Multiplexed:
     one of the later attempts, which need no call, has succeeded.
     """
 
+    leaves_on = NO_MASTER  # the first words of error replies after which it looks for another server
+
     def __init__(self, pool: ConnectionPool, step_s: float = STEP_S, silent_s: float = SILENT_S) -> None:
         self._pool = pool
         self._step_s = step_s
@@ -182,15 +185,17 @@ class Multiplexed:
 
         patient: nobody waits for the answer, so the call may wait a moment for others that go out with it.
         """
+        due, last = self._clock + limit_s + self._step_s, time.monotonic() + limit_s + MOST_S
+        self._put(Call(script, command, on_answer, due, last), on_answer, patient=patient)
+
+    def _put(self, call: Call, on_answer: OnAnswer, *, patient: bool = False) -> None:
         channel = self._channel
         waiting = self._early if channel is None else channel.waiting
-        if self._closed or self._away or len(waiting) >= MOST_WAITING or self._bytes + len(command) > MOST_BYTES:
+        size = len(call.command)
+        if self._closed or self._away or len(waiting) >= MOST_WAITING or self._bytes + size > MOST_BYTES:
             on_answer(None, FleetUnavailable(self._why_not()))
             return
-        self._bytes += len(command)
-        call = Call(
-            script, command, on_answer, self._clock + limit_s + self._step_s, time.monotonic() + limit_s + MOST_S
-        )
+        self._bytes += size
         if self._timer is None:
             self._silent_s = 0.0
             self._set_timer()
@@ -220,7 +225,7 @@ class Multiplexed:
             return
         if call.on_answer is not None:
             call.on_answer(None, refusal(reply))
-        if word in NO_MASTER:
+        if word in self.leaves_on:
             self._lost(channel, reply)
 
     def _load(self, channel: Channel, call: Call, script: PackedScript) -> None:

@@ -1,0 +1,196 @@
+"""The lines to the masters of a Cluster: one for each master, whatever the number of pools of workers on it.
+
+A call goes to the master that owns the slot of its keys, as the nodes said last; they are asked once a second, and at
+once when a master does not answer. Meanwhile a call for a slot that has moved is sent on to the master that the reply
+MOVED names. Only calls for the slots of a lost master fail: those of other masters have lines of their own. While a
+slot migrates some of its keys are at one master and some at another (ASK, TRYAGAIN). A script cannot run on both, so
+such calls fail, and requests fall back to a degraded choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import RedisError
+
+from warmfleet.fleet.connection.multiplexed import NO_MASTER, Multiplexed
+from warmfleet.protocol.redis_address import LOOK_SECONDS, slot_of
+
+if TYPE_CHECKING:
+    from warmfleet.fleet.connection.failover import Nodes
+    from warmfleet.fleet.connection.multiplexed import Call, Channel, OnAnswer
+    from warmfleet.fleet.connection.packing import PackedScript
+    from warmfleet.protocol.redis_address import HostPort
+
+logger = logging.getLogger("warmfleet.fleet.connection.masters")
+
+DOUBT_SECONDS = 0.1  # between two questions at least while a master does not answer
+
+
+class MasterLine(Multiplexed):
+    """The line to one server. It stays open whatever slot the server no longer owns: the others are still there."""
+
+    leaves_on = frozenset[str]()
+
+    def __init__(self, masters: Masters, place: HostPort) -> None:
+        super().__init__(masters.nodes.node_pool(place))
+        self.place = place
+        self._masters = masters
+
+    @property
+    def open(self) -> bool:
+        return self._channel is not None
+
+    @property
+    def idle(self) -> bool:
+        """No call waits for an answer on it."""
+        return not self._early and (self._channel is None or not self._channel.waiting)
+
+    def take_over(self, call: Call, left_s: float, on_answer: OnAnswer) -> None:
+        """Send a call that another master has refused because this one owns its slot. left_s: its time."""
+        call.due = self._clock + left_s
+        call.again = False  # this server may not know the script
+        self._put(call, on_answer)
+
+    def _refused(self, channel: Channel, call: Call, reply: str) -> None:
+        word, _, rest = reply.partition(" ")
+        on_answer = call.on_answer
+        if word == "MOVED" and on_answer is not None and not call.moved:
+            call.moved = True
+            owner = self._masters.moved(rest, self.place[0])
+            owner.take_over(call, call.due - self._clock, on_answer)
+            return
+        if word in NO_MASTER:
+            self._masters.doubt()
+        super()._refused(channel, call, reply)
+
+    def _lost(self, channel: Channel, why: str) -> None:
+        super()._lost(channel, why)
+        if not self._closed:
+            self._masters.doubt()
+
+    async def _connect(self) -> None:
+        try:
+            await super()._connect()
+        except Exception:
+            self._masters.doubt()
+            raise
+
+    def _log(self, text: str) -> None:
+        logger.warning("the connection to the Redis master %s:%d: %s", *self.place, text)
+
+
+class SlotLine:
+    """The calls for the keys with one hash tag, on the line to the master that owns their slot at that moment."""
+
+    def __init__(self, masters: Masters, tag: str) -> None:
+        self._masters = masters
+        self._tag = tag
+        self._slot = masters.follow(tag)
+
+    def send(
+        self,
+        script: PackedScript | None,
+        command: bytes,
+        limit_s: float,
+        on_answer: OnAnswer,
+        *,
+        patient: bool = False,
+    ) -> None:
+        """As ``Multiplexed.send``."""
+        self._masters.line(self._slot).send(script, command, limit_s, on_answer, patient=patient)
+
+    def leave(self) -> None:
+        """No call of this tag comes any more."""
+        self._masters.leave(self._tag)
+
+
+class Masters:
+    """Which master owns the slots of this replica's tags, and the line to each of them.
+
+    Before the nodes have answered for the first time, calls go to the first node of the URL, which says MOVED.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self._slots: dict[str, int] = {}  # by tag
+        self._owners: dict[int, HostPort] = {}  # by slot, as far as they are known
+        self._lines: dict[HostPort, MasterLine] = {}
+        self._looked_at = float("-inf")
+        self._looking: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def follow(self, tag: str) -> int:
+        """Know the owner of this tag's slot from now on; returns the slot."""
+        self._slots[tag] = slot = slot_of(tag)
+        return slot
+
+    def leave(self, tag: str) -> None:
+        slot = self._slots.pop(tag, None)
+        if slot is not None and slot not in self._slots.values():
+            self._owners.pop(slot, None)
+
+    def line(self, slot: int) -> MasterLine:
+        """The line to the owner of this slot, as far as that is known."""
+        owner = self._owners.get(slot) or self.nodes.address.nodes[0]
+        line = self._lines.get(owner) or self._open(owner)
+        self.look(LOOK_SECONDS if line.open else DOUBT_SECONDS)
+        return line
+
+    def _open(self, place: HostPort) -> MasterLine:
+        self._lines[place] = made = MasterLine(self, place)
+        return made
+
+    def moved(self, rest: str, asked: str) -> MasterLine:
+        """The line to the master that a reply MOVED names. rest: of the reply, ``SLOT HOST:PORT``."""
+        slot, _, place = rest.partition(" ")
+        host, _, port = place.rpartition(":")
+        self._owners[int(slot)] = (host if host not in ("", "?") else asked, int(port))
+        self.doubt()
+        return self.line(int(slot))
+
+    def look(self, every_s: float) -> None:
+        """Ask a node in the background who owns the slots, unless that was asked within ``every_s``."""
+        now = time.monotonic()
+        if now < self._looked_at + every_s or self._closed or (self._looking is not None and not self._looking.done()):
+            return
+        self._looked_at = now
+        self._looking = asyncio.ensure_future(self._look(every_s / 2))
+
+    def doubt(self) -> None:
+        """A master has not answered, or has refused: look again soon."""
+        self.look(DOUBT_SECONDS)
+
+    async def _look(self, max_age_s: float) -> None:
+        locator = self.nodes.locator
+        for tag, slot in list(self._slots.items()):
+            with suppress(RedisError, OSError):  # the master that was last named stays valid
+                owner = await locator.discover_master(tag, max_age_s)
+                if tag in self._slots:
+                    self._owners[slot] = owner
+        used = set(self._owners.values())
+        for place, line in list(self._lines.items()):
+            if place not in used and line.idle:
+                self._close_soon(self._lines.pop(place))
+
+    def _close_soon(self, line: MasterLine) -> None:
+        task = asyncio.ensure_future(line.aclose())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def aclose(self) -> None:
+        """Close every line for good; calls that wait fail."""
+        self._closed = True
+        tasks: set[asyncio.Task[Any]] = set(self._closing)
+        if self._looking is not None:
+            self._looking.cancel()
+            tasks.add(self._looking)
+        if tasks:
+            await asyncio.wait(tasks)
+        for line in self._lines.values():
+            await line.aclose()

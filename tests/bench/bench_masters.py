@@ -1,0 +1,168 @@
+"""What decisions cost when pools are spread over masters of a Cluster: ``python -m tests.bench.bench_masters``.
+
+A Cluster of three masters has six pools: all of them on one master, then three on each of two, then two on each of
+three. A router's own client asks each pool for decisions and settles them, many at a time. On a machine with few cores
+the masters and the client share them, so the rate says little: compare the CPU time of the masters for one decision
+with its settlement, which stays the same if masters share nothing. Progress goes to standard error; the last line is
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import redis
+from tests.bench.bench_decide import BLOCK_TOKENS, SCHEME, Bench, Data
+from tests.topology import whole_cluster
+
+from warmfleet.fleet import Ask, Fleet, QueueLimits, RedisConnections, Timeouts, new_reservation
+from warmfleet.fleet.connection.pool_masters import master_of
+from warmfleet.prompt.block_hashes import Chain
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.topology import WholeCluster
+
+POOLS, MASTERS = 6, 3
+PATIENCE = Timeouts(request_s=30, upkeep_s=30)
+
+
+def say(*words: object) -> None:
+    print(*words, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Size:
+    """workers, pairs of the index and blocks of a prompt: of each pool. routes: of all pools together."""
+
+    workers: int
+    pairs: int
+    blocks: int
+    routes: int
+    at_once: int
+
+
+FULL = Size(64, 100_000, 625, 30_000, 16)
+QUICK = Size(8, 2_000, 64, 600, 4)
+
+
+def tags_on(cluster: WholeCluster, masters: int) -> list[str]:
+    """POOLS tags, as many on each of the first ``masters``."""
+    wanted = [("127.0.0.1", node.port) for node in cluster.masters[:masters]]
+    return [
+        next(tag for k in range(10_000) if master_of(tag := f"m{masters}-{number}-{k}", cluster.ranges) == owner)
+        for number, owner in enumerate(wanted[number % masters] for number in range(POOLS))
+    ]
+
+
+def cpu_us(node: Any) -> float:
+    info: Any = node.info("cpu")
+    return (float(info["used_cpu_user_main_thread"]) + float(info["used_cpu_sys_main_thread"])) * 1e6
+
+
+def scripts_run(node: Any) -> int:
+    stats: Any = node.info("commandstats")
+    return int(stats.get("cmdstat_evalsha", {}).get("calls", 0))
+
+
+def fill(cluster: WholeCluster, tag: str, size: Size, rng: random.Random) -> list[bytes]:
+    """Write a pool's workers and index; returns its chains."""
+    node = cluster.masters[cluster.number_of(tag)]
+    bench = Bench(f"redis://127.0.0.1:{node.port}/0", size.workers, tag)
+    bench.fleet(rng)
+    data = Data(size.workers, size.blocks, size.pairs, rng)
+    data.load(bench.client, bench.keys.prefix.encode())
+    return data.chains
+
+
+async def burn(fleet: Fleet, chains: Sequence[bytes], routes: int, at_once: int, rng: random.Random) -> None:
+    """Decide and settle ``routes`` requests, ``at_once`` at a time."""
+    left = iter(range(routes))
+
+    async def client() -> None:
+        for _ in left:
+            chain = rng.choice(chains)
+            prompt = len(chain) // 8 * BLOCK_TOKENS + 5
+            one = new_reservation(1)
+            await fleet.decide(Ask(one, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300))
+            await fleet.settle(one, "finished")
+
+    await asyncio.gather(*(client() for _ in range(at_once)))
+
+
+async def measure(cluster: WholeCluster, masters: int, size: Size) -> dict[str, Any]:
+    """One row: POOLS pools on so many masters."""
+    rng = random.Random(1)
+    tags = tags_on(cluster, masters)
+    connections = RedisConnections(cluster.url)
+    pools = []
+    for tag in tags:
+        say(f"{masters} masters: filling {tag}")
+        chains = fill(cluster, tag, size, rng)
+        fleet = Fleet(connections.of(tag), tag, PATIENCE)
+        fleet.limits, fleet.block_tokens = QueueLimits(2.0), {SCHEME: BLOCK_TOKENS}
+        pools.append((fleet, chains))
+    nodes = [redis.Redis(port=node.port) for node in cluster.masters]
+    each = size.routes // POOLS
+    await asyncio.gather(*(burn(*pool, each // 10 or 1, size.at_once, rng) for pool in pools))  # scripts are loaded
+    spent, run = [cpu_us(node) for node in nodes], [scripts_run(node) for node in nodes]
+    began, client = time.monotonic(), time.process_time()
+    await asyncio.gather(*(burn(*pool, each, size.at_once, rng) for pool in pools))
+    wall, client = time.monotonic() - began, time.process_time() - client
+    spent = [cpu_us(node) - before for node, before in zip(nodes, spent, strict=True)]
+    run = [scripts_run(node) - before for node, before in zip(nodes, run, strict=True)]
+    lines = await connected(nodes)
+    for fleet, _ in pools:
+        await fleet.close()
+    await connections.aclose()
+    routes = each * POOLS
+    return {
+        "masters": masters,
+        "routes_s": round(routes / wall),
+        "us_per_route": round(sum(spent[:masters]) / routes, 1),
+        "us_per_route_of_each": [round(one / (count / 2), 1) for one, count in zip(spent, run, strict=True) if count],
+        "routes_of_each": [count // 2 for count in run],
+        "idle_master_us_per_s": round(max(spent[masters:], default=0.0) / wall),
+        "client_us_per_route": round(client * 1e6 / routes, 1),
+        "script_connections": lines,
+    }
+
+
+async def connected(nodes: Sequence[Any]) -> list[int]:
+    """The connections on which scripts were called last, by master."""
+    clients = [await asyncio.to_thread(node.client_list) for node in nodes]
+    return [sum(one["cmd"] == "evalsha" for one in found) for found in clients]
+
+
+def run(size: Size) -> dict[str, Any]:
+    rows = []
+    for masters in range(1, MASTERS + 1):
+        with whole_cluster() as cluster:
+            rows.append(asyncio.run(measure(cluster, masters, size)))
+        say(json.dumps(rows[-1]))
+    per_core = 1e6 / rows[0]["us_per_route"]
+    return {
+        "three_over_one_us": round(rows[-1]["us_per_route"] / rows[0]["us_per_route"], 3),
+        "routes_s_of_a_core": round(per_core),
+        "routes_s_of_three_on_paper": round(sum(1e6 / one for one in rows[-1]["us_per_route_of_each"])),
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small pools and few decisions: shows that it works")
+    options = parser.parse_args()
+    print(json.dumps(run(QUICK if options.quick else FULL)))
+
+
+if __name__ == "__main__":
+    main()
