@@ -333,7 +333,7 @@ class WholeCluster:
         there.cluster("SETSLOT", slot, "IMPORTING", names[source.port])
         here.cluster("SETSLOT", slot, "MIGRATING", names[target.port])
         with redis.Redis(port=source.port) as plain:  # names of keys hold block hashes, which are no text
-            while keys := plain.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):  # type: ignore[no-untyped-call]
+            while keys := plain.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
                 plain.migrate("127.0.0.1", target.port, keys, 0, 5_000)
                 if not end:
                     return
