@@ -257,11 +257,8 @@ def _check_models(settings: Settings) -> None:
         raise BadArgument("WARMFLEET_MODELS is empty: name the models to serve")
     if settings.tokenizer.startswith(("/", ".")) and not Path(settings.tokenizer).exists():
         raise BadArgument(f"WARMFLEET_TOKENIZER={settings.tokenizer!r}: there is no such file or folder")
-    names = [tag.partition("#")[0] for tag in settings.models]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise BadArgument(
-            f"WARMFLEET_MODELS names two pools of {twice!r}: requests name no pool, so run a replica for each"
-        )
+    if len({*settings.models}) < len(settings.models):
+        raise BadArgument("WARMFLEET_MODELS names a pool twice")
     for name, given in ("POLICY", policies(settings.policy)), ("TTFT_OBJECTIVE_S", settings.ttft_objective_s):
         if strangers := given.strangers(settings.models):
             raise BadArgument(f"WARMFLEET_{name} names {strangers[0]!r}, which is not in WARMFLEET_MODELS")

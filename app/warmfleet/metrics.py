@@ -199,6 +199,12 @@ class Metrics:
         self.fallback = self._counter(
             "fallback_requests", "Requests that were placed without a decision of Redis", "reason", "model"
         )
+        self.passed_over = self._counter(
+            "passed_over_pools",
+            "Requests for which a home pool was not asked, or could not serve: `away`, `late`, `empty`, `no_worker`",
+            "reason",
+            "model",
+        )
         self.client_limits = self._counter(
             "limited_requests",
             "Requests refused by a limit of their key (`requests`, `tokens`), or placed without looking (`unchecked`)",

@@ -165,7 +165,8 @@ async def replica(
     chosen |= {"shutdown_grace_s": 2.0, "trust_templates": True, "admin_port": 0}
     chosen |= {"clear_interval_s": 0.5, "follow_interval_s": 0.1} | settings
     replaced = {name: chosen.pop(name) for name in CONSTANTS.keys() & chosen.keys()}
-    made = Settings(redis_url=redis_url, models=(model,), static_workers=engines, **chosen)
+    chosen = {"models": (model,), "static_workers": engines} | chosen
+    made = Settings(redis_url=redis_url, **chosen)
     listener = socket.create_server(("127.0.0.1", 0))
     admin = [socket.create_server(("127.0.0.1", 0))] if made.admin_port else []
     constants = pytest.MonkeyPatch()

@@ -101,13 +101,17 @@ async def simulated(
     lies: bool = False,
     url: str = "",
     speed: str = "fast",
+    pool: str = "",
 ) -> AsyncIterator[Simulated]:
-    """An engine that has joined. kind: what it is; lies: it announces to be ``right``; url: where it says it is."""
+    """An engine that has joined. kind: what it is; lies: it announces to be ``right``; url: where it says it is.
+
+    pool: the tag that it joins; empty: the model's only one.
+    """
     config = EngineConfig(SCHEMES.get(kind, SCHEME) if not lies else SCHEME, LIMITS, 1_024, PRESETS[speed])
     made = Simulated(Engine(config, identity(kind), Served((model,))), wire.worker_id_of(name, 0))
     await made.engine.start("127.0.0.1", 0)
     try:
-        membership = Membership(redis_url, model, (model,), name, url or made.url)
+        membership = Membership(redis_url, pool or model, (model,), name, url or made.url)
         artifacts = identity("right" if lies else kind).artifacts()
         made.engine.join(membership, artifacts)
         if lies:

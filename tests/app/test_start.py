@@ -86,10 +86,10 @@ def test_an_open_port_for_operators_is_warned_of(
     )
 
 
-def test_two_pools_of_one_model_need_two_replicas() -> None:
-    with pytest.raises(BadArgument, match="names two pools of 'demo'"):
-        create_app(Settings(models=("demo#a", "other", "demo#b")))
-    create_app(Settings(models=("demo#a", "other#a")))
+def test_a_model_may_have_several_pools_but_none_twice() -> None:
+    with pytest.raises(BadArgument, match="names a pool twice"):
+        create_app(Settings(models=("demo#a", "other", "demo#a")))
+    create_app(Settings(models=("demo#a", "other#a", "demo#b")))
 
 
 async def test_a_wrong_password_is_told_in_one_sentence(valkey_url: str, model: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from warmfleet.pools.fleet_view import MAX_SCHEMES
@@ -70,12 +70,13 @@ class _Found(NamedTuple):
 
 
 async def identify(
-    request: Request, newest_view: Callable[[], View], uses: PopularPrefixes, expected_output: int
+    request: Request, newest_view: Callable[[], View], uses: PopularPrefixes | None, expected_output: int
 ) -> IdentifiedPrompt:
     """Identify the prompt with what this replica has of the model. Never fails.
 
     newest_view: asked again at the end, for the workers that cannot serve the request: identifying may take seconds.
-    uses: counts how often prompts share a prefix. expected_output: tokens of an answer whose request sets no limit.
+    uses: counts how often prompts share a prefix; None: not this one. expected_output: tokens of an answer whose
+    request sets no limit.
     """
     view = newest_view()
     try:
@@ -95,19 +96,41 @@ def identify_ids(
     return _identified(_Found(chains, sum(map(len, prompts)), kind), request, view, expected_output)
 
 
+def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View) -> IdentifiedPrompt | None:
+    """The prompt as the workers of another pool's view have it; None if they may make other token ids or blocks of it.
+
+    view: by which the prompt was identified.
+    """
+    schemes = {hasher.scheme.scheme_id for hasher in view.hashers}
+    alike = other.identity is view.identity and other.text == view.text and other.max_model_len == view.max_model_len
+    if not alike or not all(hasher.scheme.scheme_id in schemes for hasher in other.hashers):
+        return None
+    if _lora(other, request) != _lora(view, request):
+        return None
+    barred = _barred(request, other, prompt.prompts, prompt.prompt_count, prompt.prompt_tokens)
+    return prompt if barred == prompt.unable_workers else replace(prompt, unable_workers=barred)
+
+
 def _identified(found: _Found, request: Request, view: View, expected_output: int) -> IdentifiedPrompt:
     chains, prompt_tokens, kind, reason, prompts, identity_key = found
     count = len(request.prompts) or 1
+    decode_tokens = requests.decode_tokens(request, prompt_tokens, expected_output)
+    barred = _barred(request, view, prompts, count, prompt_tokens)
+    return IdentifiedPrompt(chains, prompt_tokens, decode_tokens, kind, reason, count, prompts, identity_key, barred)
+
+
+def _barred(
+    request: Request, view: View, prompts: tuple[Prompt, ...], count: int, prompt_tokens: int
+) -> tuple[str, ...]:
+    """The workers that cannot serve the request. count: of its prompts, all of which have ``prompt_tokens``."""
     if len(prompts) == 1:
         longest = prompts[0].tokens
     else:
         longest = max([prompt.tokens for prompt in prompts], default=0 if count > 1 else prompt_tokens)
-    decode_tokens = requests.decode_tokens(request, prompt_tokens, expected_output)
-    barred = view.barred(request.model, longest + (request.max_tokens or 1))
-    return IdentifiedPrompt(chains, prompt_tokens, decode_tokens, kind, reason, count, prompts, identity_key, barred)
+    return view.barred(request.model, longest + (request.max_tokens or 1))
 
 
-async def _reproduced(request: Request, view: View, uses: PopularPrefixes) -> _Found:
+async def _reproduced(request: Request, view: View, uses: PopularPrefixes | None) -> _Found:
     """The prompt as the engines will see it. Raises NotReproducible with the reason."""
     if request.unforeseen:
         raise NotReproducible(request.unforeseen)
@@ -125,7 +148,8 @@ async def _reproduced(request: Request, view: View, uses: PopularPrefixes) -> _F
         prompts = tuple(await identity.prompts(request, view.hashers, lora, INLINE_CHARACTERS))
         if len(prompts) == 1:
             chains, tokens = prompts[0].chains, prompts[0].tokens or 1
-            uses.note(prompts[0], key)
+            if uses is not None:
+                uses.note(prompts[0], key)
         else:
             chains = next(prompt.chains for prompt in prompts if prompt.chains or not view.hashers)
             tokens = max(1, sum([prompt.tokens for prompt in prompts]))

@@ -1,8 +1,9 @@
-"""One model as this replica sees it: its workers at the last reading, and this replica's own requests for it."""
+"""Pools as this replica sees them: their workers at the last reading, its own requests; and the models they serve."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.fleet import Ask
 from warmfleet.pools.degraded import LastKnown
 from warmfleet.pools.fleet_view import View
+from warmfleet.pools.homes.rendezvous import in_order, key_of
 from warmfleet.pools.identified_prompt import identify
 from warmfleet.pools.open_reservations import OpenReservations
 from warmfleet.pools.outliers import Outliers
@@ -38,6 +40,7 @@ NOT_READ = (
 )
 NAMED_MODELS = 16  # an error names so many models; /v1/models lists them all
 NAMED_CHARACTERS = 80  # of each name
+RANDOM_BYTES = 8  # stand for the beginning of a prompt that is not known
 
 
 class Pool:
@@ -111,9 +114,12 @@ class Pool:
         """How many workers serve this name or adapter; the workers that were known last, if none does now."""
         return self.view.names.get(model) or self.last_known.names.get(model, 0)
 
-    def identify(self, request: Request, expected_output: int) -> Awaitable[IdentifiedPrompt]:
-        """Identify the request's prompt without asking an engine. Never fails; see ``identified_prompt``."""
-        return identify(request, lambda: self.view, self.uses, expected_output)
+    def identify(self, request: Request, expected_output: int, *, counted: bool = True) -> Awaitable[IdentifiedPrompt]:
+        """Identify the request's prompt without asking an engine. Never fails; see ``identified_prompt``.
+
+        counted: its prefix counts among those that this pool's prompts share.
+        """
+        return identify(request, lambda: self.view, self.uses if counted else None, expected_output)
 
     def ask(
         self,
@@ -140,20 +146,86 @@ class Pool:
         )
 
 
+class ServedModel:
+    """The pools of one name. ``pools``: at least one. ``draining``: tags of those that get no new request while another
+    pool can serve it."""
+
+    def __init__(self, name: str, pools: Sequence[Pool], draining: frozenset[str] = frozenset()) -> None:
+        self.name = name
+        self.pools = tuple(pools)
+        self.draining = draining
+
+    @property
+    def reference(self) -> Pool:
+        """The pool by whose workers prompts are identified first: one that is usable, if there is any."""
+        return next((pool for pool in self.pools if pool.usable), self.pools[0])
+
+    @property
+    def names(self) -> set[str]:
+        """Every name that a routable worker of any pool serves."""
+        return {name for pool in self.pools for name in pool.view.models}
+
+    def servers_of(self, model: str) -> int:
+        """How many workers of all pools serve this name or adapter."""
+        return sum(pool.servers_of(model) for pool in self.pools)
+
+    def order_for(self, prompt: IdentifiedPrompt, model: str, depth_tokens: int) -> tuple[Pool, ...]:
+        """The pools in which a request looks for a worker, its two home pools first; draining pools last.
+
+        model: as the request names it. Pools without a worker that serves an adapter of this name are left out.
+        """
+        if len(self.pools) == 1:
+            return self.pools
+        able = self.pools
+        if model and model != self.name:
+            able = tuple(pool for pool in able if pool.servers_of(model)) or able
+        key = key_of(prompt.chains, depth_tokens) or os.urandom(RANDOM_BYTES)
+        by_tag = {pool.tag: pool for pool in able}
+        ordered = [by_tag[tag] for tag in in_order(key, by_tag)]
+        if self.draining:
+            ordered.sort(key=lambda pool: pool.tag in self.draining)
+        return tuple(ordered)
+
+
 class Pools:
-    """All models of this replica."""
+    """All pools of this replica, by the models that they serve. Pools may come and go while it runs (``change``).
+
+    ``served``: by the name of the model. ``leaving``: pools that serve no longer, until their requests have ended.
+    """
 
     def __init__(self, pools: Sequence[Pool]) -> None:
-        self.all = tuple(pools)
-        self._by_name = {pool.name: pool for pool in reversed(self.all)}
+        self.all: tuple[Pool, ...] = tuple(pools)
+        names = dict.fromkeys(pool.name for pool in self.all)
+        self.served = {name: ServedModel(name, [pool for pool in self.all if pool.name == name]) for name in names}
+        self.leaving: tuple[Pool, ...] = ()
         self._contacted = False  # it is only set: readings are never forgotten
         self._first_reading_until: float | None = None
         self._ready_at = float("inf")
 
+    def change(self, model: ServedModel) -> None:
+        """Serve a model with other pools from now on. Those that it has no longer are ``leaving``."""
+        before = self.served.get(model.name)
+        gone = [pool for pool in before.pools if pool not in model.pools] if before else []
+        self.leaving = (*(pool for pool in self.leaving if pool not in model.pools), *gone)
+        self.served[model.name] = model
+        self._count()
+
+    def forget(self, pool: Pool) -> None:
+        """Nothing of this replica is left in a leaving pool."""
+        self.leaving = tuple(one for one in self.leaving if one is not pool)
+        self._count()
+
+    def _count(self) -> None:
+        self.all = (*(pool for model in self.served.values() for pool in model.pools), *self.leaving)
+
+    def tagged(self, tag: str) -> Pool | None:
+        """The pool with this tag, leaving or not; None if there is none."""
+        return next((pool for pool in self.all if pool.tag == tag), None)
+
     def unready(self) -> str:
         """Why this new replica should get no requests yet; "" once it is ready.
 
-        It is ready when every model is usable. After a worker's TTL it is ready in any case: what is missing then is
+        It is ready when every pool is usable. After a worker's TTL it is ready in any case: what is missing then is
         missing in the fleet, not in this replica.
         """
         if not self.contacted:
@@ -183,7 +255,9 @@ class Pools:
         return ModelNotFound(f"The model `{model[:200]}` does not exist here. {told}", "model")
 
     async def find(self, model: str, allowed: frozenset[str] | None = None) -> Pool:
-        """The pool that serves ``model``. Waits for the first reading of the fleet if there was none yet.
+        """A pool that serves ``model``: of several the one by which prompts are identified first.
+
+        Waits for the first reading of the fleet if there was none yet.
 
         allowed: see ``not_found``. Raises ModelNotFound, FleetUnavailable if that reading does not come, and BadRequest
         if the request names no model though this router serves several.
@@ -191,22 +265,22 @@ class Pools:
         self._contacted = self._contacted or self.contacted
         if not self._contacted:
             await self._first_reading()
-        pool = self._by_name.get(model)
-        if pool is not None:  # a name that the operator gave goes to no other model, whatever workers announce
-            return pool
+        served = self.served.get(model)
+        if served is not None:  # a name that the operator gave goes to no other model, whatever workers announce
+            return served.pools[0] if len(served.pools) == 1 else served.reference
         if not model:
-            if len(self.all) == 1:
-                return self.all[0]
+            if len(self.served) == 1:
+                return next(iter(self.served.values())).reference
             raise BadRequest("model is required: this router serves several.", "model")
-        found = max(self.all, key=lambda pool: pool.servers_of(model))
+        found = max(self.served.values(), key=lambda served: served.servers_of(model))
         if found.servers_of(model):
-            return found
+            return max(found.pools, key=lambda pool: pool.servers_of(model))
         if not self.contacted:
             raise FleetUnavailable(NOT_READ)
         raise self.not_found(model, allowed)
 
     async def _first_reading(self) -> None:
-        """Wait until every model was read, or until FIRST_READING_S have passed since the first request came."""
+        """Wait until every pool was read, or until FIRST_READING_S have passed since the first request came."""
         if self._first_reading_until is None:
             self._first_reading_until = asyncio.get_running_loop().time() + FIRST_READING_S
         with suppress(TimeoutError):
@@ -216,16 +290,16 @@ class Pools:
 
     @property
     def contacted(self) -> bool:
-        """Whether the fleet of every model was read at least once."""
-        return all(pool.contacted for pool in self.all)
+        """Whether every model was read at least once: one of its pools at least, as others may be away."""
+        return all(any(pool.contacted for pool in model.pools) for model in self.served.values())
 
     async def each(self, work: Callable[[Pool], Awaitable[object]]) -> None:
-        """Do ``work`` for every model, even if it fails for some; then raise the first failure."""
-        failures: list[Exception] = []
-        for pool in self.all:
-            try:
-                await work(pool)
-            except Exception as error:  # noqa: BLE001  the other models go on first; it is raised below
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        """Do ``work`` for every pool, even if it fails for some; then raise the first failure."""
+        if len(self.all) == 1:
+            await work(self.all[0])
+            return
+        # At once: a pool whose Redis is away keeps no other pool waiting for its time-out.
+        results = await asyncio.gather(*map(work, self.all), return_exceptions=True)
+        for failure in results:
+            if isinstance(failure, BaseException):
+                raise failure

@@ -72,12 +72,12 @@ class AdmissionQueue:
     ) -> Decision:
         left_s = job.call.patience_s - (time.perf_counter() - job.call.received_at)
         deadline = asyncio.get_running_loop().time() + min(left_s, self._settings.queue_timeout_s)
-        self._check_ticket(job.pool, answer, may_wait=may_wait)
-        with self._counted(job.pool):
+        self._check_ticket(attempt.pool, answer, may_wait=may_wait)
+        with self._counted(attempt.pool):
             while isinstance(answer, Queued):
-                await self._turn(job.pool, attempt.reservation, deadline, answer)
+                await self._turn(attempt.pool, attempt.reservation, deadline, answer)
                 answer = await decide(job, attempt, may_wait=may_wait)
-                self._check_ticket(job.pool, answer, may_wait=may_wait)
+                self._check_ticket(attempt.pool, answer, may_wait=may_wait)
                 if isinstance(answer, Queued) and attempt.avoided:
                     await asyncio.sleep(POLL_S)  # the turn is kept: only workers that this attempt avoids have room
         return answer

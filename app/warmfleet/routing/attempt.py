@@ -9,7 +9,7 @@ import asyncio
 import logging
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from warmfleet.fleet import Renewal, new_reservation
 from warmfleet.fleet.reservations import Outcome
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.attempt")
 
 
+#: What an attempt in another pool hands over to the one that it was made beside.
+CARRIED = ("pool", "never", "avoided", "_before", "state", "decision", "explanation", "record")
+
+
 class AttemptState(Enum):
     """What Redis may hold of an attempt.
 
@@ -42,6 +46,9 @@ class AttemptState(Enum):
     BOOKED    A lease.
     RELEASED  Nothing that is still this attempt's: all of it was given back, or Redis is being told.
     ========  ==========================================================================================
+
+    With several pools one more attempt is made in each that is asked (``beside``). What one of them got is taken over
+    (``take_over``), the others are withdrawn; both end in RELEASED.
 
     =================  =================================  ====================================================
     method             from → to                          when
@@ -55,6 +62,7 @@ class AttemptState(Enum):
     ``not_booked``     ASKED → QUEUED                     no worker can be chosen; an earlier ticket may be left
     ``unanswered``     ASKED → QUEUED                     Redis failed; the reservation is cancelled besides
     ``hand_over``      BOOKED → RELEASED                  a gateway keeps the lease, and settles it by itself
+    ``withdraw``       every state → NEW                  another pool got the request, or is asked instead
     ``release``        every state → RELEASED             the attempt is over
     =================  =================================  ====================================================
 
@@ -136,15 +144,17 @@ class Attempt:
 
     ``decision`` is None until a worker is chosen. ``never`` are workers that must not be chosen at all; ``avoided``
     are other workers that failed a request a moment ago, which the last decision passed over. ``explanation`` explains
-    the decision as JSON; empty if the client asked for none. ``on_first_byte`` is called before the client is answered;
+    the decision as JSON; empty if the client asked for none. ``record``: of the decision, for the decision log; None if
+    it does not belong to the sample. ``several``: whether the model has several pools; ``pool``
+    is then the chosen one. ``on_first_byte`` is called before the client is answered;
     None unless two attempts race. ``output`` counts the tokens of the answer, for a client with limits only.
     ``tail``: the end of an approximate worker's answer, and ``shortfall`` what that says it lacked of the prompt.
     ``span``: of this attempt in the request's trace; None unless that is traced.
     """
 
     __slots__ = (
-        "_attempts", "_avoids_failing", "_before", "avoided", "decision", "explanation", "never", "on_first_byte",
-        "output", "pool", "reservation", "shortfall", "span", "state", "tail",
+        "_attempts", "_avoids_failing", "_before", "_beside", "avoided", "decision", "explanation", "never",
+        "on_first_byte", "output", "pool", "record", "reservation", "several", "shortfall", "span", "state", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -165,11 +175,48 @@ class Attempt:
         self._before = self.state = AttemptState.NEW
         self.decision: Decision | None = None
         self.explanation = b""
+        self.record: dict[str, Any] | None = None
         self.on_first_byte: Callable[[Attempt], None] | None = None
         self.output: OutputTokens | None = None
         self.tail: AnswerTail | None = None
         self.shortfall: Shortfall | None = None
         self.span: TrySpan | None = None
+        self.several = False
+        self._beside: tuple[Attempt, ...] = ()  # not yet taken over or withdrawn: they belong to this attempt
+
+    # ------------------------------------------------ in several pools
+
+    def beside(self, pool: Pool, unable: tuple[str, ...]) -> Attempt:
+        """The same attempt in another pool. What it takes this attempt gives back, unless it is withdrawn before.
+
+        unable: workers of that pool that cannot serve the request.
+        """
+        never = tuple(dict.fromkeys((*self.never, *unable)))
+        other = Attempt(self._attempts, pool, self.reservation, never, avoids_failing=self._avoids_failing)
+        self.several = True
+        self._beside = (*self._beside, other)
+        return other
+
+    def take_over(self, other: Attempt) -> None:
+        """Become an attempt that was made ``beside`` this one; give back what this one and all others hold."""
+        if self.state is not AttemptState.NEW:
+            self.give_back("cancelled", unserved=True)
+        for name in CARRIED:
+            setattr(self, name, getattr(other, name))
+        other.state, other.decision = AttemptState.RELEASED, None
+        self.withdraw_others()
+
+    def withdraw_others(self) -> None:
+        """Give back what the attempts beside this one hold."""
+        others, self._beside = self._beside, ()
+        for other in others:
+            other.give_back("cancelled", unserved=True)
+
+    def withdraw(self) -> None:
+        """Give back all that this attempt holds, so that it may be made in another pool."""
+        self.withdraw_others()
+        self.give_back("cancelled", unserved=True)
+        self.state, self.decision, self.explanation = AttemptState.NEW, None, b""
 
     # ------------------------------------------------ what becomes of it
 
@@ -286,21 +333,32 @@ class Attempt:
 
         It never waits, so no cancellation can stop it half-way. Redis knows the end before another attempt is decided.
         """
+        if self._beside:
+            self.withdraw_others()
+        state = self.give_back(outcome, unserved=outcome == "failed")
+        if self.span is not None and state is not AttemptState.RELEASED:
+            self.span.end(outcome)
+        if state in (AttemptState.ASKED, AttemptState.BOOKED):
+            self._attempts.settled[outcome].inc()
+
+    def give_back(self, outcome: Outcome, *, unserved: bool) -> AttemptState:
+        """Give back what this attempt holds in its pool; returns the state in which it was.
+
+        unserved: a client with limits does not pay for the prompt.
+        """
         state, self.state = self.state, AttemptState.RELEASED
         if state is AttemptState.RELEASED:
-            return
+            return state
         pool, reservation = self.pool, self.reservation
         pool.reservations.remove(reservation)
         pool.tries.end(reservation)
         if self.decision is not None:
             pool.degraded.give(self.decision.worker_id)
-        if self.span is not None:
-            self.span.end(outcome)
         if state in (AttemptState.ASKED, AttemptState.QUEUED) and pool.fleet.limits.max_engine_wait_s:
             self._attempts.tickets.leave(pool, reservation)
         if state in (AttemptState.ASKED, AttemptState.BOOKED):
-            self._attempts.settled[outcome].inc()
             tokens = 0 if self.output is None else self.output.count
-            if outcome == "failed" and self.decision is not None and self.decision.use is not None:
-                tokens = -self.decision.prompt_tokens  # a client with limits pays nothing for a failure
+            if unserved and self.decision is not None and self.decision.use is not None:
+                tokens = -self.decision.prompt_tokens
             self._attempts.tell(pool, reservation, outcome, tokens, self.shortfall)
+        return state

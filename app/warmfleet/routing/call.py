@@ -152,6 +152,14 @@ class Job(NamedTuple):
     priority: int = 0
     logged: bool = False
     continuable: Continuable | None = None
+    homes: tuple[Pool, ...] = ()
+
+    @property
+    def has_another_worker(self) -> bool:
+        """Whether the model had more than one worker when its pools were last read."""
+        if self.homes:
+            return sum([len(pool.view.workers) for pool in self.homes]) > 1
+        return len(self.pool.view.workers) > 1
 
     def engine_priority(self, decision: Decision) -> int | None:
         """The request's priority for the engine of the chosen worker; None if that does not go by priorities."""

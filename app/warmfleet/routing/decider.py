@@ -59,17 +59,20 @@ class Decider:
         self._decisions = cache(metrics.decisions.labels)  # by policy, reason and model, of which there are few
         self._of_model = cache(partial(_OfModel.of, metrics))
 
-    async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:
+    async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool, alone: bool = True) -> Decision | Queued:
         """Choose a worker, or take a ticket if all are saturated. may_wait: the queue has room for the body.
 
         A request that waits goes on waiting if Redis does not answer once, and is decided without Redis after that.
+
+        alone: False if another pool may serve the job. Then nothing is chosen without Redis, the error is raised
+        instead, and the caller tells by ``keep`` that the decision stands.
 
         Raises NoWorker, CancelledReservation, RateLimited, and FleetUnavailable if the fleet was never read.
         """
         pool, call = job.pool, job.call
         exclude = attempt.excluded()
-        if not pool.degraded.asks_redis:
-            return await self._without_redis(job, attempt, exclude, "open")
+        if alone and not pool.degraded.asks_redis:
+            return await self.without_redis(job, attempt, "open")
         counted, started = self._of_model(pool.tag), time.perf_counter()
         waited_ms = round(1_000 * (started - call.received_at))
         place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait)
@@ -80,9 +83,9 @@ class Decider:
         attempt.asks()
         try:
             decision = await pool.fleet.decide_in_turn(ask, place, tell=tell)
-        except NoWorker:
+        except NoWorker as error:  # Redis may have come back empty
             attempt.not_booked()
-            return await self._without_redis(job, attempt, exclude, "no_worker")  # Redis may have come back empty
+            return await self._instead(job, attempt, "no_worker", error, alone=alone)
         except CancelledReservation:  # only under a gateway's key: Redis is well, and books nothing for it
             attempt.not_booked()
             raise
@@ -98,7 +101,7 @@ class Decider:
                 return STILL_QUEUED
             attempt.unanswered()
             reason = "away" if isinstance(error, FleetUnavailable) else error.code
-            return await self._without_redis(job, attempt, exclude, reason)
+            return await self._instead(job, attempt, reason, error, alone=alone)
         finally:
             counted.seconds.observe(time.perf_counter() - started)
         pool.degraded.succeeded()
@@ -108,35 +111,50 @@ class Decider:
             else:
                 attempt.refused()
             return decision
-        attempt.booked(decision, self._explained(job, ask, decision, rings))
-        if attempt.span is not None:
-            attempt.span.decided(decision, ask.policy)
-        self._note(job, ask.policy, decision, counted)
+        attempt.booked(decision)
+        if decision.seen is not None:
+            self._explain(job, attempt, ask, decision, rings)
+        if alone:
+            self.keep(job, attempt, decision, ask.policy)
         return decision
 
-    def _note(self, job: Job, policy: str, decision: Decision, counted: _OfModel) -> None:
-        """Count a decision of Redis, and keep it for people who look."""
+    def keep(self, job: Job, attempt: Attempt, decision: Decision, policy: str) -> None:
+        """Count a decision of Redis that stands, and keep it for people who look."""
         pool, call = job.pool, job.call
+        counted = self._of_model(pool.tag)
+        if attempt.record is not None:
+            self._log.note(attempt.record)
+        if attempt.span is not None:
+            attempt.span.decided(decision, policy)
         counted.prompt_tokens.inc(decision.prompt_tokens)
         counted.matched_tokens.inc(decision.matched_tokens)
         self._decisions(policy, decision.why, pool.tag).inc()
         pool.recent.note(call.request_id, call.path.name, job.prompt.kind, policy, decision)
 
-    def _explained(self, job: Job, ask: Ask, decision: Decision, rings: Mapping[str, tuple[str, ...]] | None) -> bytes:
-        """Log a decision that belongs to the sample; returns its explanation if the client asked for one, else b""."""
-        if decision.seen is None:
-            return b""
-        pool, hints = job.pool, job.call.hints
+    def _explain(
+        self, job: Job, attempt: Attempt, ask: Ask, decision: Decision, rings: Mapping[str, tuple[str, ...]] | None
+    ) -> None:
+        """Give the attempt the record of a decision that belongs to the sample, and the explanation if it is wanted."""
+        pool = job.pool
         if rings is not None:
-            self._log.note(record(pool.tag, ask, pool.fleet.weights, decision, rings))
-        return explanation(ask, pool.fleet.weights, decision) if hints.explain else b""
+            attempt.record = record(pool.tag, ask, pool.fleet.weights, decision, rings)
+        if job.call.hints.explain:
+            attempt.explanation = explanation(ask, pool.fleet.weights, decision)
 
-    async def _without_redis(self, job: Job, attempt: Attempt, exclude: tuple[str, ...], reason: str) -> Decision:
+    async def _instead(
+        self, job: Job, attempt: Attempt, reason: str, error: WarmfleetError, *, alone: bool
+    ) -> Decision:
+        """A choice without Redis, unless another pool may serve the job: then the error is raised."""
+        if not alone:
+            raise error
+        return await self.without_redis(job, attempt, reason)
+
+    async def without_redis(self, job: Job, attempt: Attempt, reason: str) -> Decision:
         """Choose among the workers of the last reading. reason: for the metrics, why Redis did not choose.
 
         Raises NoWorker, and FleetUnavailable if the fleet was never read.
         """
-        pool = job.pool
+        pool, exclude = job.pool, attempt.excluded()
         key = job.prompt.beginning or attempt.reservation.encode()
         if reason == "no_worker":
             await pool.last_known.look()  # the operator may have drained the last worker since the last reading

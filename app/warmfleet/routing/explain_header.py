@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import orjson
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from warmfleet.fleet import Ask, Candidate, Decision, Weights
     from warmfleet.routing.attempt import Attempt
 
@@ -29,6 +31,8 @@ def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which:
             (b"x-warmfleet-prompt-tokens", b"%d" % decision.prompt_tokens),
             (b"x-warmfleet-reservation", attempt.reservation_word.encode()),
         )
+        if attempt.several:
+            headers.append((b"x-warmfleet-pool", attempt.pool.tag.encode()))
     return headers
 
 
@@ -63,3 +67,8 @@ def cheapest(decision: Decision) -> list[Candidate]:
 def terms_of(row: Candidate) -> dict[str, float]:
     """The terms of a cost that are not 0, by name."""
     return {name.removesuffix("_s"): seconds for name, seconds in asdict(row.terms).items() if seconds}
+
+
+def with_pools(explained: bytes, pool: str, answers: Iterable[dict[str, object]]) -> bytes:
+    """The explanation, and first the chosen pool and what each pool that was asked has answered."""
+    return orjson.dumps({"pool": pool, "pools": list(answers)})[:-1] + b"," + explained[1:]

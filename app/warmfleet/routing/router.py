@@ -17,6 +17,7 @@ from warmfleet.routing.attempt import Attempts
 from warmfleet.routing.call import Job, Placement
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
+from warmfleet.routing.homes.pool_choice import PoolChoice
 from warmfleet.routing.relay import Relay
 from warmfleet.routing.rescue.continuation import Continuation
 from warmfleet.routing.rescue.hedging import Hedging
@@ -77,30 +78,36 @@ class Router:
         self._retry_budget = RetryBudget()
         self._placing: set[bytes] = set()  # keys of gateways' requests that are being placed
         self._decider = Decider(self._log, metrics)
+        self._choice = PoolChoice(self._queue, self._decider, identifier, metrics)
+        self._prefix_tokens = settings.pool_prefix_tokens
         self._relay = Relay(upstream, settings, metrics)
         self._forward: Forward = self._relay.forward
         if settings.hedge_after_s:
             self._forward = Hedging(
-                settings.hedge_after_s, self._relay, self._attempts, self._decider, self._retry_budget, metrics
+                settings.hedge_after_s, self._relay, self._attempts, self._choice, self._retry_budget, metrics
             ).forward
         self._continuation = Continuation(
-            settings, metrics, self._attempts, self._queue, self._decider, self._relay, self._retry_budget
+            settings, metrics, self._attempts, self._choice, self._relay, self._retry_budget
         )
 
     async def serve(self, call: Call, answer: ClientAnswer) -> None:
         """Answer ``call``. Raises WarmfleetError; unless ``answer.started``, nothing was sent to the client then."""
         job = self._continuation.prepared(await self._prepare(call))
-        pool = job.pool
-        answer.model = pool.tag
+        answer.model = job.pool.tag
         retries = _Retries(job, self._retry_budget)
         while True:
             attempt = self._attempts.begin(job, retries.failed_workers, avoids_failing=retries.avoids_failing)
             outcome: Outcome = "cancelled"  # until it is known how the attempt ended
             try:
-                decision = await self._queue.admit(job, attempt, self._decider.decide)  # 3 decide
+                if job.homes:
+                    job, decision = await self._choice.admit(job, attempt)
+                    answer.model = job.pool.tag
+                else:
+                    decision = await self._queue.admit(job, attempt, self._decider.decide)  # 3 decide
                 outcome = await self._forward(job, attempt, decision, answer, retries.tried_elsewhere)  # 4 forward
                 if outcome == "finished":
-                    pool.outliers.served(decision, retries.to_blame)
+                    job.pool.outliers.served(decision, ())
+                    retries.blame()
                 return  # noqa: TRY300  an else would part the five steps
             except StreamCut as cut:
                 outcome = "failed"
@@ -113,7 +120,7 @@ class Router:
                     raise
                 if error.refused or not error.answered:  # an answer of 500 may be the request's own fault
                     attempt.worker_failed()
-                retries.worker_failed(decision, error)  # raises the error if no other worker may be tried
+                retries.worker_failed(job.pool, decision, error)  # raises the error if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
                 _retried(job, decision.worker_id, error)
                 job = job.admitted()
@@ -134,23 +141,26 @@ class Router:
         body = self.tenancy.isolate(request, call.body, call.tenant)
         pool = await self.pools.find(request.model, call.models)
         self._check_model(call, request, pool)
-        prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
+        served = self.pools.served[pool.name]
+        several = len(served.pools) > 1
+        prompt = await self._identifier.identify(pool, request, body, call.headers, counted=not several)  # 2 identify
         if call.trace is not None:
             model = (request.model or pool.name)[:MAX_NAME_CHARACTERS]
             facts = PromptFacts(model, prompt.kind, prompt.reason, prompt.prompt_tokens, request.stream)
             call.trace.identified(facts)
-        return Job(call, request, body, pool, prompt, offer(request, prompt), priority, self._log.wants())
+        homes = served.order_for(prompt, request.model, self._prefix_tokens) if several else ()
+        return Job(call, request, body, pool, prompt, offer(request, prompt), priority, self._log.wants(), homes=homes)
 
     def _check_model(self, call: Call, request: Request, pool: Pool) -> None:
         """Raises ModelNotFound, as for a model that does not exist, if the client's key is not for the request's model.
 
         Engines may read the model of a form, or of a query, otherwise than routers do. So the client needs the right to
-        every name that the pool serves, unless its body is a JSON object.
+        every name that the model's pools serve, unless its body is a JSON object.
         """
         if call.models is None:
             return
         named = request.model or pool.name
-        reachable = {named} if call.body.lstrip().startswith(b"{") else {named, *pool.view.models}
+        reachable = {named} if call.body.lstrip().startswith(b"{") else {named, *self.pools.served[pool.name].names}
         if not reachable <= call.models:
             raise self.pools.not_found(named, call.models)
 
@@ -168,9 +178,9 @@ class Router:
             while True:
                 attempt = self._attempts.begin(job, handover.exclude, avoids_failing=avoids_failing, key=handover.key)
                 try:
-                    decision = await self._queue.admit(job, attempt, self._decider.decide)
+                    job, decision = await self._choice.admit(job, attempt)
                     if decision.outcome == "known":
-                        await self.renew(job.pool.name, attempt.reservation)
+                        await self.renew(job.pool.tag, attempt.reservation)
                     return self._hand_over(job, attempt, decision)
                 except NoWorker:
                     if not (avoids_failing and attempt.avoided):
@@ -190,7 +200,7 @@ class Router:
             headers[PRIORITY_HEADER] = str(number)
         return Placement(
             attempt.hand_over(),
-            job.pool.name,
+            job.pool.tag,
             decision.worker_id,
             decision.url,
             decision.matched_tokens,
@@ -206,7 +216,7 @@ class Router:
         The worker is judged by it as by an answer that this replica got, once. Raises ModelNotFound, BadRequest,
         FleetUnavailable.
         """
-        pool = await self.pools.find(model)
+        pool = await self._pool_of(model, reservation)
         lease = await pool.fleet.lease(reservation)
         word = await pool.fleet.settle(reservation, ending.outcome, ending.tokens)
         if word in ("STARTED", "SETTLED"):
@@ -220,12 +230,27 @@ class Router:
 
         Raises CancelledReservation if it has ended, ModelNotFound, BadRequest, FleetUnavailable.
         """
-        pool = await self.pools.find(model)
+        pool = await self._pool_of(model, reservation)
         # Without a worker nothing is booked anew: what has expired or was settled stays so.
         renewed, _, _ = await pool.fleet.renew([Renewal(reservation, "", 0, 0)])
         if not renewed:
             raise CancelledReservation("This reservation was settled or has expired.", "reservation")
         return pool.fleet.spans.lease_ms / 1_000
+
+    async def _pool_of(self, model: str, reservation: str) -> Pool:
+        """The pool with this tag; of a model's name the pool that has the reservation.
+
+        Raises ModelNotFound, BadRequest, FleetUnavailable.
+        """
+        pool = self.pools.tagged(model)
+        if pool is not None:
+            return pool
+        pool = await self.pools.find(model)
+        pools = self.pools.served[pool.name].pools
+        for one in pools if len(pools) > 1 else ():
+            if await one.fleet.lease(reservation) is not None:
+                return one
+        return pool
 
     async def drained(self) -> None:
         """Return when no reservation is left to settle and no ticket to give up, whether Redis took them or not."""
@@ -251,12 +276,12 @@ def _judge(pool: Pool, worker_id: str, ending: Ending) -> None:
 class _Retries:
     """Decides after a failed attempt whether the job may have another one, and at which workers.
 
-    ``to_blame``: the decisions for workers that are to blame if another one serves the job.
+    ``to_blame``: the workers that are to blame if another one serves the job, as they were decided, by their pools.
     """
 
     def __init__(self, job: Job, budget: RetryBudget) -> None:
         self.failed_workers: tuple[str, ...] = ()
-        self.to_blame: tuple[Decision, ...] = ()
+        self.to_blame: tuple[tuple[Pool, Decision], ...] = ()
         self.avoids_failing = True
         self._last = False
         self._job = job
@@ -269,11 +294,16 @@ class _Retries:
     @property
     def tried_elsewhere(self) -> frozenset[int]:
         """The statuses of an answer that the client does not get: another worker is tried instead."""
-        if self._last or self._budget.empty or len(self._job.pool.view.workers) < 2:
+        if self._last or self._budget.empty or not self._job.has_another_worker:
             return NO_STATUS
         return BUSY if self._deaths + 1 == MAX_DEATHS else NO_ANSWER
 
-    def worker_failed(self, decision: Decision, error: UpstreamGone) -> None:
+    def blame(self) -> None:
+        """Another worker has served the job, so those that failed it are to blame."""
+        for pool, decision in self.to_blame:
+            pool.outliers.failed(decision)
+
+    def worker_failed(self, pool: Pool, decision: Decision, error: UpstreamGone) -> None:
         """Exclude this worker from the next attempt. Raises ``error`` if no other attempt may follow."""
         self._failure = error
         self._deaths += not error.refused
@@ -284,7 +314,7 @@ class _Retries:
             raise error
         if costs:
             self._budget.spend()
-            self.to_blame = (*self.to_blame, decision)
+            self.to_blame = (*self.to_blame, (pool, decision))
         self.failed_workers = (*self.failed_workers, decision.worker_id)
         self._next()
 

@@ -53,9 +53,17 @@ class History:
         self._points = {pool.tag: deque([self.now(pool)], maxlen=POINTS) for pool in pools.all}
 
     async def look(self) -> None:
-        """Add a point to every model. It waits for nothing."""
+        """Add a point to every pool. It waits for nothing."""
+        tags = {pool.tag for pool in self._pools.all}
+        self._points = {tag: points for tag, points in self._points.items() if tag in tags}
         for pool in self._pools.all:
-            self._points[pool.tag].append(self.now(pool))
+            self._of(pool).append(self.now(pool))
+
+    def _of(self, pool: Pool) -> deque[Point]:
+        """The points of a pool; its first one, if it has just come."""
+        if pool.tag not in self._points:
+            self._points[pool.tag] = deque([self.now(pool)], maxlen=POINTS)
+        return self._points[pool.tag]
 
     def now(self, pool: Pool) -> Point:
         """This moment."""
@@ -71,11 +79,11 @@ class History:
         None where nothing can be told, as a hit ratio without requests. They end at the last point: a rate since then
         would be that of some milliseconds at times.
         """
-        return columns([*self._points[pool.tag]])
+        return columns([*self._of(pool)])
 
     def lately(self, pool: Pool) -> dict[str, Number]:
         """The figures of now: ``decisions_per_s``, ``fallbacks_per_s``, and ``hit_ratio`` of the last minute."""
-        points = [*self._points[pool.tag], self.now(pool)]
+        points = [*self._of(pool), self.now(pool)]
         short, long = (_between(_before(points, span_s), points[-1]) for span_s in (RATE_S, RATIO_S))
         return {
             "decisions_per_s": short["decisions_per_s"],

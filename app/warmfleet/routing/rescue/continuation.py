@@ -31,11 +31,10 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.request import Request
-    from warmfleet.routing.admission_queue import AdmissionQueue
     from warmfleet.routing.attempt import Attempts
     from warmfleet.routing.call import Job
     from warmfleet.routing.client_answer import ClientAnswer
-    from warmfleet.routing.decider import Decider
+    from warmfleet.routing.homes.pool_choice import PoolChoice
     from warmfleet.routing.relay import Relay
     from warmfleet.routing.rescue.retry_budget import RetryBudget
     from warmfleet.settings import Settings
@@ -78,8 +77,7 @@ class Continuation:
         settings: Settings,
         metrics: Metrics,
         attempts: Attempts,
-        queue: AdmissionQueue,
-        decider: Decider,
+        choice: PoolChoice,
         relay: Relay,
         budget: RetryBudget,
     ) -> None:
@@ -88,8 +86,7 @@ class Continuation:
         self._expected_output = settings.expected_output_tokens
         self._metrics = metrics
         self._attempts = attempts
-        self._queue = queue
-        self._decider = decider
+        self._choice = choice
         self._relay = relay
         self._budget = budget
         self._kept = KeptIds()
@@ -144,19 +141,20 @@ class Continuation:
 
     async def _try(self, job: Job, failed_worker: str, followed: FollowedStream) -> str:
         """``continued``, or the word for the metrics why not. Raises WarmfleetError."""
-        view, age_s = job.pool.view, time.perf_counter() - job.call.received_at
+        age_s = time.perf_counter() - job.call.received_at
         rest = _rest(job, followed, self._expected_output)
         if rest is None or 0 < self._request_max_s <= age_s:
             return "unfit"
         if self._budget.empty:
             return "budget"
         self._budget.spend()
-        unable = [worker for worker in view.ids if not takes(view, worker, job, followed)]
+        views = [pool.view for pool in job.homes or (job.pool,)]
+        unable = [worker for view in views for worker in view.ids if not takes(view, worker, job, followed)]
         attempt = self._attempts.begin(rest, (failed_worker, *unable), avoids_failing=False)
         outcome: Outcome = "cancelled"
         try:
-            chosen = await self._queue.admit(rest, attempt, self._decider.decide)
-            if not takes(job.pool.view, chosen.worker_id, job, followed):  # it joined meanwhile, or Redis is away
+            rest, chosen = await self._choice.admit(rest, attempt)
+            if not takes(rest.pool.view, chosen.worker_id, job, followed):  # it joined meanwhile, or Redis is away
                 raise NoWorker("The worker that has room does not take the ids of this stream.")
             outcome = "failed"
             outcome = await self._relay.go_on(rest, attempt, chosen, ContinuedStream(followed))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.attempt import Attempt, Attempts
     from warmfleet.routing.call import Job
     from warmfleet.routing.client_answer import ClientAnswer
-    from warmfleet.routing.decider import Decider
+    from warmfleet.routing.homes.pool_choice import PoolChoice
     from warmfleet.routing.relay import Relay
     from warmfleet.routing.rescue.retry_budget import RetryBudget
 
@@ -69,13 +69,19 @@ class Hedging:
     """Forwards the jobs of one replica, and asks a second worker where the first one is late."""
 
     def __init__(
-        self, after_s: float, relay: Relay, attempts: Attempts, decider: Decider, budget: RetryBudget, metrics: Metrics
+        self,
+        after_s: float,
+        relay: Relay,
+        attempts: Attempts,
+        choice: PoolChoice,
+        budget: RetryBudget,
+        metrics: Metrics,
     ) -> None:
         """after_s: the delay before a second worker is asked."""
         self._after_s = after_s
         self._relay = relay
         self._attempts = attempts
-        self._decider = decider
+        self._choice = choice
         self._budget = budget
         self._hedged = metrics.hedged
 
@@ -122,14 +128,16 @@ class Hedging:
         self._hedged.labels("won").inc()
         outcome = await second
         if outcome == "finished" and other.decision is not None:
-            job.pool.outliers.served(other.decision, (decision,) if failed else ())
+            other.pool.outliers.served(other.decision, ())
+            if failed:
+                job.pool.outliers.failed(decision)
         return "failed" if failed else "cancelled"
 
     async def _second(self, job: Job, attempt: Attempt, answer: ClientAnswer) -> Outcome:
         """Raises WarmfleetError if there is no second worker with room, or if it fails."""
         outcome: Outcome = "failed"
         try:
-            decision = await self._decider.decide(job, attempt, may_wait=False)
+            job, decision = await self._choice.decide(job, attempt)
             if not isinstance(decision, Decision):
                 raise NoWorker("No other worker has room.")
             outcome = await self._relay.forward(job, attempt, decision, answer, FAILURES)
@@ -155,4 +163,4 @@ def hedgeable(job: Job) -> bool:
     request, prompt = job.request, job.prompt
     small = prompt.prompt_tokens <= MAX_PROMPT_TOKENS and prompt.prompt_count == request.samples == 1
     counts_once = job.call.limits is None  # both attempts would count for the client
-    return small and counts_once and request.stream and job.call.path.generates and len(job.pool.view.workers) > 1
+    return small and counts_once and request.stream and job.call.path.generates and job.has_another_worker

@@ -1,0 +1,1 @@
+"""Where a served model has several pools: the choice among them, for each request."""

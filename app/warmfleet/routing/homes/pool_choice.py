@@ -1,0 +1,300 @@
+"""Chooses the pool of a job whose model has several of them.
+
+The two home pools of the prompt are asked at once. Each decides exactly, among its own workers, and books; the cheaper
+booking stands, the other one is cancelled before the request is sent. Pools that are away, without a worker or full are
+passed over. A worker is chosen without Redis only if no pool can be asked.
+
+A request that finds all workers of its home pools busy waits where the line is shorter. While it waits there, it gets a
+worker of its other home pool that has room which nobody there waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import cache
+from typing import TYPE_CHECKING
+
+from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, RateLimited, WarmfleetError
+from warmfleet.fleet import Decision, Queued
+from warmfleet.pools.identified_prompt import same_in
+from warmfleet.routing.attempt import AttemptState
+from warmfleet.routing.explain_header import with_pools
+from warmfleet.routing.token_handoff import offer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.pool import Pool
+    from warmfleet.routing.admission_queue import AdmissionQueue
+    from warmfleet.routing.attempt import Attempt
+    from warmfleet.routing.call import Job
+    from warmfleet.routing.decider import Decider
+    from warmfleet.routing.identifier import Identifier
+
+logger = logging.getLogger("warmfleet.routing.homes.pool_choice")
+
+HOMES = 2  # pools that are asked at once
+MOST_ASKED = 3  # pools whose lines are compared for one request
+LATE_S = 0.05  # longest wait for the second answer; a decision takes a hundredth of it
+TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
+LONG_LINE_S = 1.0  # of work in both home pools' lines; to compute a prompt's beginning anew elsewhere takes less
+
+
+class PoolChoice:
+    """Admits the jobs of one replica to a worker of whichever pool is best."""
+
+    def __init__(self, queue: AdmissionQueue, decider: Decider, identifier: Identifier, metrics: Metrics) -> None:
+        self._queue = queue
+        self.decider = decider
+        self.identifier = identifier
+        self.passed_over = cache(metrics.passed_over.labels)
+
+    async def admit(self, job: Job, attempt: Attempt) -> tuple[Job, Decision]:
+        """As ``AdmissionQueue.admit``; the job is then that of the chosen pool, and so is the attempt."""
+        if not job.homes:
+            return job, await self._queue.admit(job, attempt, self.decider.decide)
+        choosing = _Choosing(self, job)
+        decision = await self._queue.admit(job, attempt, choosing.decide)
+        return choosing.job, decision
+
+    async def decide(self, job: Job, attempt: Attempt) -> tuple[Job, Decision | Queued]:
+        """As ``admit``, for a job that does not wait. Raises what ``Decider.decide`` raises."""
+        if not job.homes:
+            return job, await self.decider.decide(job, attempt, may_wait=False)
+        choosing = _Choosing(self, job)
+        answer = await choosing.decide(job, attempt, may_wait=False)
+        return choosing.job, answer
+
+
+class _Asked:
+    """One pool that is asked, and what it answered. ``error``: why it gave no answer, None while it has not failed."""
+
+    __slots__ = ("answer", "attempt", "error", "job")
+
+    def __init__(self, job: Job, attempt: Attempt) -> None:
+        self.job = job
+        self.attempt = attempt
+        self.answer: Decision | Queued | None = None
+        self.error: WarmfleetError | None = None
+
+    async def ask(self, decider: Decider, *, may_wait: bool) -> None:
+        try:
+            self.answer = await decider.decide(self.job, self.attempt, may_wait=may_wait, alone=False)
+        except WarmfleetError as error:
+            self.error = error
+
+    @property
+    def line(self) -> Queued | None:
+        """The line in which the request has a ticket."""
+        return self.answer if isinstance(self.answer, Queued) and self.answer.outcome == "queued" else None
+
+
+class _Choosing:
+    """The choice of a pool for one attempt. ``job``: in the pool that was chosen last."""
+
+    def __init__(self, choice: PoolChoice, job: Job) -> None:
+        self.job = self._first = job
+        self._choice = choice
+        self._failed: dict[str, str] = {}  # tag -> why; a pool that failed this attempt is asked by no other round
+
+    async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:  # noqa: ARG002
+        """A worker of the best pool, or a place in its line. Raises as ``Decider.decide``.
+
+        job: as it was before a pool was chosen.
+        """
+        if attempt.state is not AttemptState.NEW:
+            answer = await self._in_line(attempt, may_wait=may_wait)
+            if answer is not None:
+                return answer
+        asked: list[_Asked] = []
+        left = self._candidates()
+        while left:
+            count = 1 if asked else HOMES
+            asked += await self._ask(attempt, left[:count], may_wait=may_wait)
+            left = left[count:]
+            best, answer = _best(asked)
+            enough = not left or sum(one.answer is not None for one in asked) >= MOST_ASKED
+            long = isinstance(answer, Queued) and answer.work_s > LONG_LINE_S
+            if best is not None and answer is not None and (enough or not long):
+                return self._take(attempt, best, answer, asked)
+            if enough:
+                break
+        full = next((one.answer for one in asked if isinstance(one.answer, Queued)), None)
+        if full is not None:
+            attempt.withdraw_others()
+            return full
+        return await self._without_redis(attempt, asked)
+
+    async def _in_line(self, attempt: Attempt, *, may_wait: bool) -> Decision | Queued | None:
+        """Ask again in the pool where the attempt has a ticket; None if that is lost, or its pool is away."""
+        own = _Asked(self.job, attempt)
+        if attempt.pool.degraded.asks_redis:
+            await own.ask(self._choice.decider, may_wait=may_wait)
+        if isinstance(own.answer, Decision):
+            return self._stands(attempt, own.answer)
+        if own.line is None:
+            if isinstance(own.error, RateLimited | CancelledReservation):
+                raise own.error
+            if own.answer is not None:  # its place went to another request
+                return own.answer
+            self._pass_over(attempt.pool, own.error)
+            attempt.withdraw()
+            return None
+        others = [pool for pool in self._candidates()[:HOMES] if pool is not attempt.pool]
+        for other in await self._ask(attempt, others[:1], may_wait=False):
+            if isinstance(other.answer, Decision):
+                return self._take(attempt, other, other.answer, (own, other))
+        attempt.withdraw_others()
+        return own.line
+
+    def _candidates(self) -> list[Pool]:
+        """The pools that can be asked, in order; those with workers as of the last reading, if there are any."""
+        reachable = [pool for pool in self._first.homes if pool.tag not in self._failed]
+        reachable = [pool for pool in reachable if pool.degraded.asks_redis or self._note(pool, "away")]
+        return [pool for pool in reachable if pool.usable or self._note(pool, "empty")] or reachable
+
+    def _note(self, pool: Pool, reason: str) -> bool:
+        """Count that a home pool is passed over; returns False."""
+        if pool in self._first.homes[:HOMES]:
+            self._choice.passed_over(reason, pool.tag).inc()
+            level = logging.INFO if reason == "empty" else logging.WARNING  # of an empty pool the readings tell
+            logger.log(level, "%s is passed over, other pools of the model are asked: %s", pool.tag, reason)
+        return False
+
+    def _pass_over(self, pool: Pool, error: WarmfleetError | None) -> None:
+        """Ask this pool no more for this attempt. error: why; None: it is known to be away."""
+        reason = "no_worker" if isinstance(error, NoWorker) else "late" if isinstance(error, _Late) else "away"
+        self._failed[pool.tag] = reason
+        self._note(pool, reason)
+
+    async def _ask(self, attempt: Attempt, pools: Sequence[Pool], *, may_wait: bool) -> list[_Asked]:
+        """Ask these pools at once. Raises CancelledReservation and RateLimited if one of them does."""
+        asked = []
+        for pool in pools:
+            job = await self._at(pool)
+            asked.append(_Asked(job, attempt.beside(pool, job.prompt.unable_workers)))
+        if len(asked) == 1:
+            await asked[0].ask(self._choice.decider, may_wait=may_wait)
+        elif asked:
+            await self._at_once(asked, may_wait=may_wait)
+        for one in asked:
+            if isinstance(one.error, RateLimited | CancelledReservation):
+                raise one.error
+            if one.error is not None:
+                self._pass_over(one.job.pool, one.error)
+        return asked
+
+    async def _at_once(self, asked: Sequence[_Asked], *, may_wait: bool) -> None:
+        """Ask them together. Once one has answered, the others have LATE_S left."""
+        tasks = {asyncio.create_task(one.ask(self._choice.decider, may_wait=may_wait)): one for one in asked}
+        waiting = set(tasks)
+        try:
+            while waiting:
+                answered = any(one.answer is not None for one in asked)
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=LATE_S if answered else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()  # raises a bug of ours
+                if answered and not done:
+                    break
+        finally:
+            for task in waiting:
+                task.cancel()
+        for task in waiting:
+            late = tasks[task]
+            late.error = _Late(f"no answer within {LATE_S:g} s of another pool's")
+            late.job.pool.degraded.failed(str(late.error))
+
+    async def _at(self, pool: Pool) -> Job:
+        """The job as the workers of this pool have it."""
+        first = self._first
+        if pool is first.pool:
+            return first
+        prompt = same_in(first.prompt, first.request, first.pool.view, pool.view)
+        if prompt is not None:
+            return first._replace(pool=pool, prompt=prompt)
+        identify = self._choice.identifier.identify
+        prompt = await identify(pool, first.request, first.body, first.call.headers, counted=False)
+        return first._replace(pool=pool, prompt=prompt, offer=offer(first.request, prompt))
+
+    def _take(
+        self, attempt: Attempt, best: _Asked, answer: Decision | Queued, asked: Sequence[_Asked]
+    ) -> Decision | Queued:
+        """Let the best answer stand, and cancel what the other pools booked."""
+        attempt.take_over(best.attempt)
+        self.job = best.job
+        if attempt.explanation:
+            attempt.explanation = with_pools(attempt.explanation, attempt.pool.tag, map(_told, asked))
+        if isinstance(answer, Decision):
+            return self._stands(attempt, answer)
+        if attempt.span is not None:
+            attempt.span.queued()
+        return answer
+
+    def _stands(self, attempt: Attempt, decision: Decision) -> Decision:
+        pool, prompt = self.job.pool, self.job.prompt
+        self._choice.decider.keep(self.job, attempt, decision, pool.policy.name)
+        if len(prompt.prompts) == 1:
+            pool.uses.note(prompt.prompts[0], prompt.identity_key)
+        return decision
+
+    async def _without_redis(self, attempt: Attempt, asked: Sequence[_Asked]) -> Decision:
+        """Choose among the workers of the last readings, of the first pool that has any.
+
+        Raises NoWorker, and FleetUnavailable if no pool was ever read.
+        """
+        avoided = [worker for one in asked for worker in one.attempt.avoided]
+        attempt.withdraw_others()
+        failure: WarmfleetError | None = None
+        for pool in self._first.homes:
+            job = await self._at(pool)
+            one = attempt.beside(pool, job.prompt.unable_workers)
+            reason = self._failed.get(pool.tag, "open")
+            try:
+                decision = await self._choice.decider.without_redis(job, one, reason)
+            except (NoWorker, FleetUnavailable) as error:
+                failure = error if failure is None or isinstance(error, NoWorker) else failure
+                avoided += one.avoided
+                continue
+            attempt.take_over(one)
+            self.job = job
+            if attempt.span is not None:
+                attempt.span.decided(decision, "", reason)
+            return decision
+        attempt.withdraw_others()
+        attempt.avoided = tuple(dict.fromkeys(avoided))
+        raise failure or NoWorker(f"`{self._first.pool.name}` has no pool.")
+
+
+class _Late(FleetUnavailable):
+    """Another pool has answered, and this one has not for a while."""
+
+
+def _best(asked: Sequence[_Asked]) -> tuple[_Asked, Decision | Queued] | tuple[None, None]:
+    """The cheapest booking; without any the shortest line; None if there is neither. The first of equals."""
+    booked = [(one, one.answer) for one in asked if isinstance(one.answer, Decision)]
+    if booked:
+        known = next((item for item in booked if item[1].outcome == "known"), None)
+        if known is not None:
+            return known
+        lowest = min(decision.cost_s for _, decision in booked)
+        tied = [item for item in booked if item[1].cost_s <= lowest + TIE_S]
+        return max(tied, key=lambda item: item[1].matched_tokens)
+    lines = [(one, line) for one in asked if (line := one.line) is not None]
+    return min(lines, key=lambda item: item[1].work_s) if lines else (None, None)
+
+
+def _told(asked: _Asked) -> dict[str, object]:
+    """One pool's answer, for people."""
+    told: dict[str, object] = {"pool": asked.job.pool.tag}
+    answer = asked.answer
+    if isinstance(answer, Decision):
+        told |= {"worker": answer.worker_id, "matched": answer.matched_tokens, "cost": answer.cost_s}
+    elif answer is not None:
+        told |= {"answer": answer.outcome, "line_s": answer.work_s}
+    elif asked.error is not None:
+        told["answer"] = asked.error.code
+    return told

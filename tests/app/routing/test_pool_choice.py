@@ -1,0 +1,364 @@
+"""One model over several pools: two home pools are asked at once, the cheaper one serves, nothing is left in any."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.app.replica import replica
+from tests.app.simulated import simulated
+from tests.conftest import poll
+
+from warmfleet.errors import FleetUnavailable, NoWorker, Overloaded, RateLimited, WarmfleetError
+from warmfleet.fleet import Decision, Fleet, Line, Queued, Standing, Weights, connect
+from warmfleet.metrics import Metrics
+from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.fleet_view import View
+from warmfleet.pools.homes.rendezvous import STEP, in_order, key_of
+from warmfleet.pools.identified_prompt import IdentifiedPrompt
+from warmfleet.pools.pool import Pool, Pools, ServedModel
+from warmfleet.prompt.block_hashes import Chain
+from warmfleet.prompt.dialects import bodies
+from warmfleet.prompt.engine_paths import KNOWN
+from warmfleet.routing.admission_queue import AdmissionQueue
+from warmfleet.routing.attempt import Attempts, AttemptState
+from warmfleet.routing.call import Call, Hints, Job
+from warmfleet.routing.decider import Decider
+from warmfleet.routing.decision_log import DecisionLog
+from warmfleet.routing.homes.pool_choice import PoolChoice
+from warmfleet.routing.tickets import Tickets
+from warmfleet.routing.token_handoff import Offer
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet.fleet import Ask, Place, WorkerView
+    from warmfleet.fleet.connection.multiplexed import OnAnswer
+    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.routing.identifier import Identifier
+
+TAGS = ("m#1", "m#2", "m#3", "m#4")
+Word = (
+    str  # what a pool of the test answers: ``book``, ``queue``, ``full``, ``none``, ``away``, ``late`` or ``limited``
+)
+
+
+class Store:
+    """Redis of one pool, by a script: what it answers, and what it holds of requests."""
+
+    def __init__(self, tag: str) -> None:
+        self.words: list[Word] = []
+        self.cost_s = 1.0
+        self.matched = 0
+        self.work_s = 0.1
+        self.slow_s = 0.0
+        self.away = False
+        self.asked = 0
+        self.booked: set[str] = set()
+        self.tickets: set[str] = set()
+        self.tag = tag
+        self.limits = SimpleNamespace(max_engine_wait_s=1.0)
+        self.timeouts = SimpleNamespace(request_s=1.0)
+        self.spans = SimpleNamespace(lease_ms=30_000)
+        self.weights = Weights()
+
+    async def decide_in_turn(self, ask: Ask, place: Place, *, tell: bool = False) -> Decision | Queued:
+        self.asked += 1
+        word = self.words.pop(0) if self.words else "book"
+        name = ask.reservation
+        if word == "queue" and not place.may_wait:
+            word = "full"
+        if word in ("book", "late"):
+            self.booked.add(name)
+            self.tickets.discard(name)
+        elif word == "queue":
+            self.tickets.add(name)
+        await asyncio.sleep(0.2 if word == "late" else self.slow_s)
+        if word == "none":
+            raise NoWorker("none")
+        self.away = word in ("away", "late")
+        if self.away:
+            raise FleetUnavailable("away")
+        if word == "limited":
+            raise RateLimited("limited", {})
+        if word in ("queue", "full"):
+            return Queued("queued" if word == "queue" else "full", len(self.tickets), self.work_s)
+        worker = f"{self.tag}.w"
+        return Decision(name, "booked", worker, worker, "http://w", self.matched, 100, False, False, self.cost_s, 0,
+                        False, 100 - self.matched, 110)  # fmt: skip
+
+    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, *_more: Any) -> None:
+        assert outcome in ("finished", "cancelled", "failed")
+
+        def take() -> None:
+            self.booked.discard(reservation)
+            on_answer([b"SETTLED"], None)
+
+        asyncio.get_running_loop().call_soon(take)
+
+    async def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> Line:
+        self.tickets -= {*leaving}
+        if self.away:
+            raise FleetUnavailable("away")
+        known = {name: Standing.TURN if name in self.tickets else Standing.UNKNOWN for name in waiting}
+        return Line(len(self.tickets), 0, self.work_s, known)
+
+    async def workers(self) -> list[WorkerView]:
+        return []
+
+
+def worker(tag: str) -> WorkerView:
+    return cast(
+        "WorkerView",
+        SimpleNamespace(worker_id=f"{tag}.w", url="http://w", routable=True, server=None, record={}, approximate=False),
+    )
+
+
+class Fixture:
+    """Four pools of one model, and the choice among them."""
+
+    def __init__(self) -> None:
+        self.stores = {tag: Store(tag) for tag in TAGS}
+        self.pools = [Pool(tag, cast("Fleet", store), DegradedMode(60.0)) for tag, store in self.stores.items()]
+        for pool in self.pools:
+            pool.show(View((worker(pool.tag),), read_at=1.0, ids=(f"{pool.tag}.w",)))
+        self.metrics = Metrics()
+        self.attempts = Attempts(Tickets(), self.metrics)
+        settings = Settings(models=TAGS)
+        queue = AdmissionQueue(self.attempts.tickets, settings, self.metrics)
+        decider = Decider(DecisionLog("", 0.0, self.metrics), self.metrics)
+        self.choice = PoolChoice(queue, decider, cast("Identifier", None), self.metrics)
+
+    def job(self, **more: Any) -> Job:
+        call = Call(KNOWN["/v1/completions"], b"{}", "id", b"", received_at=time.perf_counter(), **more)
+        request = bodies.parse(call.path, b'{"model":"m","prompt":"text"}')
+        prompt = IdentifiedPrompt((), 100, 110, "exact")
+        return Job(call, request, b"{}", self.pools[0], prompt, Offer(), homes=tuple(self.pools))
+
+    async def admit(self, job: Job | None = None) -> tuple[str, Decision]:
+        """The tag of the chosen pool, and its decision; everything is given back then."""
+        job = job or self.job()
+        attempt = self.attempts.begin(job, (), avoids_failing=True)
+        try:
+            job, decision = await self.choice.admit(job, attempt)
+            assert job.pool is attempt.pool
+            held = [tag for tag, store in self.stores.items() if attempt.reservation in store.booked]
+            assert attempt.pool.tag in held or attempt.state is not AttemptState.BOOKED
+            return attempt.pool.tag, decision
+        finally:
+            attempt.release("finished")
+            await self.nothing_left()
+
+    async def nothing_left(self) -> None:
+        await self.attempts.drained()
+        assert {tag: (store.booked, store.tickets) for tag, store in self.stores.items()} == dict.fromkeys(
+            TAGS, (set(), set())
+        )
+        assert all(not pool.reservations and not pool.degraded.in_flight for pool in self.pools)
+
+    def asked(self) -> list[int]:
+        return [store.asked for store in self.stores.values()]
+
+    def script(self, *words: str) -> None:
+        """What the pools answer, each a text of words."""
+        for store, text in zip(self.stores.values(), words, strict=False):
+            store.words = text.split()
+
+
+async def test_the_cheaper_of_two_bookings_stands_and_the_other_one_is_cancelled() -> None:
+    fixture = Fixture()
+    fixture.stores["m#1"].cost_s = 2.0
+    assert (await fixture.admit())[0] == "m#2"
+    assert fixture.asked() == [1, 1, 0, 0]
+    fixture.stores["m#2"].cost_s = 2.004
+    assert (await fixture.admit())[0] == "m#1", "equal costs: the first home pool"
+    fixture.stores["m#2"].matched = 64
+    assert (await fixture.admit())[0] == "m#2", "equal costs: the longer match"
+    settled = fixture.metrics.settled.labels("finished")._value.get()
+    assert settled == 3, "what was cancelled at once counts as no request"
+    assert sum(pool.recent.decided for pool in fixture.pools) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen", "asked"),
+    [
+        (("none", "book"), "m#2", [1, 1, 0, 0]),
+        (("none", "none", "book"), "m#3", [1, 1, 1, 0]),
+        (("full", "full", "book"), "m#3", [1, 1, 1, 0]),
+        (("away", "away", "away", "book"), "m#4", [1, 1, 1, 1]),
+        (("queue", "book"), "m#2", [1, 1, 0, 0]),
+        (("late", "book"), "m#2", [1, 1, 0, 0]),
+        (("away", "full", "queue book"), "m#3", [1, 1, 2, 0]),
+    ],
+)
+async def test_pools_that_cannot_serve_are_passed_over(words: tuple[str, ...], chosen: str, asked: list[int]) -> None:
+    fixture = Fixture()
+    fixture.script(*words)
+    assert (await fixture.admit())[0] == chosen
+    assert fixture.asked() == asked
+    counted = fixture.metrics.passed_over.labels
+    for tag, word in zip(TAGS[:2], words, strict=False):
+        reason = {"none": "no_worker"}.get(word, word)
+        told = sum(counted(reason, tag)._value.get() for reason in (reason,))
+        assert told == (1 if word in ("none", "away", "late") else 0)
+
+
+async def test_a_pool_that_is_away_is_not_asked_again_by_every_request() -> None:
+    fixture = Fixture()
+    fixture.script("away away", "")
+    for _ in range(5):
+        assert (await fixture.admit())[0] == "m#2"
+    first, second, third, _ = fixture.asked()
+    assert (first <= 2, second, first + third) == (True, 5, 5), "another pool takes its place"
+
+
+async def test_it_waits_where_the_line_is_shorter_and_goes_where_there_is_room() -> None:
+    fixture = Fixture()
+    fixture.script("queue", "queue book")
+    fixture.stores["m#1"].work_s = 0.5
+    assert (await fixture.admit())[0] == "m#2"
+    fixture.script("queue book", "queue queue queue queue")
+    fixture.stores["m#2"].work_s = 0.1
+    assert (await fixture.admit())[0] == "m#1", "it waits in the second, and the first has room meanwhile"
+    for store in fixture.stores.values():
+        store.work_s = 5.0
+    fixture.script("queue", "queue", "book")
+    assert (await fixture.admit())[0] == "m#3", "long lines in both home pools: the third is asked"
+
+
+async def test_full_everywhere_is_refused() -> None:
+    fixture = Fixture()
+    fixture.script("full", "full", "full", "book")
+    with pytest.raises(Overloaded):
+        await fixture.admit()
+    assert fixture.asked() == [1, 1, 1, 0]
+    fixture.script("book", "limited")
+    with pytest.raises(RateLimited):
+        await fixture.admit()
+
+
+async def test_without_any_redis_a_worker_is_chosen_among_those_known_last() -> None:
+    fixture = Fixture()
+    fixture.script("away", "away", "away", "away")
+    fixture.pools[0].show(View((), read_at=2.0))
+    fixture.pools[0].last_known._with_routable = View()
+    tag, decision = await fixture.admit()
+    assert (tag, decision.worker_id) == ("m#2", "m#2.w")
+    assert fixture.metrics.fallback.labels("away", "m#2")._value.get() == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_whatever_the_pools_answer_and_whenever_it_ends_nothing_is_left(seed: int) -> None:
+    rng = random.Random(seed)
+    fixture = Fixture()
+    words = ("book", "queue", "queue", "full", "none", "away", "late", "limited")
+    for store in fixture.stores.values():
+        store.words = rng.choices(words, k=rng.randint(0, 6))
+        store.slow_s = rng.choice((0.0, 0.0, 0.002, 0.06))
+        store.work_s = rng.choice((0.1, 0.2, 3.0))
+        store.cost_s = rng.random()
+    job = fixture.job(hints=Hints(explain=rng.random() < 0.2), patience_s=rng.choice((0.05, 1.0)))
+    task = asyncio.create_task(fixture.admit(job))
+    if rng.random() < 0.5:
+        await asyncio.sleep(rng.choice((0.0, 0.001, 0.01, 0.07)))
+        task.cancel()
+    with suppress(WarmfleetError, asyncio.CancelledError):
+        await task
+    await fixture.nothing_left()
+
+
+@pytest.fixture
+def served() -> ServedModel:
+    return ServedModel("m", [Pool(tag, cast("Fleet", SimpleNamespace()), DegradedMode(1.0)) for tag in TAGS])
+
+
+def chain(blocks: int, seed: int = 0) -> Chain:
+    rng = random.Random(seed)
+    return Chain(1, 16, rng.randbytes(8 * 1_000)[: 8 * blocks])
+
+
+def test_prompts_with_the_same_beginning_have_the_same_home_pools(served: ServedModel) -> None:
+    def homes(blocks: int, seed: int = 0) -> list[str]:
+        prompt = IdentifiedPrompt((chain(blocks, seed),), 16 * blocks, 16 * blocks, "exact")
+        return [pool.tag for pool in served.order_for(prompt, "m", 4_096)]
+
+    assert homes(256) == homes(257) == homes(1_000)
+    assert homes(255) == homes(64), "a conversation keeps its home pools while it grows, up to the next step"
+    assert {homes(64, seed)[0] for seed in range(40)} == {*TAGS}
+    served.draining = frozenset({"m#2"})
+    assert all(homes(256, seed)[-1] == "m#2" for seed in range(9))
+    assert key_of([], 4_096) == b"" != key_of([chain(1)], 4_096)
+    assert key_of([chain(3)], 4_096) == chain(1).hashes
+    assert STEP == 4
+
+
+def test_a_pool_that_joins_moves_only_what_it_gets() -> None:
+    keys = [random.Random(seed).randbytes(8) for seed in range(500)]
+    before, after = ([in_order(key, TAGS[:count])[:2] for key in keys] for count in (3, 4))
+    moved = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert all("m#4" in new for new in moved)
+    assert 0.4 < len(moved) / len(keys) < 0.6, "two of four home pools are the new one's"
+
+
+async def test_pools_come_and_go_while_a_replica_runs(served: ServedModel) -> None:
+    first, second, third, _ = served.pools
+    pools = Pools([first, second])
+    pools.change(ServedModel("m", [second, third]))
+    assert pools.served["m"].pools == (second, third)
+    assert pools.all == (second, third, first), "its requests are looked after until they end"
+    assert pools.tagged("m#1") is first
+    pools.change(ServedModel("m", [first, second]))
+    assert pools.all == (first, second, third)
+    pools.forget(third)
+    assert [*pools.all] == [first, second]
+    assert pools.tagged("m#3") is None
+
+
+async def test_two_pools_of_real_engines_serve_one_model(valkey_url: str, model: str) -> None:
+    """Each prompt goes where its beginning is; when a pool loses its engine, the other one serves."""
+    tags = (f"{model}#1", f"{model}#2")
+    fleets = [Fleet(connect(valkey_url, timeout_s=2), tag) for tag in tags]
+    async with (
+        simulated(valkey_url, model, "a", pool=tags[0]) as one,
+        simulated(valkey_url, model, "b", pool=tags[1]),
+        replica(valkey_url, model, models=tags, redis_retry_s=0.2) as router,
+    ):
+        await router.routable(2)
+        await router.exact()
+        prompts = [[rng.randint(10, 900) for _ in range(400)] for rng in map(random.Random, range(12))]
+
+        async def pool_of(prompt: list[int], **headers: str) -> tuple[str, int]:
+            status, told, answer = await router.post({"model": model, "prompt": prompt, "max_tokens": 1}, **headers)
+            assert status == 200, answer
+            return told["x-warmfleet-pool"], int(told["x-warmfleet-matched-tokens"])
+
+        first = [(await pool_of(prompt))[0] for prompt in prompts]
+        assert {*first} == {*tags}
+        again = [await pool_of([*prompt, *prompt[:50]]) for prompt in prompts]
+        assert [pool for pool, _ in again] == first
+        assert all(matched >= 384 for _, matched in again)
+        _, told, _ = await router.post(
+            {"model": model, "prompt": prompts[0], "max_tokens": 1}, **{"X-Warmfleet-Explain": "1"}
+        )
+        explained = json.loads(told["x-warmfleet-explain"])
+        assert (explained["pool"], {one["pool"] for one in explained["pools"]}) == (first[0], {*tags})
+        _, listed = await router.get("/v1/models")
+        assert [entry["id"] for entry in json.loads(listed)["data"]] == [model]
+        await one.engine.stop()
+        assert {(await pool_of(prompt))[0] for prompt in prompts} == {tags[1]}
+        await asyncio.gather(*map(pool_of, prompts))
+
+        async def unloaded() -> bool:
+            rows = [worker.load for fleet in fleets for worker in await fleet.workers()]
+            return sum(row.prefill_tokens + row.decode_tokens + row.in_flight for row in rows) == 0
+
+        await poll(unloaded, 10, "the load of both pools is given back")
+    for fleet in fleets:
+        await fleet.close()
